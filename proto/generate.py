@@ -1,0 +1,38 @@
+"""Regenerate the committed protobuf modules: `python proto/generate.py [OUT]` (default: this folder)."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PROTOS = ("inference", "kv", "worker")
+
+
+def generate(out: Path) -> None:
+    """Write `*_pb2.py`, `*_pb2_grpc.py` and their stubs for every .proto file into `out`."""
+    with tempfile.TemporaryDirectory() as tmp:
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "grpc_tools.protoc",
+                f"-Idiptych/proto={HERE}",
+                f"--python_out={tmp}",
+                f"--grpc_python_out={tmp}",
+                f"--mypy_out=quiet:{tmp}",
+                f"--mypy_grpc_out=quiet:{tmp}",
+                *(f"diptych/proto/{name}.proto" for name in PROTOS),
+            ],
+            check=True,
+        )
+        for path in sorted(Path(tmp, "diptych", "proto").iterdir()):
+            # The package imports relatively, so that every tool resolves it by path.
+            text = re.sub(r"from diptych\.proto import (\w+) as", r"from . import \1 as", path.read_text())
+            text = re.sub(r"from diptych\.proto import", "from . import", text)
+            (out / path.name).write_text(text)
+
+
+if __name__ == "__main__":
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)

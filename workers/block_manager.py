@@ -1,0 +1,147 @@
+"""Owner of the block ids of one worker's KV cache. Knows no tensor, no token and no request.
+
+Life of a block:
+
+    FREE --allocate--> HELD (references >= 1) --last release--> FREE
+                                              --last release, if the prefix cache knows it--> EVICTABLE
+    EVICTABLE --share--> HELD          EVICTABLE --allocate, oldest first--> HELD (its cached content is forgotten)
+
+A block's generation counts its allocations: (block, generation) names one content, so a reader of a reused block can
+tell. Leases (open hand-offs) and quarantine (a read that may still be landing) are references with a name of their own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from .errors import OutOfBlocks
+
+
+class BlockManager:
+    """References and generations of `num_blocks` blocks. Every operation is O(blocks named)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self.generations = [0] * num_blocks
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: set[int] = set()
+        # Oldest release first. Sequences release their last block first, so a child always stands before its parent.
+        self._evictable: dict[int, None] = {}
+        self._leased: Counter[int] = Counter()
+        self._quarantined: set[int] = set()
+        self.on_evict: Callable[[int], None] = lambda _: None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation could have: free ones and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_leased(self) -> int:
+        return len(self._leased)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def allocate(self, num: int) -> list[int]:
+        """`num` blocks with one reference each, evicting cached ones where needed. Raises OutOfBlocks, taking none."""
+        if num > self.num_free:
+            raise OutOfBlocks(
+                f"{num} KV blocks are needed and {self.num_free} of {self.num_blocks} are free: "
+                "send fewer requests at once, or give the worker more KV memory (kv_memory_bytes)"
+            )
+        blocks: list[int] = []
+        for _ in range(num):
+            if not self._free:
+                self._evict_oldest()
+            block = self._free.pop()
+            assert self._references[block] == 0
+            self._references[block] = 1
+            self.generations[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference on each. A block must be held or evictable: a free one has no content to share."""
+        for block in blocks:
+            if self._references[block] == 0:
+                assert block in self._evictable, f"block {block} is free and cannot be shared"
+                del self._evictable[block]
+            self._references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less on each, last block first."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is released once too often"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._cached:
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
+
+    def lease(self, blocks: Sequence[int]) -> None:
+        """Hold `blocks` for an open hand-off."""
+        self.share(blocks)
+        self._leased.update(blocks)
+
+    def end_lease(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            assert self._leased[block] > 0, f"block {block} is not leased"
+            self._leased[block] -= 1
+            if self._leased[block] == 0:
+                del self._leased[block]
+        self.release(blocks)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Keep held `blocks` aside: bytes may still land in them. The caller's reference passes to the quarantine."""
+        for block in blocks:
+            assert self._references[block] == 1 and block not in self._quarantined
+            self._quarantined.add(block)
+
+    def end_quarantine(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._quarantined.remove(block)
+        self.release(blocks)
+
+    def mark_cached(self, block: int) -> None:
+        """The prefix cache can find this held block from now on."""
+        assert self._references[block] > 0
+        self._cached.add(block)
+
+    def forget_cached(self) -> None:
+        """The prefix cache was cleared: evictable blocks become free."""
+        for block in self._evictable:
+            self._free.append(block)
+        self._evictable.clear()
+        self._cached.clear()
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> int:
+        """Compare the references with what `holders` (block tables) hold beside leases and quarantine.
+
+        Returns the number of blocks that are referenced and have no holder, or the reverse: 0 unless there is a bug.
+        """
+        expected: Counter[int] = Counter(self._leased)
+        expected.update(self._quarantined)
+        for table in holders:
+            expected.update(table)
+        idle = set(self._free) | set(self._evictable)
+        assert len(idle) == len(self._free) + len(self._evictable), "a block is in two idle lists"
+        return sum(
+            1
+            for block in range(self.num_blocks)
+            if self._references[block] != expected[block] or (self._references[block] == 0) != (block in idle)
+        )
+
+    def _evict_oldest(self) -> None:
+        block = next(iter(self._evictable))
+        del self._evictable[block]
+        self._cached.remove(block)
+        self.on_evict(block)
+        self._free.append(block)

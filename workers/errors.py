@@ -1,0 +1,145 @@
+"""Every named error of the system.
+
+    DiptychError                     code       who can mend it
+    ├── InvalidRequest               400        the client
+    │   ├── PromptTooLong            400
+    │   └── UnknownModel             404
+    ├── Unauthenticated              401        the client
+    ├── Overloaded                   429        time (retry_after_s)
+    ├── RequestAborted               499        nobody: the client left
+    ├── DeadlineExceeded             504        the client (a longer time-out) or the operator (more workers)
+    ├── Unavailable                  503        time, or the operator
+    │   ├── WorkerLost               503        the router (resumes elsewhere)
+    │   ├── WorkerDraining           503        the router (submits elsewhere)
+    │   └── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
+    ├── HandoffError                 500        the router (prefills again)
+    │   ├── UnknownHandoff           500
+    │   ├── LeaseLost                500
+    │   ├── LayoutMismatch           500        the operator (the pools' settings)
+    │   └── TransportError           500
+    ├── ConfigError                  (start)    the operator
+    │   └── PortInUse                (start)
+    ├── CheckpointError              (start)    the operator
+    │   └── UnsupportedArchitecture  (start)
+    └── InternalError                500        us
+
+Each message says the cause and the remedy. `status` is the HTTP status at the front door; grpc_api.py maps it
+to a gRPC status. `retryable` says whether the same request may succeed on another worker.
+"""
+
+
+class DiptychError(Exception):
+    """Base of every error that a user can meet."""
+
+    status: int = 500
+    code: str = "internal_error"
+    retryable: bool = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param  # the request field at fault, where there is one
+
+
+class InvalidRequest(DiptychError):
+    status, code = 400, "invalid_request_error"
+
+
+class PromptTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class UnknownModel(InvalidRequest):
+    status, code = 404, "model_not_found"
+
+
+class Unauthenticated(DiptychError):
+    status, code = 401, "invalid_api_key"
+
+
+class Overloaded(DiptychError):
+    status, code = 429, "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestAborted(DiptychError):
+    status, code = 499, "request_aborted"
+
+
+class DeadlineExceeded(DiptychError):
+    status, code = 504, "deadline_exceeded"
+
+
+class Unavailable(DiptychError):
+    status, code, retryable = 503, "service_unavailable", True
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+
+class WorkerDraining(Unavailable):
+    code = "worker_draining"
+
+
+class OutOfBlocks(Unavailable):
+    code = "out_of_kv_blocks"
+
+
+class HandoffError(DiptychError):
+    code, retryable = "handoff_failed", True
+
+
+class UnknownHandoff(HandoffError):
+    code = "unknown_handoff"
+
+
+class LeaseLost(HandoffError):
+    code = "lease_lost"
+
+
+class LayoutMismatch(HandoffError):
+    code, retryable = "layout_mismatch", False
+
+
+class TransportError(HandoffError):
+    code = "transport_error"
+
+
+class ConfigError(DiptychError):
+    code = "config_error"
+
+
+class PortInUse(ConfigError):
+    code = "port_in_use"
+
+
+class CheckpointError(DiptychError):
+    code = "checkpoint_error"
+
+
+class UnsupportedArchitecture(CheckpointError):
+    code = "unsupported_architecture"
+
+
+class InternalError(DiptychError):
+    pass
+
+
+def _tree(cls: type[DiptychError]) -> dict[str, type[DiptychError]]:
+    found = {cls.__name__: cls}
+    for sub in cls.__subclasses__():
+        found |= _tree(sub)
+    return found
+
+
+ERRORS = _tree(DiptychError)
+
+
+def from_wire(name: str, message: str) -> DiptychError:
+    """The error that a peer named; one whose name we do not know becomes an InternalError."""
+    cls = ERRORS.get(name)
+    return cls(message) if cls is not None else InternalError(f"{name}: {message}")

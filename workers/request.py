@@ -1,0 +1,104 @@
+"""What a client asked for: Request and SamplingParams. Frozen; knows neither torch nor the wire."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .errors import InvalidRequest, PromptTooLong
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose each token. The order of operations is vLLM's: bias, penalties, temperature, min-p, top-k, top-p."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output (CTRL, Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest, naming the field, for any value outside its range. NaN is outside every range."""
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, 1 << 30)
+        _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("seed", self.seed, 0, (1 << 64) - 1)
+        _within("max_tokens", self.max_tokens, 1, 1 << 30)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries", param="stop_token_ids")
+        for token_id, bias in self.logit_bias.items():
+            _within("logit_bias", bias, -100.0, 100.0)
+            check_token_ids((token_id,), vocab_size, "logit_bias")
+        check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion of one prompt. `request_id` is made by the server; `timeout_s` counts from receipt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    timeout_s: float
+    cache_salt: bytes = b""  # prefix-cache namespace: other salts never share blocks
+
+    def validate(self, vocab_size: int, max_context_tokens: int) -> None:
+        """Raise InvalidRequest or PromptTooLong for what the model cannot compute."""
+        num_prompt = len(self.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
+        if num_prompt >= max_context_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens, but the context holds {max_context_tokens} and at least one must "
+                "be left for the answer: shorten the prompt",
+                param="prompt",
+            )
+        if num_prompt + self.sampling.max_tokens > max_context_tokens:
+            raise PromptTooLong(
+                f"{num_prompt} prompt tokens and max_tokens={self.sampling.max_tokens} exceed the context of "
+                f"{max_context_tokens} tokens: ask for at most {max_context_tokens - num_prompt}",
+                param="max_tokens",
+            )
+        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise InvalidRequest(f"timeout_s must be positive and finite, got {self.timeout_s}", param="timeout_s")
+        check_token_ids(self.prompt_token_ids, vocab_size, "prompt")
+        self.sampling.validate(vocab_size)
+
+
+def check_token_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest where an id is outside [0, vocab_size)."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(f"{param}: token id {bad} is outside the vocabulary of {vocab_size}", param=param)
+
+
+def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not (low <= value <= high) or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)

@@ -1,0 +1,108 @@
+"""A Sequence is a request being computed on one worker; a Batch is the sequences of one step.
+
+Life of a sequence:  WAITING -> RUNNING -> FINISHED
+                        ^          |
+                        └──────────┘ preempted: its blocks are freed, its tokens kept
+    IMPORTING (a sink: its KV is on the way) -> RUNNING
+    RUNNING -> HANDED_OFF (a source: its blocks now belong to the hand-off)
+
+One rule covers prefill, chunks, decode, preemption, resumption and hand-off alike: a sequence has `token_ids` (prompt
+and output) of which the first `num_computed` have their KV in the cache. A step computes some of the rest; a token is
+sampled exactly when none is left. Decode is the case where one is left.
+"""
+
+import enum
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from .request import Request
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    IMPORTING = "importing"
+    RUNNING = "running"
+    HANDED_OFF = "handed_off"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    token_ids: list[int]  # prompt and output
+    num_prompt: int
+    deadline: float  # on the worker's monotonic clock, seconds
+    arrival: int  # admission order; smaller is older
+    handoff_id: str | None = None  # the source side of a hand-off
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0  # tokens whose KV is in the cache
+    num_cached: int = 0  # of those, found in the prefix cache at first admission
+    num_resumed: int = 0  # output tokens that another worker made before
+    block_table: list[int] = field(default_factory=list[int])
+    block_hashes: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as known
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_uncomputed == 1 and self.num_output > 0
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_new` tokens of `sequence`, from `sequence.num_computed` on; `samples` when they are the last it has."""
+
+    sequence: Sequence
+    num_new: int
+
+    @property
+    def samples(self) -> bool:
+        return self.num_new == self.sequence.num_uncomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes. Every sequence's block table already covers its new tokens."""
+
+    entries: SequenceOf[ScheduledSequence]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(e.num_new for e in self.entries)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token that a batch entry yielded, with log-probabilities (nats) where the request asked for them."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()

@@ -1,0 +1,92 @@
+"""gRPC channels and servers between our own processes: message limits, keepalive, and the cluster's token. No torch."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from .errors import ConfigError, PortInUse
+from .wire import GRPC_OPTIONS
+
+TOKEN_KEY = "authorization"
+# Health checks come from orchestrators that hold no token, and say nothing but "serving".
+OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+
+
+def _with_token(details: grpc.aio.ClientCallDetails, value: str) -> grpc.aio.ClientCallDetails:
+    metadata = grpc.aio.Metadata(*(details.metadata or ()))
+    metadata.add(TOKEN_KEY, value)
+    return details._replace(metadata=metadata)  # type: ignore[attr-defined]
+
+
+class _UnaryToken(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(_with_token(client_call_details, self._value), request)
+
+
+class _UnaryStreamToken(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(_with_token(client_call_details, self._value), request)
+
+
+class _StreamStreamToken(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await continuation(_with_token(client_call_details, self._value), request_iterator)
+
+
+def open_channel(address: str, token: str | None) -> grpc.aio.Channel:
+    """A channel to one of our processes; every call on it carries `token`."""
+    value = f"Bearer {token}"
+    interceptors = [_UnaryToken(value), _UnaryStreamToken(value), _StreamStreamToken(value)] if token else []
+    return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS, interceptors=interceptors)
+
+
+class _RequireToken(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, in constant time."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+        async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's token is missing or wrong")
+
+        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        given = next((v for k, v in handler_call_details.invocation_metadata if k == TOKEN_KEY), "")
+        given_bytes = given if isinstance(given, bytes) else given.encode()
+        if handler_call_details.method.startswith(OPEN_SERVICES) or hmac.compare_digest(given_bytes, self._expected):
+            return await continuation(handler_call_details)
+        return self._refuse
+
+
+def make_server(token: str | None) -> grpc.aio.Server:
+    return grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_RequireToken(token)] if token else [])
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Listen on host:port (0: the kernel chooses) and return the port. Raises PortInUse or ConfigError."""
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as e:
+        if port:
+            raise PortInUse(f"cannot listen on {host}:{port}: {e}. Choose another port, or 0 for any free one") from e
+        raise ConfigError(f"cannot listen on {host}: {e}. Is it an address of this machine?") from e
+    if bound == 0:
+        raise PortInUse(f"cannot listen on {host}:{port}: it is in use. Choose another port, or 0 for any free one")
+    return bound

@@ -1,0 +1,71 @@
+"""A Runner that a person can compute by hand, with a real KV memory.
+
+The KV of a token is its id, stored in the slot as K (and its position as V). The next token is the sum of the ids that
+are *read back* from the sequence's blocks, modulo the vocabulary, so a block that was lost, reused or moved wrongly
+gives a wrong token. Token 0 ends a sequence.
+"""
+
+import mmap
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from .kv_layout import KVLayout, KVMemory
+from .runner import ModelInfo
+from .sequence import Batch, SampledToken, Sequence
+
+
+def fake_next(token_ids: list[int], vocab_size: int) -> int:
+    """The token that follows `token_ids`."""
+    return sum(token_ids) % vocab_size
+
+
+def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> list[int]:
+    """What a fake worker answers to `prompt`: at most `max_tokens` ids, ending with the first 0."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != 0):
+        ids.append(fake_next(ids, vocab_size))
+    return ids[len(prompt) :]
+
+
+class FakeRunner:
+    """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step."""
+
+    def __init__(
+        self, *, num_blocks: int = 256, block_size: int = 4, vocab_size: int = 1000, max_context: int = 512, step_s: float = 0.0
+    ) -> None:
+        self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
+        self.layout = KVLayout("float32", block_size, num_layers=1, num_kv_heads=1, head_dim=1, model_id="fake")
+        self._step_s = step_s
+        self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
+        # [block, kv, slot] int32: the layout's axes with its single layer, head and dimension left out.
+        self._kv: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32).reshape(num_blocks, 2, block_size)
+        self.memory = KVMemory(
+            address=self._kv.ctypes.data,
+            num_blocks=num_blocks,
+            block_bytes=self.layout.block_bytes,
+            layer_bytes=self.layout.layer_bytes,
+            view=memoryview(self._buffer),
+        )
+
+    def run(self, batch: Batch) -> list[SampledToken]:
+        if self._step_s:
+            time.sleep(self._step_s)
+        sampled: list[SampledToken] = []
+        for entry in batch.entries:
+            sequence = entry.sequence
+            end = sequence.num_computed + entry.num_new
+            for position in range(sequence.num_computed, end):
+                block, slot = self._slot(sequence, position)
+                self._kv[block, :, slot] = sequence.token_ids[position], position
+            if entry.samples:
+                read = [int(self._kv[block, 0, slot]) for block, slot in (self._slot(sequence, i) for i in range(end))]
+                sampled.append(SampledToken(sequence, fake_next(read, self.info.vocab_size)))
+        return sampled
+
+    def close(self) -> None:
+        """The memory goes with the process: transports may still hold views of it."""
+
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.block_table[position // self.layout.block_size], position % self.layout.block_size

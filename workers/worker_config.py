@@ -1,0 +1,47 @@
+"""Settings of one worker process, resolved once. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import ConfigError
+from .scheduler import Role, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    model: str  # folder of a Hugging Face checkpoint
+    role: str = "mixed"  # "prefill", "decode" or "mixed"
+    served_model_name: str | None = None  # None: the folder's name
+    dtype: str = "bfloat16"  # or "float32"
+    device: str = "cpu"
+    threads: int | None = None  # None: torch's choice
+    block_size: int = 16  # tokens a block
+    kv_memory_bytes: int | None = None  # None: by fraction
+    kv_memory_fraction: float = 0.3  # of the memory that is free at start
+    max_context_tokens: int | None = None  # None: the model's
+    max_batch_tokens: int = 2048
+    chunk_tokens: int = 0  # 0: no limit but the budget
+    max_running: int = 256
+    prefix_cache: bool = True
+    transports: tuple[str, ...] | Literal["auto"] = "auto"
+    lease_s: float = 10.0
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: the kernel chooses
+    auth_token: str | None = None
+
+    def validate(self) -> None:
+        """Raise ConfigError, naming the setting, for what cannot work."""
+        if self.role not in {r.value for r in Role}:
+            raise ConfigError(f"role must be prefill, decode or mixed, got {self.role!r}")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
+        for name, low in (("block_size", 1), ("max_batch_tokens", 1), ("chunk_tokens", 0), ("max_running", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 0 < self.kv_memory_fraction <= 0.95:
+            raise ConfigError(f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}")
+        if self.auth_token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ConfigError(f"a worker on {self.host} needs an auth_token: without one, listen on 127.0.0.1")
+
+    def scheduler(self) -> SchedulerConfig:
+        return SchedulerConfig(self.max_batch_tokens, self.chunk_tokens, self.max_running)

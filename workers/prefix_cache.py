@@ -99,9 +99,12 @@ class PrefixCache:
         self._manager.forget_cached()
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Names stored and removed since the last call. A name in both is findable now exactly if `names()` has it."""
+        """Names that became findable and names that ceased to be since the last call. Nobody is in both."""
         stored, removed = self._stored, self._removed
         self._stored, self._removed = [], []
+        if stored and removed:
+            stored = [name for name in stored if name in self._nodes]
+            removed = [name for name in removed if name not in self._nodes]
         return stored, removed
 
     def names(self) -> list[bytes]:

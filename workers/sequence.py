@@ -34,6 +34,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
+    key: str  # the worker's name for it; request ids repeat when a request is resumed
     request: Request
     token_ids: list[int]  # prompt and output
     num_prompt: int

@@ -1,0 +1,68 @@
+"""What a step tells the world. Plain data: the engine's thread makes it, the worker's event loop sends it."""
+
+from dataclasses import dataclass, field
+
+from ..proto import worker_pb2
+from .errors import DiptychError
+from .sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    key: str
+    token_id: int
+    position: int  # in the request's output, from 0
+    finish: FinishReason | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    num_cached: int | None = None  # with the first token of a sequence on this worker
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    key: str
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReady:
+    """Blocks of an offered sequence hold their KV and are leased from now on."""
+
+    handoff_id: str
+    first_block: int  # position in the block table
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSealed:
+    handoff_id: str
+    key: str
+    num_computed: int
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnded:
+    """The source gives the hand-off up: the sequence finished, failed or was aborted here."""
+
+    handoff_id: str
+    error: DiptychError
+
+
+HandoffEvent = SegmentReady | HandoffSealed | HandoffEnded
+
+
+@dataclass(slots=True)
+class StepOutput:
+    step: int
+    ran: bool = False  # a batch was computed
+    tokens: list[TokenEvent] = field(default_factory=list[TokenEvent])
+    failures: list[FailureEvent] = field(default_factory=list[FailureEvent])
+    handoffs: list[HandoffEvent] = field(default_factory=list[HandoffEvent])
+    stored: list[bytes] = field(default_factory=list[bytes])
+    removed: list[bytes] = field(default_factory=list[bytes])
+    load: worker_pb2.LoadReport | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.failures or self.handoffs or self.stored or self.removed or self.load)

@@ -1,0 +1,124 @@
+"""Runs an Engine on a thread of its own. Commands from other threads queue up and run between steps."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from .engine import Engine, internal
+from .engine_events import StepOutput
+from .errors import DiptychError, Unavailable
+from .handoff_sink import Reservation
+
+T = TypeVar("T")
+IDLE_WAIT_S = 1.0
+
+log = logging.getLogger("diptych.engine")
+
+
+class EngineThread:
+    """`listener` is called on the engine's thread with every non-empty StepOutput; it must not block."""
+
+    def __init__(self, engine: Engine, listener: Callable[[StepOutput], None]) -> None:
+        self._engine = engine
+        self._listener = listener
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the current step and end the thread. Idempotent."""
+        self._is_stopping = True
+        self._commands.put(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def post(self, command: Callable[[Engine], object]) -> None:
+        """Run `command` between steps; its result is dropped."""
+        self._commands.put(lambda: command(self._engine))
+
+    async def call(self, command: Callable[[Engine], T]) -> T:
+        """Run `command` between steps and return what it returns or raises."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command(self._engine))
+            except (DiptychError, AssertionError) as e:
+                future.set_exception(e)
+
+        if self._is_stopping:
+            raise Unavailable("the worker is stopping")
+        self._commands.put(run)
+        return await asyncio.wrap_future(future)
+
+    # -- ports of the hand-off (SourcePort, SinkPort) ---------------------------------------------------------------
+
+    def end_lease(self, handoff_id: str) -> None:
+        self.post(lambda engine: engine.end_lease(handoff_id))
+
+    async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
+        """Waits until the blocks are there; raises RequestAborted when the request ends first."""
+        loop = asyncio.get_running_loop()
+        granted: asyncio.Future[Reservation] = loop.create_future()
+
+        def settle(result: Reservation | DiptychError) -> None:
+            if granted.done():
+                return
+            if isinstance(result, DiptychError):
+                granted.set_exception(result)
+            else:
+                granted.set_result(result)
+
+        self.post(
+            lambda engine: engine.handoffs.reserve(
+                key, num_prompt_tokens, lambda result: loop.call_soon_threadsafe(settle, result)
+            )
+        )
+        return await granted
+
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        await self.call(lambda engine: engine.handoffs.commit(key, num_computed, output_token_ids))
+
+    async def fail(self, key: str, quarantine: bool) -> None:
+        await self.call(lambda engine: engine.fail_import(key, quarantine=quarantine))
+
+    async def settle(self, key: str) -> None:
+        await self.call(lambda engine: engine.handoffs.settle(key))
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        idle = False
+        while not self._is_stopping:
+            self._run_commands(wait=idle)
+            try:
+                output = self._engine.step()
+            except Exception as e:
+                # The top loop: one bad batch must not take the worker's other requests with it.
+                log.exception("a step failed; its sequences are failed")
+                self._engine.fail_all(internal(e))
+                continue
+            if output:
+                self._listener(output)
+            idle = not output.ran
+
+    def _run_commands(self, *, wait: bool) -> None:
+        try:
+            if wait:
+                self._commands.get(timeout=self._idle_s())()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _idle_s(self) -> float:
+        deadline = self._engine.next_deadline()
+        return IDLE_WAIT_S if deadline is None else min(max(deadline - time.monotonic(), 0.0), IDLE_WAIT_S)

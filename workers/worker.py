@@ -1,0 +1,122 @@
+"""One worker process: load the model, serve it, say where. `python -m diptych.workers.worker --model DIR` runs one.
+
+The line that it prints when it is ready is JSON: {"address": ..., "incarnation": ..., "pid": ...}.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import asdict, fields
+
+from .errors import DiptychError
+from .model_runner import ModelRunner, ModelRunnerConfig
+from .service import WorkerAddress, WorkerService
+from .worker_config import WorkerConfig
+
+
+def load_runner(config: WorkerConfig) -> ModelRunner:
+    """Raises CheckpointError or ConfigError."""
+    return ModelRunner.load(
+        ModelRunnerConfig(
+            model_path=config.model,
+            served_model_name=config.served_model_name,
+            dtype=config.dtype,
+            device=config.device,
+            num_threads=config.threads,
+            block_size=config.block_size,
+            kv_memory_bytes=config.kv_memory_bytes,
+            kv_memory_fraction=config.kv_memory_fraction,
+            max_context_tokens=config.max_context_tokens,
+        )
+    )
+
+
+async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop: asyncio.Event) -> None:
+    """Load, serve, and resolve `ready`; return once `stop` is set and everything is closed."""
+    try:
+        config.validate()
+        runner = await asyncio.to_thread(load_runner, config)
+        service = WorkerService(config, runner)
+        ready.set_result(await service.start())
+    except BaseException as e:
+        ready.set_exception(e)
+        raise
+    try:
+        await stop.wait()
+    finally:
+        await service.stop()
+
+
+class WorkerProcess:
+    """A worker on a thread of a process that has other things to do (a Ray actor)."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._ready: Future[WorkerAddress] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="diptych-worker", daemon=True)
+
+    def start_in_thread(self) -> WorkerAddress:
+        """Raises what loading or listening raised."""
+        self._thread.start()
+        return self._ready.result()
+
+    def stop(self) -> None:
+        """Idempotent; returns when the server is closed and the engine has ended."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(run_worker(self._config, self._ready, self._stop))
+        except DiptychError:
+            return  # `start_in_thread` raises it
+        finally:
+            self._loop.close()
+
+
+def parse_args(argv: list[str]) -> WorkerConfig:
+    """Flags are WorkerConfig's fields, with dashes."""
+    parser = argparse.ArgumentParser(prog="python -m diptych.workers.worker", description=__doc__)
+    defaults = {f.name: f.default for f in fields(WorkerConfig)}
+    types = {"threads": int, "kv_memory_bytes": int, "max_context_tokens": int}
+    for name, default in defaults.items():
+        flag = "--" + name.replace("_", "-")
+        if name == "model":
+            parser.add_argument(flag, required=True)
+        elif isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        elif name == "transports":
+            parser.add_argument(flag, default=default, type=lambda v: v if v == "auto" else tuple(v.split(",")))
+        else:
+            parser.add_argument(flag, default=default, type=types.get(name, type(default) if default else str))
+    return WorkerConfig(**vars(parser.parse_args(argv)))
+
+
+async def _main(config: WorkerConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    ready: Future[WorkerAddress] = Future()
+    ready.add_done_callback(lambda f: f.exception() or print(json.dumps(asdict(f.result())), flush=True))
+    await run_worker(config, ready, stop)
+
+
+def main() -> int:
+    try:
+        asyncio.run(_main(parse_args(sys.argv[1:])))
+    except DiptychError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The rules of the house that a machine can check: who imports whom, and that the protobuf modules are current."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "proto"}, "cluster": {"proto", "workers"}}
+# Of workers, what cluster may import: each must import without torch (tested below).
+NO_TORCH = {
+    "block_manager",
+    "channel",
+    "errors",
+    "kv_layout",
+    "prefix_cache",
+    "request",
+    "runner",
+    "scheduler",
+    "sequence",
+    "wire",
+    "worker_config",
+}
+FORBIDDEN = {
+    "cluster": {"torch", "transformers", "triton", "nixl"},
+    "workers": {"ray", "transformers"},
+    "kernels": {"ray", "transformers", "grpc"},
+    "proto": {"ray", "torch"},
+}
+NEVER = {"pickle", "cloudpickle", "dill"}
+
+
+def sources() -> list[Path]:
+    return sorted(
+        p for room in ROOMS for p in (ROOT / room).rglob("*.py") if not p.name.endswith(("_pb2.py", "_pb2_grpc.py"))
+    )
+
+
+def imports(path: Path) -> list[tuple[tuple[str, ...], bool]]:
+    """Every import of `path` as (dotted parts, is it inside the package), relative ones resolved."""
+    found: list[tuple[tuple[str, ...], bool]] = []
+    folder = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(tuple(a.name.split(".")), False) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                base = folder[: len(folder) - node.level + 1] + module
+                found += [(base + (a.name,), True) for a in node.names]
+            else:
+                found.append((module, False))
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_keep_the_direction_of_the_house(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    for parts, inside in imports(path):
+        if inside:
+            target = parts[0]
+            if target not in ROOMS:
+                continue  # the package's own __init__: its version
+            assert target == room or target in ROOMS[room], f"{room} must not import {'.'.join(parts)}"
+            if room == "cluster" and target == "workers" and path.name != "placement.py":
+                assert parts[1] in NO_TORCH, f"cluster must not import workers.{parts[1]}"
+        else:
+            assert parts[0] != "diptych", "inside the package, imports are relative"
+            assert parts[0] not in FORBIDDEN[room] | NEVER, f"{room} must not import {parts[0]}"
+
+
+@pytest.mark.parametrize("name", sorted(NO_TORCH))
+def test_what_cluster_imports_of_workers_needs_no_torch(name: str) -> None:
+    code = f"import sys, diptych.workers.{name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rooms_are_no_packages_of_their_own() -> None:
+    assert not [p for room in ROOMS for p in (ROOT / room).rglob("__init__.py")]
+
+
+def test_generated_protobuf_modules_are_current(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "proto" / "generate.py"), str(tmp_path)], check=True)
+    generated = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    committed = {p.name: p.read_text() for p in (ROOT / "proto").glob("*_pb2*.py*")}
+    assert generated == committed, "run `make proto` and commit the result"

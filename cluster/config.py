@@ -1,0 +1,162 @@
+"""Settings of one cluster: frozen, checked once, the same in YAML and in flags. Knows no Ray and no process.
+
+    ClusterConfig            the model and what all its workers share
+    ├── pools: Pools         prefill, decode, mixed
+    │   └── PoolConfig       how many workers, where Ray may place them, what each may use
+    ├── router: RouterConfig the front door: addresses, keys, TLS
+    └── service_level        what the autoscaler steers by
+
+What is wrong raises ConfigError, naming the key by its path ("pools.prefill.replicas"), the line where a file gave it,
+and the key that was probably meant.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+POOL_NAMES = ("prefill", "decode", "mixed")
+PoolName = Literal["prefill", "decode", "mixed"]
+
+_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(value: object) -> object:
+    """'2GiB' -> 2147483648; what is not a text passes through, for pydantic to judge."""
+    if not isinstance(value, str):
+        return value
+    digits = value.strip().rstrip("KMGTIiBbkmgt ")
+    unit = value.strip()[len(digits) :].strip().upper()
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError) as e:
+        raise ValueError(f"{value!r} is not a size: write bytes, or a number with MiB, GiB, MB or GB") from e
+
+
+NumBytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Count = Annotated[int, Field(ge=0, le=4096)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class PoolConfig(_Settings):
+    """One pool: its size, Ray's placement of each worker, and each worker's share of its machine."""
+
+    replicas: Count = 1
+    min_replicas: Count | None = None  # with max_replicas: the autoscaler moves the pool between the two
+    max_replicas: Count | None = None
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    resources: dict[str, float] = Field(default_factory=dict[str, float])  # Ray custom resources of each worker
+    label_selector: dict[str, str] = Field(default_factory=dict[str, str])  # Ray node labels that each worker needs
+    threads: Annotated[int, Field(ge=1)] | None = None  # None: the worker's share of the cores
+    kv_memory_bytes: NumBytes | None = None  # None: kv_memory_fraction of the memory that is free at start
+    kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.3
+    chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_running: Annotated[int, Field(ge=1)] = 256
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        low, high = self.bounds
+        if not low <= self.replicas <= high:
+            raise ValueError(f"replicas ({self.replicas}) must lie in min_replicas..max_replicas ({low}..{high})")
+        return self
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        low = self.replicas if self.min_replicas is None else self.min_replicas
+        return low, self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def autoscaled(self) -> bool:
+        low, high = self.bounds
+        return low < high
+
+
+class Pools(_Settings):
+    prefill: PoolConfig = PoolConfig(replicas=0)
+    decode: PoolConfig = PoolConfig(replicas=0)
+    mixed: PoolConfig = PoolConfig(replicas=0)
+
+    def items(self) -> tuple[tuple[PoolName, PoolConfig], ...]:
+        return ("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed)
+
+    @property
+    def targets(self) -> dict[str, int]:
+        return {name: pool.replicas for name, pool in self.items()}
+
+
+class TlsConfig(_Settings):
+    cert: str  # path of a PEM certificate chain
+    key: str  # path of its PEM private key
+
+
+class RouterConfig(_Settings):
+    """The front door. Several routers share one address: by SO_REUSEPORT on one machine, behind a Service on many."""
+
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    host: str = "127.0.0.1"
+    http_port: Port = 8000  # 0: the kernel chooses
+    grpc_port: Port = 50051
+    api_key: Annotated[str, Field(min_length=8)] | None = None  # asked of every client
+    http_tls: TlsConfig | None = None
+    grpc_tls: TlsConfig | None = None
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    resources: dict[str, float] = Field(default_factory=dict[str, float])
+    label_selector: dict[str, str] = Field(default_factory=dict[str, str])
+    max_requests: Annotated[int, Field(ge=1)] = 1024  # sequences in flight at one router; more answer 429
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        if self.host not in LOOPBACK_HOSTS and self.api_key is None:
+            raise ValueError(f"host {self.host} can be reached from other machines: set api_key, or keep 127.0.0.1")
+        if self.http_port == self.grpc_port != 0:
+            raise ValueError(f"http_port and grpc_port are both {self.http_port}: give them different ports")
+        if self.replicas > 1 and 0 in (self.http_port, self.grpc_port):
+            raise ValueError("several routers share their ports: name http_port and grpc_port instead of 0")
+        return self
+
+
+class ServiceLevel(_Settings):
+    """What users are promised, and what the autoscaler steers by."""
+
+    ttft_s: Annotated[float, Field(gt=0)] = 1.0  # time to first token
+    tpot_s: Annotated[float, Field(gt=0)] = 0.1  # time per output token
+
+
+class ClusterConfig(_Settings):
+    """One model served on pools of workers."""
+
+    model: Annotated[str, Field(min_length=1)]  # folder of a Hugging Face checkpoint, the same on every machine
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = "default"
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = "cpu"
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens a block
+    max_context_tokens: Annotated[int, Field(ge=1)] | None = None  # None: the model's
+    prefix_cache: bool = True
+    transports: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "auto"
+    lease_s: Annotated[float, Field(gt=0)] = 10.0  # how long a source keeps KV for a silent sink
+    drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
+    dashboard: bool = False
+    pools: Pools = Pools(prefill=PoolConfig(), decode=PoolConfig())
+    router: RouterConfig = RouterConfig()
+    service_level: ServiceLevel = ServiceLevel()
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> Self:
+        check_targets(self.pools.targets)
+        return self
+
+
+def check_targets(targets: dict[str, int]) -> None:
+    """Raise ValueError unless the pools together can answer a request."""
+    if targets.get("decode", 0) + targets.get("mixed", 0) < 1:
+        raise ValueError(
+            "the decode and mixed pools are both empty, so no worker would generate: give one of them a replica"
+        )

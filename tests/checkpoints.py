@@ -1,0 +1,90 @@
+"""Random Hugging Face checkpoints small enough to compute at once, and what transformers makes of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    # Large enough that attention and position change the argmax: with the usual 0.02 a random model repeats itself.
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+    """Save a random float32 checkpoint of `arch` ("llama", "qwen3") in directory `path`; returns it."""
+    config_class, model_class = ARCHITECTURES[arch]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(DEFAULTS | overrides))).eval()
+        # Norms and biases start at 1 and 0, where a mistake in applying them would not show.
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.data.add_(torch.randn_like(parameter) * 0.2)
+        model.save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def reference_model(path: Path) -> Any:
+    """transformers' own model of the checkpoint, float32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def reference_greedy(path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], float]]:
+    """For each prompt, the `max_tokens` tokens of transformers' greedy `generate`, end-of-sequence ignored, and the
+    smallest gap between the two largest logits met on the way: a tie within rounding shows as a tiny gap."""
+    model = reference_model(path)
+    results: list[tuple[list[int], float]] = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            out = model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        top = torch.cat(out.logits).topk(2, dim=-1).values
+        results.append((out.sequences[0, len(prompt) :].tolist(), float((top[:, 0] - top[:, 1]).min())))
+    return results
+
+
+def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 500) -> list[list[int]]:
+    """One prompt of each length, never holding id 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def untied_prompts(
+    path: Path, seed: int, lengths: Sequence[int], max_tokens: int, gap: float = 1e-4
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt, greedy reference) of each length, by the first seed from `seed` on whose smallest top-two gap exceeds
+    `gap`: ties are excluded exactly, and the comparison may be strict."""
+    found: list[tuple[list[int], list[int]]] = []
+    for i, length in enumerate(lengths):
+        for attempt in range(50):
+            prompt = random_prompts(seed + 1000 * i + attempt, [length])[0]
+            [(tokens, smallest)] = reference_greedy(path, [prompt], max_tokens)
+            if smallest > gap:
+                found.append((prompt, tokens))
+                break
+        else:
+            raise AssertionError(f"no prompt of {length} tokens without a tie")
+    return found

@@ -1,0 +1,90 @@
+"""Owner of the KV tensors of one worker. Knows bytes and blocks; which block holds what is BlockManager's.
+
+    tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is K, 1 is V
+
+Block-major, so that a block is one run of bytes on the wire. On CPU the pool is an anonymous mapping that asks for
+huge pages: reading it over NIXL is several times faster, and pages that are never written cost no memory.
+"""
+
+import mmap
+
+import psutil
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+from .kv_layout import KVLayout, KVMemory
+from .models.weights import DTYPES
+
+MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
+
+
+class KVCache:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        assert num_blocks > 0
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        dtype = DTYPES[layout.dtype]
+        if device.type == "cpu":
+            self._mapping: mmap.mmap | None = _huge_page_mapping(num_blocks * layout.block_bytes)
+            self.tensor = torch.frombuffer(
+                self._mapping, dtype=dtype, count=num_blocks * layout.block_bytes // dtype.itemsize
+            ).view(shape)
+        else:
+            self._mapping = None
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def memory(self) -> KVMemory:
+        """What transports read and write. Valid while this object lives."""
+        num_bytes = self.num_blocks * self.layout.block_bytes
+        return KVMemory(
+            address=self.tensor.data_ptr(),
+            num_blocks=self.num_blocks,
+            block_bytes=self.layout.block_bytes,
+            layer_bytes=self.layout.layer_bytes,
+            view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None else None,
+            device_id=self.tensor.device.index or 0,
+        )
+
+    def layer(self, index: int) -> Tensor:
+        """View of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+        return self.tensor[:, index]
+
+
+def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -> int:
+    """Blocks to make of `num_bytes`: at least one full context (else ConfigError), at most MAX_CONTEXTS of them."""
+    per_context = layout.num_blocks_for(max_context_tokens)
+    num_blocks = min(num_bytes // layout.block_bytes, per_context * MAX_CONTEXTS)
+    if num_blocks < per_context:
+        fits = num_bytes // layout.block_bytes * layout.block_size
+        raise ConfigError(
+            f"one context of {max_context_tokens} tokens needs {per_context * layout.block_bytes:,} bytes of KV memory, "
+            f"and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction), or lower "
+            f"max_context_tokens to {fits} or less"
+        )
+    return num_blocks
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that could be had now on `device`."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _huge_page_mapping(num_bytes: int) -> mmap.mmap:
+    try:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:
+        raise ConfigError(
+            f"{num_bytes:,} bytes of KV memory cannot be mapped ({e.strerror}): lower kv_memory_bytes"
+        ) from e
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return mapping  # a kernel without transparent huge pages: slower transfers, same bytes
+    return mapping

@@ -1,0 +1,34 @@
+"""Paged grouped-query attention of one decoder layer: project, normalise, rotate, store, attend, project."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...kernels.paged_attention import PagedBatch, paged_attention
+from ...kernels.rms_norm import rms_norm
+from ...kernels.rope_kv_write import rope_kv_write
+from .spec import ModelSpec
+from .weights import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """What every layer of one step shares. T tokens."""
+
+    cos_sin: Tensor  # [T, head_dim] float32, of each token's position
+    slots: Tensor  # [T] int64: where each token's KV goes
+    paged: PagedBatch
+
+
+def attention(spec: ModelSpec, weights: LayerWeights, hidden: Tensor, cache: Tensor, meta: StepMeta) -> Tensor:
+    """hidden: [T, H]; cache: [num_blocks, 2, block_size, K, D], gains the KV of the T tokens. Returns [T, H]."""
+    num_tokens = hidden.shape[0]
+    qkv = linear(hidden, weights.qkv, weights.qkv_bias).view(num_tokens, -1, spec.head_dim)
+    q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q = rms_norm(q, weights.q_norm, spec.rms_norm_eps)
+        k = rms_norm(k, weights.k_norm, spec.rms_norm_eps)
+    q = rope_kv_write(q, k, v, meta.cos_sin, cache, meta.slots)
+    attended = paged_attention(q, cache, meta.paged)
+    return linear(attended.view(num_tokens, -1), weights.o, weights.o_bias)

@@ -1,0 +1,272 @@
+"""Reads a Hugging Face safetensors checkpoint into the tensors of a decoder.
+
+Life of a load: locate the shards, open them (mmap: nothing is read yet), compare every name, shape and dtype with what
+the ModelSpec needs, and only then copy tensor by tensor, fused and converted, reporting progress. Whatever is wrong
+with a checkpoint is found before a weight is read, and named.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .spec import ModelSpec, read_json_object
+
+Shape = tuple[int, ...]
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
+SAMPLE_ELEMENTS = 64
+MAX_SHARDS = 4096
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(N + 2K) D, H]: queries, keys, values
+    o: Tensor  # [H, N D]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2I, H]: gate, up
+    down: Tensor  # [H, I]
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    embed: Tensor  # [vocab, H]
+    layers: list[LayerWeights]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [vocab, H]; the same tensor as `embed` where they are tied
+
+
+class Checkpoint:
+    """An opened and fully checked checkpoint. Use as a context manager: it holds file mappings."""
+
+    def __init__(self, model_path: Path, spec: ModelSpec) -> None:
+        """Raises CheckpointError naming file, tensor, expected and found."""
+        self.spec = spec
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it
+        self._paths: dict[str, Path] = {}
+        try:
+            self._open(model_path)
+            self._check()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(self._stored_bytes(name) for name in self._files)
+
+    def fingerprint(self) -> str:
+        """Hex name of the weights: blake3 over the spec, names, shapes, dtypes and a sample of each tensor's elements.
+
+        How the tensors are spread over files does not matter. Reads a few pages a tensor, whatever its size.
+        """
+        digest = blake3(json.dumps(asdict(self.spec), sort_keys=True).encode())
+        for name in sorted(self._files):
+            stored = self._files[name].get_slice(name)
+            digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}".encode())
+            digest.update(_sample(self._files[name].get_tensor(name)))
+        return digest.hexdigest(length=16)
+
+    def load(
+        self, dtype: torch.dtype, device: torch.device, progress: Progress = lambda _done, _total: None
+    ) -> DecoderWeights:
+        """Copy every tensor to `device` as `dtype`, those of a fused weight below one another."""
+        done, total = 0, self.num_bytes
+        progress(0, total)
+
+        def fused(sources: dict[str, Shape]) -> Tensor:
+            nonlocal done
+            rows = sum(shape[0] for shape in sources.values())
+            target = torch.empty((rows, *next(iter(sources.values()))[1:]), dtype=dtype, device=device)
+            start = 0
+            for name, shape in sources.items():
+                target[start : start + shape[0]].copy_(self._read(name))
+                start += shape[0]
+                done += self._stored_bytes(name)
+                progress(done, total)
+            return target
+
+        layers: list[LayerWeights] = []
+        for i in range(self.spec.num_layers):
+            layers.append(
+                LayerWeights(**{field: fused(sources) for field, sources in layer_tensors(self.spec, i).items()})
+            )
+        outer = {
+            field: fused(sources)
+            for field, sources in outer_tensors(self.spec).items()
+            if next(iter(sources)) in self._files
+        }
+        return DecoderWeights(outer["embed"], layers, outer["norm"], outer.get("lm_head", outer["embed"]))
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            return self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(
+                f"{self._paths[name]}: tensor {name} cannot be read ({e}): fetch the file again"
+            ) from e
+
+    def _stored_bytes(self, name: str) -> int:
+        stored = self._files[name].get_slice(name)
+        num = 1
+        for size in stored.get_shape():
+            num *= size
+        return num * STORED_BYTES[stored.get_dtype()]
+
+    def _open(self, model_path: Path) -> None:
+        index = _read_index(model_path)
+        for path in _shards(model_path, index):
+            shard = self._open_shard(path)
+            for name in shard.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if name in self._files:
+                    raise CheckpointError(
+                        f"{path}: tensor {name} is also in {self._paths[name].name}: keep one of them"
+                    )
+                self._files[name], self._paths[name] = shard, path
+        for name, file_name in index.items():
+            if name not in self._files or self._paths[name].name != file_name:
+                raise CheckpointError(
+                    f"{model_path / file_name}: tensor {name} is missing, though {INDEX_FILE} names it"
+                )
+
+    def _open_shard(self, path: Path) -> Any:
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
+
+    def _check(self) -> None:
+        spare = {name for name in self._files if name.endswith("rotary_emb.inv_freq")}  # older checkpoints store it
+        expected = expected_tensors(self.spec)
+        for name, shape in expected.items():
+            if name in self._files:
+                self._check_tensor(name, shape)
+            elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
+                raise CheckpointError(f"tensor {name} of shape {list(shape)} is in no file: fetch the checkpoint again")
+        for name in sorted(self._files.keys() - expected.keys() - spare):
+            raise CheckpointError(
+                f"{self._paths[name]}: tensor {name} is unexpected: the {self.spec.architecture} of config.json has none"
+            )
+        for name in spare:
+            del self._files[name]
+
+    def _check_tensor(self, name: str, shape: Shape) -> None:
+        stored = self._files[name].get_slice(name)
+        found, dtype = list(stored.get_shape()), stored.get_dtype()
+        if found != list(shape):
+            raise CheckpointError(f"{self._paths[name]}: tensor {name} must have shape {list(shape)}, found {found}")
+        if dtype not in STORED_BYTES:
+            raise CheckpointError(
+                f"{self._paths[name]}: tensor {name} must have dtype {', '.join(STORED_BYTES)}, found {dtype}"
+            )
+
+
+def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, dict[str, Shape]]:
+    """For each field of LayerWeights, the checkpoint's tensors that are stacked into it: name -> shape."""
+    hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
+    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
+    attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+    qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    gate_up = {"gate_proj": inner, "up_proj": inner}
+    tensors: dict[str, dict[str, Shape]] = {
+        "input_norm": {f"model.layers.{layer}.input_layernorm.weight": (hidden,)},
+        "qkv": {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()},
+        "o": {f"{attention}o_proj.weight": (hidden, q_rows)},
+        "post_norm": {f"model.layers.{layer}.post_attention_layernorm.weight": (hidden,)},
+        "gate_up": {f"{mlp}{name}.weight": (rows, hidden) for name, rows in gate_up.items()},
+        "down": {f"{mlp}down_proj.weight": (hidden, inner)},
+    }
+    if spec.qk_norm:
+        tensors["q_norm"] = {f"{attention}q_norm.weight": (dim,)}
+        tensors["k_norm"] = {f"{attention}k_norm.weight": (dim,)}
+    if spec.attention_bias:
+        tensors["qkv_bias"] = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
+        tensors["o_bias"] = {f"{attention}o_proj.bias": (hidden,)}
+    if spec.mlp_bias:
+        tensors["gate_up_bias"] = {f"{mlp}{name}.bias": (rows,) for name, rows in gate_up.items()}
+        tensors["down_bias"] = {f"{mlp}down_proj.bias": (hidden,)}
+    return tensors
+
+
+def outer_tensors(spec: ModelSpec) -> dict[str, dict[str, Shape]]:
+    """The same for the fields of DecoderWeights outside its layers."""
+    matrix = (spec.vocab_size, spec.hidden_size)
+    return {
+        "embed": {"model.embed_tokens.weight": matrix},
+        "norm": {"model.norm.weight": (spec.hidden_size,)},
+        # Where it is tied it may be absent; where it is stored all the same, transformers uses it, and so do we.
+        "lm_head": {"lm_head.weight": matrix},
+    }
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor of a checkpoint of `spec`: name -> shape."""
+    groups: Iterator[dict[str, Shape]] = (
+        sources for i in range(spec.num_layers) for sources in layer_tensors(spec, i).values()
+    )
+    expected = {name: shape for sources in outer_tensors(spec).values() for name, shape in sources.items()}
+    for sources in groups:
+        expected |= sources
+    return expected
+
+
+def _read_index(model_path: Path) -> dict[str, str]:
+    """Tensor name -> file name of a sharded checkpoint; empty for one in a single file."""
+    path = model_path / INDEX_FILE
+    if (model_path / SINGLE_FILE).is_file() or not path.is_file():
+        return {}
+    weight_map: Any = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must be a non-empty object: fetch the file again")
+    for name, file_name in cast("dict[str, Any]", weight_map).items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(f"{path}: weight_map entry {name} must name a file beside it, found {file_name!r}")
+    return cast("dict[str, str]", weight_map)
+
+
+def _shards(model_path: Path, index: dict[str, str]) -> list[Path]:
+    paths = [model_path / name for name in sorted(set(index.values()))] or [model_path / SINGLE_FILE]
+    if len(paths) > MAX_SHARDS:
+        raise CheckpointError(f"{model_path / INDEX_FILE} names {len(paths)} files; at most {MAX_SHARDS} are served")
+    for path in paths:
+        if not path.is_file():
+            source = f"{INDEX_FILE} names it" if index else f"there is no {INDEX_FILE} either"
+            raise CheckpointError(f"{path} does not exist, and {source}: fetch the missing file")
+    return paths
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Bytes of the first, middle and last few elements."""
+    flat = tensor.view(-1).view(torch.uint8) if tensor.element_size() == 1 else tensor.view(-1)
+    middle = max(0, flat.numel() // 2 - SAMPLE_ELEMENTS // 2)
+    pieces = (flat[:SAMPLE_ELEMENTS], flat[middle : middle + SAMPLE_ELEMENTS], flat[-SAMPLE_ELEMENTS:])
+    return b"".join(piece.contiguous().view(torch.uint8).numpy().tobytes() for piece in pieces)

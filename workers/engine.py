@@ -53,7 +53,13 @@ class Engine:
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def submit(
-        self, key: str, request: Request, output_token_ids: list[int], *, handoff_id: str | None = None, importing: bool = False
+        self,
+        key: str,
+        request: Request,
+        output_token_ids: list[int],
+        *,
+        handoff_id: str | None = None,
+        importing: bool = False,
     ) -> None:
         """Take a request. `handoff_id`: be the source; `importing`: be the sink, and wait for `reserve` and `commit`.
 

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .block_manager import BlockManager
-from .engine_events import HandoffEnded, HandoffEvent, HandoffSealed, SegmentReady
+from .engine_events import HandoffEnded, HandoffEvent, HandoffSealed, Reservation, SegmentReady
 from .errors import DiptychError, HandoffError, RequestAborted
-from .handoff_sink import Reservation
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
@@ -134,7 +133,9 @@ class HandoffLedger:
             grant(incoming.gone if incoming and incoming.gone else RequestAborted("the request is gone"))
         elif num_tokens != incoming.sequence.num_tokens:
             grant(
-                HandoffError(f"the source offers {num_tokens} tokens of a request that has {incoming.sequence.num_tokens}")
+                HandoffError(
+                    f"the source offers {num_tokens} tokens of a request that has {incoming.sequence.num_tokens}"
+                )
             )
         else:
             self._waiting[key] = grant
@@ -159,7 +160,7 @@ class HandoffLedger:
             grant(Reservation(tuple(sequence.block_table), len(held)))
 
     def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
-        """The sequence's KV is here: it runs from its next token on. Raises if the request is gone, or not as sealed."""
+        """The sequence's KV is here: it runs from its next token on. Raises where the request is gone or differs."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
             raise RequestAborted("the request ended while its KV was on the way")

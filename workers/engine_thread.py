@@ -10,9 +10,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from .engine import Engine, internal
-from .engine_events import StepOutput
+from .engine_events import Reservation, StepOutput
 from .errors import DiptychError, Unavailable
-from .handoff_sink import Reservation
 
 T = TypeVar("T")
 IDLE_WAIT_S = 1.0

@@ -33,8 +33,15 @@ class FakeRunner:
     """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step."""
 
     def __init__(
-        self, *, num_blocks: int = 256, block_size: int = 4, vocab_size: int = 1000, max_context: int = 512, step_s: float = 0.0
+        self,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        vocab_size: int = 1000,
+        max_context: int = 512,
+        step_s: float = 0.0,
     ) -> None:
+        max_context = min(max_context, num_blocks * block_size)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
         self.layout = KVLayout("float32", block_size, num_layers=1, num_kv_heads=1, head_dim=1, model_id="fake")
         self._step_s = step_s

@@ -194,9 +194,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._source.offer(handoff_id, len(request.prompt_token_ids) + len(outputs))
             self._sealed[handoff_id] = (link, key)
         self._engine.post(
-            lambda engine: engine.submit(
-                key, request, outputs, handoff_id=handoff_id, importing=kind == "source"
-            )
+            lambda engine: engine.submit(key, request, outputs, handoff_id=handoff_id, importing=kind == "source")
         )
         if kind == "source":
             self._pulls[key] = asyncio.create_task(self._pull(link, key, submit.source, request.timeout_s))

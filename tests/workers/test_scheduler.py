@@ -1,0 +1,122 @@
+from diptych.workers.block_manager import BlockManager
+from diptych.workers.prefix_cache import PrefixCache
+from diptych.workers.scheduler import Role, Scheduler, SchedulerConfig
+from diptych.workers.sequence import Batch, Sequence, SequenceStatus
+
+from .sequences import make_sequence
+
+BLOCK = 4
+
+
+def make(num_blocks: int = 64, **config: int) -> tuple[Scheduler, BlockManager]:
+    manager = BlockManager(num_blocks)
+    return Scheduler(SchedulerConfig(**config), manager, PrefixCache(manager, BLOCK, enabled=False)), manager
+
+
+def compute(batch: Batch) -> None:
+    """What the engine does with a batch, with token 7 for every sample."""
+    for entry in batch.entries:
+        samples = entry.samples
+        entry.sequence.num_computed += entry.num_new
+        if samples:
+            entry.sequence.token_ids.append(7)
+
+
+def shape(batch: Batch) -> list[tuple[Sequence, int]]:
+    return [(e.sequence, e.num_new) for e in batch.entries]
+
+
+def test_long_prompts_are_chunked_and_decodes_go_first() -> None:
+    scheduler, _ = make(max_batch_tokens=8, chunk_tokens=6)
+    short, long = make_sequence([1] * 4), make_sequence([1] * 20)
+    scheduler.add(short)
+    scheduler.add(long)
+    batch = scheduler.schedule()
+    assert shape(batch) == [(short, 4), (long, 4)]
+    compute(batch)
+    batch = scheduler.schedule()
+    assert shape(batch) == [(short, 1), (long, 6)]
+    compute(batch)
+    assert [e.samples for e in scheduler.schedule().entries] == [True, False]
+
+
+def test_chunks_without_a_limit_take_the_budget() -> None:
+    scheduler, _ = make(max_batch_tokens=16)
+    sequence = make_sequence([1] * 30)
+    scheduler.add(sequence)
+    sizes = []
+    while sequence.num_output == 0:
+        batch = scheduler.schedule()
+        sizes.append(batch.num_tokens)
+        compute(batch)
+    assert sizes == [16, 14]
+
+
+def test_in_the_decode_role_prefill_is_held_back_only_beside_decodes() -> None:
+    scheduler, _ = make(max_batch_tokens=64, decode_role_prefill_tokens=8)
+    scheduler.role = Role.DECODE
+    first, second = make_sequence([1] * 32), make_sequence([1] * 32)
+    scheduler.add(first)
+    compute(scheduler.schedule())
+    scheduler.add(second)
+    assert shape(scheduler.schedule()) == [(first, 1), (second, 8)]
+
+
+def test_admission_is_in_order_and_waits_for_blocks() -> None:
+    scheduler, manager = make(num_blocks=6)
+    big, bigger, small = make_sequence([1] * 16), make_sequence([1] * 17), make_sequence([1] * 4)
+    for sequence in (big, bigger, small):
+        scheduler.add(sequence)
+    assert shape(scheduler.schedule()) == [(big, 16)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+    scheduler.remove(big)
+    assert [s for s, _ in shape(scheduler.schedule())] == [bigger, small]
+    assert manager.num_free == 0
+
+
+def test_max_running_is_kept() -> None:
+    scheduler, _ = make(max_running=2)
+    for _ in range(5):
+        scheduler.add(make_sequence([1]))
+    assert len(scheduler.schedule().entries) == 2
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    scheduler, manager = make(num_blocks=4)
+    old, young, waiting = make_sequence([1] * 8), make_sequence([1] * 8), make_sequence([1] * 4)
+    for sequence in (old, young, waiting):
+        scheduler.add(sequence)
+    compute(scheduler.schedule())
+    batch = scheduler.schedule()  # both need a third block, and there is none
+    assert shape(batch) == [(old, 1)]
+    assert young.status is SequenceStatus.WAITING
+    assert (young.block_table, young.num_computed, young.num_tokens) == ([], 0, 9)
+    assert scheduler.num_preemptions == 1
+    compute(batch)
+    assert scheduler.num_waiting == 2
+    scheduler.remove(old)
+    assert [s for s, _ in shape(scheduler.schedule())] == [young, waiting]
+    assert manager.check_integrity([young.block_table, waiting.block_table]) == 0
+
+
+def test_a_source_is_never_preempted() -> None:
+    scheduler, _ = make(num_blocks=4, chunk_tokens=7)
+    decoding, source = make_sequence([1] * 7), make_sequence([1] * 8)
+    source.handoff_id = "handoff"
+    scheduler.add(decoding)
+    compute(scheduler.schedule())
+    scheduler.add(source)
+    compute(scheduler.schedule())
+    assert shape(scheduler.schedule()) == [(source, 1)]
+    assert decoding.status is SequenceStatus.WAITING
+
+
+def test_removing_a_waiting_sequence_touches_nothing_else() -> None:
+    scheduler, manager = make()
+    first, second = make_sequence([1] * 4), make_sequence([1] * 4)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.remove(first)
+    assert shape(scheduler.schedule()) == [(second, 4)]
+    scheduler.remove(second)
+    assert (manager.num_free, scheduler.has_work) == (64, False)

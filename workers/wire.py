@@ -1,0 +1,86 @@
+"""protobuf <-> Request. Values received are checked by Request.validate, counts and sizes here. No torch."""
+
+from ..proto import inference_pb2, worker_pb2
+from .request import Request, SamplingParams
+from .scheduler import Role
+from .sequence import FinishReason
+
+MAX_MESSAGE_BYTES = 64 << 20
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that is gone without a FIN (power, SIGSTOP, a cut cable) is noticed by these pings.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+    ("grpc.so_reuseport", 0),
+)
+PROTOCOL_VERSION = 1
+
+ROLE_TO_PROTO = {
+    Role.PREFILL: worker_pb2.ROLE_PREFILL,
+    Role.DECODE: worker_pb2.ROLE_DECODE,
+    Role.MIXED: worker_pb2.ROLE_MIXED,
+}
+ROLE_FROM_PROTO = {v: k for k, v in ROLE_TO_PROTO.items()}
+FINISH_TO_PROTO = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+FINISH_FROM_PROTO = {v: k for k, v in FINISH_TO_PROTO.items()}
+
+_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.SamplingParams:
+    message = inference_pb2.SamplingParams(logit_bias=sampling.logit_bias, stop_token_ids=sampling.stop_token_ids)
+    for name in _SCALARS:
+        if (value := getattr(sampling, name)) is not None:
+            setattr(message, name, value)
+    return message
+
+
+def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: float) -> SamplingParams:
+    """Fields absent on the wire take `defaults`, then SamplingParams' own."""
+    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    return SamplingParams(
+        **(defaults | given), logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids)
+    )
+
+
+def request_from_submit(message: worker_pb2.Submit) -> Request:
+    return Request(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        timeout_s=message.timeout_s,
+        cache_salt=message.cache_salt,
+    )
+
+
+def submit_from_request(handle: int, request: Request, output_token_ids: list[int]) -> worker_pb2.Submit:
+    return worker_pb2.Submit(
+        handle=handle,
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=output_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        timeout_s=request.timeout_s,
+        cache_salt=request.cache_salt,
+    )

@@ -80,7 +80,7 @@ def _decodes(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
 
 
 def _chunk(q: Tensor, cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
-    """q: [T, N, D], the last T of `context_len` tokens of one sequence; block_table: [max_blocks]. Returns [T, N, D]."""
+    """q: [T, N, D], the last T of one sequence's `context_len` tokens; block_table: [blocks]. Returns [T, N, D]."""
     num_new, _, dim = q.shape
     block_size, num_kv_heads = cache.shape[2], cache.shape[3]
     blocks = block_table[: -(-context_len // block_size)]

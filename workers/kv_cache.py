@@ -60,7 +60,7 @@ def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -
     if num_blocks < per_context:
         fits = num_bytes // layout.block_bytes * layout.block_size
         raise ConfigError(
-            f"one context of {max_context_tokens} tokens needs {per_context * layout.block_bytes:,} bytes of KV memory, "
+            f"one context of {max_context_tokens} tokens needs {per_context * layout.block_bytes:,} bytes of KV memory "
             f"and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction), or lower "
             f"max_context_tokens to {fits} or less"
         )

@@ -58,7 +58,7 @@ class ModelRunner:
         self._info, self._decoder, self._cache = info, decoder, cache
         self._device = cache.tensor.device
         self._cos_sin = rope_table(decoder.spec, info.max_context_tokens, self._device)
-        self._sampler = Sampler()
+        self._sampler = Sampler(info.eos_token_ids)
 
     @classmethod
     def load(cls, config: ModelRunnerConfig, progress: Progress = lambda _done, _total: None) -> "ModelRunner":

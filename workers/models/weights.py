@@ -174,7 +174,7 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {name} of shape {list(shape)} is in no file: fetch the checkpoint again")
         for name in sorted(self._files.keys() - expected.keys() - spare):
             raise CheckpointError(
-                f"{self._paths[name]}: tensor {name} is unexpected: the {self.spec.architecture} of config.json has none"
+                f"{self._paths[name]}: tensor {name} is unexpected: {self.spec.architecture} as in config.json has none"
             )
         for name in spare:
             del self._files[name]

@@ -58,16 +58,16 @@ class _RequireToken(grpc.aio.ServerInterceptor):
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
 
-        async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        async def refuse(_: object, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's token is missing or wrong")
 
         self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         given = next((v for k, v in handler_call_details.invocation_metadata if k == TOKEN_KEY), "")
         given_bytes = given if isinstance(given, bytes) else given.encode()
         if handler_call_details.method.startswith(OPEN_SERVICES) or hmac.compare_digest(given_bytes, self._expected):

@@ -35,7 +35,7 @@ class _Incoming:
     gone: DiptychError | None = None  # the request ended while its KV was on the way
 
 
-Grant = Callable[[Reservation | DiptychError], None]
+Grant = Callable[[Reservation | DiptychError], object]
 
 
 class HandoffLedger:

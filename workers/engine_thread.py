@@ -25,7 +25,7 @@ class EngineThread:
     def __init__(self, engine: Engine, listener: Callable[[StepOutput], None]) -> None:
         self._engine = engine
         self._listener = listener
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
 

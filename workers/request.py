@@ -13,7 +13,7 @@ MAX_STOP_TOKEN_IDS = 64
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose each token. The order of operations is vLLM's: bias, penalties, temperature, min-p, top-k, top-p."""
+    """How to choose each token. The order is vLLM's: bias, penalties, temperature, min-p, top-k, top-p."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off

@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -37,6 +38,9 @@ LOAD_REPEAT_S = 0.5
 VERSION = "0.1.0"
 
 log = logging.getLogger("diptych.worker")
+
+if TYPE_CHECKING:  # the class is generic in its stubs only
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._links: dict[int, _Link] = {}
         self._num_links = 0
         self._pulls: dict[str, asyncio.Task[None]] = {}
-        self._sealed: dict[str, tuple[_Link, str]] = {}  # hand-off id -> who may still abort it
+        self._offered: dict[str, tuple[_Link, str]] = {}  # hand-off id -> who submitted it
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._handoff_bytes = 0
         self._is_draining = False
@@ -130,7 +134,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     # -- diptych.v1.Worker ------------------------------------------------------------------------------------------
 
     async def Link(
-        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext
+        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: "Context"
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         self._num_links += 1
         link = _Link(self._num_links)
@@ -151,13 +155,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             for key in list(link.keys):
                 self._abort(link, key)
 
-    async def GetState(
-        self, request: worker_pb2.GetStateRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.WorkerState:
+    async def GetState(self, request: worker_pb2.GetStateRequest, context: "Context") -> worker_pb2.WorkerState:
         try:
             state = await self._engine.call(lambda engine: engine.check_integrity())
         except AssertionError as e:
-            await context.abort(grpc.StatusCode.INTERNAL, f"an invariant is broken: {e}")
+            return await context.abort(grpc.StatusCode.INTERNAL, f"an invariant is broken: {e}")
         state.incarnation = self.incarnation
         self._complete(state.load)
         return state
@@ -187,12 +189,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return
         request = request_from_submit(submit)
         outputs = list(submit.output_token_ids)
-        link.keys.add(key)
         kind = submit.WhichOneof("handoff")
         handoff_id = submit.offer.handoff_id if kind == "offer" else None
         if handoff_id is not None:
-            self._source.offer(handoff_id, len(request.prompt_token_ids) + len(outputs))
-            self._sealed[handoff_id] = (link, key)
+            try:
+                self._source.offer(handoff_id, len(request.prompt_token_ids) + len(outputs))
+            except DiptychError as e:
+                self._send_failure(link, submit.handle, e)
+                return
+            self._offered[handoff_id] = (link, key)
+        link.keys.add(key)
         self._engine.post(
             lambda engine: engine.submit(key, request, outputs, handoff_id=handoff_id, importing=kind == "source")
         )
@@ -225,11 +231,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def end_lease(self, handoff_id: str) -> None:
         """SourcePort: the blocks leased for this hand-off are free."""
-        link_key = self._sealed.pop(handoff_id, None)
-        if link_key is not None:
-            # Only a sealed sequence has nothing more to say; one that failed is reported by the engine first.
-            link, key = link_key
-            self._loop.call_soon(link.keys.discard, key)
+        link_and_key = self._offered.pop(handoff_id, None)
+        if link_and_key is not None:
+            link, key = link_and_key
+            link.keys.discard(key)
         self._engine.end_lease(handoff_id)
 
     def _carry(self, event: HandoffEvent) -> None:
@@ -261,7 +266,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         for failure in output.failures:
             link = self._link_of(failure.key)
             self._cancel_pull(failure.key)
-            if link is not None and failure.key in link.keys:
+            if link is not None:
                 link.keys.discard(failure.key)
                 self._send_failure(link, handle_of(failure.key), failure.error)
         if output.stored or output.removed:

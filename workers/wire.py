@@ -1,5 +1,7 @@
 """protobuf <-> Request. Values received are checked by Request.validate, counts and sizes here. No torch."""
 
+from typing import Any
+
 from ..proto import inference_pb2, worker_pb2
 from .request import Request, SamplingParams
 from .scheduler import Role
@@ -56,9 +58,9 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     return message
 
 
-def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: float) -> SamplingParams:
+def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) -> SamplingParams:
     """Fields absent on the wire take `defaults`, then SamplingParams' own."""
-    given = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    given: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(
         **(defaults | given), logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids)
     )

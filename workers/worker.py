@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import asdict, fields
+from pathlib import Path
 
 from .errors import DiptychError
 from .model_runner import ModelRunner, ModelRunnerConfig
@@ -22,7 +23,7 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     """Raises CheckpointError or ConfigError."""
     return ModelRunner.load(
         ModelRunnerConfig(
-            model_path=config.model,
+            model_path=Path(config.model),
             served_model_name=config.served_model_name,
             dtype=config.dtype,
             device=config.device,

@@ -49,7 +49,7 @@ def imports(path: Path) -> list[tuple[tuple[str, ...], bool]]:
             module = tuple(node.module.split(".")) if node.module else ()
             if node.level:
                 base = folder[: len(folder) - node.level + 1] + module
-                found += [(base + (a.name,), True) for a in node.names]
+                found += [((*base, a.name), True) for a in node.names]
             else:
                 found.append((module, False))
     return found

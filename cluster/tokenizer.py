@@ -1,0 +1,163 @@
+"""Text <-> token ids, from a checkpoint's `tokenizer.json` and `tokenizer_config.json`.
+
+Encoding equals Hugging Face's fast tokenizers, without importing transformers (which would import torch).
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..workers.errors import CheckpointError, InvalidRequest
+from .chat_template import ChatTemplate, Message, find_source, read_json
+from .detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+
+MIN_THREAD_CHARS = 16_384  # about 5 ms of encoding: what takes longer leaves the event loop
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None) -> None:
+        """`config`: of tokenizer_config.json; `template`: the chat template's source, if any."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        special = {name: text for name in _NAMED if (text := _content(config.get(name))) is not None}
+        _mark_special(backend, [*special.values(), *_extra_special(config)])
+        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._prefix, self._suffix = _forced_ends(backend, config, special)
+        self._template = ChatTemplate(template, special) if template is not None else None
+        self._decoders = _decoder_types(backend)
+        self._bytes_of = cache(self._find_bytes)
+        self._shown_bytes_of = cache(lambda i: b"" if i in self._special_ids else self._bytes_of(i))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read a checkpoint's tokenizer. Raises CheckpointError."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} holds no tokenizer.json: save the tokenizer with transformers' "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes it, or name another checkpoint"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises no narrower class
+            raise CheckpointError(f"cannot read {path}: {e}. Download the checkpoint again") from e
+        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        return cls(backend, config, find_source(folder, config))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """The longest token's length: a text of more than n times as many characters has more than n tokens."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids; `special` adds what the tokenizer puts around a text (a first bos token, say)."""
+        forced = self._prefix is not None
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=special and not forced)[0].ids
+        return (*(self._prefix or ()), *ids, *self._suffix) if special and forced else tuple(ids)
+
+    async def encode_async(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        if len(text) < MIN_THREAD_CHARS:
+            return self.encode(text, special=special)
+        return await asyncio.to_thread(self.encode, text, special=special)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, special ones left out."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str:
+        """The prompt of a conversation; it already holds its special tokens. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("the model has no chat template: send a plain prompt instead", param="messages")
+        return self._template.render(messages, options)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, a special one its name; b"" for an id that no token has."""
+        return self._bytes_of(token_id)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """For the tokens that follow a prompt."""
+        if "ByteLevel" in self._decoders:
+            return ByteDetokenizer(self._shown_bytes_of)
+        return StreamDetokenizer(self._backend, prompt_token_ids)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return token.encode()
+        if "ByteLevel" in self._decoders:
+            # As the library's decoder: a token with a character outside the table stands for itself.
+            known = [_BYTE_OF.get(char) for char in token]
+            return token.encode() if None in known else bytes(b for b in known if b is not None)
+        if "ByteFallback" in self._decoders and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        if self._decoders & {"Metaspace", "Replace"}:
+            return token.replace("▁", " ").encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _byte_table() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest for U+0100 on (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_table()
+
+
+def _content(token: object) -> str | None:
+    """A special token is written as a text or as {"content": text, …}."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _extra_special(config: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(name)
+        entries = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
+        found += [text for entry in entries if (text := _content(entry)) is not None]
+    return found
+
+
+def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
+    """Make the named tokens special that the vocabulary has but tokenizer.json does not say so of."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([t for t in texts if t not in added and backend.token_to_id(t) is not None])
+
+
+def _forced_ends(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """The ids that `add_bos_token` and `add_eos_token` put around a text instead of the tokenizer's post-processor;
+    (None, ()) where the config is silent, so that the post-processor decides (transformers does the same)."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return None, ()
+    ends: list[tuple[int, ...]] = []
+    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        token_id = backend.token_to_id(special[name]) if config.get(flag) and name in special else None
+        ends.append(() if token_id is None else (token_id,))
+    return ends[0], ends[1]
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:
+    decoder = backend.decoder
+    if decoder is None:
+        return frozenset()
+    state = json.loads(decoder.__getstate__())
+    parts = state.get("decoders", ()) if state["type"] == "Sequence" else ()
+    return frozenset({state["type"], *(part["type"] for part in parts)})

@@ -34,7 +34,8 @@ def parse_bytes(value: object) -> object:
 
 
 NumBytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-Count = Annotated[int, Field(ge=0, le=4096)]
+MAX_REPLICAS = 4096
+Count = Annotated[int, Field(ge=0, le=MAX_REPLICAS)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -48,7 +49,7 @@ class PoolConfig(_Settings):
     replicas: Count = 1
     min_replicas: Count | None = None  # with max_replicas: the autoscaler moves the pool between the two
     max_replicas: Count | None = None
-    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_cpus: Annotated[float, Field(gt=0)] = 1.0
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     resources: dict[str, float] = Field(default_factory=dict[str, float])  # Ray custom resources of each worker
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])  # Ray node labels that each worker needs
@@ -105,7 +106,7 @@ class RouterConfig(_Settings):
     api_key: Annotated[str, Field(min_length=8)] | None = None  # asked of every client
     http_tls: TlsConfig | None = None
     grpc_tls: TlsConfig | None = None
-    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_cpus: Annotated[float, Field(gt=0)] = 1.0
     resources: dict[str, float] = Field(default_factory=dict[str, float])
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])
     max_requests: Annotated[int, Field(ge=1)] = 1024  # sequences in flight at one router; more answer 429
@@ -160,3 +161,12 @@ def check_targets(targets: dict[str, int]) -> None:
         raise ValueError(
             "the decode and mixed pools are both empty, so no worker would generate: give one of them a replica"
         )
+
+
+def interchangeable(pools: Pools) -> list[frozenset[str]]:
+    """Groups of pools whose workers differ in their role alone, so that a worker may move between them."""
+    groups: dict[str, set[str]] = {}
+    for name, pool in pools.items():
+        settings = pool.model_dump_json(exclude={"replicas", "min_replicas", "max_replicas"})
+        groups.setdefault(settings, set()).add(name)
+    return [frozenset(group) for group in groups.values() if len(group) > 1]

@@ -1,0 +1,61 @@
+"""What the supervisor asks of whoever starts processes: placement.py with Ray, a test without."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    address: str  # host:port of its gRPC server
+    incarnation: str
+    pid: int
+    node: str  # the machine's name
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStarted:
+    host: str
+    http_port: int
+    grpc_port: int
+    pid: int
+
+
+class WorkerHandle(Protocol):
+    async def start(self) -> WorkerStarted:
+        """Returns once the worker serves, at once if it already does. Raises DiptychErrors."""
+        ...
+
+    async def wait(self) -> str:
+        """Returns when the process has died, saying why."""
+        ...
+
+    async def kill(self) -> None:
+        """End the process and give its place back. Idempotent."""
+        ...
+
+
+class RouterHandle(Protocol):
+    async def start(self) -> RouterStarted:
+        """Returns once the router listens. Raises DiptychErrors."""
+        ...
+
+    async def wait(self) -> str: ...
+    async def kill(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts processes, or finds those that an earlier supervisor started under the same id."""
+
+    async def worker(self, worker_id: str, pool: str) -> WorkerHandle: ...
+    async def router(self, router_id: str) -> RouterHandle: ...
+
+    def existing(self) -> list[tuple[str, str]]:
+        """(worker id, pool) of the workers that live already."""
+        ...
+
+    def remember(self, replicas: Mapping[str, int]) -> None:
+        """Keep the targets for the supervisor that may follow this one."""
+        ...
+
+    def recall(self) -> dict[str, int] | None: ...

@@ -1,0 +1,101 @@
+"""The supervisor's own stream to one worker: it hears the worker's load, changes its role, drains it.
+
+It submits nothing, so it may come and go without touching a request. Death is not noticed here: Ray tells it sooner.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from ..proto import worker_pb2, worker_pb2_grpc
+from ..workers.channel import open_channel
+from ..workers.errors import WorkerLost
+from ..workers.scheduler import Role
+from ..workers.wire import ROLE_TO_PROTO
+
+REPLY_S = 5.0
+RECONNECT_S = 0.5
+
+log = logging.getLogger("diptych.supervisor")
+
+
+class WorkerControl:
+    """Made by `open`; `close` it. `load` is the newest report, `heard_at` (monotonic s) when anything last came."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        self.address = address
+        self.load = worker_pb2.LoadReport()
+        self.heard_at = time.monotonic()
+        self._channel = open_channel(address, token)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._is_known = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(cls, address: str, token: str | None) -> Self:
+        """Raises WorkerLost if the worker says no hello in time."""
+        control = cls(address, token)
+        try:
+            await asyncio.wait_for(control._is_known.wait(), REPLY_S)
+        except BaseException as e:
+            await control.close()
+            if isinstance(e, TimeoutError):
+                raise WorkerLost(f"the worker at {address} said no hello within {REPLY_S:g} s") from e
+            raise
+        return control
+
+    @property
+    def num_requests(self) -> int:
+        return self.load.num_running + self.load.num_waiting
+
+    async def set_role(self, role: Role) -> None:
+        await self._outbox.put(worker_pb2.RouterMessage(set_role=worker_pb2.SetRole(role=ROLE_TO_PROTO[role])))
+
+    async def drain(self) -> None:
+        await self._outbox.put(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
+
+    async def is_drained(self) -> bool:
+        """Drains, computes nothing and holds no KV for anybody. Raises WorkerLost."""
+        try:
+            state = await self._stub.GetState(worker_pb2.GetStateRequest(), timeout=REPLY_S)
+        except grpc.aio.AioRpcError as e:
+            raise WorkerLost(f"the worker at {self.address} did not tell its state: {e.code().name}") from e
+        load = state.load
+        busy = load.num_running + load.num_waiting + load.num_leased_blocks + load.num_quarantined_blocks
+        return load.draining and busy + state.num_open_handoffs == 0
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._reader
+        await self._channel.close()
+
+    async def _send(self) -> AsyncIterator[worker_pb2.RouterMessage]:
+        while True:
+            yield await self._outbox.get()
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                await self._listen()
+            except grpc.aio.AioRpcError as e:
+                log.info("lost the stream to %s: %s", self.address, e.code().name)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _listen(self) -> None:
+        async for message in self._stub.Link(self._send()):
+            self.heard_at = time.monotonic()
+            match message.WhichOneof("message"):
+                case "hello":
+                    self._is_known.set()
+                case "load":
+                    self.load = message.load
+                case _:
+                    pass

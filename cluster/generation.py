@@ -4,7 +4,7 @@ The front door owns everything above it (text, ids, seeds, stop strings, n compl
 below (workers, routes, resumption). Neither knows the other's insides.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,8 +54,8 @@ class TokenSource(Protocol):
         """Raise Overloaded where that many sequences more would be too many; reserves nothing."""
         ...
 
-    def stream(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """The completion's tokens, ending after the delta with a finish reason. Closing the iterator (`aclose`) aborts
+    def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        """The completion's tokens, ending after the delta with a finish reason. Closing the generator (`aclose`) aborts
         the request. Raises DiptychErrors."""
         ...
 

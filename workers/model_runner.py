@@ -32,7 +32,7 @@ class ModelRunnerConfig:
     device: str = "cpu"
     block_size: int = 16
     kv_memory_bytes: int | None = None  # None: kv_memory_fraction of what is free once the weights are read
-    kv_memory_fraction: float = 0.4
+    kv_memory_fraction: float = 0.3
     max_context_tokens: int | None = None  # None: all that the model was made for
     served_model_name: str | None = None  # None: the name of the checkpoint's directory
     num_threads: int | None = None  # None: torch's own choice
@@ -56,6 +56,7 @@ class ModelRunner:
 
     def __init__(self, info: ModelInfo, decoder: Decoder, cache: KVCache) -> None:
         self._info, self._decoder, self._cache = info, decoder, cache
+        self._memory = cache.memory
         self._device = cache.tensor.device
         self._cos_sin = rope_table(decoder.spec, info.max_context_tokens, self._device)
         self._sampler = Sampler(info.eos_token_ids)
@@ -82,9 +83,7 @@ class ModelRunner:
                 model_id=checkpoint.fingerprint(),
             )
             weights = checkpoint.load(DTYPES[config.dtype], device, progress)
-        available = available_bytes(device)
-        wanted = config.kv_memory_bytes or int(available * config.kv_memory_fraction)
-        num_blocks = plan_num_blocks(layout, max_context_tokens, min(wanted, available))
+        num_blocks = _num_blocks(config, layout, max_context_tokens, device)
         info = ModelInfo(
             name=config.served_model_name or path.resolve().name,
             architecture=spec.architecture,
@@ -105,7 +104,7 @@ class ModelRunner:
 
     @property
     def memory(self) -> KVMemory:
-        return self._cache.memory
+        return self._memory
 
     def close(self) -> None:
         """Nothing is held but memory, which goes with the object."""
@@ -173,6 +172,15 @@ def _device(name: str) -> torch.device:
             f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
         )
     return device
+
+
+def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens: int, device: torch.device) -> int:
+    available = available_bytes(device)
+    wanted = config.kv_memory_bytes or int(available * config.kv_memory_fraction)
+    num_blocks = plan_num_blocks(layout, max_context_tokens, wanted)
+    if num_blocks * layout.block_bytes > available:
+        raise ConfigError(f"kv_memory_bytes={wanted:,} exceeds the {available:,} bytes that are free: lower it")
+    return num_blocks
 
 
 def _max_context_tokens(config: ModelRunnerConfig, spec: ModelSpec) -> int:

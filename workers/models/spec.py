@@ -119,10 +119,10 @@ class Fields:
     """Checked access to the fields of one JSON object; null counts as absent. Errors name the file and the field."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        self._path, self._values, self._prefix = path, values, prefix
+        self.path, self._values, self._prefix = path, values, prefix
 
     def error(self, name: str, need: str, found: object) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {self._prefix}{name} {need}, found {found!r}")
+        return CheckpointError(f"{self.path}: {self._prefix}{name} {need}, found {found!r}")
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
@@ -162,13 +162,13 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.error(name, "must be an object", value)
-        return Fields(self._path, cast("dict[str, Any]", value), f"{self._prefix}{name}.")
+        return Fields(self.path, cast("dict[str, Any]", value), f"{self._prefix}{name}.")
 
     def _present(self, name: str, default: object) -> Any:
         value = self.get(name)
         value = default if value is None else value
         if value is None:
-            raise CheckpointError(f"{self._path}: {self._prefix}{name} is missing")
+            raise CheckpointError(f"{self.path}: {self._prefix}{name} is missing")
         return value
 
 
@@ -181,7 +181,9 @@ def _architecture(config: Fields) -> str:
     for name in found:
         if name in SUPPORTED_ARCHITECTURES:
             return name
-    raise UnsupportedArchitecture(f"architecture {', '.join(found)} is not supported; Diptych serves {supported}")
+    raise UnsupportedArchitecture(
+        f"{config.path}: architecture {', '.join(found)} is not supported; Diptych serves {supported}"
+    )
 
 
 def _refuse_unhandled(config: Fields, architecture: str) -> None:
@@ -189,9 +191,7 @@ def _refuse_unhandled(config: Fields, architecture: str) -> None:
     if (act := config.get("hidden_act")) not in (None, "silu"):
         raise config.error("hidden_act", "must be silu", act)
     if config.get("quantization_config") is not None:
-        raise CheckpointError(
-            "quantization_config is set, and quantised checkpoints are not supported: use a bfloat16 one"
-        )
+        raise config.error("quantization_config", "must be absent (quantised checkpoints are not supported)", "one")
     layer_types: object = config.get("layer_types") or []
     if not isinstance(layer_types, list) or any(t != "full_attention" for t in cast("list[Any]", layer_types)):
         raise config.error("layer_types", "must all be full_attention (sliding windows are not supported)", layer_types)

@@ -1,0 +1,49 @@
+"""The KV pool: its bytes are where KVMemory says, and its size is what was asked, within reason."""
+
+import pytest
+import torch
+
+from diptych.workers.errors import ConfigError
+from diptych.workers.kv_cache import MAX_CONTEXTS, KVCache, plan_num_blocks
+from diptych.workers.kv_layout import KVLayout
+
+LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_describes_the_tensor(dtype: str) -> None:
+    layout = KVLayout(dtype=dtype, block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    memory = cache.memory
+    assert cache.tensor.shape == (5, 3, 2, 4, 2, 8)
+    assert cache.tensor.is_contiguous()
+    assert not cache.tensor.any()
+    assert memory.num_bytes == cache.tensor.numel() * cache.tensor.element_size() == len(memory.view or b"")
+    assert memory.address == cache.tensor.data_ptr()
+
+    cache.layer(1)[2].normal_(generator=torch.Generator().manual_seed(0))
+    offset, length = memory.run(2, 1, 1)
+    assert memory.view is not None
+    assert (
+        bytes(memory.view[offset : offset + length])
+        == cache.tensor[2, 1].contiguous().view(torch.uint8).numpy().tobytes()
+    )
+    memory.view[offset : offset + length] = bytes(length)
+    assert not cache.tensor.any()
+
+
+def test_the_pool_is_as_large_as_asked_up_to_its_cap() -> None:
+    block = LAYOUT.block_bytes
+    assert plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=100 * block + 1) == 100
+    assert plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=10**15) == 3 * MAX_CONTEXTS
+    assert plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=3 * block) == 3
+
+
+def test_a_pool_that_cannot_hold_one_context_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one context of 10 tokens needs .* lower max_context_tokens to 8 or less"):
+        plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=3 * LAYOUT.block_bytes - 1)
+
+
+def test_a_pool_that_cannot_be_mapped_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be mapped"):
+        KVCache(LAYOUT, (1 << 60) // LAYOUT.block_bytes, torch.device("cpu"))

@@ -1,0 +1,183 @@
+"""ModelRunner against transformers: greedy tokens equal `generate` strictly, however a request is cut and batched.
+
+Ties are excluded exactly: tests/checkpoints.py takes prompts whose reference never has its two largest logits within
+1e-4, so float32 rounding cannot decide a comparison.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.workers.errors import CheckpointError, ConfigError
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.request import SamplingParams
+from diptych.workers.scheduler import SchedulerConfig
+
+from ..checkpoints import make_checkpoint, untied_prompts
+from .serving import Server
+
+LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 100, 250, 333, 512, 777, 1000]
+MAX_TOKENS = 24
+MAX_CONTEXT = 1056
+Reference = list[tuple[list[int], list[int]]]
+
+
+def load(path: Path, **changes: Any) -> ModelRunner:
+    config = ModelRunnerConfig(path, dtype="float32", max_context_tokens=MAX_CONTEXT)
+    return ModelRunner.load(replace(config, **changes))
+
+
+def greedy(server: Server, reference: Reference) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=len(reference[0][1]), ignore_eos=True)
+    outputs = server.generate([prompt for prompt, _ in reference], [sampling] * len(reference))
+    return [[token.token_id for token in tokens] for tokens in outputs]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def case(request: pytest.FixtureRequest) -> tuple[ModelRunner, Reference]:
+    path: Path = request.getfixturevalue(request.param)
+    return load(path), untied_prompts(path, seed=5, lengths=LENGTHS, max_tokens=MAX_TOKENS)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
+def test_greedy_in_a_batch_cold_and_warm(case: tuple[ModelRunner, Reference], chunk_tokens: int) -> None:
+    runner, reference = case
+    expected = [tokens for _, tokens in reference]
+    server = Server(runner, SchedulerConfig(chunk_tokens=chunk_tokens))
+    assert greedy(server, reference) == expected
+    assert server.scheduler.num_cached_tokens == 0
+    assert greedy(server, reference) == expected
+    assert server.scheduler.num_cached_tokens == sum((n - 1) // 16 * 16 for n in LENGTHS)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
+def test_greedy_alone(case: tuple[ModelRunner, Reference], chunk_tokens: int) -> None:
+    runner, reference = case
+    server = Server(runner, SchedulerConfig(chunk_tokens=chunk_tokens), prefix_cache=False)
+    for one in reference:
+        assert greedy(server, [one]) == [one[1]]
+
+
+def test_greedy_through_preemption(case: tuple[ModelRunner, Reference]) -> None:
+    runner, reference = case
+    short = [(p, t) for p, t in reference if len(p) <= 100]
+    server = Server(runner, SchedulerConfig(chunk_tokens=16), num_blocks=30, prefix_cache=False)
+    assert greedy(server, short) == [tokens for _, tokens in short]
+    assert server.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24}),
+        ("llama", {"num_key_value_heads": 1, "max_shard_size": "200KB"}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                    "rope_theta": 1e4,
+                }
+            },
+        ),
+        ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32}),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+    ],
+)
+def test_greedy_for_other_shapes(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
+    path = make_checkpoint(tmp_path, arch, 7, **changes)
+    reference = untied_prompts(path, seed=9, lengths=[1, 20, 170], max_tokens=12)
+    server = Server(load(path, block_size=5), SchedulerConfig(chunk_tokens=48))
+    assert greedy(server, reference) == [tokens for _, tokens in reference]
+
+
+def test_draws_do_not_depend_on_the_batch(llama: Path) -> None:
+    runner = load(llama)
+    reference = untied_prompts(llama, seed=5, lengths=[3, 40, 90, 17], max_tokens=2)
+    prompts = [prompt for prompt, _ in reference]
+    samplings = [
+        SamplingParams(temperature=t, max_tokens=16, seed=2**64 - 1 - i, top_p=0.9)
+        for i, t in enumerate((0.0, 0.7, 1.0, 1.3))
+    ]
+    together = Server(runner, SchedulerConfig()).generate(prompts, samplings)
+    chunked = Server(runner, SchedulerConfig(chunk_tokens=16)).generate(prompts[::-1], samplings[::-1])[::-1]
+    alone = [Server(runner, SchedulerConfig()).generate([p], [s])[0] for p, s in zip(prompts, samplings, strict=True)]
+    ids = [[t.token_id for t in tokens] for tokens in together]
+    assert ids == [[t.token_id for t in tokens] for tokens in chunked]
+    assert ids == [[t.token_id for t in tokens] for tokens in alone]
+
+
+def test_bfloat16_follows_float32(llama: Path) -> None:
+    """bfloat16 rounds differently from float32, so tokens may part; the first logprobs must be near."""
+    prompt = untied_prompts(llama, seed=5, lengths=[40], max_tokens=2)[0][0]
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    tops: list[dict[int, float]] = []
+    for dtype in ("float32", "bfloat16"):
+        runner = load(llama, dtype=dtype)
+        assert (runner.layout.dtype, runner.info.dtype) == (dtype, dtype)
+        tops.append(dict(Server(runner, SchedulerConfig()).generate([prompt], [sampling])[0][0].top))
+    common = tops[0].keys() & tops[1].keys()
+    assert len(common) >= 3
+    assert all(abs(tops[0][token] - tops[1][token]) < 0.3 for token in common)
+
+
+def test_what_it_says_of_itself(llama: Path) -> None:
+    runner = load(llama, served_model_name="tiny", kv_memory_bytes=1 << 20, max_context_tokens=64, block_size=8)
+    assert (runner.info.name, runner.info.architecture) == ("tiny", "LlamaForCausalLM")
+    assert (runner.info.vocab_size, runner.info.max_context_tokens, runner.info.eos_token_ids) == (500, 64, (0,))
+    assert runner.memory.num_blocks == (1 << 20) // runner.layout.block_bytes
+    assert load(llama).info.name == "llama"
+    assert load(llama, max_context_tokens=None).info.max_context_tokens == 2048
+
+
+def test_two_dtypes_of_one_checkpoint_share_its_name(llama: Path, qwen3: Path) -> None:
+    names = [load(llama).layout.model_id, load(llama, dtype="bfloat16").layout.model_id, load(qwen3).layout.model_id]
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float16"}, "dtype must be one of"),
+        ({"device": "abacus"}, "not one that torch knows"),
+        ({"device": "mps"}, "not supported"),
+        ({"block_size": 0}, "block_size must be in"),
+        ({"kv_memory_fraction": 1.5}, "kv_memory_fraction must be in"),
+        ({"kv_memory_bytes": -1}, "kv_memory_bytes must be at least 1"),
+        ({"kv_memory_bytes": 1000}, "one context of 1056 tokens needs"),
+        ({"max_context_tokens": 4096}, "exceeds the model's 2048 positions"),
+        ({"num_threads": 0}, "num_threads must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(llama: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(llama, **changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        load(llama, device="cuda")
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(tmp_path / "absent")
+
+
+def test_importing_it_needs_little() -> None:
+    heavy = {"transformers", "ray", "scipy", "triton", "pandas"}
+    code = f"import sys, diptych.workers.model_runner; print(sorted({heavy!r} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,79 @@
+"""Rotary frequencies equal transformers' bit for bit, from configs of its fifth version and of those before."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from diptych.workers.models.rope import inverse_frequencies, rope_table
+from diptych.workers.models.spec import load_spec
+
+from .test_spec import LLAMA, write
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.5},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.7},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 16, "beta_slow": 2},
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.8,
+        "mscale_all_dim": 1.2,
+    },
+]
+
+
+@pytest.mark.parametrize("style", ["rope_parameters", "rope_scaling", "type"])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: "-".join(f"{v}" for v in s.values()))
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_frequencies_equal_transformers(tmp_path: Path, scaling: dict[str, Any], style: str, head_dim: int) -> None:
+    config = LLAMA | {"head_dim": head_dim}
+    if style == "rope_parameters":
+        config |= {"rope_parameters": scaling | {"rope_theta": 500_000.0}}
+    elif style == "rope_scaling":
+        config |= {"rope_theta": 500_000.0, "rope_scaling": scaling}
+    else:
+        renamed = {"type" if k == "rope_type" else k: v for k, v in scaling.items()}
+        config |= {"rope_theta": 500_000.0, "rope_scaling": renamed}
+    spec = load_spec(write(tmp_path, config))
+    inv_freq, attention_factor = inverse_frequencies(spec.rope, spec.head_dim, spec.max_position_embeddings)
+
+    reference = LlamaRotaryEmbedding(LlamaConfig.from_dict(json.loads(json.dumps(config))))
+    assert spec.rope.rope_type == scaling["rope_type"]
+    assert torch.equal(inv_freq, reference.inv_freq)
+    assert attention_factor == reference.attention_scaling
+
+    positions = torch.arange(spec.max_position_embeddings)
+    cos, sin = reference(torch.zeros(1), positions[None])
+    table = rope_table(spec, spec.max_position_embeddings, torch.device("cpu"))
+    half = head_dim // 2
+    torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)
+    torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
+
+
+def test_yarn_without_factor_stretches_to_the_models_length(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
+    assert load_spec(write(tmp_path, LLAMA | {"rope_scaling": scaling})).rope.factor == 4.0
+
+
+def test_original_length_beside_the_rope_parameters_wins(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = LLAMA | {"rope_parameters": scaling, "original_max_position_embeddings": 64}
+    assert load_spec(write(tmp_path, config)).rope.original_max_position_embeddings == 64

@@ -1,0 +1,134 @@
+"""ModelSpec from config.json: what is read, what is refused and how the refusal reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.workers.errors import CheckpointError, UnsupportedArchitecture
+from diptych.workers.models.spec import load_spec
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+
+
+def write(path: Path, config: object, generation: object = None) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def test_reads_llama(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path, LLAMA | {"mlp_bias": True, "attention_bias": True}))
+    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("LlamaForCausalLM", 2, 8, 2)
+    assert (spec.head_dim, spec.qk_norm, spec.mlp_bias, spec.attention_bias) == (8, False, True, True)
+    assert not spec.tie_word_embeddings
+    assert spec.rope.theta == 10_000.0
+
+
+def test_reads_qwen3(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path, QWEN3 | {"mlp_bias": True, "tie_word_embeddings": True}))
+    assert (spec.head_dim, spec.qk_norm, spec.mlp_bias, spec.tie_word_embeddings) == (32, True, False, True)
+
+
+def test_key_value_heads_default_to_query_heads(tmp_path: Path) -> None:
+    assert load_spec(write(tmp_path, LLAMA | {"num_key_value_heads": None})).num_kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, ()),
+        ({"eos_token_id": 3}, None, (3,)),
+        ({"eos_token_id": [3, 4, 3]}, None, (3, 4)),
+        ({"eos_token_id": 3}, {"eos_token_id": [7, 8]}, (7, 8)),
+        ({"eos_token_id": 3}, {"eos_token_id": None}, (3,)),
+        ({"eos_token_id": 0}, {}, (0,)),
+    ],
+)
+def test_end_of_sequence_ids(tmp_path: Path, config: dict[str, Any], generation: object, expected: object) -> None:
+    assert load_spec(write(tmp_path, LLAMA | config, generation)).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer"),
+        ({"hidden_size": True}, "hidden_size must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers must be an integer"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
+        ({"hidden_size": 65}, "hidden_size must be a multiple"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, found 'gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config must be absent"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"eos_token_id": 500}, "eos_token_id must be ids in"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id must be ids in"),
+        ({"rope_parameters": 7}, "rope_parameters must be an object"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type must be one of"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": -1}},
+            "rope_scaling.factor must be a finite number above 0",
+        ),
+        ({"rope_parameters": {"rope_theta": 0.5}}, "rope_parameters.rope_theta"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"architectures": []}, "architectures must be a list"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+    ],
+)
+def test_refuses_by_file_and_field(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json") as caught:
+        load_spec(write(tmp_path, LLAMA | changes))
+    assert named in caught.value.message
+
+
+def test_a_sliding_window_in_use_is_refused(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 128}
+    with pytest.raises(CheckpointError, match="use_sliding_window must be false"):
+        load_spec(write(tmp_path, QWEN3 | window | {"max_window_layers": 1}))
+    # From layer max_window_layers on: none here.
+    load_spec(write(tmp_path, QWEN3 | window | {"max_window_layers": 2}))
+    load_spec(write(tmp_path, QWEN3 | window | {"use_sliding_window": False}))
+    load_spec(write(tmp_path, QWEN3 | window | {"layer_types": ["full_attention"] * 2}))
+
+
+def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedArchitecture, match=r"MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM"
+    ):
+        load_spec(write(tmp_path, LLAMA | {"architectures": ["MambaForCausalLM"]}))
+
+
+def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_spec(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        load_spec(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "\x00", '"text"', "[" * 100_000])
+def test_a_damaged_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_spec(tmp_path)

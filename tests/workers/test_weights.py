@@ -1,0 +1,192 @@
+"""Checkpoints: every tensor accounted for, whatever is wrong named, nothing read before all is checked."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diptych.workers.errors import CheckpointError
+from diptych.workers.models.spec import load_spec
+from diptych.workers.models.weights import Checkpoint, DecoderWeights, expected_tensors
+
+from ..checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+def read(path: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        return checkpoint.load(dtype, CPU)
+
+
+def fingerprint(path: Path) -> str:
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        return checkpoint.fingerprint()
+
+
+def edited(source: Path, target: Path, edit: Callable[[Tensors], object]) -> Path:
+    """A copy of a single-file checkpoint whose tensors `edit` has changed in place."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_checkpoint(tmp_path_factory.mktemp("sharded") / "llama", "llama", 1, max_shard_size="300KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.fixture
+def broken(sharded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharded, tmp_path / "broken"))
+
+
+def test_reads_and_fuses_every_tensor(qwen3: Path) -> None:
+    stored, weights = load_file(qwen3 / "model.safetensors"), read(qwen3)
+    assert torch.equal(weights.embed, stored["model.embed_tokens.weight"])
+    assert torch.equal(weights.lm_head, stored["lm_head.weight"])
+    for i, layer in enumerate(weights.layers):
+        name = f"model.layers.{i}."
+        parts = [stored[f"{name}self_attn.{x}_proj.weight"] for x in "qkv"]
+        assert torch.equal(layer.qkv, torch.cat(parts))
+        parts = [stored[f"{name}mlp.{x}_proj.weight"] for x in ("gate", "up")]
+        assert torch.equal(layer.gate_up, torch.cat(parts))
+        assert layer.q_norm is not None
+        assert torch.equal(layer.q_norm, stored[f"{name}self_attn.q_norm.weight"])
+        assert layer.qkv_bias is None
+
+
+def test_converts_and_reports_progress(llama: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with Checkpoint(llama, load_spec(llama)) as checkpoint:
+        weights = checkpoint.load(torch.bfloat16, CPU, lambda done, total: seen.append((done, total)))
+    stored = load_file(llama / "model.safetensors")
+    assert torch.equal(weights.layers[0].down, stored["model.layers.0.mlp.down_proj.weight"].bfloat16())
+    total = sum(t.numel() * t.element_size() for t in stored.values())
+    assert seen[0] == (0, total)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+def test_tied_embeddings_share_one_tensor(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", 3, tie_word_embeddings=True)
+    weights = read(path)
+    assert weights.lm_head is weights.embed
+
+
+def test_a_stored_head_is_used_though_the_config_ties_it(llama: Path, tmp_path: Path) -> None:
+    path = edited(llama, tmp_path / "copy", lambda _: None)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert torch.equal(read(path).lm_head, load_file(path / "model.safetensors")["lm_head.weight"])
+
+
+def test_sharding_changes_neither_weights_nor_fingerprint(llama: Path, sharded: Path) -> None:
+    one, many = read(llama), read(sharded)
+    assert all(torch.equal(a.qkv, b.qkv) for a, b in zip(one.layers, many.layers, strict=True))
+    assert fingerprint(llama) == fingerprint(sharded)
+
+
+def test_fingerprints_differ_with_weights_and_config(llama: Path, qwen3: Path, tmp_path: Path) -> None:
+    def nudge(tensors: Tensors) -> None:
+        tensors["model.norm.weight"][0] += 1e-3
+
+    changed = edited(llama, tmp_path / "weights", nudge)
+    reconfigured = edited(llama, tmp_path / "config", lambda _: None)
+    config = json.loads((llama / "config.json").read_text())
+    (reconfigured / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    names = [fingerprint(path) for path in (llama, qwen3, changed, reconfigured)]
+    assert len(set(names)) == 4
+    assert all(len(name) == 32 for name in names)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(llama: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    path = edited(llama, tmp_path / "copy", lambda t: t.update({name: torch.ones(8)}))
+    assert fingerprint(path) == fingerprint(llama)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight of shape \[64\] is in no file"),
+        (lambda t: t.pop("lm_head.weight"), r"tensor lm_head\.weight of shape \[500, 64\] is in no file"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(65)}),
+            r"model\.safetensors: tensor model\.norm\.weight must have shape \[64\], found \[65\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
+            r"model\.safetensors: tensor model\.norm\.weight must have dtype BF16, F16, F32, found I8",
+        ),
+        (lambda t: t.update({"extra": torch.ones(1)}), r"model\.safetensors: tensor extra is unexpected"),
+        (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(1)}), r"layers\.3.* is unexpected"),
+    ],
+)
+def test_wrong_tensors_are_named(llama: Path, tmp_path: Path, edit: Callable[[Tensors], object], message: str) -> None:
+    path = edited(llama, tmp_path / "copy", edit)
+    with pytest.raises(CheckpointError, match=message):
+        read(path)
+
+
+def test_missing_files_are_named(broken: Path) -> None:
+    gone = sorted(broken.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=f"{gone.name} does not exist, and model.safetensors.index.json names it"):
+        read(broken)
+    (broken / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist, and there is no"):
+        read(broken)
+
+
+def test_damaged_files_are_named(broken: Path) -> None:
+    shard = sorted(broken.glob("*.safetensors"))[0]
+    whole = shard.read_bytes()
+    for damaged in (whole[:-100], whole[:4], b"", b"\xff" * 64):
+        shard.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
+            read(broken)
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../b"}}']
+)
+def test_a_damaged_index_is_named(broken: Path, index: str) -> None:
+    (broken / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        read(broken)
+
+
+def test_an_index_that_disagrees_with_its_shards(broken: Path) -> None:
+    path = broken / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    name = next(n for n, shard in index["weight_map"].items() if shard == shards[0])
+    index["weight_map"][name] = shards[1]
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{shards[1]}: tensor {name} is missing"):
+        read(broken)
+
+
+def test_a_tensor_in_two_shards(broken: Path) -> None:
+    first, second = sorted(broken.glob("*.safetensors"))[:2]
+    tensors = load_file(first)
+    save_file(load_file(second) | dict([next(iter(tensors.items()))]), second)
+    with pytest.raises(CheckpointError, match=f"{second.name}: tensor .* is also in {first.name}"):
+        read(broken)
+
+
+def test_expected_tensors_are_those_that_transformers_saves(tmp_path: Path) -> None:
+    for arch, changes in (("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})):
+        path = make_checkpoint(tmp_path / arch, arch, 4, **changes)
+        saved = {name: tuple(t.shape) for name, t in load_file(path / "model.safetensors").items()}
+        assert expected_tensors(load_spec(path)) == saved

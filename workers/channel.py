@@ -1,16 +1,17 @@
 """gRPC channels and servers between our own processes: message limits, keepalive, and the cluster's token. No torch."""
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from .errors import ConfigError, PortInUse
+from .errors import ConfigError, PortInUse, Unauthenticated
 from .wire import GRPC_OPTIONS
 
 TOKEN_KEY = "authorization"
+ERROR_KEY = "diptych-error"  # trailing metadata: the name of the exception in errors.py
 # Health checks come from orchestrators that hold no token, and say nothing but "serving".
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
@@ -55,11 +56,12 @@ def open_channel(address: str, token: str | None) -> grpc.aio.Channel:
 class _RequireToken(grpc.aio.ServerInterceptor):
     """Refuses calls without the token, in constant time."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, refusal: str) -> None:
         self._expected = f"Bearer {token}".encode()
 
         async def refuse(_: object, context: Any) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's token is missing or wrong")
+            name = ((ERROR_KEY, Unauthenticated.__name__),)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal, trailing_metadata=name)
 
         self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
 
@@ -75,14 +77,22 @@ class _RequireToken(grpc.aio.ServerInterceptor):
         return self._refuse
 
 
-def make_server(token: str | None) -> grpc.aio.Server:
-    return grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_RequireToken(token)] if token else [])
+def make_server(
+    token: str | None,
+    *,
+    refusal: str = "the cluster's token is missing or wrong",
+    options: Sequence[tuple[str, Any]] = GRPC_OPTIONS,
+) -> grpc.aio.Server:
+    """A server that answers calls without `token`, where there is one, with `refusal`."""
+    return grpc.aio.server(options=options, interceptors=[_RequireToken(token, refusal)] if token else [])
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Listen on host:port (0: the kernel chooses) and return the port. Raises PortInUse or ConfigError."""
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listen on host:port (0: the kernel chooses), with TLS where there are credentials, and return the port. Raises
+    PortInUse or ConfigError."""
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as e:
         if port:
             raise PortInUse(f"cannot listen on {host}:{port}: {e}. Choose another port, or 0 for any free one") from e

@@ -1,0 +1,173 @@
+"""What the two machines of a hand-off say: to each other, and to those who drive them. Plain data; see handoff.py."""
+
+from dataclasses import dataclass
+
+from ..proto import kv_pb2
+from .errors import DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Blocks [first_block, first_block + len(block_ids)) of the sequence's table, some of their layers."""
+
+    first_block: int
+    block_ids: tuple[int, ...]  # of the source
+    generations: tuple[int, ...]
+    first_layer: int
+    num_layers: int
+
+    @property
+    def positions(self) -> range:
+        return range(self.first_block, self.first_block + len(self.block_ids))
+
+    @property
+    def layer_mask(self) -> int:
+        return ((1 << self.num_layers) - 1) << self.first_layer
+
+    def is_well_formed(self, num_blocks: int, num_layers: int) -> bool:
+        """Whether it names some blocks and layers, each inside a table and a model of this size."""
+        return (
+            0 < len(self.block_ids) == len(self.generations)
+            and self.first_block + len(self.block_ids) <= num_blocks
+            and 0 < self.num_layers <= num_layers - self.first_layer
+        )
+
+    def without_first(self, num_positions: int) -> "Segment":
+        """The part from table position `num_positions` on; it may have no blocks."""
+        skip = max(num_positions - self.first_block, 0)
+        return Segment(
+            self.first_block + skip,
+            self.block_ids[skip:],
+            self.generations[skip:],
+            self.first_layer,
+            self.num_layers,
+        )
+
+    def to_proto(self) -> kv_pb2.Segment:
+        return kv_pb2.Segment(
+            first_block=self.first_block,
+            block_ids=self.block_ids,
+            generations=self.generations,
+            first_layer=self.first_layer,
+            num_layers=self.num_layers,
+        )
+
+    @classmethod
+    def from_proto(cls, message: kv_pb2.Segment) -> "Segment":
+        """Unchecked: see `is_well_formed`."""
+        return cls(
+            message.first_block,
+            tuple(message.block_ids),
+            tuple(message.generations),
+            message.first_layer,
+            message.num_layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    num_segments: int
+    num_computed: int  # tokens whose KV the segments hold
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    error: str  # a name in errors.py
+    message: str
+
+
+# Actions of the source
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer to `subscribe`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this on the sink's stream."""
+
+    sink: str
+    what: Segment | Seal | Aborted
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    sink: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer to `renew` or `release`."""
+
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EndLease:
+    """The blocks may be freed."""
+
+
+SourceAction = Refuse | Tell | EndStream | Answer | EndLease
+
+
+# Actions of the sink
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Get blocks for so many tokens; answer with `reserved`, or `failed`."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read `segment` into our `blocks`, one for each of its own; answer with `read_done` or `read_failed`."""
+
+    number: int
+    segment: Segment
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Answer with `renewed`, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Answer with `released`, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The blocks hold the KV of `num_computed` tokens; the sequence continues after `output_token_ids`."""
+
+    num_computed: int
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Give the blocks back, or into quarantine: then stop the reads, and call `settled` when none can land."""
+
+    error: DiptychError
+    quarantine: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Tell the source, if it still listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The quarantined blocks are free."""
+
+
+SinkAction = Reserve | Read | Renew | Release | Commit | Fail | Abandon | Settle

@@ -1,16 +1,29 @@
-"""The seam between the front door and the router: token deltas come up, requests and aborts go down.
+"""The seam between the front door and the router, and what stands right above it: tokens become text.
 
-The front door owns everything above it (text, ids, seeds, stop strings, n completions, usage), the router everything
-below (workers, routes, resumption). Neither knows the other's insides.
+    TokenSource   the router: token deltas come up, requests and aborts go down
+    Completion    one request's tokens -> text: detokenised, cut at stop strings. Pure
+    Generation    all completions that one call asked for, merged as they come
+
+The front door owns everything above the seam (text, ids, seeds, stop strings, n completions, usage), the router
+everything below (workers, routes, resumption). This file knows neither HTTP nor gRPC.
+
+Life of a Generation:  made by FrontDoor.start -> batches() runs one task a completion -> the last finishes | an error
+of any ends all | the caller closes batches(). However it ends, every token stream is closed before batches() returns.
 """
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from ..workers.errors import DeadlineExceeded, InternalError, RequestAborted
 from ..workers.request import Request
 from ..workers.runner import ModelInfo
 from ..workers.sequence import FinishReason
+from .detokenizer import Detokenizer
+from .stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +77,167 @@ class TokenSource(Protocol):
     def metrics(self) -> bytes:
         """Prometheus text exposition."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text of completion `index`, and the tokens that came with it.
+
+    Text lags behind tokens while a character, or what may become a stop string, is unfinished.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    offsets: tuple[int, ...] = ()  # parallel to logprobs: where each token begins in the completion's text, characters
+    finish_reason: FinishReason | None = None  # set on the last delta
+    stop_string: str | None = None  # the stop string that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Completion:
+    """Turns one request's tokens into text."""
+
+    def __init__(self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings) -> None:
+        self.index = index
+        self.request = request
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._num_chars = 0  # of detokenised text, held back or not
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        """The delta's text. On a stop string the text ends before it, the tokens with the one that completed it."""
+        if not self.num_tokens:
+            self.num_cached_tokens = delta.num_cached_tokens
+        if delta.finish_reason is FinishReason.ABORT:
+            raise RequestAborted("the worker aborted the request: send it again")
+        text: list[str] = []
+        offsets: list[int] = []
+        stop = None
+        for i, token_id in enumerate(delta.token_ids, start=1):
+            self.num_tokens += 1
+            offsets.append(self._num_chars)
+            # The token that ended it (end of sequence, or a stop token) is not text.
+            is_end = delta.finish_reason is FinishReason.STOP and i == len(delta.token_ids)
+            shown, stop = self._show("" if is_end else self._detokenizer.push(token_id))
+            text.append(shown)
+            if stop is not None:
+                return self._ended(delta, "".join(text), offsets, stop)
+        if delta.finish_reason is not None:
+            shown, stop = self._show(self._detokenizer.flush())
+            text += (shown, self._stops.flush() if stop is None else "")
+            return self._ended(delta, "".join(text), offsets, stop)
+        return TextDelta(
+            self.index,
+            "".join(text),
+            delta.token_ids,
+            delta.logprobs,
+            tuple(offsets) if delta.logprobs else (),
+        )
+
+    def _show(self, piece: str) -> tuple[str, str | None]:
+        self._num_chars += len(piece)
+        if self.num_tokens <= self.request.sampling.min_tokens:
+            return piece, None
+        return self._stops.push(piece)
+
+    def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
+        num = len(offsets)
+        return TextDelta(
+            self.index,
+            text,
+            delta.token_ids[:num],
+            delta.logprobs[:num],
+            tuple(offsets) if delta.logprobs else (),
+            delta.finish_reason if stop is None else FinishReason.STOP,
+            stop,
+        )
+
+
+class Generation:
+    """The completions of one call: n for each prompt, those of a prompt side by side."""
+
+    def __init__(self, source: TokenSource, request_id: str, completions: Sequence[Completion], n: int) -> None:
+        assert completions and len(completions) % n == 0
+        self.request_id = request_id
+        self.completions = completions
+        self._source = source
+        self._firsts = completions[::n]
+        self._timeout_s = completions[0].request.timeout_s
+
+    @property
+    def usage(self) -> Usage:
+        """So far. A prompt counts once however many completions it has."""
+        return Usage(
+            prompt_tokens=sum(len(c.request.prompt_token_ids) for c in self._firsts),
+            completion_tokens=sum(c.num_tokens for c in self.completions),
+            cached_tokens=sum(c.num_cached_tokens for c in self._firsts),
+        )
+
+    async def batches(self) -> AsyncGenerator[list[TextDelta], None]:
+        """All that is new, as soon as something is. Use it within `aclosing`: to close it aborts what still runs.
+        Raises DiptychErrors."""
+        news = _News()
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, news.put_nowait, self._deadline_exceeded())
+        tasks = [asyncio.create_task(self._receive(completion, news)) for completion in self.completions]
+        for task in tasks:
+            task.add_done_callback(partial(_report, news))
+        try:
+            num_running = len(tasks)
+            while num_running:
+                batch, error = _take(await news.get(), news)
+                if batch:
+                    yield batch
+                num_running -= sum(delta.finish_reason is not None for delta in batch)
+                if error is not None and num_running:
+                    raise error
+        finally:
+            timer.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self, completion: Completion, news: "_News") -> None:
+        async with aclosing(self._source.stream(completion.request)) as deltas:
+            async for delta in deltas:
+                text = completion.push(delta)
+                news.put_nowait(text)
+                if text.finish_reason is not None:
+                    return
+        raise InternalError("the token stream ended without a finish reason: please report this")
+
+    def _deadline_exceeded(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the request did not finish within {self._timeout_s:g} s: ask for fewer tokens, or for a longer timeout_s"
+        )
+
+
+class _News(asyncio.Queue[TextDelta | BaseException]):
+    """What the tasks of a Generation tell it."""
+
+
+def _report(news: _News, task: asyncio.Task[None]) -> None:
+    error = RequestAborted("the router gave the request up: send it again") if task.cancelled() else task.exception()
+    if error is not None:
+        news.put_nowait(error)
+
+
+def _take(first: TextDelta | BaseException, news: _News) -> tuple[list[TextDelta], BaseException | None]:
+    """What has come: deltas, and the error that followed them, if any."""
+    batch: list[TextDelta] = []
+    item = first
+    while isinstance(item, TextDelta):
+        batch.append(item)
+        if news.empty():
+            return batch, None
+        item = news.get_nowait()
+    return batch, item

@@ -6,7 +6,7 @@ Encoding equals Hugging Face's fast tokenizers, without importing transformers (
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._prefix, self._suffix = _forced_ends(backend, config, special)
         self._template = ChatTemplate(template, special) if template is not None else None
+        # A text of more than n times as many characters has more than n tokens.
+        self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self._decoders = _decoder_types(backend)
         self._bytes_of = cache(self._find_bytes)
         self._shown_bytes_of = cache(lambda i: b"" if i in self._special_ids else self._bytes_of(i))
@@ -54,11 +56,6 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
-
-    @cached_property
-    def max_token_chars(self) -> int:
-        """The longest token's length: a text of more than n times as many characters has more than n tokens."""
-        return max(map(len, self._backend.get_vocab()), default=1)
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids; `special` adds what the tokenizer puts around a text (a first bos token, say)."""

@@ -1,0 +1,154 @@
+"""From what a client asked for to a running Generation: the one path behind HTTP and gRPC.
+
+    spec -> model, counts and time-out checked -> admitted or refused (429) -> tokenised once -> Requests -> Generation
+
+Here a request gets its seed, its deadline and the ids of its completions; what is received is bounded before it costs.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..workers.errors import InvalidRequest, PromptTooLong, UnknownModel
+from ..workers.request import Request, SamplingParams
+from ..workers.runner import ModelInfo
+from .chat_template import Message
+from .generation import Completion, Generation, TokenSource
+from .stop_strings import StopStrings
+from .tokenizer import Tokenizer
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one call may ask for."""
+
+    max_sequences: int = 128  # completions, over all its prompts
+    max_stop_strings: int = 16
+    max_stop_chars: int = 1024  # of one stop string
+    max_timeout_s: float = 600.0  # also the time-out of a call that names none
+    max_body_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: Sequence[Message]
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+Prompt = str | tuple[int, ...] | Chat
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """What a client asked for. None: not given."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams  # its seed and max_tokens are not read: the fields below stand for them
+    n: int = 1  # completions of each prompt
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    max_tokens: int | None = None
+    default_max_tokens: int | None = None  # where max_tokens is None; None: what the context still holds
+    timeout_s: float | None = None
+    model: str | None = None
+
+
+class FrontDoor:
+    def __init__(self, source: TokenSource, tokenizer: Tokenizer, limits: Limits | None = None) -> None:
+        self.source = source
+        self.tokenizer = tokenizer
+        self.limits = limits or Limits()
+
+    def model(self, name: str | None = None) -> ModelInfo:
+        """The served model. Raises UnknownModel where `name` is another, Unavailable before a worker is known."""
+        info = self.source.model()
+        if name is not None and name != info.name:
+            raise UnknownModel(f"the model {name[:200]!r} is not served here: ask for {info.name!r}", param="model")
+        return info
+
+    async def start(self, spec: GenerationSpec, request_id: str) -> Generation:
+        """Nothing runs before the generation's `batches` is read. Raises InvalidRequest, Overloaded, Unavailable."""
+        info = self.model(spec.model)
+        self._check_counts(spec)
+        self.source.admit(len(spec.prompts) * spec.n)
+        completions: list[Completion] = []
+        for prompt in spec.prompts:
+            token_ids = await self._encode(prompt, info)
+            # A seed that we draw is drawn for each prompt, so that a prompt sent twice is answered twice.
+            seed = secrets.randbits(64) if spec.seed is None else spec.seed & _MASK
+            for i in range(spec.n):
+                index = len(completions)
+                request = self._request(spec, f"{request_id}-{index}", token_ids, choice_seed(seed, i), info)
+                if i == 0:
+                    request.validate(info.vocab_size, info.max_context_tokens)
+                detokenizer = self.tokenizer.detokenizer(token_ids)
+                completions.append(Completion(index, request, detokenizer, StopStrings(spec.stop)))
+        return Generation(self.source, request_id, completions, spec.n)
+
+    def _check_counts(self, spec: GenerationSpec) -> None:
+        limits = self.limits
+        if not 1 <= spec.n <= limits.max_sequences:
+            raise InvalidRequest(f"n must be in [1, {limits.max_sequences}], got {spec.n}", param="n")
+        if not spec.prompts:
+            raise InvalidRequest("the prompt is empty: send at least one", param="prompt")
+        if (num := len(spec.prompts) * spec.n) > limits.max_sequences:
+            raise InvalidRequest(
+                f"{len(spec.prompts)} prompts of n={spec.n} ask for {num} completions; a call may ask for "
+                f"{limits.max_sequences}: send several calls",
+                param="prompt" if spec.n == 1 else "n",
+            )
+        if len(spec.stop) > limits.max_stop_strings:
+            raise InvalidRequest(f"at most {limits.max_stop_strings} stop strings, got {len(spec.stop)}", param="stop")
+        if not all(0 < len(stop) <= limits.max_stop_chars for stop in spec.stop):
+            raise InvalidRequest(f"a stop string has 1 to {limits.max_stop_chars} characters", param="stop")
+        if spec.timeout_s is not None and not 0 < spec.timeout_s <= limits.max_timeout_s:
+            raise InvalidRequest(
+                f"timeout_s must be in (0, {limits.max_timeout_s:g}], got {spec.timeout_s}", param="timeout_s"
+            )
+
+    async def _encode(self, prompt: Prompt, info: ModelInfo) -> tuple[int, ...]:
+        if isinstance(prompt, tuple):
+            return prompt
+        if isinstance(prompt, Chat):
+            if not prompt.messages:
+                raise InvalidRequest("messages is empty: send at least one", param="messages")
+            text = self.tokenizer.render_chat(prompt.messages, prompt.template_options)
+        else:
+            text = prompt
+        if not text:
+            raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
+        if len(text) > info.max_context_tokens * self.tokenizer.max_token_chars:
+            raise PromptTooLong(
+                f"the prompt's {len(text)} characters cannot fit the context of {info.max_context_tokens} tokens: "
+                "shorten it",
+                param="prompt",
+            )
+        # A rendered conversation holds its special tokens already.
+        return await self.tokenizer.encode_async(text, special=isinstance(prompt, str))
+
+    def _request(
+        self, spec: GenerationSpec, request_id: str, token_ids: tuple[int, ...], seed: int, info: ModelInfo
+    ) -> Request:
+        room = max(1, info.max_context_tokens - len(token_ids))
+        default = room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
+        max_tokens = default if spec.max_tokens is None else spec.max_tokens
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling=replace(spec.sampling, seed=seed, max_tokens=max_tokens),
+            timeout_s=self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s,
+        )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of a call's completion `choice`: the call's own for the first, then SplitMix64's output (Steele, Lea and
+    Flood 2014) after `choice` steps from it. uint64."""
+    if choice == 0:
+        return seed
+    z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

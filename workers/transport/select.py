@@ -1,16 +1,47 @@
 """Which transports a worker has: what the settings name, in that order, as far as this machine can."""
 
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, TransportError
 from ..kv_layout import KVMemory
 from .base import Transport
+from .grpc import GrpcTransport
+from .nixl import NixlTransport
+
+NAMES = ("nixl", "grpc")
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+log = logging.getLogger("diptych.transport")
 
 
-def make_transports(names: Sequence[str] | Literal["auto"], memory: KVMemory) -> dict[str, Transport]:
-    """Transports by name, preferred first. "auto": NIXL where it works, then gRPC.
+def make_transports(
+    names: Sequence[str] | Literal["auto"], memory: KVMemory, host: str = "127.0.0.1"
+) -> dict[str, Transport]:
+    """Transports by name, preferred first. "auto": NIXL where it works, then gRPC. `host`: where the worker listens.
 
-    Raises ConfigError for an unknown name, or a named transport that does not work here.
+    Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
+    does not work here.
     """
-    raise ConfigError(f"no transport of {names} for {memory.num_bytes} bytes")
+    made: dict[str, Transport] = {}
+    for name in NAMES if names == "auto" else names:
+        try:
+            made[name] = _make(name, memory, host)
+        except (ImportError, TransportError) as e:
+            if names != "auto":
+                raise ConfigError(f"the transport {name!r} is not usable: {e}. Leave it out, or say 'auto'") from e
+            log.info("without the transport %s: %s", name, e)
+    if not made:
+        raise ConfigError("no transport is usable: name one of " + ", ".join(NAMES))
+    return made
+
+
+def _make(name: str, memory: KVMemory, host: str) -> Transport:
+    if name == "nixl":
+        return NixlTransport(memory, loopback_only=host in LOOPBACK_HOSTS)
+    if name == "grpc":
+        if memory.view is None:
+            raise TransportError("KV in device memory cannot be pulled over gRPC")
+        return GrpcTransport()
+    raise ConfigError(f"unknown transport {name!r}: choose from {', '.join(NAMES)}, or 'auto'")

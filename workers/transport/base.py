@@ -1,0 +1,56 @@
+"""How bytes of KV move: a Transport is one process's end, a Reader is its connection to one source.
+
+The sink pulls. `Reader.read` returns when every byte has landed. When it raises, `may_still_land` of the
+TransportError says whether bytes could still arrive later; after a cancelled read they always could. The target blocks
+must then be quarantined until `Reader.settled` returns.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...proto import kv_pb2, kv_pb2_grpc
+from ..kv_layout import KVMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The far end, as its Opened announcement described it (layout and incarnation already checked)."""
+
+    handoff_id: str
+    sink_incarnation: str
+    opened: kv_pb2.Opened
+    stub: "kv_pb2_grpc.KVHandoffAsyncStub"
+
+
+class Reader(ABC):
+    @abstractmethod
+    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
+        """Pull `segment` into our `blocks` (one for each of `segment.block_ids`, same layers). Returns bytes moved.
+
+        Several reads may run at once. Raises TransportError.
+        """
+
+    async def settled(self) -> None:  # noqa: B027
+        """Return once no byte of a failed or cancelled read can land any more."""
+
+
+class Transport(ABC):
+    name: str
+
+    @abstractmethod
+    def endpoint(self) -> kv_pb2.NixlEndpoint | None:
+        """What the source side publishes for sinks; None where the address of the gRPC server is enough."""
+
+    @abstractmethod
+    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+        """Raises TransportError when the source cannot be reached or its endpoint is malformed."""
+
+    def serve(self, num_open: int) -> None:  # noqa: B027
+        """So many of our hand-offs are open: a transport that must take part in its peers' reads does so meanwhile."""
+
+    def forget(self, incarnation: str) -> None:  # noqa: B027
+        """A peer process is dead: drop what is kept about it; reads from it end."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Release sockets, threads and registrations."""

@@ -1,0 +1,60 @@
+"""KV over gRPC: the source's KVHandoff.Pull streams the bytes. Works wherever the worker itself can be reached.
+
+Every write into our memory happens here, on the event loop: when `read` has ended, however it ended, nothing lands.
+"""
+
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+
+from ...proto import kv_pb2
+from ..errors import TransportError
+from ..kv_layout import KVMemory
+from .base import Reader, Source, Transport
+from .runs import Scatter, runs_of
+
+READ_TIMEOUT_S = 20.0
+SLOWEST_BYTES_S = 20e6  # a link slower than this counts as broken
+
+
+class GrpcReader(Reader):
+    def __init__(self, source: Source, memory: KVMemory, view: memoryview) -> None:
+        self._source = source
+        self._memory = memory
+        self._view = view
+
+    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
+        runs = runs_of(self._memory, blocks, segment.first_layer, segment.num_layers)
+        target = Scatter(self._view, runs)
+        num_bytes = target.num_missing
+        request = kv_pb2.PullRequest(
+            handoff_id=self._source.handoff_id, sink_incarnation=self._source.sink_incarnation, segment=segment
+        )
+        call = self._source.stub.Pull(request, timeout=READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S)
+        try:
+            async for chunk in call:
+                target.write(chunk.data)
+        except grpc.aio.AioRpcError as e:
+            raise TransportError(
+                f"the source ended a pull of {num_bytes:,} bytes: {e.code().name} {e.details()}"
+            ) from e
+        except ValueError as e:
+            raise TransportError(f"the source sent more than the {num_bytes:,} bytes asked for") from e
+        finally:
+            call.cancel()
+        if target.num_missing:
+            raise TransportError(f"the source sent {target.num_missing:,} bytes too few of {num_bytes:,}")
+        return num_bytes
+
+
+class GrpcTransport(Transport):
+    name = "grpc"
+
+    def endpoint(self) -> None:
+        return None
+
+    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+        if memory.view is None:
+            raise TransportError("KV in device memory cannot be pulled over gRPC: both pools need NIXL")
+        return GrpcReader(source, memory, memory.view)

@@ -1,0 +1,320 @@
+"""The one thread of a process that talks to NIXL: it owns the agent, its peers and the reads under way.
+
+    idle                       sleeps until a command comes
+    hand-offs of ours open     makes progress every SERVE_POLL_S: else peers cannot connect nor, on some links, read
+    reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted
+
+NIXL copies inside `post` and holds the interpreter's lock meanwhile: hence small posts, and a pause after each round.
+A read's future is done only when no byte of it can land any more: every transfer has ended, or the connection is cut.
+"""
+
+import logging
+import os
+import queue
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import DiptychError, TransportError
+from ..kv_layout import KVMemory
+
+POST_BYTES = 4 << 20
+MAX_POSTED = 4  # transfers of one read at a time
+MAX_PEERS = 256
+SERVE_POLL_S = 0.001
+READ_POLL_S = 0.0001
+PAUSE_S = 0.00002  # after a round that moved bytes: lets other threads have the interpreter
+
+log = logging.getLogger("diptych.nixl")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A peer's pool. Its blocks are as large as ours: layouts are the same."""
+
+    agent_name: str
+    metadata: bytes
+    base_address: int
+    num_blocks: int
+    device_id: int
+    memory: str  # "DRAM" or "VRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one read moves: these layers of the peer's blocks `remote` into our blocks `local`."""
+
+    remote: Sequence[int]
+    local: Sequence[int]
+    layers: range
+
+    def split(self, num_blocks: int) -> "Iterator[Piece]":
+        for start in range(0, len(self.remote), num_blocks):
+            end = start + num_blocks
+            yield Piece(self.remote[start:end], self.local[start:end], self.layers)
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    incarnation: str
+    endpoint: Endpoint
+    blocks: Any  # prepared descriptor list: entry i is block i
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    peer: _Peer
+    to_post: Iterator[Piece]
+    future: "Future[None]"
+    posted: deque[Any] = field(default_factory=deque[Any])
+
+
+class NixlThread:
+    """Starts at once; raises ImportError or TransportError when NIXL is not usable here."""
+
+    def __init__(self, memory: KVMemory, *, loopback_only: bool) -> None:
+        self.memory_type = "DRAM" if memory.view is not None else "VRAM"
+        self.agent_name = f"diptych-{uuid.uuid4()}"
+        self.metadata = b""
+        self._memory = memory
+        self._loopback_only = loopback_only
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._peers: dict[str, _Peer] = {}
+        self._reads: list[_Read] = []
+        self._is_serving = False
+        self._is_stopping = False
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="diptych-nixl", daemon=True)
+        self._thread.start()
+        ready.result()
+
+    # -- from any thread --------------------------------------------------------------------------------------------
+
+    def connect(self, incarnation: str, endpoint: Endpoint) -> "Future[None]":
+        """Make the peer known; idempotent. The future raises TransportError."""
+        return self._call(lambda: self._add_peer(incarnation, endpoint))
+
+    def read(self, incarnation: str, piece: Piece) -> "Future[None]":
+        """The future raises TransportError. It cannot be cancelled: bytes may land until it is done."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        self._put(lambda: self._start_read(incarnation, piece, future))
+        return future
+
+    def forget(self, incarnation: str) -> "Future[None]":
+        """Cut the connection; reads from it fail."""
+        return self._call(lambda: self._drop_peer(incarnation, "the connection was given up"))
+
+    def serve(self, is_serving: bool) -> None:
+        def switch() -> None:
+            self._is_serving = is_serving
+
+        self._put(switch)
+
+    def stop(self) -> None:
+        """Fail what is under way, and end the thread. Blocks; idempotent."""
+
+        def switch() -> None:
+            self._is_stopping = True
+
+        self._put(switch)
+        self._thread.join()
+
+    def _call(self, command: Callable[[], None]) -> "Future[None]":
+        future: Future[None] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                command()
+            except DiptychError as e:
+                future.set_exception(e)
+            else:
+                future.set_result(None)
+
+        self._put(run)
+        return future
+
+    def _put(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        if not self._thread.is_alive():
+            self._run_commands(wait=0)  # nothing is left to act on: each fails, or has nothing to do
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self, ready: "Future[None]") -> None:
+        try:
+            self._open_agent()
+        except (ImportError, TransportError) as e:
+            ready.set_exception(e)
+            return
+        ready.set_result(None)
+        wait = None
+        while not self._is_stopping:
+            self._run_commands(wait)
+            if self._is_serving:
+                self._progress()
+            has_moved = self._advance_all()
+            wait = PAUSE_S if has_moved else READ_POLL_S if self._reads else SERVE_POLL_S if self._is_serving else None
+        for incarnation in list(self._peers):
+            self._drop_peer(incarnation, "the worker is stopping")
+        self._quietly(self._blocks.release)
+        self._quietly(lambda: self._agent.deregister_memory(self._registered))
+        del self._agent
+
+    def _run_commands(self, wait: float | None) -> None:
+        try:
+            self._commands.get(timeout=wait)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _open_agent(self) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what fails is raised, and logged by us
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        if self._loopback_only:
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        from nixl import _api as nixl
+
+        named = [e for e in vars(vars(nixl)["nixlBind"]).values() if isinstance(e, type) and issubclass(e, Exception)]
+        self._errors: tuple[type[Exception], ...] = (*named, RuntimeError, ValueError)
+        try:
+            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent = nixl.nixl_agent(self.agent_name, config)
+            own = self._memory
+            region = (own.address, own.num_bytes, own.device_id, "")
+            self._registered = self._agent.register_memory([region], self.memory_type)
+            self._blocks = self._prepare("", own.address, own.num_blocks, own.device_id, self.memory_type)
+            self.metadata = self._agent.get_agent_metadata()
+        except self._errors as e:
+            raise TransportError(f"NIXL does not work on this machine: {e!r}") from e
+
+    def _prepare(self, agent: str, address: int, num_blocks: int, device_id: int, memory: str) -> Any:
+        """One descriptor a block. NIXL merges those that touch when a transfer is made of them."""
+        size = self._memory.block_bytes
+        rows = np.array([[address, size, device_id, size, num_blocks]], dtype=np.uint64)
+        return self._agent.prep_xfer_dlist(agent, rows, memory)
+
+    def _progress(self) -> None:
+        try:
+            self._agent.get_new_notifs()
+        except self._errors as e:
+            log.debug("NIXL could not make progress: %r", e)
+
+    def _quietly(self, release: Callable[[], object]) -> None:
+        try:
+            release()
+        except self._errors as e:
+            log.debug("NIXL could not release: %r", e)
+
+    # -- peers ------------------------------------------------------------------------------------------------------
+
+    def _add_peer(self, incarnation: str, endpoint: Endpoint) -> None:
+        if self._is_stopping:
+            raise TransportError("the worker is stopping")
+        known = self._peers.get(incarnation)
+        if known is not None and known.endpoint == endpoint:
+            self._peers[incarnation] = self._peers.pop(incarnation)  # the latest used stands last
+            return
+        self._drop_peer(incarnation, "the source changed its endpoint")
+        try:
+            name = _text(self._agent.add_remote_agent(endpoint.metadata))
+            if name != endpoint.agent_name:
+                raise TransportError(f"the source's NIXL metadata is of {name!r}, its endpoint {endpoint.agent_name!r}")
+            far = endpoint
+            blocks = self._prepare(far.agent_name, far.base_address, far.num_blocks, far.device_id, far.memory)
+        except self._errors as e:
+            raise TransportError(f"the source's NIXL endpoint cannot be used: {e!r}") from e
+        self._peers[incarnation] = _Peer(incarnation, endpoint, blocks)
+        busy = {read.peer.incarnation for read in self._reads} | {incarnation}
+        for idle in [i for i in self._peers if i not in busy][: max(len(self._peers) - MAX_PEERS, 0)]:
+            self._drop_peer(idle, "it was not used for long")
+
+    def _drop_peer(self, incarnation: str, why: str) -> None:
+        peer = self._peers.pop(incarnation, None)
+        if peer is None:
+            return
+        ended = [read for read in self._reads if read.peer is peer]
+        self._reads = [read for read in self._reads if read.peer is not peer]
+        # Closes the connection at once, whatever is under way on it; only then are the transfers' handles dead.
+        self._quietly(lambda: self._agent.remove_remote_agent(peer.endpoint.agent_name))
+        for read in ended:
+            for handle in read.posted:
+                self._quietly(handle.release)
+        self._quietly(peer.blocks.release)
+        self._progress()
+        for read in ended:
+            read.future.set_exception(TransportError(f"a NIXL read failed: {why}"))
+
+    # -- reads ------------------------------------------------------------------------------------------------------
+
+    def _start_read(self, incarnation: str, piece: Piece, future: "Future[None]") -> None:
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            future.set_exception(TransportError("the connection to the source is gone"))
+            return
+        num_blocks = max(POST_BYTES // (len(piece.layers) * self._memory.layer_bytes), 1)
+        self._reads.append(_Read(peer, piece.split(num_blocks), future))
+
+    def _advance_all(self) -> bool:
+        """One round over all reads; True if bytes moved."""
+        has_moved = False
+        for read in list(self._reads):
+            if self._peers.get(read.peer.incarnation) is not read.peer:
+                continue  # dropped a moment ago, by another read's error
+            try:
+                has_moved |= self._advance(read)
+            except (TransportError, *self._errors) as e:
+                # Errors of UCX are errors of a connection: cut it, so that nothing more can land.
+                self._drop_peer(read.peer.incarnation, repr(e))
+        return has_moved
+
+    def _advance(self, read: _Read) -> bool:
+        num_ended = 0
+        while len(read.posted) < MAX_POSTED and (piece := next(read.to_post, None)) is not None:
+            handle = self._transfer_of(read.peer, piece)
+            read.posted.append(handle)
+            _is_done(self._agent.transfer(handle))
+        for _ in range(len(read.posted)):
+            handle = read.posted.popleft()
+            read.posted.append(handle)
+            if _is_done(self._agent.check_xfer_state(handle)):
+                read.posted.pop().release()
+                num_ended += 1
+        if not read.posted:
+            self._reads.remove(read)
+            read.future.set_result(None)
+        return num_ended > 0
+
+    def _transfer_of(self, peer: _Peer, piece: Piece) -> Any:
+        own, far = self._memory, peer.endpoint
+        if len(piece.layers) * own.layer_bytes == own.block_bytes:
+            remote, local = np.array(piece.remote, dtype=np.int32), np.array(piece.local, dtype=np.int32)
+            return self._agent.make_prepped_xfer("READ", self._blocks, local, peer.blocks, remote)
+
+        def descriptors(base: int, blocks: Sequence[int], device_id: int, memory: str) -> Any:
+            runs = [own.run(block, piece.layers.start, len(piece.layers)) for block in blocks]
+            return self._agent.get_xfer_descs([(base + offset, size, device_id) for offset, size in runs], memory)
+
+        local = descriptors(own.address, piece.local, own.device_id, self.memory_type)
+        remote = descriptors(far.base_address, piece.remote, far.device_id, far.memory)
+        return self._agent.initialize_xfer("READ", local, remote, far.agent_name)
+
+
+def _is_done(state: str) -> bool:
+    if state == "ERR":
+        raise TransportError("NIXL reported an error")
+    return state == "DONE"
+
+
+def _text(name: str | bytes) -> str:
+    """NIXL's own annotation says str; it gives bytes."""
+    return name if isinstance(name, str) else name.decode(errors="replace")

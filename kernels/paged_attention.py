@@ -1,11 +1,16 @@
 """Causal grouped-query attention of a ragged batch over the paged KV cache: decodes and prefill chunks alike."""
 
+from __future__ import annotations
+
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from .lang import jit, next_power_of_2, tl
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,10 @@ class PagedBatch:
 def paged_attention(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
     """Softmax(q K^T / sqrt(D)) V of every token over its own sequence, up to and with itself.
 
-    q: [T, N, D]; cache: [num_blocks, 2, block_size, K, D], strided, of q's dtype; N a multiple of K.
+    q: [T, N, D]; cache: [num_blocks, 2, block_size, K, D], last axes contiguous, of q's dtype; N a multiple of K.
     Returns [T, N, D] contiguous.
     """
-    return paged_attention_twin(q, cache, batch)
+    return paged_attention_triton(q, cache, batch) if q.is_cuda else paged_attention_twin(q, cache, batch)
 
 
 def paged_attention_twin(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
@@ -95,3 +100,106 @@ def _chunk(q: Tensor, cache: Tensor, block_table: Tensor, context_len: int) -> T
         q.transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def paged_attention_triton(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
+    num_heads, dim = q.shape[1:]
+    num_kv_heads = cache.shape[3]
+    group = num_heads // num_kv_heads
+    assert q.stride(-1) == 1 and cache.stride(-1) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_rows = max(batch.host_num_new) * group
+    block_m = 16 if num_rows <= 16 else 64
+    _paged_attention_kernel[(-(-num_rows // block_m), num_kv_heads, len(batch.host_num_new))](
+        q,
+        cache,
+        out,
+        batch.block_tables,
+        batch.context_lens,
+        batch.query_starts,
+        *q.stride()[:2],
+        *cache.stride()[:4],
+        *out.stride()[:2],
+        batch.block_tables.stride(0),
+        math.log2(math.e) / math.sqrt(dim),
+        batch.block_size,
+        GROUP=group,
+        DIM=dim,
+        BLOCK_M=block_m,
+        BLOCK_N=64 if dim <= 128 else 32,
+        BLOCK_D=max(16, next_power_of_2(dim)),
+    )
+    return out
+
+
+@jit
+def _paged_attention_kernel(
+    q: tl.tensor,  # [T, N, DIM]
+    cache: tl.tensor,  # [num_blocks, 2, block_size, K, DIM]
+    out: tl.tensor,  # [T, N, DIM]
+    block_tables: tl.tensor,  # [S, max_blocks] int32
+    context_lens: tl.tensor,  # [S] int32
+    query_starts: tl.tensor,  # [S + 1] int32
+    q_token_stride: int,
+    q_head_stride: int,
+    cache_block_stride: int,
+    cache_kv_stride: int,
+    cache_slot_stride: int,
+    cache_head_stride: int,
+    out_token_stride: int,
+    out_head_stride: int,
+    table_stride: int,
+    scale: float,  # log2(e) / sqrt(DIM): exponentials are taken to base 2
+    block_size: int,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: (ceil(longest chunk * GROUP / BLOCK_M), K, S). Online softmax (FlashAttention-2, algorithm 1).
+
+    Row r of a sequence is query head r % GROUP of new token r // GROUP: the heads that share a KV head share its loads,
+    and a single decoded token still fills rows of the matrix product.
+    """
+    seq = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    first_row = tl.program_id(0) * BLOCK_M
+    query_start = tl.load(query_starts + seq).to(tl.int64)
+    num_new = (tl.load(query_starts + seq + 1) - query_start).to(tl.int32)
+    context_len = tl.load(context_lens + seq)
+    if first_row < num_new * GROUP:
+        row = first_row + tl.arange(0, BLOCK_M)
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        position = context_len - num_new + token
+        d = tl.arange(0, BLOCK_D)
+        inside = (token < num_new)[:, None] & (d < DIM)[None, :]
+        query_rows = (query_start + token)[:, None]
+        query = tl.load(
+            q + query_rows * q_token_stride + head[:, None] * q_head_stride + d[None, :], mask=inside, other=0.0
+        )
+        highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_new - 1)
+        end = context_len - num_new + last_token + 1
+        for start in range(0, end, BLOCK_N):
+            slot = start + tl.arange(0, BLOCK_N)
+            used = slot < end
+            block = tl.load(block_tables + seq * table_stride + slot // block_size, mask=used, other=0).to(tl.int64)
+            base = block * cache_block_stride + (slot % block_size) * cache_slot_stride + kv_head * cache_head_stride
+            address = cache + base[:, None] + d[None, :]
+            loaded = used[:, None] & (d < DIM)[None, :]
+            key = tl.load(address, mask=loaded, other=0.0)
+            value = tl.load(address + cache_kv_stride, mask=loaded, other=0.0)
+            score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            score = tl.where(used[None, :] & (slot[None, :] <= position[:, None]), score, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(score, 1))
+            weight = tl.exp2(score - new_highest[:, None])
+            decay = tl.exp2(highest - new_highest)
+            total = total * decay + tl.sum(weight, 1)
+            acc = acc * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            highest = new_highest
+        target = out + query_rows * out_token_stride + head[:, None] * out_head_stride + d[None, :]
+        tl.store(target, (acc / total[:, None]).to(query.dtype), mask=inside)

@@ -177,7 +177,9 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_importing_it_needs_little() -> None:
-    heavy = {"transformers", "ray", "scipy", "triton", "pandas"}
+    heavy = {"transformers", "ray", "scipy", "pandas"}
+    if torch.version.cuda is None and torch.version.hip is None:
+        heavy.add("triton")
     code = f"import sys, diptych.workers.model_runner; print(sorted({heavy!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,48 @@
+"""Triton kernels: interpreted on CPU against their twins, compiled for a GPU that need not be there, and run on one."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def run(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=HERE.parent.parent,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_cases(**environment: str) -> str:
+    return run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), **environment)
+
+
+def test_interpreted_kernels_equal_their_twins() -> None:
+    assert " passed" in run_cases(TRITON_INTERPRET="1")
+
+
+def test_kernels_compile_for_an_h100_without_one(tmp_path: Path) -> None:
+    printed = run(str(HERE / "ahead_of_time.py"), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    sizes = {line.split()[0]: int(line.split()[1]) for line in printed.splitlines()}
+    assert set(sizes) == {"_rms_norm_kernel", "_silu_mul_kernel", "_rope_kv_write_kernel", "_paged_attention_kernel"}
+    assert all(size > 1000 for size in sizes.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_kernels_on_a_gpu_equal_their_twins() -> None:
+    assert " passed" in run_cases(TRITON_INTERPRET="0")

@@ -122,9 +122,9 @@ class SourceHandoff:
         """Refuse, or renew the lease for `sink` and tell it all that was announced so far."""
         actions = self.tick(now)
         if not self.is_live:
-            return [*actions, Refuse(f"the hand-off is {self.state.value}")]
+            return [*actions, Refuse(LeaseLost(f"the hand-off is over: {self.state.value}"))]
         if self.sink is not None:
-            return [*actions, Refuse("another sink holds the hand-off")]
+            return [*actions, Refuse(HandoffError("another sink holds the hand-off, or an earlier attempt still does"))]
         self.sink = sink
         self._deadline = now + self._lease_s
         for what in self._segments if self._seal is None else [*self._segments, self._seal]:
@@ -134,7 +134,7 @@ class SourceHandoff:
     def leave(self, sink: str, now: float) -> list[SourceAction]:
         """The sink abandons, or its stream ended. Another has one lease's time to take over."""
         actions = self.tick(now)
-        if not self.is_live or sink != self.sink:
+        if not self.is_held_by(sink):
             return actions
         self.sink = None
         self._deadline = now + self._lease_s
@@ -142,7 +142,7 @@ class SourceHandoff:
 
     def renew(self, sink: str, now: float) -> list[SourceAction]:
         actions = self.tick(now)
-        held = self.is_live and sink == self.sink
+        held = self.is_held_by(sink)
         if held:
             self._deadline = now + self._lease_s
         return [*actions, Answer(held)]
@@ -156,9 +156,12 @@ class SourceHandoff:
             actions += self._end(SourceState.RELEASED, None)
         return [*actions, Answer(self.state is SourceState.RELEASED)]
 
+    def is_held_by(self, sink: str) -> bool:
+        return self.is_live and sink == self.sink
+
     def may_read(self, sink: str, segment: Segment, now: float) -> bool:
         """Whether these very blocks, generations and layers are announced, and leased to `sink` now."""
-        if not (self.is_live and now < self._deadline and sink == self.sink):
+        if not self.is_held_by(sink) or now >= self._deadline:
             return False
         if not segment.is_well_formed(self._num_blocks, self._num_layers):
             return False
@@ -183,6 +186,9 @@ class SourceHandoff:
         if not self.is_live:
             return []
         self.state = state
+        self._segments.clear()
+        self._named.clear()
+        self._layers.clear()
         farewell = [] if why is None else self._tell(why)
         return [*farewell, *([] if self.sink is None else [EndStream(self.sink)]), EndLease()]
 

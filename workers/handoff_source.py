@@ -1,12 +1,47 @@
-"""The source's side of hand-offs: the gRPC servicer that drives handoff.SourceHandoff. One event loop, no torch."""
+"""The source's side of hand-offs: the gRPC servicer that drives a handoff.SourceHandoff for each. One event loop.
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+    engine: offer, segment*, seal | abort          sink: Subscribe, (Pull | reads of its own), Renew*, Release
+                   └───────────> SourceHandoff <────────────┘
+                                      └─> announcements to the sink; SourcePort.end_lease, once
 
-from ..proto import kv_pb2_grpc
-from .errors import DiptychError
+A Subscribe stream stays open after the seal, until the hand-off ends: while it stands, each side knows the other alive.
+Knows no engine and no torch: bytes come from a memoryview.
+"""
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+import grpc
+import grpc.aio
+
+from ..proto import kv_pb2, kv_pb2_grpc
+from .errors import DiptychError, HandoffError, LayoutMismatch, TransportError, Unavailable, UnknownHandoff, WorkerLost
+from .handoff import SourceHandoff
+from .handoff_types import (
+    ERROR_KEY,
+    Aborted,
+    Answer,
+    EndLease,
+    EndStream,
+    Refuse,
+    Seal,
+    Segment,
+    SourceAction,
+    Tell,
+)
 from .kv_layout import KVLayout, KVMemory
 from .transport.base import Transport
+from .transport.runs import gather, runs_of
+
+MAX_WAIT_S = 30.0  # for an offer that has not come yet
+MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
+CHUNK_BYTES = 1 << 20
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class SourcePort(Protocol):
@@ -15,6 +50,15 @@ class SourcePort(Protocol):
     def end_lease(self, handoff_id: str) -> None:
         """The blocks leased for this hand-off may be freed. Called once a hand-off, on the loop; must not block."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    handoff_id: str
+    num_tokens: int
+    machine: SourceHandoff
+    outbox: "asyncio.Queue[kv_pb2.Announcement | None] | None" = None  # of the present sink; None ends its stream
+    timer: asyncio.TimerHandle | None = None
 
 
 class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
@@ -29,15 +73,34 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         port: SourcePort,
         lease_s: float = 10.0,
     ) -> None:
-        raise NotImplementedError
+        self._incarnation = incarnation
+        self._layout = layout
+        self._memory = memory
+        self._transports = transports
+        self._port = port
+        self._lease_s = lease_s
+        self._open: dict[str, _Outgoing] = {}
+        self._ended: OrderedDict[str, _Outgoing] = OrderedDict()
+        self._expected: dict[str, set[asyncio.Future[None]]] = {}  # sinks that came before the offer
 
     @property
     def num_open(self) -> int:
-        raise NotImplementedError
+        return len(self._open)
+
+    # -- from the engine --------------------------------------------------------------------------------------------
 
     def offer(self, handoff_id: str, num_prompt_tokens: int) -> None:
         """Open a hand-off of that many tokens. Raises HandoffError when the id was used before: ids are single-use."""
-        raise NotImplementedError
+        if self._find(handoff_id) is not None:
+            raise HandoffError(f"the hand-off id {handoff_id!r} was used before: ids are single-use")
+        num_blocks = self._layout.num_blocks_for(num_prompt_tokens)
+        machine = SourceHandoff(num_blocks, self._layout.num_layers, self._lease_s, self._now())
+        outgoing = self._open[handoff_id] = _Outgoing(handoff_id, num_prompt_tokens, machine)
+        self._arm(outgoing)
+        self._serve()
+        for waiter in self._expected.pop(handoff_id, ()):
+            if not waiter.done():
+                waiter.set_result(None)
 
     def segment(
         self,
@@ -49,16 +112,196 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         num_layers: int,
     ) -> None:
         """Announce blocks that are readable and leased. A hand-off that has ended meanwhile ignores it."""
-        raise NotImplementedError
+        outgoing = self._open.get(handoff_id)
+        if outgoing is not None:
+            segment = Segment(first_block, tuple(block_ids), tuple(generations), first_layer, num_layers)
+            self._carry_out(outgoing, outgoing.machine.announce(segment, self._now()))
 
     def seal(self, handoff_id: str, num_computed: int, output_token_ids: Sequence[int]) -> None:
         """No more segments: the sequence continues after these tokens. Ignored once the hand-off has ended."""
-        raise NotImplementedError
+        outgoing = self._open.get(handoff_id)
+        if outgoing is not None:
+            self._carry_out(outgoing, outgoing.machine.seal(num_computed, output_token_ids, self._now()))
 
     def abort(self, handoff_id: str, error: DiptychError) -> None:
         """Give up a hand-off; its sink is told why. Idempotent."""
-        raise NotImplementedError
+        outgoing = self._open.get(handoff_id)
+        if outgoing is not None:
+            self._carry_out(outgoing, outgoing.machine.abort(error, self._now()))
 
     async def close(self) -> None:
         """Abort what is open."""
-        raise NotImplementedError
+        for handoff_id in list(self._open):
+            self.abort(handoff_id, Unavailable("the source worker is stopping"))
+
+    # -- diptych.v1.KVHandoff ---------------------------------------------------------------------------------------
+
+    async def Subscribe(self, request: kv_pb2.SubscribeRequest, context: Context) -> AsyncIterator[kv_pb2.Announcement]:
+        try:
+            transport = self._check(request)
+            outgoing = await self._offered(request.handoff_id, request.wait_s)
+        except DiptychError as error:
+            await _refuse(context, error)
+        outbox: asyncio.Queue[kv_pb2.Announcement | None] = asyncio.Queue()
+        outbox.put_nowait(kv_pb2.Announcement(opened=self._opened(outgoing, transport)))
+        sink = request.sink_incarnation
+        actions = outgoing.machine.subscribe(sink, self._now())
+        if actions and isinstance(refusal := actions[-1], Refuse):
+            self._carry_out(outgoing, actions)
+            await _refuse(context, refusal.error)
+        outgoing.outbox = outbox
+        self._carry_out(outgoing, actions)
+        try:
+            while (announcement := await outbox.get()) is not None:
+                yield announcement
+        finally:
+            self._carry_out(outgoing, outgoing.machine.leave(sink, self._now()))
+
+    async def Pull(self, request: kv_pb2.PullRequest, context: Context) -> AsyncIterator[kv_pb2.PullChunk]:
+        segment = Segment.from_proto(request.segment)
+        outgoing = self._open.get(request.handoff_id)
+        if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
+            await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
+        if self._memory.view is None:
+            await _refuse(context, TransportError("KV in device memory cannot be pulled over gRPC"))
+        runs = runs_of(self._memory, segment.block_ids, segment.first_layer, segment.num_layers)
+        # A piece is copied only right after a check, with nothing awaited in between: blocks are freed on this loop.
+        for piece in gather(self._memory.view, runs, CHUNK_BYTES):
+            yield kv_pb2.PullChunk(data=piece)
+            if not outgoing.machine.is_held_by(request.sink_incarnation):
+                await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
+
+    async def Renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewResponse:
+        outgoing = self._open.get(request.handoff_id)
+        if outgoing is None:
+            return kv_pb2.RenewResponse(held=False)
+        actions = outgoing.machine.renew(request.sink_incarnation, self._now())
+        return kv_pb2.RenewResponse(held=self._carry_out(outgoing, actions))
+
+    async def Release(self, request: kv_pb2.ReleaseRequest, context: Context) -> kv_pb2.ReleaseResponse:
+        outgoing = self._find(request.handoff_id)
+        if outgoing is None:
+            return kv_pb2.ReleaseResponse(held=False)
+        actions = outgoing.machine.release(request.sink_incarnation, self._now())
+        return kv_pb2.ReleaseResponse(held=self._carry_out(outgoing, actions))
+
+    async def Abandon(self, request: kv_pb2.AbandonRequest, context: Context) -> kv_pb2.AbandonResponse:
+        outgoing = self._open.get(request.handoff_id)
+        if outgoing is not None:
+            self._carry_out(outgoing, outgoing.machine.leave(request.sink_incarnation, self._now()))
+        return kv_pb2.AbandonResponse()
+
+    # -- within -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, outgoing: _Outgoing, actions: list[SourceAction]) -> bool:
+        """Do what the machine decided; returns what it answered, if it was asked."""
+        held = False
+        for action in actions:
+            match action:
+                case Tell(what=what):
+                    assert outgoing.outbox is not None
+                    outgoing.outbox.put_nowait(_announcement(what))
+                case EndStream():
+                    assert outgoing.outbox is not None
+                    outgoing.outbox.put_nowait(None)
+                case EndLease():
+                    self._end(outgoing)
+                case Answer():
+                    held = action.held
+                case Refuse():
+                    pass  # the caller's to say
+        return held
+
+    def _end(self, outgoing: _Outgoing) -> None:
+        del self._open[outgoing.handoff_id]
+        self._ended[outgoing.handoff_id] = outgoing
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        if outgoing.timer is not None:
+            outgoing.timer.cancel()
+        self._serve()
+        self._port.end_lease(outgoing.handoff_id)
+
+    def _serve(self) -> None:
+        for transport in self._transports.values():
+            transport.serve(len(self._open))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _arm(self, outgoing: _Outgoing) -> None:
+        wake_at = outgoing.machine.wake_at
+        if wake_at is not None:
+            outgoing.timer = asyncio.get_running_loop().call_at(wake_at, self._on_timer, outgoing)
+
+    def _on_timer(self, outgoing: _Outgoing) -> None:
+        """The deadline that the timer was set for; renewals have usually moved it on."""
+        self._carry_out(outgoing, outgoing.machine.tick(self._now()))
+        self._arm(outgoing)
+
+    def _find(self, handoff_id: str) -> _Outgoing | None:
+        return self._open.get(handoff_id) or self._ended.get(handoff_id)
+
+    def _check(self, request: kv_pb2.SubscribeRequest) -> str:
+        """The name of the transport to use. Raises what makes a hand-off to this sink impossible."""
+        if request.source_incarnation != self._incarnation:
+            raise WorkerLost("the source worker is gone: another process answers at its address")
+        layout = KVLayout.from_proto(request.layout)
+        try:
+            self._layout.check_same(layout)
+        except LayoutMismatch as e:
+            raise LayoutMismatch(f"{e.message}. The source has {self._layout}, the sink {layout}") from e
+        for name in request.transports:
+            if name in self._transports:
+                return name
+        ours, theirs = ", ".join(self._transports), ", ".join(request.transports)
+        raise TransportError(f"no transport in common: the source has {ours or 'none'}, the sink {theirs or 'none'}")
+
+    async def _offered(self, handoff_id: str, wait_s: float) -> _Outgoing:
+        """Waits for the offer: the sink's request may reach us before the router's does."""
+        if self._find(handoff_id) is None and math.isfinite(wait_s) and wait_s > 0:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiters = self._expected.setdefault(handoff_id, set())
+            waiters.add(waiter)
+            try:
+                await asyncio.wait([waiter], timeout=min(wait_s, MAX_WAIT_S))
+            finally:
+                waiters.discard(waiter)
+                if not waiters and self._expected.get(handoff_id) is waiters:
+                    del self._expected[handoff_id]
+        outgoing = self._find(handoff_id)
+        if outgoing is None:
+            raise UnknownHandoff("the source worker was not asked to hand this sequence off, or ended it long ago")
+        return outgoing
+
+    def _opened(self, outgoing: _Outgoing, transport: str) -> kv_pb2.Opened:
+        return kv_pb2.Opened(
+            source_incarnation=self._incarnation,
+            layout=self._layout.to_proto(),
+            transport=transport,
+            lease_s=self._lease_s,
+            num_prompt_tokens=outgoing.num_tokens,
+            num_blocks=self._layout.num_blocks_for(outgoing.num_tokens),
+            nixl=self._transports[transport].endpoint(),
+        )
+
+
+def _announcement(what: Segment | Seal | Aborted) -> kv_pb2.Announcement:
+    match what:
+        case Segment():
+            return kv_pb2.Announcement(segment=what.to_proto())
+        case Seal():
+            return kv_pb2.Announcement(
+                sealed=kv_pb2.Sealed(
+                    num_segments=what.num_segments,
+                    num_computed_tokens=what.num_computed,
+                    output_token_ids=what.output_token_ids,
+                )
+            )
+        case Aborted():
+            return kv_pb2.Announcement(aborted=kv_pb2.Aborted(error=what.error, message=what.message))
+
+
+async def _refuse(context: Context, error: DiptychError) -> NoReturn:
+    code = grpc.StatusCode.NOT_FOUND if isinstance(error, UnknownHandoff) else grpc.StatusCode.FAILED_PRECONDITION
+    await context.abort(code, error.message, trailing_metadata=((ERROR_KEY, type(error).__name__),))

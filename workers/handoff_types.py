@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from ..proto import kv_pb2
 from .errors import DiptychError
 
+ERROR_KEY = "diptych-error"  # trailing metadata of a refused call: the error's name in errors.py
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -84,7 +86,7 @@ class Aborted:
 class Refuse:
     """Answer to `subscribe`."""
 
-    reason: str
+    error: DiptychError
 
 
 @dataclass(frozen=True, slots=True)

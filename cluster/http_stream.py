@@ -1,0 +1,98 @@
+"""One HTTP call's body in and answer out, watching whether the client is still there.
+
+A client that goes away is noticed at once, also while nothing is being sent to it: the work is cancelled, which closes
+the token streams, which aborts the requests on the workers.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from ..workers.errors import DiptychError, InvalidRequest, RequestAborted
+
+BODY_TIMEOUT_S = 60.0
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or a proxy keeps the tokens until it has a page of them
+]
+
+T = TypeVar("T")
+
+
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """The body of a POST that says it is JSON. Raises InvalidRequest."""
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequest(f"send the body as content-type: application/json, got {media_type[:100] or 'none'!r}")
+    too_large = InvalidRequest(f"the body is larger than {max_bytes} bytes: send several calls")
+    if int(request.headers.get("content-length", "0")) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError as e:
+        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s: send it faster") from e
+    except ClientDisconnect as e:
+        raise RequestAborted("the client left while it sent the body") from e
+    return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. Raises RequestAborted, having cancelled the work, when the client goes away before."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise RequestAborted("the client closed the connection")
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """An answer of server-sent events. The status is sent with the first of them: an error before it has its own."""
+
+    def __init__(self, events: AsyncGenerator[str, None], error_event: Callable[[DiptychError], str]) -> None:
+        self._events = events
+        self._error_event = error_event
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_events(send))
+        except RequestAborted:
+            if not self._started:
+                raise
+
+    async def _send_events(self, send: Send) -> None:
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    await self._write(send, event)
+        except DiptychError as e:
+            if not self._started:
+                raise
+            await self._write(send, self._error_event(e))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _write(self, send: Callable[[Any], Awaitable[None]], event: str) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})

@@ -55,7 +55,9 @@ class _Link:
     """One router's stream. `handles` are the requests that still yield tokens here."""
 
     number: int
-    outbox: asyncio.Queue[worker_pb2.WorkerMessage] = field(default_factory=asyncio.Queue[worker_pb2.WorkerMessage])
+    outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = field(
+        default_factory=asyncio.Queue[worker_pb2.WorkerMessage | None]
+    )  # None ends the stream
     keys: set[str] = field(default_factory=set[str])
 
     def key(self, handle: int) -> str:
@@ -146,9 +148,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             lambda engine: self._loop.call_soon_threadsafe(self._send_snapshot, link, engine.all_block_names())
         )
         reader = asyncio.create_task(self._read(link, request_iterator))
+        reader.add_done_callback(lambda _: link.outbox.put_nowait(None))
         try:
-            while True:
-                yield await link.outbox.get()
+            while (message := await link.outbox.get()) is not None:
+                yield message
+            await reader  # raises what ended it, if that was an error
         finally:
             reader.cancel()
             del self._links[link.number]
@@ -191,9 +195,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         outputs = list(submit.output_token_ids)
         kind = submit.WhichOneof("handoff")
         handoff_id = submit.offer.handoff_id if kind == "offer" else None
-        if handoff_id is not None:
+        num_tokens = len(request.prompt_token_ids) + len(outputs)
+        if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt, and says so
             try:
-                self._source.offer(handoff_id, len(request.prompt_token_ids) + len(outputs))
+                self._source.offer(handoff_id, num_tokens)
             except DiptychError as e:
                 self._send_failure(link, submit.handle, e)
                 return

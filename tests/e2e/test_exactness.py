@@ -1,0 +1,113 @@
+"""Greedy float32 tokens equal transformers' `generate`, token for token, whatever path a request takes.
+
+For each checkpoint: 20 prompts of 1 to 1,000 tokens, 64 new tokens each; through one worker, 1P1D and 2P2D; over gRPC
+and NIXL; in chunks of 16, 64 and without limit; with the prefix cache cold and warm; alone and all at once.
+
+Ties are excluded exactly: a prompt is used only if, in the reference, the best and the second-best logit differ by more
+than 1e-4 at each of its 64 positions (else the next seed's prompt takes its place). Every comparison is strict.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from diptych.cluster.fleet import WorkerInfo
+from diptych.cluster.router import Router
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.request import Request, SamplingParams
+from diptych.workers.service import WorkerService
+from diptych.workers.worker_config import WorkerConfig
+
+from ..checkpoints import make_checkpoint, untied_prompts
+from .harness import TINY, assert_nothing_leaked, workers
+
+LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 128, 200, 257, 400, 700, 1000)
+NEW_TOKENS = 64
+TOPOLOGIES = {"alone": ["mixed"], "1P1D": ["prefill", "decode"], "2P2D": ["prefill", "prefill", "decode", "decode"]}
+PATHS = [("alone", "grpc"), ("1P1D", "grpc"), ("1P1D", "nixl"), ("2P2D", "grpc"), ("2P2D", "nixl")]
+Cases = list[tuple[list[int], list[int]]]
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "tiny"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
+    if request.param == "tiny":
+        path = TINY
+    else:
+        path = make_checkpoint(tmp_path_factory.mktemp("exact") / request.param, request.param, seed=3)
+    return path, untied_prompts(path, seed=11, lengths=LENGTHS, max_tokens=NEW_TOKENS)
+
+
+async def answer(router: Router, name: str, prompt: Sequence[int], salt: bytes) -> list[int]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    request = Request(name, tuple(prompt), sampling, timeout_s=120.0, cache_salt=salt)
+    return [token async for delta in router.stream(request) for token in delta.token_ids]
+
+
+async def compare(router: Router, cases: Cases) -> None:
+    """One after the other and all at once, each with a cold and then a warm prefix cache."""
+    expected = [tokens for _, tokens in cases]
+    for temperature in ("cold", "warm"):
+        one_by_one = [await answer(router, f"{temperature}-{i}", p, b"one by one") for i, (p, _) in enumerate(cases)]
+        assert one_by_one == expected, f"one by one, {temperature}"
+    for temperature in ("cold", "warm"):
+        calls = [answer(router, f"{temperature}-{i}", p, b"at once") for i, (p, _) in enumerate(cases)]
+        assert await asyncio.gather(*calls) == expected, f"all at once, {temperature}"
+
+
+@asynccontextmanager
+async def routed(infos: list[WorkerInfo]) -> AsyncIterator[Router]:
+    router = Router()
+    await router.start()
+    router.update_fleet(infos)
+    try:
+        yield router
+    finally:
+        await router.stop()
+
+
+@asynccontextmanager
+async def services(path: Path, roles: list[str], transport: str, chunk_tokens: int) -> AsyncIterator[list[WorkerInfo]]:
+    """Workers in this process: each its own engine thread, KV memory and sockets."""
+    async with AsyncExitStack() as stack:
+        infos: list[WorkerInfo] = []
+        for role in roles:
+            config = WorkerConfig(str(path), role, chunk_tokens=chunk_tokens, transports=(transport,), dtype="float32")
+            runner = ModelRunner.load(ModelRunnerConfig(path, dtype="float32", num_threads=1, kv_memory_bytes=64 << 20))
+            service = WorkerService(config, runner)
+            where = await service.start()
+            stack.push_async_callback(service.stop, 0.0)
+            infos.append(WorkerInfo(where.incarnation, where.address, role, role))
+        yield infos
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
+@pytest.mark.parametrize(("topology", "transport"), PATHS)
+def test_greedy_equals_transformers(
+    checkpoint: tuple[Path, Cases], topology: str, transport: str, chunk_tokens: int
+) -> None:
+    path, cases = checkpoint
+
+    async def test() -> None:
+        async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
+            await compare(router, cases)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+def test_greedy_equals_transformers_between_processes(checkpoint: tuple[Path, Cases], transport: str) -> None:
+    path, cases = checkpoint
+
+    async def test(infos: list[WorkerInfo]) -> None:
+        async with routed(infos) as router:
+            await compare(router, cases)
+
+    flags = {"transports": transport, "dtype": "float32", "chunk_tokens": 64, "threads": 1}
+    with workers(path, TOPOLOGIES["2P2D"], **flags) as handles:
+        asyncio.run(test([WorkerInfo(h.incarnation, h.address, h.role, h.role) for h in handles]))
+        assert_nothing_leaked(handles)

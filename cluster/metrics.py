@@ -1,0 +1,122 @@
+"""What a router counts, for Prometheus. Each router has its own registry; workers appear as their reports tell.
+
+Names and units follow vLLM's where they mean the same, under the prefix `diptych_`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..workers.errors import Overloaded
+from .fleet import WorkerView
+
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+_LABELS = ("worker", "pool", "role")
+_GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+    ("worker_up", "1 while this router has a link to the worker", lambda w: w.is_up),
+    ("worker_draining", "1 when the worker takes nothing new", lambda w: w.is_draining),
+    ("worker_requests_in_flight", "Legs of this router's requests there", lambda w: w.num_in_flight),
+    ("worker_running", "Sequences that run", lambda w: w.load.num_running),
+    ("worker_waiting", "Sequences that wait", lambda w: w.load.num_waiting),
+    ("worker_waiting_tokens", "Tokens that wait for their prefill", lambda w: w.load.num_waiting_tokens),
+    ("worker_kv_blocks", "KV blocks", lambda w: w.num_blocks),
+    ("worker_kv_blocks_used", "KV blocks held by sequences", lambda w: w.num_blocks - w.load.num_free_blocks),
+    ("worker_kv_blocks_free", "KV blocks free or evictable", lambda w: w.load.num_free_blocks),
+    ("worker_kv_blocks_leased", "KV blocks of open hand-offs", lambda w: w.load.num_leased_blocks),
+    ("worker_kv_blocks_quarantined", "KV blocks held aside", lambda w: w.load.num_quarantined_blocks),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+    ("worker_prefill_tokens", "Tokens prefilled", lambda w: w.load.num_prefill_tokens),
+    ("worker_decode_tokens", "Tokens decoded", lambda w: w.load.num_decode_tokens),
+    ("worker_cached_tokens", "Prompt tokens found in the prefix cache", lambda w: w.load.num_cached_tokens),
+    ("worker_preemptions", "Sequences preempted", lambda w: w.load.num_preemptions),
+    ("worker_handoffs_sent", "Hand-offs sealed", lambda w: w.load.num_handoffs_sent),
+    ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),
+    ("worker_handoffs_failed", "Hand-offs that failed at the sink", lambda w: w.load.num_handoffs_failed),
+    ("worker_handoff_bytes", "KV bytes pulled", lambda w: w.load.handoff_bytes),
+)
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Seconds on one monotonic clock."""
+
+    started_at: float
+    routed_at: float | None = None
+    last_token_at: float | None = None
+
+
+class RouterMetrics:
+    """`views` gives the workers at scrape time."""
+
+    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+        self._registry = CollectorRegistry()
+        r = self._registry
+        self.requests = Counter("diptych_requests", "Requests that ended", ["outcome"], registry=r)
+        self.in_flight = Gauge("diptych_requests_in_flight", "Requests that run or wait", registry=r)
+        self.prompt_tokens = Counter("diptych_prompt_tokens", "Prompt tokens of requests that began", registry=r)
+        self.generation_tokens = Counter("diptych_generation_tokens", "Tokens delivered", registry=r)
+        self.cached_tokens = Counter("diptych_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
+        self.resumes = Counter("diptych_request_resumes", "Attempts after the first, where workers failed", registry=r)
+        self._ttft = _histogram("time_to_first_token", "From receipt to the first token", REQUEST_BUCKETS_S, r)
+        self._itl = _histogram("inter_token_latency", "Between two deliveries of tokens", TOKEN_BUCKETS_S, r)
+        self._e2e = _histogram("request", "From receipt to the end", REQUEST_BUCKETS_S, r)
+        self._queue = _histogram("request_queue", "From receipt to a worker", REQUEST_BUCKETS_S, r)
+        r.register(_Workers(views))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def began(self, num_prompt_tokens: int) -> None:
+        self.in_flight.inc()
+        self.prompt_tokens.inc(num_prompt_tokens)
+
+    def delivered(self, times: RequestTimes, num_tokens: int, now: float) -> None:
+        last = times.last_token_at
+        if last is None:
+            self._ttft.observe(now - times.started_at)
+        else:
+            self._itl.observe(now - last)
+        times.last_token_at = now
+        self.generation_tokens.inc(num_tokens)
+
+    def ended(self, times: RequestTimes, outcome: str, now: float) -> None:
+        self.in_flight.dec()
+        self.requests.labels(outcome).inc()
+        self._e2e.observe(now - times.started_at)
+        self._queue.observe((now if times.routed_at is None else times.routed_at) - times.started_at)
+
+    def refused(self, num_sequences: int) -> None:
+        self.requests.labels(Overloaded.code).inc(num_sequences)
+
+
+def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"diptych_{name}_seconds", what, buckets=buckets, registry=registry)
+
+
+class _Workers(Collector):
+    """Families made at scrape time, so that a worker that is gone leaves no series behind."""
+
+    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+        self._views = views
+
+    def collect(self) -> Iterator[Metric]:
+        views = list(self._views())
+        for name, what, value in _GAUGES:
+            yield _filled(GaugeMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
+        for name, what, value in _COUNTERS:
+            yield _filled(CounterMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, views: list[WorkerView], value: Callable[[WorkerView], float]
+) -> Metric:
+    for view in views:
+        family.add_metric([view.incarnation, view.info.pool, view.role.value], value(view))
+    return family

@@ -1,0 +1,126 @@
+"""Which workers take a request. Pure: the fleet, the request's facts and what the prefix caches hold -> Route.
+
+    prefill worker   the fewest tokens to wait for: queued there, its own uncached ones, and the running sequences'
+    decode worker    the least used KV memory after taking the sequence
+    one alone        a mixed worker that is the best to prefill and to decode; a decode worker that needs to compute
+                     almost nothing; whoever is left
+
+Roles are weights, not walls: with no worker of a kind left, the other kind does its work.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..workers.errors import ConfigError, Unavailable
+from ..workers.scheduler import Role
+from .fleet import WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    alone_below_tokens: int = 0  # a decode worker prefills fewer uncached tokens than this itself; 0: never
+    tokens_per_sequence: int = 8  # what a running sequence counts when queues are compared, in prefill tokens
+    max_in_flight: int = 1024  # sequences at this router
+    max_attempts: int = 3  # at one request, where workers fail
+    worker_timeout_s: float = 5.0  # a worker silent for that long is lost
+    hello_timeout_s: float = 5.0
+    no_worker_wait_s: float = 30.0  # a request waits that long for a worker to come
+    reconnect_s: float = 0.1  # then twice as long each time, up to
+    max_reconnect_s: float = 2.0
+
+    def validate(self) -> None:
+        """Raise ConfigError, naming the setting, for what cannot work."""
+        for name in ("alone_below_tokens", "tokens_per_sequence"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("max_in_flight", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("worker_timeout_s", "hello_timeout_s", "no_worker_wait_s", "reconnect_s", "max_reconnect_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    num_tokens: int  # whose KV is needed: prompt, and output so far
+    max_new_tokens: int
+    block_size: int
+    cached_tokens: Mapping[str, int]  # by worker: leading tokens that its prefix cache holds
+    excluded: frozenset[str] = frozenset()  # workers that failed this request; taken only when nobody else is left
+    may_hand_off: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        """With room for the next token."""
+        return -(-(self.num_tokens + 1) // self.block_size)
+
+    def uncached_tokens(self, worker: str) -> int:
+        """At least one: its logits are needed."""
+        return max(self.num_tokens - self.cached_tokens.get(worker, 0), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Incarnations. `prefill` is None where one worker does all."""
+
+    prefill: str | None
+    decode: str
+
+
+def choose(workers: Iterable[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
+    """Raises Unavailable where no worker could take the request."""
+    able = _able(workers, facts)
+    if not able:
+        raise Unavailable("no worker is available: see `diptych status`, or try again in a moment")
+    able = [w for w in able if w.incarnation not in facts.excluded] or able
+    prefillers = [w for w in able if w.role is not Role.DECODE]
+    decoders = [w for w in able if w.role is not Role.PREFILL]
+    if not prefillers or not decoders or not facts.may_hand_off:
+        return Route(None, _best_to_prefill(decoders or prefillers, facts, config))
+    if facts.max_new_tokens == 1:
+        return Route(None, _best_to_prefill(prefillers, facts, config))
+    knowing = [w for w in decoders if facts.uncached_tokens(w.incarnation) < config.alone_below_tokens]
+    if knowing:
+        return Route(None, _best_to_decode(knowing, facts))
+    source = _best_to_prefill(prefillers, facts, config)
+    sink = _best_to_decode(_sinks_of(source, decoders), facts)
+    return Route(None, sink) if sink == source else Route(source, sink)
+
+
+def choose_sink(workers: Iterable[WorkerView], facts: RequestFacts, source: str) -> str | None:
+    """Another decode worker for a hand-off that `source` still offers; None where there is none."""
+    able = [w for w in _able(workers, facts) if w.role is not Role.PREFILL]
+    able = [w for w in able if w.incarnation not in facts.excluded | {source}]
+    return _best_to_decode(able, facts) if able else None
+
+
+def _able(workers: Iterable[WorkerView], facts: RequestFacts) -> list[WorkerView]:
+    needed = facts.num_tokens + facts.max_new_tokens
+    return [w for w in workers if w.is_available and w.max_context_tokens >= needed]
+
+
+def _sinks_of(source: str, decoders: Sequence[WorkerView]) -> Sequence[WorkerView]:
+    """A mixed source keeps the sequence unless a decode worker has more room: mixed workers do not trade."""
+    if any(w.incarnation == source for w in decoders):
+        return [w for w in decoders if w.role is Role.DECODE or w.incarnation == source]
+    return decoders
+
+
+def _best_to_prefill(workers: Iterable[WorkerView], facts: RequestFacts, config: RoutingConfig) -> str:
+    def cost(w: WorkerView) -> tuple[float, ...]:
+        tokens = w.waiting_tokens + facts.uncached_tokens(w.incarnation)
+        return _is_full(w, facts), tokens + config.tokens_per_sequence * w.num_sequences, w.num_in_flight
+
+    return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
+
+
+def _best_to_decode(workers: Iterable[WorkerView], facts: RequestFacts) -> str:
+    def cost(w: WorkerView) -> tuple[float, ...]:
+        return _is_full(w, facts), (w.used_blocks + facts.num_blocks) / w.num_blocks, w.num_in_flight
+
+    return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
+
+
+def _is_full(worker: WorkerView, facts: RequestFacts) -> bool:
+    return worker.used_blocks + facts.num_blocks > worker.num_blocks

@@ -1,0 +1,154 @@
+"""Drives one request's record: does what it decides, keeps its deadline, and hands its tokens to whoever waits.
+
+Everything but `next` is synchronous: a failure is answered in the moment in which it is heard, whether the client is
+reading or not. Knows no stream and no policy: its RunPort does.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from typing import Protocol
+
+from ..workers.errors import DeadlineExceeded, DiptychError, RequestAborted, Unavailable, WorkerDraining
+from ..workers.request import Request
+from .generation import TokenDelta
+from .metrics import RequestTimes
+from .policy import RequestFacts, Route
+from .request_record import Abort, Actions, Choose, ChooseSink, Forget, Leg, LegToken, RequestRecord, Spoke, Submit
+
+
+class RunPort(Protocol):
+    """What a run asks of its router. Nothing here blocks."""
+
+    @property
+    def handles(self) -> Iterator[int]: ...
+    def facts(self, record: RequestRecord) -> RequestFacts: ...
+    def choose(self, facts: RequestFacts) -> Route:
+        """Raises Unavailable."""
+        ...
+
+    def choose_sink(self, facts: RequestFacts, source: str) -> str | None: ...
+    def submit(self, run: "RequestRun", submit: Submit) -> None: ...
+    def spoke(self, leg: Leg) -> None: ...
+    def abort(self, leg: Leg) -> None: ...
+    def forget(self, leg: Leg) -> None: ...
+    def drains(self, worker: str) -> None: ...
+    def wait_for_worker(self, run: "RequestRun") -> None:
+        """`run.route` is called when a worker has come."""
+        ...
+
+
+class RequestRun:
+    """A LegListener. `close` it, however it ends."""
+
+    def __init__(self, request: Request, port: RunPort, *, max_attempts: int, no_worker_wait_s: float) -> None:
+        self.record = RequestRecord(request, max_attempts)
+        self.facts: RequestFacts | None = None  # that the running attempt was chosen by
+        self._port = port
+        self._no_worker_wait_s = no_worker_wait_s
+        self._loop = asyncio.get_running_loop()
+        self.times = RequestTimes(self._loop.time())
+        self._deadline = self.times.started_at + request.timeout_s
+        self._timer = self._loop.call_at(self._deadline, self._expire)
+        self._patience: asyncio.TimerHandle | None = None  # while no worker is there
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self._deadline - self._loop.time(), 0.001)
+
+    def route(self) -> None:
+        """Begin an attempt, or wait for a worker. For the first time, and whenever a worker has come."""
+        if self.record.is_over:
+            return
+        try:
+            self.facts = self._port.facts(self.record)
+            route = self._port.choose(self.facts)
+        except Unavailable as e:
+            self._wait_for_worker(e)
+            return
+        self._lose_patience()
+        if self.times.routed_at is None:
+            self.times.routed_at = self._loop.time()
+        self._do(self.record.begin(route, secrets.token_hex(16), self._port.handles))
+
+    async def next(self) -> TokenDelta:
+        """The tokens since the last call, at least one. Raises what ended the request."""
+        while True:
+            delta = self.record.take()
+            if delta is not None:
+                return delta
+            if self.record.error is not None:
+                raise self.record.error
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def fail(self, error: DiptychError) -> None:
+        self._do(self.record.fail(error))
+        self._wake()
+
+    def close(self) -> None:
+        """Idempotent: what still runs is aborted."""
+        self._timer.cancel()
+        self._lose_patience()
+        self.fail(RequestAborted("the client went away"))
+
+    # -- LegListener ------------------------------------------------------------------------------------------------
+
+    def on_token(self, handle: int, token: LegToken) -> None:
+        actions = self.record.token(handle, token)
+        if actions:
+            self._do(actions)
+        self._wake()
+
+    def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
+        if isinstance(error, WorkerDraining):
+            for leg in self.record.legs():
+                if leg.handle == handle:
+                    self._port.drains(leg.worker)
+        self._do(self.record.failed(handle, error, handoff=handoff))
+        self._wake()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Actions) -> None:
+        for action in actions:
+            match action:
+                case Submit():
+                    self._port.submit(self, action)
+                case Spoke():
+                    self._port.spoke(action.leg)
+                case Abort():
+                    self._port.abort(action.leg)
+                case Forget():
+                    self._port.forget(action.leg)
+                case Choose():
+                    self.route()
+                case ChooseSink():
+                    assert self.facts is not None
+                    sink = self._port.choose_sink(self._port.facts(self.record), action.source)
+                    self._do(self.record.begin_sink(sink, self._port.handles))
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _wait_for_worker(self, error: Unavailable) -> None:
+        if self._patience is None:
+            self._patience = self._loop.call_later(self._no_worker_wait_s, self.fail, error)
+        self._port.wait_for_worker(self)
+
+    def _lose_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _expire(self) -> None:
+        request = self.record.request
+        self.fail(
+            DeadlineExceeded(
+                f"the request was not finished within its {request.timeout_s:.3g} s "
+                f"({len(self.record.token_ids)} tokens made): allow more time or ask for fewer tokens"
+            )
+        )

@@ -1,0 +1,260 @@
+"""The multiplexed stream to one worker: submits and aborts go down, tokens, loads and block names come up.
+
+    CONNECTING ──hello fits──> UP ──breaks, silent, nonsense──> waits ──> CONNECTING
+         └──no hello, another process, another model──> waits ┘              close() ends it in any state
+
+When the stream breaks, every request on it is told so at once; nothing is kept for the next stream, for the worker has
+aborted it all by then. Messages are read and handed on by one task: a step's tokens cost one await, not one each.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import grpc.aio
+
+from ..proto import worker_pb2, worker_pb2_grpc
+from ..workers.channel import open_channel
+from ..workers.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
+from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
+from .fleet import WorkerInfo
+from .generation import TokenLogprob
+from .policy import RoutingConfig
+from .request_record import LegToken
+
+SILENCE_CHECKS = 4  # looks at a worker in worker_timeout_s
+
+log = logging.getLogger("diptych.router")
+
+if TYPE_CHECKING:  # the class is generic in its stubs only
+    Call = grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]
+
+
+class LegListener(Protocol):
+    """One request; called on the event loop, must not block."""
+
+    def on_token(self, handle: int, token: LegToken) -> None: ...
+    def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
+
+
+class LinkOwner(Protocol):
+    """The router. What the first three raise (DiptychErrors) ends the stream."""
+
+    def on_hello(self, info: WorkerInfo, hello: worker_pb2.Hello) -> None: ...
+    def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None: ...
+    def on_blocks(self, info: WorkerInfo, events: worker_pb2.BlockEvents) -> None: ...
+    def on_up(self, info: WorkerInfo) -> None:
+        """From now on requests may be submitted."""
+        ...
+
+    def on_down(self, info: WorkerInfo, reason: str) -> None:
+        """Called before the requests on it are told."""
+        ...
+
+
+class WorkerLink:
+    """Make it on a running event loop; `close` it."""
+
+    def __init__(self, info: WorkerInfo, token: str | None, config: RoutingConfig, owner: LinkOwner) -> None:
+        self.info = info
+        self._token = token
+        self._config = config
+        self._owner = owner
+        self._listeners: dict[int, LegListener] = {}
+        self._outbox: deque[worker_pb2.RouterMessage] = deque()
+        self._has_mail = asyncio.Event()
+        self._vocab_size = 0
+        self._num_received = 0
+        self._is_up = False
+        self._reason = ""
+        self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
+
+    # -- for the router ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._listeners
+
+    def submit(self, submit: worker_pb2.Submit, listener: LegListener) -> None:
+        """Only while the link is up. `listener` hears of it until its end, `abort` or `forget`."""
+        assert self._is_up, "a worker was chosen that is not there"
+        self._listeners[submit.handle] = listener
+        self._send(worker_pb2.RouterMessage(submit=submit))
+
+    def abort(self, handle: int) -> None:
+        """Stop it, wherever it is. Idempotent."""
+        self._listeners.pop(handle, None)
+        if self._is_up:
+            self._send(worker_pb2.RouterMessage(abort=worker_pb2.Abort(handle=handle)))
+
+    def forget(self, handle: int) -> None:
+        """It has ended there already."""
+        self._listeners.pop(handle, None)
+
+    async def close(self) -> None:
+        """Hang up: the worker aborts what is left. Idempotent."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        delay_s = self._config.reconnect_s
+        try:
+            while True:
+                was_up = await self._connect()
+                delay_s = self._config.reconnect_s if was_up else min(2 * delay_s, self._config.max_reconnect_s)
+                await asyncio.sleep(delay_s)
+        finally:
+            self._go_down("the router hung up", quietly=True)
+
+    async def _connect(self) -> bool:
+        """One stream, from dialling to its end. Returns whether it ever was up."""
+        channel = open_channel(self.info.address, self._token)
+        call = worker_pb2_grpc.WorkerStub(channel).Link()
+        try:
+            reason = await self._serve(call)
+            was_up = self._is_up
+            self._go_down(reason)
+        finally:
+            call.cancel()
+            await channel.close()
+        return was_up
+
+    async def _serve(self, call: "Call") -> str:
+        """Returns why the stream ended."""
+        try:
+            await self._greet(call)
+            await self._exchange(call)
+        except grpc.aio.AioRpcError as e:
+            return f"{e.code().name}: {e.details() or 'no details'}"
+        except DiptychError as e:
+            return e.message
+        except Exception as e:
+            # The link's top loop: whatever went wrong, its requests are resumed elsewhere and it dials again.
+            log.exception("the link to %s failed", self.info.address)
+            return f"the link failed ({type(e).__name__}: {e})"
+        return "the worker ended the stream"
+
+    async def _greet(self, call: "Call") -> None:
+        try:
+            async with asyncio.timeout(self._config.hello_timeout_s):
+                message = await call.read()
+        except TimeoutError as e:
+            raise WorkerLost(f"no hello within {self._config.hello_timeout_s:g} s") from e
+        if not isinstance(message, worker_pb2.WorkerMessage) or message.WhichOneof("message") != "hello":
+            raise WorkerLost("the stream did not begin with a hello")
+        hello = message.hello
+        if hello.incarnation != self.info.incarnation:
+            raise WorkerLost(f"another process answers there (incarnation {hello.incarnation or 'none'})")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the worker speaks protocol version {hello.protocol_version}, this router {PROTOCOL_VERSION}: "
+                "run the same version of Diptych everywhere"
+            )
+        self._vocab_size = hello.model.vocab_size
+        self._owner.on_hello(self.info, hello)
+        self._is_up, self._reason = True, ""
+        self._owner.on_up(self.info)
+
+    async def _exchange(self, call: "Call") -> None:
+        """Returns when the worker ends the stream; raises what broke it."""
+        tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            if task.cancelled():
+                raise WorkerLost("the stream was cancelled")
+            task.result()
+
+    def _go_down(self, reason: str, *, quietly: bool = False) -> None:
+        """Idempotent. Tells the owner, then every request."""
+        if reason != self._reason and not quietly:
+            self._reason = reason
+            log.warning("no link to worker %s at %s: %s", self.info.incarnation, self.info.address, reason)
+        self._is_up = False
+        self._outbox.clear()
+        self._owner.on_down(self.info, reason)
+        error = WorkerLost(f"worker {self.info.incarnation} at {self.info.address} was lost: {reason}")
+        listeners, self._listeners = self._listeners, {}
+        for handle, listener in listeners.items():
+            listener.on_failed(handle, error, handoff=False)
+
+    # -- the three tasks of a stream --------------------------------------------------------------------------------
+
+    async def _read(self, call: "Call") -> None:
+        while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+            self._num_received += 1
+            match message.WhichOneof("message"):
+                case "step":
+                    self._on_step(message.step)
+                case "load":
+                    self._owner.on_load(self.info, message.load)
+                case "blocks":
+                    self._owner.on_blocks(self.info, message.blocks)
+                case "failed":
+                    self._on_failed(message.failed)
+                case kind:
+                    raise InternalError(f"the worker sent a message out of place ({kind or 'of an unknown kind'})")
+
+    async def _write(self, call: "Call") -> None:
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            while self._outbox:
+                await call.write(self._outbox.popleft())
+
+    async def _watch(self) -> None:
+        """Raises WorkerLost when the worker is silent. Counts looks, not seconds: when this whole process was stopped
+        for a while, its workers are not to blame."""
+        num_received, num_silent = -1, 0
+        while num_silent < SILENCE_CHECKS:
+            num_silent = num_silent + 1 if num_received == self._num_received else 0
+            num_received = self._num_received
+            await asyncio.sleep(self._config.worker_timeout_s / SILENCE_CHECKS)
+        raise WorkerLost(f"silent for {self._config.worker_timeout_s:g} s")
+
+    def _send(self, message: worker_pb2.RouterMessage) -> None:
+        self._outbox.append(message)
+        self._has_mail.set()
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _on_step(self, step: worker_pb2.StepEvents) -> None:
+        """Hands each token to its request. Raises InternalError for columns that do not fit together."""
+        ids, num = step.token_ids, len(step.handles)
+        if not num == len(ids) == len(step.positions) == len(step.finish_reasons):
+            raise InternalError("the columns of a step have different lengths")
+        if num and max(ids) >= self._vocab_size:
+            raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
+        logprobs = {p.entry: _logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
+        cached = {c.entry: c.num_tokens for c in step.cached}
+        columns = zip(step.handles, ids, step.positions, step.finish_reasons, strict=True)
+        for entry, (handle, token_id, position, reason) in enumerate(columns):
+            listener = self._listeners.get(handle)
+            if listener is None:
+                continue
+            if reason not in FINISH_FROM_PROTO:
+                raise InternalError(f"a step has the unknown finish reason {reason}")
+            token = LegToken(position, token_id, FINISH_FROM_PROTO[reason], logprobs.get(entry), cached.get(entry))
+            listener.on_token(handle, token)
+
+    def _on_failed(self, failed: worker_pb2.RequestFailed) -> None:
+        listener = self._listeners.pop(failed.handle, None)
+        if listener is not None:
+            error = from_wire(failed.error, failed.message)
+            error.retryable = failed.retryable
+            listener.on_failed(failed.handle, error, handoff=failed.handoff)
+
+
+def _logprob(message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise InternalError("a token's most likely ids and their log-probabilities differ in number")
+    top = zip(message.top_token_ids, message.top_logprobs, strict=True)
+    return TokenLogprob(token_id, message.logprob, tuple(top))

@@ -293,6 +293,12 @@ class SinkHandoff:
         self.state = SinkState.COMMITTED
         return [Commit(self._seal.num_computed, self._seal.output_token_ids)]
 
+    def stream_ended(self, now: float) -> list[SinkAction]:
+        """The source ended its announcements in good order: after a release, whose answer may come later."""
+        if self.state is SinkState.PULLED:
+            return []
+        return self._refuse("it hung up before the end", now)
+
     # From our own side
 
     def reserved(self, table: tuple[int, ...], num_held: int, now: float) -> list[SinkAction]:

@@ -1,49 +1,77 @@
-"""The sink's side of hand-offs: drives handoff.SinkHandoff for each pull. One event loop, no torch."""
+"""The sink's side of hand-offs: pulls of sequences from other workers. One event loop, no torch.
 
+What one pull does is in handoff_pull.py, what it decides in handoff.py; here is what pulls share.
+"""
+
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from ..proto import worker_pb2
+import grpc.aio
+
+from ..proto import kv_pb2_grpc, worker_pb2
+from .channel import open_channel
+from .errors import RequestAborted, Unavailable, WorkerLost
+from .handoff_pull import Errand, Pull, PullResult, Reservation, SinkPort, Surroundings
 from .kv_layout import KVLayout, KVMemory
 from .transport.base import Transport
 
+__all__ = ["HandoffSink", "PullResult", "Reservation", "SinkPort"]
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    block_ids: tuple[int, ...]  # the whole table for the prompt
-    num_held: int  # leading positions that are valid already (prefix cache)
-
-
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    num_bytes: int
-    waited_s: float  # from the call to the commit
-    transport: str
+MAX_IDLE_CHANNELS = 16
+CLOSE_S = 2.0
 
 
-class SinkPort(Protocol):
-    """What the sink needs of its engine; awaited on the loop."""
+@dataclass(slots=True, eq=False)
+class _Line:
+    address: str
+    channel: grpc.aio.Channel
+    num_users: int = 0
 
-    async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
-        """Raises OutOfBlocks, or what ended the request meanwhile."""
-        ...
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
-        """The blocks hold the sequence's KV: it runs from here on."""
-        ...
+class _Lines:
+    """Channels by address. One that failed is not used again: its successor would wait for its back-off."""
 
-    async def fail(self, key: str, quarantine: bool) -> None:
-        """The KV will not come: free the blocks, or keep them aside until `settle`. Idempotent."""
-        ...
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+        self._lines: dict[str, _Line] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
-    async def settle(self, key: str) -> None:
-        """No byte can land in the quarantined blocks any more."""
-        ...
+    def take(self, address: str) -> _Line:
+        line = self._lines.pop(address, None) or _Line(address, open_channel(address, self._token))
+        self._lines[address] = line  # the latest used stands last
+        line.num_users += 1
+        return line
+
+    def give_back(self, line: _Line) -> None:
+        line.num_users -= 1
+        if self._lines.get(line.address) is not line and line.num_users == 0:
+            self._hang_up(line)
+        idle = [other for other in self._lines.values() if other.num_users == 0]
+        for other in idle[: max(len(idle) - MAX_IDLE_CHANNELS, 0)]:
+            del self._lines[other.address]
+            self._hang_up(other)
+
+    def retire(self, line: _Line) -> None:
+        """It closes when its last user is done; the next one dials anew."""
+        if self._lines.get(line.address) is line:
+            del self._lines[line.address]
+
+    async def close(self) -> None:
+        for line in self._lines.values():
+            self._hang_up(line)
+        self._lines.clear()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _hang_up(self, line: _Line) -> None:
+        task = asyncio.get_running_loop().create_task(line.channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 class HandoffSink:
-    """Every method runs on the worker's event loop."""
+    """Every method runs on the worker's event loop. `token`: the cluster's, carried by every call to a source."""
 
     def __init__(
         self,
@@ -54,16 +82,40 @@ class HandoffSink:
         port: SinkPort,
         token: str | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._incarnation = incarnation
+        self._around = Surroundings(layout, memory, transports, port)
+        self._lines = _Lines(token)
+        self._num_pulls = 0
+        self._pulls: dict[asyncio.Task[None], Pull] = {}  # until nothing of theirs is left to clean up
 
     async def pull(self, sequence_key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> PullResult:
         """Bring a sequence's KV here and commit it, within `timeout_s`.
 
-        Raises HandoffError and its kin, WorkerLost, OutOfBlocks or DeadlineExceeded; the blocks are then back or in
-        quarantine. Cancelling it cleans up likewise.
+        Raises a HandoffError (UnknownHandoff, LeaseLost, LayoutMismatch, TransportError), WorkerLost, DeadlineExceeded,
+        or what `reserve` or `commit` raised; the blocks are then free or in quarantine. Cancelling cleans up likewise.
         """
-        raise NotImplementedError
+        self._num_pulls += 1
+        errand = Errand(sequence_key, f"{self._incarnation}/{self._num_pulls}", source, timeout_s)
+        line = self._lines.take(source.address)
+        pull = Pull(self._around, errand, kv_pb2_grpc.KVHandoffStub(line.channel))
+        task = asyncio.create_task(pull.run())
+        self._pulls[task] = pull
+        task.add_done_callback(lambda _: self._pulls.pop(task))
+        task.add_done_callback(lambda _: self._lines.give_back(line))
+        try:
+            return await asyncio.shield(pull.done)
+        except WorkerLost:
+            self._lines.retire(line)
+            raise
+        except asyncio.CancelledError:
+            pull.give_up(RequestAborted("the request ended while its KV was on the way"))
+            raise
 
     async def close(self) -> None:
-        """Wait for what is being cleaned up, and hang up."""
-        raise NotImplementedError
+        """Give up what is under way, wait for what is being cleaned up, and hang up."""
+        tasks = list(self._pulls)
+        for pull in self._pulls.values():
+            pull.give_up(Unavailable("the worker is stopping"))
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        await self._lines.close()

@@ -63,7 +63,8 @@ class _RequireToken(grpc.aio.ServerInterceptor):
             name = ((ERROR_KEY, Unauthenticated.__name__),)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal, trailing_metadata=name)
 
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        # Whatever the call's kind: a handler of streams is called before the first message has come.
+        self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,

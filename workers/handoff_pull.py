@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from ..proto import kv_pb2, kv_pb2_grpc, worker_pb2
+from .channel import ERROR_KEY
 from .errors import (
     DeadlineExceeded,
     DiptychError,
@@ -30,7 +31,6 @@ from .errors import (
 )
 from .handoff import SinkHandoff
 from .handoff_types import (
-    ERROR_KEY,
     Abandon,
     Commit,
     Fail,

@@ -19,10 +19,10 @@ import grpc
 import grpc.aio
 
 from ..proto import kv_pb2, kv_pb2_grpc
+from .channel import ERROR_KEY
 from .errors import DiptychError, HandoffError, LayoutMismatch, TransportError, Unavailable, UnknownHandoff, WorkerLost
 from .handoff import SourceHandoff
 from .handoff_types import (
-    ERROR_KEY,
     Aborted,
     Answer,
     EndLease,

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from ..proto import kv_pb2
 from .errors import DiptychError
 
-ERROR_KEY = "diptych-error"  # trailing metadata of a refused call: the error's name in errors.py
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:

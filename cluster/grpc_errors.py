@@ -45,7 +45,6 @@ _BARE: dict[grpc.StatusCode, type[DiptychError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.CANCELLED: RequestAborted,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
 }
 
 Metadata = tuple[tuple[str, str], ...]
@@ -74,6 +73,8 @@ def error_from_rpc(
         message += f" (request id: {request_id})"
     if name := known.get(ERROR_KEY):
         error = from_wire(name, message)
+    elif code is grpc.StatusCode.UNAVAILABLE:
+        error = Unavailable(f"the server cannot be reached: {message}. Is it running at that address?")
     elif code in _BARE:
         error = _BARE[code](message)
     else:

@@ -1,6 +1,7 @@
 """Text <-> token ids, from a checkpoint's `tokenizer.json` and `tokenizer_config.json`.
 
-Encoding equals Hugging Face's fast tokenizers, without importing transformers (which would import torch).
+Encoding equals Hugging Face's fast tokenizers, without importing transformers (which would import torch). As there,
+`tokenizer.json` alone says which special tokens a text gets: add_bos_token of the config is not read.
 """
 
 import asyncio
@@ -29,7 +30,6 @@ class Tokenizer:
         special = {name: text for name in _NAMED if (text := _content(config.get(name))) is not None}
         _mark_special(backend, [*special.values(), *_extra_special(config)])
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self._prefix, self._suffix = _forced_ends(backend, config, special)
         self._template = ChatTemplate(template, special) if template is not None else None
         # A text of more than n times as many characters has more than n tokens.
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
@@ -58,10 +58,9 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Token ids; `special` adds what the tokenizer puts around a text (a first bos token, say)."""
-        forced = self._prefix is not None
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=special and not forced)[0].ids
-        return (*(self._prefix or ()), *ids, *self._suffix) if special and forced else tuple(ids)
+        """Token ids; `special` adds what the tokenizer's post-processor puts around a text (a first bos token, say)."""
+        # The batch call lets other threads run meanwhile, and keeps no offsets.
+        return tuple(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     async def encode_async(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         if len(text) < MIN_THREAD_CHARS:
@@ -135,20 +134,6 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
     """Make the named tokens special that the vocabulary has but tokenizer.json does not say so of."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([t for t in texts if t not in added and backend.token_to_id(t) is not None])
-
-
-def _forced_ends(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
-) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """The ids that `add_bos_token` and `add_eos_token` put around a text instead of the tokenizer's post-processor;
-    (None, ()) where the config is silent, so that the post-processor decides (transformers does the same)."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return None, ()
-    ends: list[tuple[int, ...]] = []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        token_id = backend.token_to_id(special[name]) if config.get(flag) and name in special else None
-        ends.append(() if token_id is None else (token_id,))
-    return ends[0], ends[1]
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:

@@ -1,0 +1,175 @@
+"""A front door that a person can compute by hand: a token is a byte, and the answer is the prompt again."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from diptych.cluster.config import TlsConfig
+from diptych.cluster.front_door import FrontDoor, Limits
+from diptych.cluster.generation import Health, TokenDelta, TokenLogprob
+from diptych.cluster.grpc_api import InferenceServer
+from diptych.cluster.http_api import make_app
+from diptych.cluster.http_server import bind, serve_http
+from diptych.cluster.tokenizer import Tokenizer as DiptychTokenizer
+from diptych.workers.errors import DiptychError, Overloaded
+from diptych.workers.request import Request
+from diptych.workers.runner import ModelInfo
+from diptych.workers.sequence import FinishReason
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+END, CONTEXT = 256, 512
+
+
+def byte_tokenizer() -> DiptychTokenizer:
+    """Ids 0..255 are the bytes themselves (so text is its UTF-8), 256 ends, 257..259 are the roles."""
+    return DiptychTokenizer(byte_backend(), {"eos_token": "<|end|>"}, TEMPLATE)
+
+
+def byte_backend() -> Tokenizer:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    char = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    backend = Tokenizer(models.BPE(vocab={char[b]: b for b in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return backend
+
+
+class Echo:
+    """A TokenSource that answers with its prompt, byte by byte, again and again; it ends with END after `laps`.
+
+    What was asked is in `requests`, the ids whose streams ended in `closed`. While `gate` is clear, no stream goes
+    beyond `gate_after` tokens.
+    """
+
+    def __init__(self, laps: int | None = None) -> None:
+        self.laps = laps
+        self.requests: list[Request] = []
+        self.closed: list[str] = []
+        self.all_closed = threading.Event()  # set while no stream is open, once one was
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.gate_after = 0
+        self.admit_error: DiptychError | None = None
+        self.fail: Callable[[int], DiptychError | None] = lambda _: None  # of the number of tokens so far
+        self.model_error: DiptychError | None = None
+        self.ready = True
+        self.tokens_a_delta = 1
+
+    def model(self) -> ModelInfo:
+        if self.model_error:
+            raise self.model_error
+        return ModelInfo("echo", "EchoForCausalLM", 260, CONTEXT, (END,), "float32")
+
+    def admit(self, num_sequences: int) -> None:
+        if self.admit_error:
+            raise self.admit_error
+        if num_sequences > 100:
+            raise Overloaded("full: try again", retry_after_s=2.5)
+
+    async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        self.requests.append(request)
+        self.all_closed.clear()
+        try:
+            made = 0
+            for tokens in self._answer(request):
+                if made >= self.gate_after:
+                    await self.gate.wait()
+                if error := self.fail(made):
+                    raise error
+                made += len(tokens)
+                is_end = tokens[-1] == END and not request.sampling.ignore_eos
+                finish = FinishReason.STOP if is_end else None
+                if finish is None and made == request.sampling.max_tokens:
+                    finish = FinishReason.LENGTH
+                cached = 3 if made == len(tokens) else 0
+                yield TokenDelta(tuple(tokens), _logprobs(request, tokens), finish, cached)
+                await asyncio.sleep(0)
+        finally:
+            self.closed.append(request.request_id)
+            if len(self.closed) == len(self.requests):
+                self.all_closed.set()
+
+    def _answer(self, request: Request) -> list[list[int]]:
+        prompt = [t for t in request.prompt_token_ids if t < END]
+        num = request.sampling.max_tokens
+        laps = -(-num // len(prompt)) if self.laps is None else self.laps
+        tokens = (prompt * laps + [END] * (self.laps is not None))[:num]
+        step = self.tokens_a_delta
+        return [tokens[i : i + step] for i in range(0, len(tokens), step)]
+
+    def health(self) -> Health:
+        return Health(self.ready, num_prefill_workers=1, num_decode_workers=2)
+
+    def metrics(self) -> bytes:
+        return b"diptych_requests_total 7\n"
+
+
+def _logprobs(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    """Of token t: -t/100; the k most likely are t and those after it."""
+    k = request.sampling.logprobs
+    if k is None:
+        return ()
+    return tuple(TokenLogprob(t, -t / 100, tuple((t + i, -(t + i) / 100) for i in range(k))) for t in tokens)
+
+
+def front_door(source: Echo, limits: Limits | None = None) -> FrontDoor:
+    return FrontDoor(source, byte_tokenizer(), limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    source: Echo
+    http_port: int
+    grpc_port: int
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def open_gate(self) -> None:
+        self.loop.call_soon_threadsafe(self.source.gate.set)
+
+
+@contextmanager
+def served(
+    source: Echo, *, api_key: str | None = None, limits: Limits | None = None, tls: TlsConfig | None = None
+) -> Generator[Served]:
+    """Both doors on real sockets, on an event loop of their own."""
+    ready = threading.Event()
+    found: list[Served] = []
+    stop = asyncio.Event()
+
+    async def main() -> None:
+        door = front_door(source, limits)
+        grpc_server = InferenceServer(door, api_key, tls=tls)
+        grpc_port = await grpc_server.start("127.0.0.1", 0)
+        sock = bind("127.0.0.1", 0)
+        found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
+        ready.set()
+        await serve_http(make_app(door, api_key), sock, stop, grace_s=1, tls=tls)
+        await grpc_server.stop(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield found[0]
+    finally:
+        found[0].loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        assert not thread.is_alive()

@@ -118,8 +118,8 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(llama: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight of shape \[64\] is in no file"),
-        (lambda t: t.pop("lm_head.weight"), r"tensor lm_head\.weight of shape \[500, 64\] is in no file"),
+        (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight of shape \[64\] is in none"),
+        (lambda t: t.pop("lm_head.weight"), r"tensor lm_head\.weight of shape \[500, 64\] is in none"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(65)}),
             r"model\.safetensors: tensor model\.norm\.weight must have shape \[64\], found \[65\]",

@@ -6,6 +6,7 @@ with a checkpoint is found before a weight is read, and named.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
-SAMPLE_ELEMENTS = 64
+SAMPLE_BYTES = 128
 MAX_SHARDS = 4096
 
 
@@ -67,7 +68,7 @@ class Checkpoint:
         self._paths: dict[str, Path] = {}
         try:
             self._open(model_path)
-            self._check()
+            self._check(model_path)
         except BaseException:
             self._stack.close()
             raise
@@ -85,15 +86,19 @@ class Checkpoint:
         return sum(self._stored_bytes(name) for name in self._files)
 
     def fingerprint(self) -> str:
-        """Hex name of the weights: blake3 over the spec, names, shapes, dtypes and a sample of each tensor's elements.
+        """Hex name of the weights: blake3 over the spec, names, shapes, dtypes and a sample of each tensor's bytes.
 
-        How the tensors are spread over files does not matter. Reads a few pages a tensor, whatever its size.
+        How the tensors are spread over files does not matter. Reads a few pages a tensor, whatever its size; not by
+        mmap, whose faults read ahead by megabytes. Raises CheckpointError where a file cannot be read.
         """
         digest = blake3(json.dumps(asdict(self.spec), sort_keys=True).encode())
+        samples: dict[str, bytes] = {}
+        for path in set(self._paths.values()):
+            samples |= _samples(path)
         for name in sorted(self._files):
             stored = self._files[name].get_slice(name)
             digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}".encode())
-            digest.update(_sample(self._files[name].get_tensor(name)))
+            digest.update(samples[name])
         return digest.hexdigest(length=16)
 
     def load(
@@ -163,15 +168,17 @@ class Checkpoint:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
+        except RuntimeError as e:  # torch's own, of a mapping that the kernel refused
+            raise CheckpointError(f"{path} cannot be mapped ({e}): free memory, or use a machine with more") from e
 
-    def _check(self) -> None:
+    def _check(self, model_path: Path) -> None:
         spare = {name for name in self._files if name.endswith("rotary_emb.inv_freq")}  # older checkpoints store it
         expected = expected_tensors(self.spec)
         for name, shape in expected.items():
             if name in self._files:
                 self._check_tensor(name, shape)
             elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
-                raise CheckpointError(f"tensor {name} of shape {list(shape)} is in no file: fetch the checkpoint again")
+                raise CheckpointError(f"{model_path}: tensor {name} of shape {list(shape)} is in none of its files")
         for name in sorted(self._files.keys() - expected.keys() - spare):
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} is unexpected: {self.spec.architecture} as in config.json has none"
@@ -264,9 +271,20 @@ def _shards(model_path: Path, index: dict[str, str]) -> list[Path]:
     return paths
 
 
-def _sample(tensor: Tensor) -> bytes:
-    """Bytes of the first, middle and last few elements."""
-    flat = tensor.view(-1).view(torch.uint8) if tensor.element_size() == 1 else tensor.view(-1)
-    middle = max(0, flat.numel() // 2 - SAMPLE_ELEMENTS // 2)
-    pieces = (flat[:SAMPLE_ELEMENTS], flat[middle : middle + SAMPLE_ELEMENTS], flat[-SAMPLE_ELEMENTS:])
-    return b"".join(piece.contiguous().view(torch.uint8).numpy().tobytes() for piece in pieces)
+def _samples(path: Path) -> dict[str, bytes]:
+    """The first, middle and last few bytes of every tensor in a file whose header is known to be sound."""
+    samples: dict[str, bytes] = {}
+    try:
+        with path.open("rb", buffering=0) as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+                size = min(SAMPLE_BYTES, end - start)
+                pieces = (start, start + (end - start - size) // 2, end - size)
+                samples[name] = b"".join(os.pread(file.fileno(), size, offset) for offset in pieces)
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read ({e.strerror}): check the disk, or fetch the file again") from e
+    return samples

@@ -81,6 +81,7 @@ class Router:
         self._fleet.update(workers)
         if self._is_running:
             self._reconcile()
+            self._route_waiting()
 
     def snapshot(self) -> tuple[WorkerSnapshot, ...]:
         return tuple(
@@ -212,6 +213,11 @@ class Router:
     def wait_for_worker(self, run: RequestRun) -> None:
         self._unrouted[run] = None
 
+    def _route_waiting(self) -> None:
+        waiting, self._unrouted = list(self._unrouted), {}
+        for run in waiting:
+            run.route()
+
     def _end(self, leg: Leg) -> None:
         self._fleet.close_leg(leg.handle)
         self._retire(leg.worker)
@@ -222,9 +228,7 @@ class Router:
         self._fleet.welcome(info.incarnation, hello)
 
     def on_up(self, info: WorkerInfo) -> None:
-        waiting, self._unrouted = list(self._unrouted), {}
-        for run in waiting:
-            run.route()
+        self._route_waiting()
 
     def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
         self._fleet.report(info.incarnation, load)

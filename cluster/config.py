@@ -86,6 +86,10 @@ class Pools(_Settings):
     def items(self) -> tuple[tuple[PoolName, PoolConfig], ...]:
         return ("prefill", self.prefill), ("decode", self.decode), ("mixed", self.mixed)
 
+    def get(self, name: str) -> PoolConfig:
+        assert name in POOL_NAMES
+        return getattr(self, name)
+
     @property
     def targets(self) -> dict[str, int]:
         return {name: pool.replicas for name, pool in self.items()}

@@ -14,10 +14,25 @@ from .config import ClusterConfig
 Loc = tuple[int | str, ...]
 
 
-def load(path: Path | None, flags: Mapping[str, Any]) -> ClusterConfig:
-    """The file's settings with `flags` (nested like the file; None: not given) over them. Raises ConfigError."""
+def load(
+    path: Path | None,
+    flags: Mapping[str, Any],
+    replicas: Mapping[str, int | None] | None = None,
+    every_pool: Mapping[str, Any] | None = None,
+) -> ClusterConfig:
+    """The file's settings with `flags` (nested like the file; None: not given) over them. `replicas` by pool and what
+    `every_pool` shares are flags too. Raises ConfigError."""
     settings, lines = read_yaml(path) if path else ({}, {})
-    return build(merge(settings, flags), lines, str(path) if path else None)
+    given = {pool: number for pool, number in (replicas or {}).items() if number is not None}
+    if path is None and not given.get("mixed"):
+        given = {"prefill": 1, "decode": 1, **given}
+    pools = {pool: {"replicas": number} for pool, number in given.items()}
+    settings = merge(merge(settings, flags), {"pools": pools})
+    # A pool that nobody names stays empty, so only those named may take the shared flags.
+    named = settings.get("pools")
+    if isinstance(named, Mapping):
+        settings = merge(settings, {"pools": {pool: every_pool or {} for pool in named}})
+    return build(settings, lines, str(path) if path else None)
 
 
 def build(

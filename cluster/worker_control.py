@@ -43,7 +43,8 @@ class WorkerControl:
         """Raises WorkerLost if the worker says no hello in time."""
         control = cls(address, token)
         try:
-            await asyncio.wait_for(control._is_known.wait(), REPLY_S)
+            async with asyncio.timeout(REPLY_S):
+                await control._is_known.wait()
         except BaseException as e:
             await control.close()
             if isinstance(e, TimeoutError):

@@ -1,0 +1,67 @@
+"""Where a running cluster can be found from another terminal: one file a cluster, readable by its owner alone."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from ..workers.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAddress:
+    name: str
+    ray_address: str
+    token_path: str | None
+    is_local: bool
+    pid: int  # of `diptych serve`
+    started: float  # its start, seconds since the epoch: a process number may be used again
+
+
+def home() -> Path:
+    """DIPTYCH_HOME, or ~/.diptych."""
+    return Path(os.environ.get("DIPTYCH_HOME") or Path.home() / ".diptych")
+
+
+def token_path(name: str) -> Path:
+    return home() / f"{name}.token"
+
+
+def write(address: ClusterAddress) -> None:
+    path = _path(address.name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+        json.dump(asdict(address), file)
+    part.replace(path)
+
+
+def read(name: str) -> ClusterAddress | None:
+    """None where no cluster of that name was started from here. Raises ConfigError for a file that is damaged."""
+    path = _path(name)
+    try:
+        return ClusterAddress(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"{path} is damaged: delete it, and start the cluster again") from e
+
+
+def remove(name: str) -> None:
+    _path(name).unlink(missing_ok=True)
+    token_path(name).unlink(missing_ok=True)
+
+
+def serving_process(address: ClusterAddress) -> psutil.Process | None:
+    """The `diptych serve` that wrote it, if it still runs."""
+    try:
+        process = psutil.Process(address.pid)
+        return process if abs(process.create_time() - address.started) < 1.0 else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _path(name: str) -> Path:
+    return home() / f"{name}.json"

@@ -1,0 +1,75 @@
+"""What can be found wrong before anything is started: the model's folder, the ports, the files named. No torch."""
+
+import errno
+import json
+import socket
+from importlib import resources
+from pathlib import Path
+
+from ..workers.errors import CheckpointError, ConfigError, PortInUse
+from .config import ClusterConfig
+
+SHIPPED_MODEL = "tiny"
+
+
+def resolve_model(model: str) -> str:
+    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych."""
+    if model == SHIPPED_MODEL:
+        return str(resources.files("diptych") / "examples" / SHIPPED_MODEL)
+    return str(Path(model).expanduser().absolute())
+
+
+def check_model(folder: Path) -> None:
+    """Raises ConfigError or CheckpointError unless `folder` looks like a Hugging Face checkpoint."""
+    remedy = "Give the folder of a Hugging Face checkpoint, or `tiny` for the model that ships with Diptych"
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist. {remedy}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file. {remedy}")
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{folder} has no config.json. {remedy}") from e
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} cannot be read: {e}. Fetch the checkpoint again") from e
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} holds no JSON object. Fetch the checkpoint again")
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raises PortInUse or ConfigError where the front door could not listen."""
+    router = config.router
+    for flag, port in (("--http-port", router.http_port), ("--grpc-port", router.grpc_port)):
+        if port:
+            check_port(router.host, port, flag)
+
+
+def check_tls(config: ClusterConfig) -> None:
+    """Raises ConfigError for a certificate or key that cannot be read."""
+    for key, tls in (("router.http_tls", config.router.http_tls), ("router.grpc_tls", config.router.grpc_tls)):
+        for name in ("cert", "key") if tls else ():
+            path = Path(getattr(tls, name))
+            try:
+                path.read_bytes()
+            except OSError as e:
+                raise ConfigError(f"{key}.{name}: cannot read {path}: {e.strerror}. Check the path") from e
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As the server will: a port whose last connections still linger is free, one that listens is not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise PortInUse(
+                    f"port {port} on {host} is in use. Choose another with {flag}, or 0 for any free one"
+                ) from e
+            if e.errno == errno.EACCES:
+                raise ConfigError(
+                    f"port {port} needs more rights than you have. Choose one above 1023 with {flag}"
+                ) from e
+            raise ConfigError(f"cannot listen on {host}: {e.strerror}. Is it an address of this machine?") from e

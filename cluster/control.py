@@ -1,0 +1,79 @@
+"""Asks a running supervisor, from the CLI's process. Synchronous; every call has a deadline."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Self
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from ..workers.errors import ConfigError, Unavailable, from_wire
+from .config import ClusterConfig
+from .deployment import Deployment
+from .placement import Refused, find_supervisor, start_supervisor
+from .status import ClusterStatus
+
+REPLY_S = 30.0
+SHUTDOWN_S = 15.0
+
+
+class SupervisorClient:
+    """Needs a process that is connected to Ray."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    @classmethod
+    def start(cls, deployment: Deployment) -> Self:
+        return cls(start_supervisor(deployment))
+
+    @classmethod
+    def find(cls, cluster: str) -> Self:
+        return cls(find_supervisor(cluster))
+
+    def status(self) -> ClusterStatus:
+        """Raises Unavailable."""
+        return self._ask("status")
+
+    def scale(self, replicas: Mapping[str, int]) -> None:
+        """Set new targets; `status` tells when they are reached. Raises ConfigError, Unavailable."""
+        self._ask("scale", dict(replicas))
+
+    def shutdown(self) -> None:
+        """End every worker and router, then the supervisor. What does not end in time is left to Ray."""
+        with suppress(RayError, TimeoutError):
+            ray.get(self._actor.shutdown.remote(), timeout=SHUTDOWN_S)
+        ray.kill(self._actor, no_restart=True)
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            answer = ray.get(getattr(self._actor, method).remote(*args), timeout=REPLY_S)
+        except GetTimeoutError as e:
+            raise Unavailable(f"the supervisor did not answer within {REPLY_S:g} s") from e
+        except RayError as e:
+            raise Unavailable(f"the supervisor is gone ({type(e).__name__})") from e
+        if isinstance(answer, Refused):
+            raise from_wire(answer.error, answer.message)
+        return answer
+
+
+def check_placeable(config: ClusterConfig) -> None:
+    """Raises ConfigError for a pool whose workers the one machine of a local Ray could never take."""
+    have: Mapping[str, float] = ray.cluster_resources()
+    labels: dict[str, str] = ray.nodes()[0].get("Labels", {})
+    wanted = [(f"pools.{name}", pool.num_cpus, pool.num_gpus, pool) for name, pool in config.pools.items()]
+    for key, num_cpus, num_gpus, pool in wanted:
+        if not pool.bounds[1]:
+            continue
+        for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **pool.resources}.items():
+            if amount > have.get(name, 0.0):
+                raise ConfigError(
+                    f"{key}: each worker needs {amount:g} {name} and this machine has {have.get(name, 0.0):g}. "
+                    "Ask for less, or set RAY_ADDRESS to join a Ray that has it"
+                )
+        for label, value in pool.label_selector.items():
+            if label not in labels and not value.startswith("!"):
+                raise ConfigError(
+                    f"{key}.label_selector: this machine has no label {label}. "
+                    "Leave it out, or set RAY_ADDRESS to join a Ray whose nodes have it"
+                )

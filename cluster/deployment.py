@@ -1,0 +1,57 @@
+"""One running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
+
+import os
+from dataclasses import dataclass
+
+from ..workers.worker_config import WorkerConfig
+from .config import ClusterConfig
+
+NAMESPACE = "diptych"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    config: ClusterConfig
+    token: str  # what workers ask of routers, of each other and of the supervisor
+    is_local: bool  # Ray is ours and on this machine alone: workers listen on loopback and share its cores and memory
+
+    def worker_name(self, worker_id: str) -> str:
+        return f"diptych-worker-{self.config.name}-{worker_id}"
+
+    def router_name(self, router_id: str) -> str:
+        return f"diptych-router-{self.config.name}-{router_id}"
+
+    def worker_id(self, name: str) -> str | None:
+        """The id in a worker's name; None for a name that is not one of this cluster's workers."""
+        prefix = self.worker_name("")
+        return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    def worker_config(self, pool: str, host: str) -> WorkerConfig:
+        """`host`: the address on which a worker outside this machine listens."""
+        config, settings = self.config, self.config.pools.get(pool)
+        share = max(sum(config.pools.targets.values()), 1) if self.is_local else 1
+        cores = (os.cpu_count() or 1) // share if self.is_local else int(settings.num_cpus)
+        return WorkerConfig(
+            model=config.model,
+            role=pool,
+            served_model_name=config.served_model_name,
+            dtype=config.dtype,
+            device=config.device,
+            threads=settings.threads or max(cores, 1),
+            block_size=config.block_size,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            kv_memory_fraction=settings.kv_memory_fraction / share,
+            max_context_tokens=config.max_context_tokens,
+            max_batch_tokens=settings.max_batch_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            max_running=settings.max_running,
+            prefix_cache=config.prefix_cache,
+            transports=config.transports,
+            lease_s=config.lease_s,
+            host="127.0.0.1" if self.is_local else host,
+            auth_token=self.token,
+        )
+
+
+def supervisor_name(cluster: str) -> str:
+    return f"diptych-supervisor-{cluster}"

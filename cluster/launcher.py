@@ -1,0 +1,211 @@
+"""`diptych serve`: a Ray, a supervisor in it, ready, watched, ended. Knows no worker and no request.
+
+checked -> Ray ours or joined -> supervisor -> workers and routers ready -> served until a signal -> all ended
+"""
+
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import psutil
+from rich.console import Console
+from rich.text import Text
+
+from ..workers.errors import ConfigError, Unavailable, from_wire
+from . import address_file
+from .address_file import ClusterAddress
+from .banner import banner
+from .checks import check_model, check_ports, check_tls
+from .config import ClusterConfig
+from .deployment import Deployment
+from .progress import Progress
+from .ray_session import RaySession, join, make_token, start_ours
+from .status import ClusterStatus
+
+if TYPE_CHECKING:
+    from .control import SupervisorClient
+
+POLL_S = 0.1
+WATCH_S = 1.0
+LOST_S = 30.0  # without an answer of the supervisor; Ray starts it again within seconds
+YOUNG_FAILURES = 3  # in a row, before the cluster was ever ready: more tries would fail alike
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM."""
+
+
+def serve(config: ClusterConfig, console: Console) -> None:
+    """Returns after a signal, with every process ended. Raises DiptychErrors; then, too, nothing is left behind."""
+    _install_signals()
+    progress = Progress(console)
+    with progress.phase("settings, model folder and ports are fine"):
+        check(config)
+    launcher = _Launcher(config, console, progress)
+    try:
+        launcher.run()
+    except (Stopped, SystemExit):
+        launcher.keep_logs = False
+        console.print("stopping")
+    finally:
+        _ignore_signals()
+        launcher.close()
+
+
+def check(config: ClusterConfig) -> None:
+    """Whatever can be found wrong before a process is started. Raises DiptychErrors."""
+    check_model(Path(config.model))
+    check_tls(config)
+    check_ports(config)
+    running = address_file.read(config.name)
+    if running and address_file.serving_process(running):
+        raise ConfigError(
+            f"a cluster named {config.name!r} already runs (process {running.pid}): "
+            f"stop it with `diptych stop --name {config.name}`, or choose another --name"
+        )
+
+
+class _Launcher:
+    def __init__(self, config: ClusterConfig, console: Console, progress: Progress) -> None:
+        self._config = config
+        self._console = console
+        self._progress = progress
+        self._session: RaySession | None = None
+        self._supervisor: SupervisorClient | None = None
+        self._is_registered = False
+        self.keep_logs = False
+
+    def run(self) -> None:
+        self._start_ray()
+        self._start_supervisor()
+        status = self._wait_until_ready()
+        self._console.print()
+        text = banner(self._config, status, self._progress.elapsed_s)
+        self._console.print(Text(text), soft_wrap=True)
+        self._watch(status)
+
+    def close(self) -> None:
+        if self._supervisor:
+            self._supervisor.shutdown()
+        if self._session:
+            self._session.close(keep_logs=self.keep_logs)
+            if self.keep_logs and self._session.temp_dir:
+                self._console.print(Text(f"logs: {self._session.temp_dir}"), soft_wrap=True)
+        if self._is_registered:
+            address_file.remove(self._config.name)
+
+    def _start_ray(self) -> None:
+        config, address = self._config, os.environ.get("RAY_ADDRESS")
+        path = None
+        with self._progress.phase("joining Ray" if address else "starting Ray") as phase:
+            if address:
+                path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+                self._session = join(address, Path(path) if path else None)
+                phase.done = f"joined Ray at {self._session.address}"
+            else:
+                path = str(make_token(address_file.token_path(config.name)))
+                self._is_registered = True
+                self._session = start_ours(Path(path), dashboard=config.dashboard)
+                phase.done = "Ray runs, on loopback, with a token"
+        _install_signals()
+        if not self._session.enforces_token:
+            self._console.print("warning: this Ray obeys anyone who reaches it; start it with RAY_AUTH_MODE=token")
+        address_file.write(_address(config.name, self._session, path))
+        self._is_registered = True
+        self.keep_logs = True
+
+    def _start_supervisor(self) -> None:
+        assert self._session
+        # Imports Ray, which reads its environment once: only after the session has set it.
+        from .control import SupervisorClient, check_placeable
+
+        deployment = Deployment(self._config, secrets.token_hex(32), is_local=self._session.is_ours)
+        if self._session.is_ours:
+            check_placeable(self._config)
+        self._supervisor = SupervisorClient.start(deployment)
+
+    def _wait_until_ready(self) -> ClusterStatus:
+        assert self._supervisor
+        with self._progress.phase("starting workers") as phase:
+            while True:
+                status = self._supervisor.status()
+                if status.failure:
+                    self.keep_logs = False
+                    raise from_wire(status.failure.error, status.failure.message)
+                for pool in status.pools:
+                    if pool.num_failures >= YOUNG_FAILURES:
+                        raise Unavailable(f"the {pool.name} workers do not start: {pool.last_error}")
+                if status.state == "ready":
+                    phase.done = f"{len(status.workers)} workers and {len(status.routers)} routers are ready"
+                    return status
+                phase.note(_missing(status))
+                time.sleep(POLL_S)
+
+    def _watch(self, status: ClusterStatus) -> None:
+        """Say what changes until a signal ends it. Raises Unavailable when nobody supervises any more."""
+        assert self._supervisor
+        heard_at = time.monotonic()
+        while True:
+            time.sleep(WATCH_S)
+            try:
+                now = self._supervisor.status()
+            except Unavailable as e:
+                if time.monotonic() - heard_at > LOST_S:
+                    raise Unavailable(f"the cluster is gone: {e.message}. Start it again") from e
+                continue
+            heard_at = time.monotonic()
+            for line in news(status, now):
+                self._console.print(Text(line), soft_wrap=True)
+            status = now
+
+
+def news(before: ClusterStatus, now: ClusterStatus) -> list[str]:
+    """What a person who watches the terminal should hear of."""
+    lines: list[str] = []
+    old = {p.name: p for p in before.pools}
+    for pool in now.pools:
+        was = old[pool.name]
+        if pool.last_error and (pool.last_error, pool.num_failures) != (was.last_error, was.num_failures):
+            lines.append(f"{pool.name}: lost {pool.last_error}")
+        if (pool.target, pool.num_ready) != (was.target, was.num_ready):
+            lines.append(f"{pool.name}: {pool.num_ready} of {pool.target} ready")
+    routers = {r.router_id: r for r in before.routers}
+    for router in now.routers:
+        was_router = routers.get(router.router_id)
+        if was_router and was_router.phase != router.phase:
+            lines.append(f"{router.router_id}: {router.phase} {router.last_error}".rstrip())
+    return lines
+
+
+def _missing(status: ClusterStatus) -> str:
+    ready = sum(p.num_ready for p in status.pools)
+    wanted = sum(p.target for p in status.pools)
+    routers = sum(r.phase == "ready" for r in status.routers)
+    errors = "; ".join(p.last_error for p in status.pools if p.last_error)
+    return f"{ready} of {wanted} ready, {routers} of {len(status.routers)} routers{'; ' + errors if errors else ''}"
+
+
+def _address(name: str, session: RaySession, token_path: str | None) -> ClusterAddress:
+    started = psutil.Process().create_time()
+    return ClusterAddress(name, session.address, token_path, session.is_ours, os.getpid(), started)
+
+
+def _install_signals() -> None:
+    """Ray sets a handler of its own when it starts."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    _ignore_signals()
+    raise Stopped
+
+
+def _ignore_signals() -> None:
+    """One is enough: a second must not interrupt the ending of what the first ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,315 @@
+"""Where processes run: the only file that starts Ray actors. Knows no fleet and no request.
+
+    supervisor   named, detached, restarted by Ray        diptych-supervisor-<cluster>
+    worker       one placement group and one actor each   diptych-worker-<cluster>-<worker id>
+    router       one placement group and one actor each   diptych-router-<cluster>-<router id>
+
+All are detached, so that a new supervisor finds what the last one started while requests go on. No actor but the
+supervisor is restarted by Ray: starting a worker again is the supervisor's decision. A process that dies is noticed by
+a call to it that never returns (`run_until_stopped`): Ray ends that call within milliseconds.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+from ray.util import get_node_ip_address, list_named_actors, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
+from .deployment import NAMESPACE, Deployment, supervisor_name
+from .fleet import WorkerInfo
+from .handles import RouterStarted, WorkerStarted
+from .router_process import RouterProcess
+from .status import ClusterStatus
+from .supervisor import Supervisor
+
+STOP_S = 3.0  # for a worker to close its sockets and memory; then it is killed
+RETRY_S = 0.5
+KV_NAMESPACE = b"diptych"
+
+log = logging.getLogger("diptych.placement")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A DiptychError on its way through Ray, which would wrap an exception in one of its own."""
+
+    error: str
+    message: str
+
+    @classmethod
+    def because(cls, error: DiptychError) -> "Refused":
+        return cls(type(error).__name__, error.message)
+
+
+class WorkerActor:
+    """The process of one worker."""
+
+    def __init__(self, deployment: Deployment, pool: str) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._config = deployment.worker_config(pool, get_node_ip_address())
+        # Read when torch is first imported, which is in `_load`.
+        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)
+        self._life: asyncio.Future[WorkerStarted | Refused] | None = None
+        self._process: Any = None
+
+    async def start(self) -> WorkerStarted | Refused:
+        if self._life is None:
+            self._life = asyncio.ensure_future(asyncio.to_thread(self._load))
+        return await asyncio.shield(self._life)
+
+    def _load(self) -> WorkerStarted | Refused:
+        from ..workers.worker import WorkerProcess
+
+        self._process = WorkerProcess(self._config)
+        try:
+            at = self._process.start_in_thread()
+        except DiptychError as e:
+            return Refused.because(e)
+        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node())
+
+    async def run_until_stopped(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop)
+
+
+class RouterActor:
+    """The process of one router: the front door, and the fleet as the supervisor tells it."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._deployment = deployment
+        self._process = RouterProcess(deployment)
+        self._life: asyncio.Future[RouterStarted | Refused] | None = None
+        self._follower: asyncio.Task[None] | None = None
+
+    async def start(self) -> RouterStarted | Refused:
+        if self._life is None:
+            self._life = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._life)
+
+    async def _open(self) -> RouterStarted | Refused:
+        try:
+            started = await self._process.start()
+        except DiptychError as e:
+            return Refused.because(e)
+        self._follower = asyncio.create_task(self._follow())
+        return started
+
+    async def _follow(self) -> None:
+        """Keep the last view while no supervisor answers: its successor will."""
+        version = 0
+        while True:
+            try:
+                supervisor = find_supervisor(self._deployment.config.name)
+                while True:
+                    version, workers = await supervisor.watch_fleet.remote(version)
+                    self._process.update_fleet(workers)
+            except (RayError, Unavailable) as e:
+                log.warning("no supervisor answers: %s", _last_line(e))
+                await asyncio.sleep(RETRY_S)
+
+    async def run_until_stopped(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        if self._follower:
+            self._follower.cancel()
+            await self._process.stop()
+
+
+class SupervisorActor:
+    """The supervisor's process. Ray starts it again if it dies; then it takes over what lives."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._deployment = deployment
+        self._supervisor = Supervisor(deployment.config, RayLauncher(deployment), deployment.token)
+        self._loop = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._supervisor.run()
+        except Exception:
+            # The process's top loop: Ray starts a new supervisor in the place of one that cannot go on.
+            log.exception("the supervisor failed")
+            os._exit(1)
+
+    async def status(self) -> ClusterStatus:
+        return self._supervisor.status()
+
+    async def scale(self, replicas: dict[str, int]) -> Refused | None:
+        try:
+            self._supervisor.scale(replicas)
+        except DiptychError as e:
+            return Refused.because(e)
+        return None
+
+    async def watch_fleet(self, version: int) -> tuple[int, list[WorkerInfo]]:
+        return await self._supervisor.watch_fleet(version)
+
+    async def shutdown(self) -> None:
+        self._loop.cancel()
+        await self._supervisor.stop()
+        RayLauncher(self._deployment).forget()
+
+
+class _Placed:
+    """An actor in a placement group of its own, found by name if it already lives."""
+
+    def __init__(self, name: str, bundle: dict[str, float], labels: dict[str, str], cls: type, *args: Any) -> None:
+        self._name = name
+        actors = list_named_actors()
+        if name in actors:
+            self._group: PlacementGroup = get_placement_group(name)
+        else:
+            self._group = placement_group([bundle], "PACK", name, "detached", bundle_label_selector=[labels])
+        resources = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
+        self._actor: Any = (
+            ray.remote(cls)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=0,
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=resources,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group),
+            )
+            .remote(*args)
+        )
+
+    async def ask(self, method: str) -> Any:
+        """The answer of the actor's method. Raises the DiptychError that it named, WorkerLost if its process died."""
+        try:
+            answer = await getattr(self._actor, method).remote()
+        except RayTaskError as e:
+            raise InternalError(_last_line(e)) from e
+        except RayError as e:
+            raise WorkerLost(f"its process died: {_last_line(e)}") from e
+        if isinstance(answer, Refused):
+            raise from_wire(answer.error, answer.message)
+        return answer
+
+    async def wait(self) -> str:
+        try:
+            await self.ask("run_until_stopped")
+        except DiptychError as e:
+            return e.message
+        return "it ended"
+
+    async def kill(self) -> None:
+        with suppress(TimeoutError, DiptychError):
+            async with asyncio.timeout(STOP_S):
+                await self.ask("stop")
+        ray.kill(self._actor, no_restart=True)
+        remove_placement_group(self._group)
+
+
+class _PlacedWorker(_Placed):
+    async def start(self) -> WorkerStarted:
+        return await self.ask("start")
+
+
+class _PlacedRouter(_Placed):
+    async def start(self) -> RouterStarted:
+        return await self.ask("start")
+
+
+class RayLauncher:
+    """handles.Launcher on the Ray cluster that this process is connected to."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+
+    async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
+        settings = self._deployment.config.pools.get(pool)
+        return _PlacedWorker(
+            self._deployment.worker_name(worker_id),
+            _bundle(settings.num_cpus, settings.num_gpus, settings.resources),
+            settings.label_selector,
+            WorkerActor,
+            self._deployment,
+            pool,
+        )
+
+    async def router(self, router_id: str) -> _PlacedRouter:
+        settings = self._deployment.config.router
+        return _PlacedRouter(
+            self._deployment.router_name(router_id),
+            _bundle(settings.num_cpus, 0, settings.resources),
+            settings.label_selector,
+            RouterActor,
+            self._deployment,
+        )
+
+    def existing(self) -> list[tuple[str, str]]:
+        ids = [self._deployment.worker_id(name) for name in list_named_actors()]
+        return [(worker_id, worker_id.partition("-")[0]) for worker_id in ids if worker_id]
+
+    def remember(self, replicas: Mapping[str, int]) -> None:
+        _kv().internal_kv_put(self._key, json.dumps(dict(replicas)).encode(), True, KV_NAMESPACE)
+
+    def recall(self) -> dict[str, int] | None:
+        kept = _kv().internal_kv_get(self._key, KV_NAMESPACE)
+        return json.loads(kept) if kept else None
+
+    def forget(self) -> None:
+        _kv().internal_kv_del(self._key, False, KV_NAMESPACE)
+
+    @property
+    def _key(self) -> bytes:
+        return f"targets-{self._deployment.config.name}".encode()
+
+
+def start_supervisor(deployment: Deployment) -> Any:
+    """Raises ConfigError if a cluster of that name already runs on this Ray."""
+    name = supervisor_name(deployment.config.name)
+    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+    try:
+        return ray.remote(SupervisorActor).options(**options).remote(deployment)
+    except ValueError as e:
+        raise ConfigError(
+            f"a cluster named {deployment.config.name!r} already runs on this Ray: stop it with "
+            f"`diptych stop --name {deployment.config.name}`, or choose another --name"
+        ) from e
+
+
+def find_supervisor(cluster: str) -> Any:
+    """Raises Unavailable if this Ray runs no cluster of that name."""
+    try:
+        return ray.get_actor(supervisor_name(cluster), namespace=NAMESPACE)
+    except ValueError as e:
+        raise Unavailable(f"no cluster named {cluster!r} runs on this Ray: start one with `diptych serve`") from e
+
+
+def _bundle(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
+    wanted = {"CPU": num_cpus, "GPU": num_gpus, **resources}
+    return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _kv() -> Any:
+    client = internal_kv_get_gcs_client()
+    assert client is not None, "this process is connected to Ray"
+    return client

@@ -1,0 +1,175 @@
+"""A Ray cluster to run on: ours, started here and ended with us, or one that is there already.
+
+Ours listens on loopback alone and refuses callers without the token; both are checked, not believed. Its processes die
+with this one even if it is killed (Ray has the kernel do that), so nothing of it can outlive us.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from ..workers.errors import ConfigError, Unavailable
+from .deployment import NAMESPACE
+
+# Ray counts logical CPUs to place actors, and each of ours takes one: on a laptop more workers than cores is a choice
+# that we let a person make, so the count must not stand in the way. Torch's threads are set apart from it.
+LOGICAL_CPUS = 64
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: nothing of ours travels through it
+CONNECT_S = 2.0
+END_S = 5.0
+LONGEST_TEMP_PATH = 40  # a Unix socket's path may have 107 characters, and Ray adds 60 of them
+
+
+@dataclass(frozen=True, slots=True)
+class RaySession:
+    address: str  # host:port of Ray's GCS
+    token_path: Path | None
+    is_ours: bool
+    temp_dir: Path | None = None  # Ray's sockets and logs, where they are ours
+    enforces_token: bool = True
+
+    def close(self, *, keep_logs: bool = False) -> None:
+        """Disconnect; end every process of a Ray that is ours and wait until they are gone."""
+        import ray
+
+        if self.is_ours:
+            _end_ours()
+        else:
+            ray.shutdown()
+        if self.temp_dir and not keep_logs:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
+    """Start a Ray of our own on loopback. Raises ConfigError if it would answer to a caller without the token."""
+    _set_environment(token_path, is_local=True)
+    import ray
+
+    _remove_stale_temp_dirs()
+    temp_dir = Path(tempfile.mkdtemp(prefix=f"diptych-{os.getpid()}-", dir=_temp_root()))
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, LOGICAL_CPUS),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            _temp_dir=str(temp_dir / "ray"),
+            **_quietly(),
+        )
+        address = ray.get_runtime_context().gcs_address
+        if not refuses_strangers(address):
+            raise ConfigError("Ray obeys callers without its token; install the version that pyproject.toml names")
+    except BaseException as e:
+        _end_ours()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        if isinstance(e, OSError | RuntimeError | ValueError):
+            raise Unavailable(f"Ray does not start: {_first_line(e)}. Try `diptych doctor`") from e
+        raise
+    return RaySession(address, token_path, is_ours=True, temp_dir=temp_dir)
+
+
+def _end_ours() -> None:
+    """Every process that this one started, whether Ray got to know of it or not."""
+    import ray
+
+    family = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    for process in psutil.wait_procs(family, timeout=END_S)[1]:
+        process.kill()
+    psutil.wait_procs(family, timeout=END_S)
+
+
+def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:
+    """Connect to a running Ray. Raises Unavailable if none answers there."""
+    _set_environment(token_path, is_local=is_local)
+    if address != "auto" and not _answers(address):
+        raise Unavailable(f"no Ray answers at {address}: start one with `ray start --head`, or unset RAY_ADDRESS")
+    import ray
+
+    try:
+        ray.init(address=address, **_quietly())
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise Unavailable(
+            f"cannot join the Ray at {address}: {reason}. Check RAY_ADDRESS and RAY_AUTH_TOKEN_PATH"
+        ) from e
+    found = ray.get_runtime_context().gcs_address
+    return RaySession(found, token_path, is_ours=False, enforces_token=refuses_strangers(found))
+
+
+def make_token(path: Path) -> Path:
+    """A new secret at `path`, readable by its owner alone."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def refuses_strangers(address: str) -> bool:
+    """Whether Ray's GCS turns away a caller without the token."""
+    import grpc
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        stub = gcs_service_pb2_grpc.InternalKVGcsServiceStub(channel)
+        try:
+            anything = cast(Any, gcs_service_pb2).InternalKVKeysRequest(namespace=b"", prefix=b"")
+            stub.InternalKVKeys(anything, timeout=CONNECT_S)
+        except grpc.RpcError as e:
+            return e.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    return False
+
+
+def _set_environment(token_path: Path | None, *, is_local: bool) -> None:
+    """Before Ray is first imported: it reads most of this once, and its processes inherit it."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    if token_path is not None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    if is_local:
+        # Makes Ray's own idea of this machine's address 127.0.0.1, and so all its servers listen there alone.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+def _quietly() -> dict[str, Any]:
+    return {"namespace": NAMESPACE, "logging_level": "ERROR", "log_to_driver": False}
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return False
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _temp_root() -> str:
+    root = tempfile.gettempdir()
+    return root if len(root) <= LONGEST_TEMP_PATH else "/tmp"
+
+
+def _remove_stale_temp_dirs() -> None:
+    """Those of processes that were killed before they could tidy up."""
+    for path in Path(_temp_root()).glob("diptych-*-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,56 @@
+"""One router's process: the front door over a Router, on its listeners. Knows no Ray; its fleet is told to it.
+
+ports bound -> tokenizer read -> router dials workers -> HTTP and gRPC listen ... -> listeners close, router hangs up
+"""
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from .deployment import Deployment
+from .fleet import WorkerInfo
+from .front_door import FrontDoor, Limits
+from .grpc_api import InferenceServer
+from .handles import RouterStarted
+from .http_api import make_app
+from .http_server import bind, serve_http
+from .policy import RoutingConfig
+from .router import Router
+from .tokenizer import Tokenizer
+
+GRACE_S = 2.0  # for open calls, when the process is stopped
+
+
+class RouterProcess:
+    """`start` and `stop` on one running event loop."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._config = deployment.config
+        settings = deployment.config.router
+        self._router = Router(RoutingConfig(max_in_flight=settings.max_requests), deployment.token)
+        self._stop = asyncio.Event()
+
+    def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
+        self._router.update_fleet(workers)
+
+    async def start(self) -> RouterStarted:
+        """Raises PortInUse, ConfigError or CheckpointError."""
+        settings = self._config.router
+        shares_port = settings.replicas > 1
+        # First, so that a port in use is told before the work of reading the tokenizer.
+        sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
+        door = FrontDoor(self._router, tokenizer, Limits(max_timeout_s=settings.request_timeout_s))
+        self._grpc = InferenceServer(door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port)
+        await self._router.start()
+        grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
+        app = make_app(door, settings.api_key)
+        self._http = asyncio.create_task(serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=settings.http_tls))
+        return RouterStarted(settings.host, sock.getsockname()[1], grpc_port, os.getpid())
+
+    async def stop(self) -> None:
+        """Take nothing new, give open calls a moment, end the rest with an error."""
+        self._stop.set()
+        await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
+        await self._router.stop()

@@ -1,0 +1,367 @@
+"""Keeps the fleet at its targets: starts, watches, drains and replaces workers and routers. Knows no Ray: a Launcher
+starts processes, WorkerControl talks to workers, plan.py decides.
+
+One task lives as long as each process that it watches, one loop plans; whatever a task learns wakes the loop.
+Routers follow the fleet by long-polling `watch_fleet`; while nobody supervises they keep their last view.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ..proto.worker_pb2 import LoadReport
+from ..workers.errors import CheckpointError, ConfigError, DiptychError
+from ..workers.scheduler import Role
+from ..workers.wire import ROLE_FROM_PROTO, ROLE_TO_PROTO
+from .autoscaler import Autoscaler, PoolCounters
+from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
+from .fleet import WorkerInfo
+from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle, WorkerStarted
+from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
+from .status import ClusterStatus, Failure, PoolStatus, RouterStatus, WorkerStatus
+from .worker_control import WorkerControl
+
+TICK_S = 1.0
+DRAIN_POLL_S = 0.1
+SILENT_S = 15.0  # a worker reports every half second: one silent this long hangs, and is replaced
+WATCH_S = 10.0
+
+log = logging.getLogger("diptych.supervisor")
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    worker_id: str
+    pool: str
+    phase: Phase = Phase.STARTING
+    since: float = field(default_factory=time.monotonic)  # of the phase
+    ready_at: float | None = None
+    started: WorkerStarted | None = None
+    control: WorkerControl | None = None
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def num_requests(self) -> int:
+        return self.control.num_requests if self.control else 0
+
+    def enter(self, phase: Phase) -> None:
+        self.phase, self.since = phase, time.monotonic()
+
+
+class Supervisor:
+    """`run` until cancelled, then `stop`. `token` is what workers ask of those who call them."""
+
+    def __init__(self, config: ClusterConfig, launcher: Launcher, token: str | None) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._token = token
+        self._replicas = launcher.recall() or config.pools.targets
+        self._groups = interchangeable(config.pools)
+        self._bounds: dict[str, tuple[int, int]] = {name: pool.bounds for name, pool in config.pools.items()}
+        self._autoscaler = Autoscaler(config)
+        self._workers: dict[str, _Worker] = {}
+        self._failures: dict[str, Failures] = {}
+        self._routers: dict[str, RouterStatus] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: Failure | None = None
+        self._was_ready = False
+        self._num_started = 0
+        self._wake = asyncio.Event()
+        # Later than any version of a supervisor before this one, so that its watchers see a change.
+        self._version = time.time_ns()
+        self._changed = asyncio.Event()
+        self._adopted = asyncio.Event()
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        for number in range(self._config.router.replicas):
+            self._spawn(self._keep_router(f"router-{number + 1}"))
+        await self._adopt()
+        # After a failure that starting again would not mend, nothing more is started.
+        while not self._failure:
+            self._wake.clear()
+            self._autoscale()
+            for action in plan(self._views(), self._targets(), self._failures, time.monotonic()):
+                self._apply(action)
+            self._was_ready = self._was_ready or self.status().state == "ready"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
+
+    async def stop(self) -> None:
+        """End every worker and router, with what they still run."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _adopt(self) -> None:
+        """Take over what an earlier supervisor started, before anybody is told of a fleet without it."""
+        for worker_id, pool in self._launcher.existing():
+            self._num_started = max(self._num_started, int(worker_id.rpartition("-")[2]))
+            self._start(worker_id, pool)
+        while any(w.phase is Phase.STARTING for w in self._workers.values()):
+            await self._changed.wait()
+        self._adopted.set()
+        self._publish()
+
+    def _apply(self, action: Action) -> None:
+        log.info("%s", action)
+        match action:
+            case Start():
+                self._num_started += 1
+                self._start(f"{action.pool}-{self._num_started}", action.pool)
+            case Stop():
+                self._end(self._workers[action.worker_id])
+            case Drain():
+                worker = self._workers[action.worker_id]
+                worker.enter(Phase.DRAINING)
+                self._publish()
+                self._spawn(self._drain(worker))
+            case SetRole():
+                self._workers[action.worker_id].pool = action.pool
+                self._publish()
+
+    def _start(self, worker_id: str, pool: str) -> None:
+        worker = _Worker(worker_id, pool)
+        self._workers[worker_id] = worker
+        worker.task = self._spawn(self._keep_worker(worker))
+        self._publish()
+
+    def _end(self, worker: _Worker) -> None:
+        worker.enter(Phase.STOPPING)
+        self._publish()
+        if worker.task:
+            worker.task.cancel()
+
+    def _spawn(self, life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(life)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # -- one worker -------------------------------------------------------------------------------------------------
+
+    async def _keep_worker(self, worker: _Worker) -> None:
+        handle: WorkerHandle | None = None
+        error = "stopped"
+        try:
+            handle = await self._launcher.worker(worker.worker_id, worker.pool)
+            worker.started = await handle.start()
+            worker.control = await WorkerControl.open(worker.started.address, self._token)
+            worker.ready_at = time.monotonic()
+            worker.enter(Phase.READY)
+            self._publish()
+            error = await self._until_dead(worker, handle, worker.control)
+        except DiptychError as e:
+            error = e.message
+            if not self._was_ready and isinstance(e, CheckpointError | ConfigError):
+                self._failure = Failure(type(e).__name__, e.message)
+        finally:
+            await self._bury(worker, handle, error)
+
+    async def _until_dead(self, worker: _Worker, handle: WorkerHandle, control: WorkerControl) -> str:
+        death = asyncio.ensure_future(handle.wait())
+        try:
+            while True:
+                done, _ = await asyncio.wait([death], timeout=TICK_S)
+                if done:
+                    return death.result()
+                if time.monotonic() - control.heard_at > SILENT_S:
+                    return f"it hangs: silent for {SILENT_S:g} s"
+                role = Role(worker.pool)
+                if worker.phase is Phase.READY and control.load.role != ROLE_TO_PROTO[role]:
+                    await control.set_role(role)
+        finally:
+            death.cancel()
+
+    async def _bury(self, worker: _Worker, handle: WorkerHandle | None, error: str) -> None:
+        was = worker.phase
+        del self._workers[worker.worker_id]
+        if was in (Phase.STARTING, Phase.READY):
+            now = time.monotonic()
+            lived_s = now - worker.ready_at if worker.ready_at else 0.0
+            before = self._failures.get(worker.pool, Failures())
+            message = f"{worker.worker_id}: {error}"
+            self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
+            log.warning("lost %s", message)
+        # First the routers' view, then the process: nobody should be sent to it meanwhile.
+        self._publish()
+        if worker.control:
+            await worker.control.close()
+        if handle:
+            await handle.kill()
+        self._wake.set()
+
+    async def _drain(self, worker: _Worker) -> None:
+        control = worker.control
+        assert control is not None
+        deadline = time.monotonic() + self._config.drain_timeout_s
+        try:
+            while time.monotonic() < deadline and not await control.is_drained():
+                if not control.load.draining:
+                    await control.drain()
+                await asyncio.sleep(DRAIN_POLL_S)
+        except DiptychError as e:
+            log.warning("%s could not be drained: %s", worker.worker_id, e)
+        if worker.phase is Phase.DRAINING and worker.worker_id in self._workers:
+            self._end(worker)
+
+    # -- one router -------------------------------------------------------------------------------------------------
+
+    async def _keep_router(self, router_id: str) -> None:
+        failures = Failures()
+        self._routers[router_id] = RouterStatus(router_id, "starting")
+        while True:
+            handle: RouterHandle | None = None
+            ready_at = None
+            try:
+                handle = await self._launcher.router(router_id)
+                self._routers[router_id] = _router_status(router_id, await handle.start(), failures.last_error)
+                ready_at = time.monotonic()
+                self._publish()
+                error = await handle.wait()
+            except DiptychError as e:
+                error = e.message
+                if not self._was_ready and isinstance(e, ConfigError):
+                    self._failure = Failure(type(e).__name__, e.message)
+            finally:
+                if handle:
+                    await handle.kill()
+            now = time.monotonic()
+            log.warning("lost %s: %s", router_id, error)
+            failures = after_failure(failures, error, lived_s=now - ready_at if ready_at else 0.0, now=now)
+            self._routers[router_id] = RouterStatus(router_id, "starting", last_error=error)
+            self._publish()
+            await asyncio.sleep(max(failures.retry_at - now, 0.0))
+
+    # -- the fleet, for routers -------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        self._version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self._wake.set()
+
+    async def watch_fleet(self, version: int) -> tuple[int, list[WorkerInfo]]:
+        """The fleet's version and workers, as soon as the version differs from `version` or after WATCH_S."""
+        await self._adopted.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S):
+                while self._version == version:
+                    await self._changed.wait()
+        return self._version, [
+            WorkerInfo(incarnation=w.started.incarnation, address=w.started.address, role=w.pool, pool=w.pool)
+            for w in self._workers.values()
+            if w.started and w.phase in (Phase.READY, Phase.DRAINING)
+        ]
+
+    # -- targets ----------------------------------------------------------------------------------------------------
+
+    def scale(self, replicas: Mapping[str, int]) -> None:
+        """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
+        for pool, number in replicas.items():
+            if pool not in self._bounds:
+                raise ConfigError(f"there is no pool {pool!r}; pools: {', '.join(self._bounds)}")
+            low, high = self._bounds[pool]
+            if low < high:
+                raise ConfigError(f"pool {pool} scales by itself between {low} and {high}: change min/max_replicas")
+            if not 0 <= number <= MAX_REPLICAS:
+                raise ConfigError(f"{pool}={number}: a pool has between 0 and {MAX_REPLICAS} workers")
+        wanted = self._replicas | dict(replicas)
+        try:
+            check_targets(wanted)
+        except ValueError as e:
+            raise ConfigError(str(e)) from e
+        self._retarget(wanted)
+
+    def _retarget(self, replicas: dict[str, int]) -> None:
+        for pool, number in replicas.items():
+            if number != self._replicas[pool]:
+                # A person who asks again does not want to wait for an old failure's back-off.
+                self._failures.pop(pool, None)
+        self._replicas = replicas
+        self._launcher.remember(replicas)
+        self._wake.set()
+
+    def _autoscale(self) -> None:
+        decided = self._autoscaler.look(self._loads(), time.monotonic())
+        if any(self._replicas[pool] != number for pool, number in decided.items()):
+            log.info("autoscaler: %s", decided)
+            self._retarget(self._replicas | decided)
+
+    def _targets(self) -> Targets:
+        return Targets(self._replicas, self._groups)
+
+    def _views(self) -> Iterable[WorkerView]:
+        return [WorkerView(w.worker_id, w.pool, w.phase, w.num_requests) for w in self._workers.values()]
+
+    def _loads(self) -> dict[str, PoolCounters]:
+        by_pool: dict[str, list[LoadReport]] = {}
+        for worker in self._workers.values():
+            if worker.phase is Phase.READY and worker.control:
+                by_pool.setdefault(worker.pool, []).append(worker.control.load)
+        return {pool: PoolCounters.of(reports) for pool, reports in by_pool.items()}
+
+    # -- status -----------------------------------------------------------------------------------------------------
+
+    def status(self) -> ClusterStatus:
+        now = time.monotonic()
+        return ClusterStatus(
+            name=self._config.name,
+            model=self._config.model,
+            supervisor_pid=os.getpid(),
+            pools=tuple(self._pool_status(pool, now) for pool in self._replicas),
+            workers=tuple(_worker_status(w, now) for w in self._workers.values()),
+            routers=tuple(self._routers.values()),
+            failure=self._failure,
+        )
+
+    def _pool_status(self, pool: str, now: float) -> PoolStatus:
+        phases = [w.phase for w in self._workers.values() if w.pool == pool]
+        failures = self._failures.get(pool, Failures())
+        low, high = self._bounds[pool]
+        return PoolStatus(
+            name=pool,
+            target=self._replicas[pool],
+            num_ready=phases.count(Phase.READY),
+            num_starting=phases.count(Phase.STARTING),
+            num_draining=phases.count(Phase.DRAINING) + phases.count(Phase.STOPPING),
+            min_replicas=low,
+            max_replicas=high,
+            num_failures=failures.count,
+            last_error=failures.last_error,
+            retry_in_s=max(failures.retry_at - now, 0.0),
+        )
+
+
+def _worker_status(worker: _Worker, now: float) -> WorkerStatus:
+    started = worker.started
+    load = worker.control.load if worker.control else LoadReport()
+    role = ROLE_FROM_PROTO.get(load.role)
+    return WorkerStatus(
+        worker_id=worker.worker_id,
+        pool=worker.pool,
+        role=role.value if role else worker.pool,
+        phase=worker.phase.value,
+        phase_s=now - worker.since,
+        address=started.address if started else None,
+        node=started.node if started else None,
+        pid=started.pid if started else None,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_blocks=load.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_leased_blocks=load.num_leased_blocks,
+        num_prefill_tokens=load.num_prefill_tokens,
+        num_decode_tokens=load.num_decode_tokens,
+    )
+
+
+def _router_status(router_id: str, started: RouterStarted, last_error: str) -> RouterStatus:
+    return RouterStatus(router_id, "ready", started.host, started.http_port, started.grpc_port, started.pid, last_error)

@@ -1,0 +1,207 @@
+"""JSON -> GenerationSpec: what is understood, what is ignored, and how what is wrong is named."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.cluster.front_door import Chat
+from diptych.cluster.openai_types import ChatBody, CompletionBody, parse
+from diptych.workers.errors import InvalidRequest
+from diptych.workers.request import SamplingParams
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def completion(**body: Any) -> CompletionBody:
+    return parse(CompletionBody, json.dumps({"prompt": "x"} | body).encode())
+
+
+def chat(**body: Any) -> ChatBody:
+    return parse(ChatBody, json.dumps({"messages": USER} | body).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [(1, 2)]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        ([], []),
+        ([[]], [()]),
+    ],
+)
+def test_the_four_kinds_of_prompt(prompt: object, prompts: list[object]) -> None:
+    assert list(completion(prompt=prompt).spec().prompts) == prompts
+
+
+def test_defaults_are_openais() -> None:
+    spec = completion().spec()
+    assert spec.sampling == SamplingParams()
+    assert (spec.n, spec.stop, spec.seed, spec.max_tokens, spec.default_max_tokens) == (1, (), None, None, 16)
+    assert chat().spec().default_max_tokens is None
+
+
+def test_sampling_parameters() -> None:
+    spec = chat(
+        temperature=0, top_p=0.5, presence_penalty=1, frequency_penalty=-1, logit_bias={"5": -100, "6": 1.5}, seed=-3,
+        n=2, stop="x", top_k=4, min_p=0.1, repetition_penalty=1.2, min_tokens=2, stop_token_ids=[7], ignore_eos=True,
+        logprobs=True, top_logprobs=3, timeout_s=4.5, model="m",
+    ).spec()  # fmt: skip
+    assert spec.sampling == SamplingParams(
+        temperature=0, top_k=4, top_p=0.5, min_p=0.1, repetition_penalty=1.2, presence_penalty=1, frequency_penalty=-1,
+        logit_bias={5: -100.0, 6: 1.5}, min_tokens=2, stop_token_ids=(7,), ignore_eos=True, logprobs=3,
+    )  # fmt: skip
+    assert (spec.n, spec.stop, spec.seed, spec.timeout_s, spec.model) == (2, ("x",), -3, 4.5, "m")
+
+
+def test_null_means_not_given() -> None:
+    names = [name for name in ChatBody.model_fields if name != "messages"]
+    assert chat(**dict.fromkeys(names)).spec() == chat().spec()
+
+
+@pytest.mark.parametrize("top_k", [0, -1, None])
+def test_top_k_off(top_k: int | None) -> None:
+    assert completion(top_k=top_k).spec().sampling.top_k == 0
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    assert chat(max_tokens=5).spec().max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).spec().max_tokens == 7
+
+
+def test_messages() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+    ]
+    (prompt,) = chat(messages=messages, chat_template_kwargs={"enable_thinking": False}).spec().prompts
+    assert isinstance(prompt, Chat)
+    assert list(prompt.messages) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "Ann"},
+        {"role": "assistant", "content": "c"},
+    ]
+    assert prompt.template_options == {"enable_thinking": False}
+
+
+def test_what_nobody_knows_is_ignored_and_what_does_no_harm_accepted() -> None:
+    harmless = {"user": "me", "store": True, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    assert chat(**harmless, frobnicate={"a": [1]}, modalities=["text"]).spec() == chat().spec()
+    assert completion(suffix=None, best_of=2, n=2).spec() == completion(n=2).spec()
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"best_of": 2}, "best_of", "not supported beyond n"),
+        ({"echo": True, "logprobs": 1}, "echo", "not supported"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+        ({"prompt": 5}, "prompt", "must be a string, an array of strings, an array of token ids"),
+        ({"prompt": [1, "a"]}, "prompt", "must be"),
+        ({"prompt": [True]}, "prompt", "must be"),
+        ({"prompt": [1.5]}, "prompt", "must be"),
+        ({"prompt": None}, "prompt", "must be"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"temperature": float("nan")}, "temperature", "finite"),
+        ({"top_p": float("inf")}, "top_p", "finite"),
+        ({"n": 1.0}, "n", "valid integer"),
+        ({"n": "1"}, "n", "valid integer"),
+        ({"max_tokens": True}, "max_tokens", "valid integer"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"seed": 1 << 64}, "seed", "less than"),
+        ({"seed": -(1 << 63) - 1}, "seed", "greater than"),
+        ({"stop": [1]}, "stop", "a string or an array of strings"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "object of token ids"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "object of token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "object of token ids"),
+        ({"logit_bias": {"1": True}}, "logit_bias", "object of token ids"),
+        ({"logit_bias": {"1": float("nan")}}, "logit_bias", r"in \[-100, 100\]"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias", r"in \[-100, 100\]"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"logit_bias": [1]}, "logit_bias", "object of token ids"),
+        ({"stream_options": 5, "stream": True}, "stream_options", "stream_options"),
+        ({"model": 5}, "model", "valid string"),
+    ],
+)
+def test_what_is_wrong_with_a_completion_is_named(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        completion(**body).spec()
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"functions": [{}]}, "functions", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
+        ({"audio": {"voice": "x"}}, "audio", "not supported"),
+        ({"chat_template": "{{ x }}"}, "chat_template", "not supported"),
+        ({"continue_final_message": True}, "continue_final_message", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", r"in \[0, 20\], got 21"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", r"in \[0, 20\], got -1"),
+        ({"logprobs": 5}, "logprobs", "valid boolean"),
+        ({"messages": "hi"}, "messages", "valid array"),
+        ({"messages": [5]}, "messages[0]", "object"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role", "'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "string"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content", "messages"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls", "tools"),
+    ],
+)
+def test_what_is_wrong_with_a_chat_is_named(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        chat(**body).spec()
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\\ud800"}', b"\xff\xfe", b"nan", b"[" * 100_000, b'"a" "b"'])
+def test_what_is_no_json(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parse(CompletionBody, body)
+
+
+@pytest.mark.parametrize("body", [b"5", b"null", b"[]", b'"prompt"', b"NaN"])
+def test_what_is_no_object(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="must be a JSON object"):
+        parse(CompletionBody, body)
+
+
+@pytest.mark.parametrize(("kind", "param"), [(CompletionBody, "prompt"), (ChatBody, "messages")])
+def test_what_is_missing(kind: type[CompletionBody], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{param} is missing") as caught:
+        parse(kind, b"{}")
+    assert caught.value.param == param
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), kind=st.sampled_from([CompletionBody, ChatBody]))
+def test_any_values_are_understood_or_refused(data: st.DataObject, kind: type[CompletionBody]) -> None:
+    names = [*kind.model_fields, "tools", "response_format", "suffix", "audio", "unheard_of"]
+    body = data.draw(st.dictionaries(st.sampled_from(names), JSON, max_size=4))
+    try:
+        parse(kind, json.dumps({"prompt": "x", "messages": USER} | body).encode()).spec()
+    except InvalidRequest as e:
+        assert e.message

@@ -67,6 +67,7 @@ class Supervisor:
         self._failures: dict[str, Failures] = {}
         self._routers: dict[str, RouterStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._burials: set[asyncio.Task[None]] = set()
         self._failure: Failure | None = None
         self._was_ready = False
         self._num_started = 0
@@ -99,6 +100,7 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._burials)
 
     async def _adopt(self) -> None:
         """Take over what an earlier supervisor started, before anybody is told of a fleet without it."""
@@ -140,9 +142,12 @@ class Supervisor:
             worker.task.cancel()
 
     def _spawn(self, life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        return self._keep(self._tasks, life)
+
+    def _keep(self, tasks: "set[asyncio.Task[None]]", life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(life)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         return task
 
     # -- one worker -------------------------------------------------------------------------------------------------
@@ -163,7 +168,8 @@ class Supervisor:
             if not self._was_ready and isinstance(e, CheckpointError | ConfigError):
                 self._failure = Failure(type(e).__name__, e.message)
         finally:
-            await self._bury(worker, handle, error)
+            # A task of its own: whoever cancels this one again must not interrupt the end of the process.
+            self._keep(self._burials, self._bury(worker, handle, error))
 
     async def _until_dead(self, worker: _Worker, handle: WorkerHandle, control: WorkerControl) -> str:
         death = asyncio.ensure_future(handle.wait())
@@ -181,9 +187,7 @@ class Supervisor:
             death.cancel()
 
     async def _bury(self, worker: _Worker, handle: WorkerHandle | None, error: str) -> None:
-        was = worker.phase
-        del self._workers[worker.worker_id]
-        if was in (Phase.STARTING, Phase.READY):
+        if worker.phase in (Phase.STARTING, Phase.READY):
             now = time.monotonic()
             lived_s = now - worker.ready_at if worker.ready_at else 0.0
             before = self._failures.get(worker.pool, Failures())
@@ -191,12 +195,15 @@ class Supervisor:
             self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
             log.warning("lost %s", message)
         # First the routers' view, then the process: nobody should be sent to it meanwhile.
-        self._publish()
+        if worker.phase is not Phase.STOPPING:
+            worker.enter(Phase.STOPPING)
+            self._publish()
         if worker.control:
             await worker.control.close()
         if handle:
             await handle.kill()
-        self._wake.set()
+        del self._workers[worker.worker_id]
+        self._publish()
 
     async def _drain(self, worker: _Worker) -> None:
         control = worker.control
@@ -209,7 +216,7 @@ class Supervisor:
                 await asyncio.sleep(DRAIN_POLL_S)
         except DiptychError as e:
             log.warning("%s could not be drained: %s", worker.worker_id, e)
-        if worker.phase is Phase.DRAINING and worker.worker_id in self._workers:
+        if worker.phase is Phase.DRAINING:
             self._end(worker)
 
     # -- one router -------------------------------------------------------------------------------------------------
@@ -219,6 +226,7 @@ class Supervisor:
         self._routers[router_id] = RouterStatus(router_id, "starting")
         while True:
             handle: RouterHandle | None = None
+            burial: asyncio.Task[None] | None = None
             ready_at = None
             try:
                 handle = await self._launcher.router(router_id)
@@ -232,7 +240,9 @@ class Supervisor:
                     self._failure = Failure(type(e).__name__, e.message)
             finally:
                 if handle:
-                    await handle.kill()
+                    burial = self._keep(self._burials, handle.kill())
+            if burial:
+                await burial
             now = time.monotonic()
             log.warning("lost %s: %s", router_id, error)
             failures = after_failure(failures, error, lived_s=now - ready_at if ready_at else 0.0, now=now)

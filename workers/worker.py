@@ -96,7 +96,7 @@ def parse_args(argv: list[str]) -> WorkerConfig:
         elif name == "transports":
             parser.add_argument(flag, default=default, type=lambda v: v if v == "auto" else tuple(v.split(",")))
         else:
-            parser.add_argument(flag, default=default, type=types.get(name, type(default) if default else str))
+            parser.add_argument(flag, default=default, type=types.get(name, str if default is None else type(default)))
     return WorkerConfig(**vars(parser.parse_args(argv)))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+
 from diptych.proto import worker_pb2, worker_pb2_grpc
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

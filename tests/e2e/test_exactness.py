@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from diptych.cluster.fleet import WorkerInfo
+from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import Request, SamplingParams
@@ -61,7 +62,7 @@ async def compare(router: Router, cases: Cases) -> None:
 
 @asynccontextmanager
 async def routed(infos: list[WorkerInfo]) -> AsyncIterator[Router]:
-    router = Router()
+    router = Router(RoutingConfig())
     await router.start()
     router.update_fleet(infos)
     try:

@@ -1,0 +1,114 @@
+"""Workers that die or stop under load: every request still gives exactly its tokens, and nothing is kept."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from diptych.cluster.fleet import WorkerInfo
+from diptych.cluster.policy import RoutingConfig
+from diptych.cluster.router import Router
+from diptych.workers.request import Request, SamplingParams
+
+from ..checkpoints import make_checkpoint, untied_prompts
+from .harness import WorkerHandle, assert_nothing_leaked, workers
+
+ROLES = ["prefill", "prefill", "decode", "decode"]
+NUM_TOKENS = 200
+LENGTHS = (3, 40, 90, 200)
+WHILE_PREFILLING = 1  # the first token: other prompts are being computed, or pulled
+WHILE_DECODING = len(LENGTHS) * 4 * NUM_TOKENS // 10
+Cases = list[tuple[list[int], list[int]]]
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
+    path = make_checkpoint(tmp_path_factory.mktemp("death") / "llama", "llama", seed=5)
+    return path, untied_prompts(path, seed=21, lengths=LENGTHS * 4, max_tokens=NUM_TOKENS)
+
+
+@asynccontextmanager
+async def routed(handles: list[WorkerHandle]) -> AsyncIterator[Router]:
+    router = Router(RoutingConfig(worker_timeout_s=2.0))
+    await router.start()
+    router.update_fleet(WorkerInfo(h.incarnation, h.address, h.role, h.role) for h in handles)
+    try:
+        yield router
+    finally:
+        await router.stop()
+
+
+async def answer(router: Router, number: int, prompt: list[int], on_token: Callable[[], None]) -> list[int]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    tokens: list[int] = []
+    async for delta in router.stream(Request(f"request-{number}", tuple(prompt), sampling, timeout_s=120.0)):
+        tokens += delta.token_ids
+        on_token()
+    return tokens
+
+
+async def under_load(router: Router, cases: Cases, fault: Callable[[], None], *, strike_at: int) -> None:
+    """All prompts at once; `fault` strikes when so many tokens are out."""
+    num_out = 0
+
+    def count() -> None:
+        nonlocal num_out
+        num_out += 1
+        if num_out == strike_at:
+            fault()
+
+    calls = [answer(router, i, prompt, count) for i, (prompt, _) in enumerate(cases)]
+    assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
+
+
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+@pytest.mark.parametrize("strike_at", [WHILE_PREFILLING, WHILE_DECODING])
+@pytest.mark.parametrize("victim", [0, 2], ids=["prefill", "decode"])
+def test_killed_under_load(checkpoint: tuple[Path, Cases], victim: int, strike_at: int, transport: str) -> None:
+    path, cases = checkpoint
+
+    async def test(handles: list[WorkerHandle]) -> None:
+        async with routed(handles) as router:
+            await under_load(router, cases, handles[victim].kill, strike_at=strike_at)
+            assert [s.is_up for s in router.snapshot()].count(False) == 1
+
+    with workers(path, ROLES, dtype="float32", transports=transport, threads=1, lease_s=2.0) as handles:
+        asyncio.run(test(handles))
+        assert_nothing_leaked([h for i, h in enumerate(handles) if i != victim])
+
+
+def test_both_sides_killed_at_once(checkpoint: tuple[Path, Cases]) -> None:
+    path, cases = checkpoint
+
+    async def test(handles: list[WorkerHandle]) -> None:
+        def kill_both() -> None:
+            handles[0].kill()
+            handles[2].kill()
+
+        async with routed(handles) as router:
+            await under_load(router, cases, kill_both, strike_at=WHILE_PREFILLING)
+
+    with workers(path, ROLES, dtype="float32", threads=1, lease_s=2.0) as handles:
+        asyncio.run(test(handles))
+        assert_nothing_leaked([handles[1], handles[3]])
+
+
+def test_a_stopped_worker_is_left_and_may_come_back(
+    checkpoint: tuple[Path, Cases],
+) -> None:
+    path, cases = checkpoint
+
+    async def test(handles: list[WorkerHandle]) -> None:
+        async with routed(handles) as router:
+            await under_load(router, cases, lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING)
+            handles[2].send(signal.SIGCONT)
+            await under_load(router, cases, lambda: None, strike_at=WHILE_DECODING)
+
+    with workers(path, ROLES, dtype="float32", threads=1, lease_s=2.0) as handles:
+        asyncio.run(test(handles))
+        assert_nothing_leaked(handles)

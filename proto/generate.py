@@ -1,5 +1,6 @@
 """Regenerate the committed protobuf modules: `python proto/generate.py [OUT]` (default: this folder)."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ PROTOS = ("inference", "kv", "worker")
 
 def generate(out: Path) -> None:
     """Write `*_pb2.py`, `*_pb2_grpc.py` and their stubs for every .proto file into `out`."""
+    # Plugins are looked up on PATH, where an environment that is not activated is missing.
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with tempfile.TemporaryDirectory() as tmp:
         subprocess.run(
             [
@@ -26,6 +29,7 @@ def generate(out: Path) -> None:
                 *(f"diptych/proto/{name}.proto" for name in PROTOS),
             ],
             check=True,
+            env=os.environ | path,
         )
         for path in sorted(Path(tmp, "diptych", "proto").iterdir()):
             # The package imports relatively, so that every tool resolves it by path.

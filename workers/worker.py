@@ -6,6 +6,7 @@ The line that it prints when it is ready is JSON: {"address": ..., "incarnation"
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 import threading
@@ -14,13 +15,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from .errors import DiptychError
-from .model_runner import ModelRunner, ModelRunnerConfig
+from .runner import Runner
 from .service import WorkerAddress, WorkerService
 from .worker_config import WorkerConfig
 
 
-def load_runner(config: WorkerConfig) -> ModelRunner:
+def load_runner(config: WorkerConfig) -> Runner:
     """Raises CheckpointError or ConfigError."""
+    # Read when torch is first imported. Threads that spin while they wait take the cores from the other workers of the
+    # machine: a step took up to a hundred times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from .model_runner import ModelRunner, ModelRunnerConfig
+
     return ModelRunner.load(
         ModelRunnerConfig(
             model_path=Path(config.model),

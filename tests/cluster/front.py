@@ -55,7 +55,9 @@ class Echo:
         self.laps = laps
         self.requests: list[Request] = []
         self.closed: list[str] = []
+        self.num_delivered = 0  # deltas, over all streams
         self.all_closed = threading.Event()  # set while no stream is open, once one was
+        self._started = (0, threading.Event())
         self.gate = asyncio.Event()
         self.gate.set()
         self.gate_after = 0
@@ -64,6 +66,17 @@ class Echo:
         self.model_error: DiptychError | None = None
         self.ready = True
         self.tokens_a_delta = 1
+
+    def all_started(self, num: int) -> threading.Event:
+        """Set as soon as so many streams have begun."""
+        self._started = (num, threading.Event())
+        self._note_started()
+        return self._started[1]
+
+    def _note_started(self) -> None:
+        num, event = self._started
+        if len(self.requests) >= num:
+            event.set()
 
     def model(self) -> ModelInfo:
         if self.model_error:
@@ -79,6 +92,7 @@ class Echo:
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)
         self.all_closed.clear()
+        self._note_started()
         try:
             made = 0
             for tokens in self._answer(request):
@@ -91,6 +105,7 @@ class Echo:
                 finish = FinishReason.STOP if is_end else None
                 if finish is None and made == request.sampling.max_tokens:
                     finish = FinishReason.LENGTH
+                self.num_delivered += 1
                 cached = 3 if made == len(tokens) else 0
                 yield TokenDelta(tuple(tokens), _logprobs(request, tokens), finish, cached)
                 await asyncio.sleep(0)

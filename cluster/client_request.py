@@ -88,6 +88,8 @@ def build_request(
         elif prompt is not None:
             request.tokens.ids.extend(prompt)
             request.tokens.SetInParent()
+        if messages is not None:
+            request.chat.SetInParent()
         for message in messages or ():
             request.chat.messages.add(role=message["role"], content=message["content"])
     except (ValueError, TypeError, KeyError) as e:

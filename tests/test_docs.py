@@ -11,7 +11,7 @@ from diptych.cluster.config import ClusterConfig, PoolConfig, RouterConfig, Serv
 from diptych.cluster.config_file import build
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/**/*.md"), *ROOT.glob("examples/**/*.md")])
+PAGES = sorted(p for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md") for p in ROOT.glob(pattern))
 
 
 @pytest.mark.parametrize("settings", [ClusterConfig, PoolConfig, RouterConfig, ServiceLevel])

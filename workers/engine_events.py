@@ -50,14 +50,6 @@ class HandoffEnded:
     error: DiptychError
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A sink's own blocks for an arriving prompt; the first `num_held` hold their KV already (prefix cache)."""
-
-    block_ids: tuple[int, ...]
-    num_held: int
-
-
 HandoffEvent = SegmentReady | HandoffSealed | HandoffEnded
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .block_manager import BlockManager
-from .engine_events import HandoffEnded, HandoffEvent, HandoffSealed, Reservation, SegmentReady
+from .engine_events import HandoffEnded, HandoffEvent, HandoffSealed, SegmentReady
 from .errors import DiptychError, HandoffError, RequestAborted
+from .handoff_types import Reservation
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus

@@ -10,8 +10,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from .engine import Engine, internal
-from .engine_events import Reservation, StepOutput
+from .engine_events import StepOutput
 from .errors import DiptychError, Unavailable
+from .handoff_types import Reservation
 
 T = TypeVar("T")
 IDLE_WAIT_S = 1.0

@@ -108,6 +108,10 @@ class LayoutMismatch(HandoffError):
 class TransportError(HandoffError):
     code = "transport_error"
 
+    def __init__(self, message: str, *, may_still_land: bool = False) -> None:
+        super().__init__(message)
+        self.may_still_land = may_still_land  # bytes of the failed read may arrive later
+
 
 class ConfigError(DiptychError):
     code = "config_error"

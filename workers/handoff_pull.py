@@ -37,6 +37,7 @@ from .handoff_types import (
     Read,
     Release,
     Renew,
+    Reservation,
     Reserve,
     Seal,
     Segment,
@@ -53,12 +54,6 @@ ABANDON_TIMEOUT_S = 1.0
 MAX_READS = 4  # at a time
 
 log = logging.getLogger("diptych.handoff")
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    block_ids: tuple[int, ...]  # the whole table for the prompt
-    num_held: int  # leading positions that are valid already (prefix cache)
 
 
 @dataclass(frozen=True, slots=True)

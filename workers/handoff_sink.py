@@ -12,11 +12,11 @@ import grpc.aio
 from ..proto import kv_pb2_grpc, worker_pb2
 from .channel import open_channel
 from .errors import RequestAborted, Unavailable, WorkerLost
-from .handoff_pull import Errand, Pull, PullResult, Reservation, SinkPort, Surroundings
+from .handoff_pull import Errand, Pull, PullResult, SinkPort, Surroundings
 from .kv_layout import KVLayout, KVMemory
 from .transport.base import Transport
 
-__all__ = ["HandoffSink", "PullResult", "Reservation", "SinkPort"]
+__all__ = ["HandoffSink", "PullResult", "SinkPort"]
 
 MAX_IDLE_CHANNELS = 16
 CLOSE_S = 2.0

@@ -145,6 +145,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Reservation:
+    """The engine's answer: blocks for the whole prompt, of which the first `num_held` hold its KV already."""
+
+    block_ids: tuple[int, ...]
+    num_held: int
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The blocks hold the KV of `num_computed` tokens; the sequence continues after `output_token_ids`."""
 

@@ -3,8 +3,9 @@
 import random
 
 import pytest
+
 from diptych.workers.engine import Engine
-from diptych.workers.engine_events import HandoffEnded, HandoffSealed, Reservation, SegmentReady, StepOutput, TokenEvent
+from diptych.workers.engine_events import HandoffEnded, HandoffSealed, SegmentReady, StepOutput, TokenEvent
 from diptych.workers.errors import (
     DeadlineExceeded,
     DiptychError,
@@ -14,6 +15,7 @@ from diptych.workers.errors import (
     RequestAborted,
 )
 from diptych.workers.fake_runner import FakeRunner, fake_output
+from diptych.workers.handoff_types import Reservation
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
 from diptych.workers.sequence import FinishReason

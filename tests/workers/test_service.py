@@ -7,6 +7,9 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from diptych.workers.channel import open_channel
 from diptych.workers.errors import ConfigError, PortInUse
@@ -15,8 +18,6 @@ from diptych.workers.request import Request
 from diptych.workers.service import WorkerService
 from diptych.workers.wire import submit_from_request
 from diptych.workers.worker_config import WorkerConfig
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from .sequences import make_request
 

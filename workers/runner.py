@@ -1,0 +1,48 @@
+"""What an engine needs of the thing that computes: ModelRunner (torch) and FakeRunner (by hand) both are Runners."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..proto import inference_pb2
+from .kv_layout import KVLayout, KVMemory
+from .sequence import Batch, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    def to_proto(self, version: str) -> inference_pb2.ModelInfo:
+        return inference_pb2.ModelInfo(
+            name=self.name,
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            max_context_tokens=self.max_context_tokens,
+            eos_token_ids=self.eos_token_ids,
+            dtype=self.dtype,
+            version=version,
+        )
+
+
+class Runner(Protocol):
+    """Owns weights and KV memory. `max_context_tokens` never exceeds what the KV memory can hold."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def memory(self) -> KVMemory: ...
+
+    def run(self, batch: Batch) -> list[SampledToken]:
+        """Compute the batch's new tokens into the cache; one sampled token for each entry that `samples`, in order."""
+        ...
+
+    def close(self) -> None: ...

@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from .errors import DiptychError
+from .load_bar import load_bar
 from .runner import Runner
 from .service import WorkerAddress, WorkerService
 from .worker_config import WorkerConfig
@@ -27,19 +28,19 @@ def load_runner(config: WorkerConfig) -> Runner:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .model_runner import ModelRunner, ModelRunnerConfig
 
-    return ModelRunner.load(
-        ModelRunnerConfig(
-            model_path=Path(config.model),
-            served_model_name=config.served_model_name,
-            dtype=config.dtype,
-            device=config.device,
-            num_threads=config.threads,
-            block_size=config.block_size,
-            kv_memory_bytes=config.kv_memory_bytes,
-            kv_memory_fraction=config.kv_memory_fraction,
-            max_context_tokens=config.max_context_tokens,
-        )
+    settings = ModelRunnerConfig(
+        model_path=Path(config.model),
+        served_model_name=config.served_model_name,
+        dtype=config.dtype,
+        device=config.device,
+        num_threads=config.threads,
+        block_size=config.block_size,
+        kv_memory_bytes=config.kv_memory_bytes,
+        kv_memory_fraction=config.kv_memory_fraction,
+        max_context_tokens=config.max_context_tokens,
     )
+    with load_bar(config.model) as progress:
+        return ModelRunner.load(settings, progress)
 
 
 async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop: asyncio.Event) -> None:

@@ -1,0 +1,168 @@
+"""One cluster on the shipped model as its clients know it: OpenAI's library, gRPC stubs, many at once, bad input."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from diptych.proto import inference_pb2, inference_pb2_grpc
+
+from .cluster_harness import Served, serving
+
+MODEL = "tiny"
+QUESTION = [{"role": "user", "content": "What is Diptych?"}]
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("clients")
+    with serving(home, "--prefill", "1", "--decode", "1", model=MODEL) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served: Served) -> Iterator[None]:
+    """After each test the cluster answers, and no worker holds a block for anyone."""
+    yield
+    with httpx.Client(base_url=served.http_address) as client:
+        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    served.assert_nothing_is_held()
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.http_address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_chat_streamed_and_not_say_the_same(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    text, finish, usage = "", None, None
+    stream = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in stream:
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+            finish = chunk.choices[0].finish_reason or finish
+        usage = chunk.usage or usage
+    assert text == whole.choices[0].message.content
+    assert "prefill" in text.lower()
+    assert finish == whole.choices[0].finish_reason == "stop"
+    assert usage is not None and whole.usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+def test_completions_with_n_stop_seed_and_logprobs(client: openai.OpenAI) -> None:
+    ask = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "seed": 7, "n": 3, "logprobs": 2}
+    first, second = client.completions.create(**ask), client.completions.create(**ask)
+    texts = [c.text for c in first.choices]
+    assert texts == [c.text for c in second.choices]
+    assert len(set(texts)) > 1
+    for choice in first.choices:
+        assert choice.logprobs is not None
+        assert "".join(choice.logprobs.tokens or []) == choice.text
+        assert all(p <= 0 for p in choice.logprobs.token_logprobs or [])
+    greedy = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 0}
+    text = client.completions.create(**greedy).choices[0].text
+    stop = text[8:12]
+    stopped = client.completions.create(**greedy, stop=[stop]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_models_health_and_metrics(served: Served, client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == [MODEL]
+    with httpx.Client(base_url=served.http_address) as plain:
+        assert plain.get("/health").status_code == 200
+        assert "diptych_" in plain.get("/metrics").text
+
+
+def test_plain_grpc_stubs(served: Served) -> None:
+    with grpc.insecure_channel(served.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        model = stub.GetModel(inference_pb2.GetModelRequest())
+        assert model.name == MODEL
+        request = inference_pb2.GenerateRequest(
+            chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**QUESTION[0])]),
+            sampling=inference_pb2.SamplingParams(temperature=0.0),
+        )
+        answers = list(stub.Generate(request, timeout=60))
+        assert answers[-1].finish_reason == inference_pb2.FINISH_REASON_STOP
+        assert "prefill" in "".join(a.text for a in answers).lower()
+        assert answers[-1].usage.completion_tokens == sum(len(a.token_ids) for a in answers)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(inference_pb2.GenerateRequest(text=""), timeout=60))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_two_hundred_streams_at_once_lose_nothing(served: Served) -> None:
+    async def one(client: openai.AsyncOpenAI, number: int) -> int:
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt=[3 + (number * 7 + i) % 400 for i in range(1 + number)],
+            max_tokens=32,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        finish, usage = None, 0
+        async for chunk in stream:
+            if chunk.choices:
+                finish = chunk.choices[0].finish_reason or finish
+            if chunk.usage:
+                usage = chunk.usage.completion_tokens
+        assert finish == "length"
+        return usage
+
+    async def main() -> list[int]:
+        url = f"{served.http_address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(200)))
+
+    assert asyncio.run(main()) == [32] * 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ('{"model": "tiny", "prompt": ', 400, None),
+        ("[]", 400, None),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [3] * 5000}, 400, "prompt"),
+        ({"prompt": "word " * 100_000}, 400, "prompt"),
+        ({"prompt": "a", "max_tokens": 1_000_000}, 400, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ({"prompt": "a", "temperature": -0.5}, 400, "temperature"),
+        ('{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, None),
+        ({"prompt": "a", "n": 10_000}, 400, "n"),
+        ({"prompt": [999_999]}, 400, "prompt"),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "model"),
+    ],
+)
+def test_bad_input_is_told_by_name(served: Served, body: object, status: int, param: str | None) -> None:
+    content = body if isinstance(body, str) else json.dumps({"model": MODEL} | body if isinstance(body, dict) else body)
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=served.http_address, timeout=60) as plain:
+        answer = plain.post("/v1/completions", content=content, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert error["message"] and error["type"]
+    assert param is None or error["param"] == param
+
+
+def test_a_client_that_leaves_frees_its_blocks(served: Served) -> None:
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    with httpx.Client(base_url=served.http_address, timeout=60) as plain:
+        for _ in range(4):
+            with plain.stream("POST", "/v1/completions", json=body) as answer:
+                assert "data:" in next(answer.iter_lines())
+    served.assert_nothing_is_held()

@@ -111,7 +111,7 @@ class RequestRecord:
         self.error: DiptychError | None = None
         self.excluded: set[str] = set()  # workers that failed this request
         self.num_failures = 0
-        self.num_attempts = 0
+        self.num_attempts = 0  # begun, and offers that another sink was sent to
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
         self._max_attempts = max_attempts
         self._wants_logprobs = request.sampling.logprobs is not None
@@ -183,6 +183,7 @@ class RequestRecord:
         if worker is None:
             return self._resume_if_due(wound)
         self._wound = None
+        self.num_attempts += 1
         sink = self._open(next(handles), worker, Part.DECODE)
         return [Submit(sink, tuple(self.token_ids[: self._start]), self._handoff_id, source.worker)]
 

@@ -252,7 +252,10 @@ class Router:
     def _retire(self, worker: str) -> None:
         """Hang up on a worker that is not listed any more, once nothing of ours runs there."""
         link = self._links.get(worker)
-        if link is None or not link.is_idle or self._fleet.view(worker).is_listed:
+        if link is None or not link.is_idle:
+            return
+        view = self._fleet.view(worker)
+        if view.is_listed or view.num_in_flight:
             return
         del self._links[worker]
         self._fleet.forget(worker)

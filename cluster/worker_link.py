@@ -24,6 +24,7 @@ from .generation import TokenLogprob
 from .policy import RoutingConfig
 from .request_record import LegToken
 
+HUNG_UP = "the router hung up"
 SILENCE_CHECKS = 4  # looks at a worker in worker_timeout_s
 
 log = logging.getLogger("diptych.router")
@@ -102,41 +103,40 @@ class WorkerLink:
 
     async def _run(self) -> None:
         delay_s = self._config.reconnect_s
-        try:
-            while True:
+        while True:
+            was_up = False
+            try:
                 was_up = await self._connect()
-                delay_s = self._config.reconnect_s if was_up else min(2 * delay_s, self._config.max_reconnect_s)
-                await asyncio.sleep(delay_s)
-        finally:
-            self._go_down("the router hung up", quietly=True)
+            except Exception:
+                # The link's top loop: what went wrong is a bug of ours, and the worker is dialled again all the same.
+                log.exception("the link to %s failed", self.info.address)
+            delay_s = self._config.reconnect_s if was_up else min(2 * delay_s, self._config.max_reconnect_s)
+            await asyncio.sleep(delay_s)
 
     async def _connect(self) -> bool:
         """One stream, from dialling to its end. Returns whether it ever was up."""
         channel = open_channel(self.info.address, self._token)
         call = worker_pb2_grpc.WorkerStub(channel).Link()
-        try:
-            reason = await self._serve(call)
-            was_up = self._is_up
-            self._go_down(reason)
-        finally:
-            call.cancel()
-            await channel.close()
-        return was_up
-
-    async def _serve(self, call: "Call") -> str:
-        """Returns why the stream ended."""
+        reason = "the link failed, see the router's log"
         try:
             await self._greet(call)
             await self._exchange(call)
+            reason = "the worker ended the stream"
         except grpc.aio.AioRpcError as e:
-            return f"{e.code().name}: {e.details() or 'no details'}"
+            reason = f"{e.code().name}: {e.details() or 'no details'}"
         except DiptychError as e:
-            return e.message
-        except Exception as e:
-            # The link's top loop: whatever went wrong, its requests are resumed elsewhere and it dials again.
-            log.exception("the link to %s failed", self.info.address)
-            return f"the link failed ({type(e).__name__}: {e})"
-        return "the worker ended the stream"
+            reason = e.message
+        except asyncio.CancelledError:
+            reason = HUNG_UP
+            raise
+        finally:
+            was_up = self._is_up
+            try:
+                self._go_down(reason)
+            finally:
+                call.cancel()
+                await channel.close()
+        return was_up
 
     async def _greet(self, call: "Call") -> None:
         try:
@@ -173,9 +173,9 @@ class WorkerLink:
                 raise WorkerLost("the stream was cancelled")
             task.result()
 
-    def _go_down(self, reason: str, *, quietly: bool = False) -> None:
-        """Idempotent. Tells the owner, then every request."""
-        if reason != self._reason and not quietly:
+    def _go_down(self, reason: str) -> None:
+        """Tells the owner, then every request."""
+        if reason not in (self._reason, HUNG_UP):
             self._reason = reason
             log.warning("no link to worker %s at %s: %s", self.info.incarnation, self.info.address, reason)
         self._is_up = False
@@ -208,7 +208,10 @@ class WorkerLink:
             await self._has_mail.wait()
             self._has_mail.clear()
             while self._outbox:
-                await call.write(self._outbox.popleft())
+                try:
+                    await call.write(self._outbox.popleft())
+                except asyncio.InvalidStateError as e:
+                    raise WorkerLost(await _status(call)) from e
 
     async def _watch(self) -> None:
         """Raises WorkerLost when the worker is silent. Counts looks, not seconds: when this whole process was stopped
@@ -251,6 +254,10 @@ class WorkerLink:
             error = from_wire(failed.error, failed.message)
             error.retryable = failed.retryable
             listener.on_failed(failed.handle, error, handoff=failed.handoff)
+
+
+async def _status(call: "Call") -> str:
+    return f"{(await call.code()).name}: {await call.details() or 'no details'}"
 
 
 def _logprob(message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:

@@ -1,0 +1,102 @@
+"""What only NIXL does: endpoints that must be checked, an agent that must be found, a thread that must end."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from diptych.proto import kv_pb2
+from diptych.workers.errors import TransportError
+from diptych.workers.transport.base import Source
+from diptych.workers.transport.nixl import NixlTransport
+
+from ..handoff_pair import SMALL, make_memory, run
+
+
+def source_of(endpoint: kv_pb2.NixlEndpoint) -> Source:
+    opened = kv_pb2.Opened(source_incarnation="s", transport="nixl", nixl=endpoint)
+    return Source("h", "sink/1", opened, stub=None)  # type: ignore[arg-type]
+
+
+def garble(endpoint: kv_pb2.NixlEndpoint) -> None:
+    endpoint.metadata = bytes(reversed(endpoint.metadata))
+
+
+def set_field(name: str, value: object) -> Callable[[kv_pb2.NixlEndpoint], None]:
+    return lambda endpoint: setattr(endpoint, name, value)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        garble,
+        set_field("metadata", b""),
+        set_field("metadata", b"x" * (2 << 20)),
+        set_field("agent_name", "another"),
+        set_field("num_bytes", 0),
+        set_field("num_bytes", SMALL.block_bytes + 1),
+        set_field("base_address", (1 << 64) - 1),
+        set_field("base_address", 4096),
+        set_field("memory", "FILE"),
+    ],
+)
+def test_a_bad_endpoint_is_refused_and_a_good_one_then_taken(spoil: Callable[[kv_pb2.NixlEndpoint], None]) -> None:
+    async def test() -> None:
+        theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
+        far, near = NixlTransport(theirs), NixlTransport(ours)
+        try:
+            endpoint = far.endpoint()
+            spoil(endpoint)
+            with pytest.raises(TransportError):
+                await near.connect(source_of(endpoint), ours)
+            far.serve(1)
+            reader = await near.connect(source_of(far.endpoint()), ours)
+            segment = kv_pb2.Segment(first_block=0, block_ids=[2], generations=[1], first_layer=0, num_layers=3)
+            await reader.read(segment, [1])
+            size = SMALL.block_bytes
+            assert ours.view is not None and theirs.view is not None
+            assert ours.view[size : 2 * size] == theirs.view[2 * size : 3 * size]
+        finally:
+            await near.close()
+            await far.close()
+
+    run(test)
+
+
+def test_its_thread_ends_and_what_comes_later_fails_at_once() -> None:
+    async def test() -> None:
+        ours = make_memory(SMALL, 4)
+        transport = NixlTransport(ours)
+        endpoint = transport.endpoint()
+        assert any(thread.name == "diptych-nixl" for thread in threading.enumerate())
+        await asyncio.gather(transport.close(), transport.close())
+        assert not any(thread.name == "diptych-nixl" for thread in threading.enumerate())
+        with pytest.raises(TransportError):
+            await transport.connect(source_of(endpoint), ours)
+
+    run(test)
+
+
+def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never serves, so the connection is never made: as a stopped process behind a cable that still stands."""
+
+    async def test() -> None:
+        monkeypatch.setattr("diptych.workers.transport.nixl.READ_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("diptych.workers.transport.nixl.SETTLE_S", 0.05)
+        theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
+        far, near = NixlTransport(theirs), NixlTransport(ours)
+        try:
+            reader = await near.connect(source_of(far.endpoint()), ours)
+            segment = kv_pb2.Segment(first_block=0, block_ids=[2], generations=[1], first_layer=0, num_layers=3)
+            with pytest.raises(TransportError) as caught:
+                await reader.read(segment, [1])
+            assert caught.value.may_still_land
+            await reader.settled()
+            with pytest.raises(TransportError, match="gone"):
+                await reader.read(segment, [1])
+        finally:
+            await near.close()
+            await far.close()
+
+    run(test)

@@ -1,0 +1,49 @@
+"""Bytes out of one memory's runs and into another's."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.workers.transport.runs import Scatter, gather, runs_of
+
+from ..handoff_pair import SMALL, make_memory
+
+NUM_BLOCKS = 6
+BLOCKS = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=NUM_BLOCKS, unique=True)
+LAYERS = st.sampled_from([(0, 3), (0, 1), (1, 2), (2, 1)])
+
+
+def test_blocks_that_touch_are_one_run() -> None:
+    memory = make_memory(SMALL, NUM_BLOCKS)
+    size = SMALL.block_bytes
+    assert runs_of(memory, [1, 2, 3, 5, 4], 0, 3) == [(size, 3 * size), (5 * size, size), (4 * size, size)]
+    assert runs_of(memory, [1, 2], 0, 2) == [(size, 2 * SMALL.layer_bytes), (2 * size, 2 * SMALL.layer_bytes)]
+
+
+@given(BLOCKS, LAYERS, st.integers(1, 5000), st.integers(1, 5000), st.randoms(use_true_random=False))
+def test_what_is_gathered_arrives_whatever_the_pieces(
+    blocks: list[int], layers: tuple[int, int], chunk_bytes: int, other_bytes: int, rng: object
+) -> None:
+    source, target = make_memory(SMALL, NUM_BLOCKS, seed=1), make_memory(SMALL, NUM_BLOCKS)
+    assert source.view is not None and target.view is not None
+    into = sorted(blocks)
+    scatter = Scatter(target.view, runs_of(target, into, *layers))
+    stream = b"".join(gather(source.view, runs_of(source, blocks, *layers), chunk_bytes))
+    for start in range(0, len(stream), other_bytes):
+        scatter.write(stream[start : start + other_bytes])
+    assert scatter.num_missing == 0
+    expected = bytearray(target.num_bytes)
+    for theirs, ours in zip(blocks, into, strict=True):
+        (start, size), (to, _) = source.run(theirs, *layers), target.run(ours, *layers)
+        expected[to : to + size] = source.view[start : start + size]
+    assert target.view == expected
+
+
+def test_more_than_there_is_room_for_is_refused_and_not_written() -> None:
+    target = make_memory(SMALL, NUM_BLOCKS)
+    assert target.view is not None
+    scatter = Scatter(target.view, [(3, 10)])
+    scatter.write(b"x" * 4)
+    with pytest.raises(ValueError, match="7 bytes for 6"):
+        scatter.write(b"y" * 7)
+    assert bytes(target.view[:15]) == b"\0" * 3 + b"x" * 4 + b"\0" * 8

@@ -1,0 +1,71 @@
+"""Which transports a worker gets."""
+
+import pytest
+
+from diptych.workers.errors import ConfigError, TransportError
+from diptych.workers.kv_layout import KVMemory
+from diptych.workers.transport import select
+from diptych.workers.transport.select import make_transports
+
+from ..handoff_pair import SMALL, make_memory, run
+
+
+class Absent:
+    def __init__(self, memory: KVMemory, *, loopback_only: bool) -> None:
+        raise ImportError("No module named 'nixl'")
+
+
+class Broken:
+    def __init__(self, memory: KVMemory, *, loopback_only: bool) -> None:
+        raise TransportError("NIXL does not work on this machine")
+
+
+def test_the_order_is_the_callers() -> None:
+    async def test() -> None:
+        memory = make_memory(SMALL, 2)
+        for names, expected in [
+            ("auto", ["nixl", "grpc"]),
+            (("grpc",), ["grpc"]),
+            (("grpc", "nixl"), ["grpc", "nixl"]),
+        ]:
+            made = make_transports(names, memory)
+            assert list(made) == expected and [t.name for t in made.values()] == expected
+            for transport in made.values():
+                await transport.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [Absent, Broken])
+def test_without_nixl_auto_means_grpc_and_asking_for_it_is_an_error(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "NixlTransport", kind)
+    memory = make_memory(SMALL, 2)
+    assert list(make_transports("auto", memory)) == ["grpc"]
+    with pytest.raises(ConfigError, match=r"'nixl' is not usable.*Leave it out"):
+        make_transports(("nixl",), memory)
+
+
+def test_bad_names_are_told_with_the_good_ones() -> None:
+    memory = make_memory(SMALL, 2)
+    with pytest.raises(ConfigError, match=r"'carrier pigeon'.*nixl, grpc"):
+        make_transports(("carrier pigeon",), memory)
+    with pytest.raises(ConfigError, match="nixl, grpc"):
+        make_transports((), memory)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("10.0.0.3", False)]
+)
+def test_ucx_listens_where_the_worker_does(host: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Noted(Broken):
+        def __init__(self, memory: KVMemory, *, loopback_only: bool) -> None:
+            seen.append(loopback_only)
+            super().__init__(memory, loopback_only=loopback_only)
+
+    monkeypatch.setattr(select, "NixlTransport", Noted)
+    make_transports("auto", make_memory(SMALL, 2), host)
+    assert seen == [expected]

@@ -58,7 +58,8 @@ def serving_process(address: ClusterAddress) -> psutil.Process | None:
     """The `diptych serve` that wrote it, if it still runs."""
     try:
         process = psutil.Process(address.pid)
-        return process if abs(process.create_time() - address.started) < 1.0 else None
+        is_it = abs(process.create_time() - address.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        return process if is_it else None
     except psutil.NoSuchProcess:
         return None
 

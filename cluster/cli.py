@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
-import psutil
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -22,6 +21,7 @@ from .config import POOL_NAMES
 
 STOP_S = 30.0
 POLL_S = 0.2
+INTERRUPTED = 130  # as a shell says of a command that Ctrl-C ended
 
 P = ParamSpec("P")
 
@@ -107,9 +107,13 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     }
     shared = {"chunk_tokens": chunk_tokens, "kv_memory_bytes": kv_memory, "threads": threads}
     settings = config_file.load(config, flags, {"prefill": prefill, "decode": decode, "mixed": mixed}, shared)
+    from .launcher import Stopped
     from .launcher import serve as run
 
-    run(settings.model_copy(update={"model": resolve_model(settings.model)}), _console())
+    try:
+        run(settings.model_copy(update={"model": resolve_model(settings.model)}), _console())
+    except Stopped:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @app.command()
@@ -159,13 +163,13 @@ def scale(
 def stop(name: Name = "default") -> None:
     """Stop a running cluster, from any terminal."""
     address = address_file.read(name)
-    serving = address and address_file.serving_process(address)
-    if serving:
+    if address and (serving := address_file.serving_process(address)):
         serving.send_signal(signal.SIGTERM)
-        try:
-            serving.wait(STOP_S)
-        except psutil.TimeoutExpired as e:
-            raise Unavailable(f"process {serving.pid} does not end: kill it with `kill -9 {serving.pid}`") from e
+        deadline = time.monotonic() + STOP_S
+        while address_file.serving_process(address):
+            if time.monotonic() > deadline:
+                raise Unavailable(f"process {serving.pid} does not end: kill it with `kill -9 {serving.pid}`")
+            time.sleep(POLL_S)
     else:
         from .remote import connected
 

@@ -1,10 +1,12 @@
 """One running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ..workers.worker_config import WorkerConfig
 from .config import ClusterConfig
+from .handles import RouterStarted
 
 NAMESPACE = "diptych"
 
@@ -25,6 +27,12 @@ class Deployment:
         """The id in a worker's name; None for a name that is not one of this cluster's workers."""
         prefix = self.worker_name("")
         return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    def listening_at(self, before: RouterStarted) -> Self:
+        """The same, with the ports that a router got where it asked for any."""
+        ports = {"http_port": before.http_port, "grpc_port": before.grpc_port}
+        router = self.config.router.model_copy(update=ports)
+        return replace(self, config=self.config.model_copy(update={"router": router}))
 
     def worker_config(self, pool: str, host: str) -> WorkerConfig:
         """`host`: the address on which a worker outside this machine listens."""

@@ -48,7 +48,9 @@ class Launcher(Protocol):
     """Starts processes, or finds those that an earlier supervisor started under the same id."""
 
     async def worker(self, worker_id: str, pool: str) -> WorkerHandle: ...
-    async def router(self, router_id: str) -> RouterHandle: ...
+    async def router(self, router_id: str, before: RouterStarted | None) -> RouterHandle:
+        """`before`: where the one listened that this one replaces; its clients expect it there."""
+        ...
 
     def existing(self) -> list[tuple[str, str]]:
         """(worker id, pool) of the workers that live already."""

@@ -40,7 +40,8 @@ class Stopped(BaseException):
 
 
 def serve(config: ClusterConfig, console: Console) -> None:
-    """Returns after a signal, with every process ended. Raises DiptychErrors; then, too, nothing is left behind."""
+    """Returns after a signal, with every process ended. Raises DiptychErrors, and Stopped for a signal that came
+    before it was ready; then, too, nothing is left behind."""
     _install_signals()
     progress = Progress(console)
     with progress.phase("settings, model folder and ports are fine"):
@@ -48,9 +49,11 @@ def serve(config: ClusterConfig, console: Console) -> None:
     launcher = _Launcher(config, console, progress)
     try:
         launcher.run()
-    except (Stopped, SystemExit):
+    except (Stopped, SystemExit) as e:
         launcher.keep_logs = False
         console.print("stopping")
+        if not launcher.is_ready:
+            raise Stopped from e
     finally:
         _ignore_signals()
         launcher.close()
@@ -78,6 +81,7 @@ class _Launcher:
         self._supervisor: SupervisorClient | None = None
         self._is_registered = False
         self.keep_logs = False
+        self.is_ready = False
 
     def run(self) -> None:
         self._start_ray()
@@ -86,15 +90,18 @@ class _Launcher:
         self._console.print()
         text = banner(self._config, status, self._progress.elapsed_s)
         self._console.print(Text(text), soft_wrap=True)
+        self.is_ready = True
         self._watch(status)
 
     def close(self) -> None:
         if self._supervisor:
             self._supervisor.shutdown()
         if self._session:
-            self._session.close(keep_logs=self.keep_logs)
-            if self.keep_logs and self._session.temp_dir:
-                self._console.print(Text(f"logs: {self._session.temp_dir}"), soft_wrap=True)
+            if self.keep_logs and self._session.is_ours:
+                folder = address_file.home() / f"{self._config.name}.logs"
+                self._session.save_logs(folder)
+                self._console.print(Text(f"the logs are in {folder}"), soft_wrap=True)
+            self._session.close()
         if self._is_registered:
             address_file.remove(self._config.name)
 

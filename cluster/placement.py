@@ -249,14 +249,14 @@ class RayLauncher:
             pool,
         )
 
-    async def router(self, router_id: str) -> _PlacedRouter:
+    async def router(self, router_id: str, before: RouterStarted | None) -> _PlacedRouter:
         settings = self._deployment.config.router
         return _PlacedRouter(
             self._deployment.router_name(router_id),
             _bundle(settings.num_cpus, 0, settings.resources),
             settings.label_selector,
             RouterActor,
-            self._deployment,
+            self._deployment.listening_at(before) if before else self._deployment,
         )
 
     def existing(self) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """A Ray cluster to run on: ours, started here and ended with us, or one that is there already.
 
-Ours listens on loopback alone and refuses callers without the token; both are checked, not believed. Its processes die
-with this one even if it is killed (Ray has the kernel do that), so nothing of it can outlive us.
+Ours listens on loopback alone and refuses callers without the token; the latter is checked, not believed. Its processes
+die with this one even if it is killed (reaper.py), so nothing of it can outlive us.
 """
 
 import os
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
-
 from ..workers.errors import ConfigError, Unavailable
 from .deployment import NAMESPACE
+from .reaper import Reaper
 
 # Ray counts logical CPUs to place actors, and each of ours takes one: on a laptop more workers than cores is a choice
 # that we let a person make, so the count must not stand in the way. Torch's threads are set apart from it.
@@ -31,20 +30,27 @@ LONGEST_TEMP_PATH = 40  # a Unix socket's path may have 107 characters, and Ray 
 class RaySession:
     address: str  # host:port of Ray's GCS
     token_path: Path | None
-    is_ours: bool
-    temp_dir: Path | None = None  # Ray's sockets and logs, where they are ours
+    reaper: Reaper | None = None  # of a Ray that is ours
     enforces_token: bool = True
 
-    def close(self, *, keep_logs: bool = False) -> None:
+    @property
+    def is_ours(self) -> bool:
+        return self.reaper is not None
+
+    def save_logs(self, folder: Path) -> None:
+        """Copy the logs of a Ray that is ours, which `close` removes."""
+        if self.reaper:
+            logs = self.reaper.folder / "ray" / "session_latest" / "logs"
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(logs, folder, ignore_dangling_symlinks=True)
+
+    def close(self) -> None:
         """Disconnect; end every process of a Ray that is ours and wait until they are gone."""
         import ray
 
-        if self.is_ours:
-            _end_ours()
-        else:
-            ray.shutdown()
-        if self.temp_dir and not keep_logs:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
+        ray.shutdown()
+        if self.reaper:
+            self.reaper.end(END_S)
 
 
 def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
@@ -52,8 +58,8 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
     _set_environment(token_path, is_local=True)
     import ray
 
-    _remove_stale_temp_dirs()
-    temp_dir = Path(tempfile.mkdtemp(prefix=f"diptych-{os.getpid()}-", dir=_temp_root()))
+    temp_dir = Path(tempfile.mkdtemp(prefix="diptych-", dir=_temp_root()))
+    reaper = Reaper(temp_dir)
     try:
         ray.init(
             address="local",
@@ -68,23 +74,12 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
         if not refuses_strangers(address):
             raise ConfigError("Ray obeys callers without its token; install the version that pyproject.toml names")
     except BaseException as e:
-        _end_ours()
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        ray.shutdown()
+        reaper.end(0.0)
         if isinstance(e, OSError | RuntimeError | ValueError):
             raise Unavailable(f"Ray does not start: {_first_line(e)}. Try `diptych doctor`") from e
         raise
-    return RaySession(address, token_path, is_ours=True, temp_dir=temp_dir)
-
-
-def _end_ours() -> None:
-    """Every process that this one started, whether Ray got to know of it or not."""
-    import ray
-
-    family = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    for process in psutil.wait_procs(family, timeout=END_S)[1]:
-        process.kill()
-    psutil.wait_procs(family, timeout=END_S)
+    return RaySession(address, token_path, reaper)
 
 
 def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:
@@ -102,7 +97,7 @@ def join(address: str, token_path: Path | None, *, is_local: bool = False) -> Ra
             f"cannot join the Ray at {address}: {reason}. Check RAY_ADDRESS and RAY_AUTH_TOKEN_PATH"
         ) from e
     found = ray.get_runtime_context().gcs_address
-    return RaySession(found, token_path, is_ours=False, enforces_token=refuses_strangers(found))
+    return RaySession(found, token_path, enforces_token=refuses_strangers(found))
 
 
 def make_token(path: Path) -> Path:
@@ -161,14 +156,6 @@ def _answers(address: str) -> bool:
 def _temp_root() -> str:
     root = tempfile.gettempdir()
     return root if len(root) <= LONGEST_TEMP_PATH else "/tmp"
-
-
-def _remove_stale_temp_dirs() -> None:
-    """Those of processes that were killed before they could tidy up."""
-    for path in Path(_temp_root()).glob("diptych-*-*"):
-        pid = path.name.split("-")[1]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _first_line(error: Exception) -> str:

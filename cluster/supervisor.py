@@ -223,14 +223,16 @@ class Supervisor:
 
     async def _keep_router(self, router_id: str) -> None:
         failures = Failures()
+        started: RouterStarted | None = None
         self._routers[router_id] = RouterStatus(router_id, "starting")
         while True:
             handle: RouterHandle | None = None
             burial: asyncio.Task[None] | None = None
             ready_at = None
             try:
-                handle = await self._launcher.router(router_id)
-                self._routers[router_id] = _router_status(router_id, await handle.start(), failures.last_error)
+                handle = await self._launcher.router(router_id, started)
+                started = await handle.start()
+                self._routers[router_id] = _router_status(router_id, started, failures.last_error)
                 ready_at = time.monotonic()
                 self._publish()
                 error = await handle.wait()

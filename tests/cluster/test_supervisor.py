@@ -61,7 +61,8 @@ class FakeProcess:
 
 
 class FakeRouter:
-    def __init__(self) -> None:
+    def __init__(self, before: RouterStarted | None) -> None:
+        self.before = before
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> RouterStarted:
@@ -90,8 +91,8 @@ class FakeLauncher:
             self.processes[worker_id] = FakeProcess(pool, error, self.step_s)
         return self.processes[worker_id]
 
-    async def router(self, router_id: str) -> FakeRouter:
-        self.routers.append(FakeRouter())
+    async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
+        self.routers.append(FakeRouter(before))
         return self.routers[-1]
 
     def existing(self) -> list[tuple[str, str]]:
@@ -315,7 +316,9 @@ def test_a_lost_router_is_started_again() -> None:
         world.launcher.routers[0].death.set_result("SIGKILL")
         status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
         assert status.routers[0].last_error == "SIGKILL"
-        assert len(world.launcher.routers) == 2
+        first, second = world.launcher.routers
+        assert first.before is None
+        assert second.before == await first.start()
 
     run(test, mixed={"replicas": 1})
 

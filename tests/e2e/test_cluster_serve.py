@@ -1,0 +1,157 @@
+"""One cluster, as a person has it: snippets, status, resizing under load, killing under load, and its end."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .cluster_harness import MODEL, Served, diptych, environment, load, serving, survivors
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served"), "--prefill", "1", "--decode", "1") as cluster:
+        yield cluster
+
+
+def workers(status: dict[str, Any], pool: str | None = None) -> dict[str, dict[str, Any]]:
+    return {w["worker_id"]: w for w in status["workers"] if pool in (None, w["pool"])}
+
+
+async def command(served: Served, *args: str) -> "subprocess.CompletedProcess[str]":
+    return await asyncio.to_thread(diptych, served.home, *args)
+
+
+def test_the_curl_snippet_works(served: Served) -> None:
+    run = subprocess.run(["bash", "-c", served.snippet("curl") + " -sS"], capture_output=True, text=True, check=True)
+    answer = json.loads(run.stdout)
+    assert answer["usage"]["completion_tokens"] > 0
+    assert answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("title", ["Python, openai", "Python, gRPC"])
+def test_the_python_snippets_work(served: Served, title: str) -> None:
+    code = served.snippet(title)
+    command = [sys.executable, "-W", "error", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(served.home), check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
+def test_status_shows_every_pool_worker_and_router(served: Served) -> None:
+    status = served.status()
+    assert status["state"] == "ready"
+    assert sorted((w["pool"], w["role"], w["phase"]) for w in status["workers"]) == [
+        ("decode", "decode", "ready"),
+        ("prefill", "prefill", "ready"),
+    ]
+    assert all(w["num_blocks"] > 0 for w in status["workers"])
+    table = diptych(served.home, "status").stdout
+    for worker in status["workers"]:
+        assert worker["worker_id"] in table
+        assert worker["address"] in table
+    assert f"127.0.0.1:{status['routers'][0]['http_port']}" in table
+
+
+def test_nothing_listens_but_on_loopback_and_secrets_are_the_owners(served: Served) -> None:
+    pids = {p.pid for p in served.family()}
+    hosts = {c.laddr.ip for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids}
+    assert hosts <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    files = list(served.home.glob("default.*"))
+    assert len(files) == 2
+    assert {stat.S_IMODE(f.stat().st_mode) for f in files} == {0o600}
+
+
+def test_a_second_cluster_of_the_same_name_is_refused(served: Served) -> None:
+    run = diptych(served.home, "serve", MODEL, "--http-port", "0", "--grpc-port", "0")
+    assert run.returncode == 2
+    assert "already runs" in run.stderr
+
+
+def test_pools_grow_and_shrink_under_load_and_no_request_fails(served: Served) -> None:
+    async def main() -> None:
+        async with load(served.grpc_address) as result:
+            await result.until_done(6)
+            grown = await command(served, "scale", "prefill=2", "decode=2")
+            assert grown.returncode == 0, grown.stderr
+            assert "prefill: 2 of 2 ready" in grown.stdout
+            status = await asyncio.to_thread(served.status)
+            before = {i: w["num_prefill_tokens"] + w["num_decode_tokens"] for i, w in workers(status).items()}
+            await result.until_done(24)
+            status = await asyncio.to_thread(served.status)
+            after = {i: w["num_prefill_tokens"] + w["num_decode_tokens"] for i, w in workers(status).items()}
+            assert set(before) == set(after)
+            assert all(after[i] > before[i] for i in after), "every worker takes its share"
+            shrunk = await command(served, "scale", "prefill=1", "decode=1")
+            assert shrunk.returncode == 0, shrunk.stderr
+            await result.until_done(12)
+        assert not result.errors
+
+    asyncio.run(main())
+    assert len(workers(served.status())) == 2
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_a_killed_worker_is_replaced_and_no_request_fails(served: Served, pool: str) -> None:
+    async def main() -> None:
+        async with load(served.grpc_address) as result:
+            await result.until_done(6)
+            [victim] = workers(await asyncio.to_thread(served.status), pool).values()
+            os.kill(victim["pid"], signal.SIGKILL)
+            await result.until_done(18)
+            scaled = await command(served, "scale", f"{pool}=1")  # returns once the pool is there
+            assert scaled.returncode == 0, scaled.stderr
+            [successor] = workers(await asyncio.to_thread(served.status), pool).values()
+            assert successor["pid"] != victim["pid"]
+        assert not result.errors
+
+    asyncio.run(main())
+
+
+def test_the_supervisor_comes_back_and_requests_go_on_meanwhile(served: Served) -> None:
+    async def main() -> None:
+        status = await asyncio.to_thread(served.status)
+        async with load(served.grpc_address) as result:
+            await result.until_done(6)
+            os.kill(status["supervisor_pid"], signal.SIGKILL)
+            await result.until_done(12)
+            after = await asyncio.to_thread(served.status)
+            assert after["supervisor_pid"] != status["supervisor_pid"]
+            assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
+        assert not result.errors
+
+    asyncio.run(main())
+
+
+def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
+    before = served.status()["routers"][0]
+    os.kill(before["pid"], signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(before["pid"])] if psutil.pid_exists(before["pid"]) else [])
+    after = before
+    while after["pid"] == before["pid"] or after["phase"] != "ready":
+        after = served.status()["routers"][0]
+    assert (after["http_port"], after["grpc_port"]) == (before["http_port"], before["grpc_port"])
+    assert (
+        subprocess.run(["bash", "-c", served.snippet("curl") + " -sSf"], capture_output=True, check=False).returncode
+        == 0
+    )
+
+
+def test_sigterm_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    with serving(tmp_path / "home", "--mixed", "1") as cluster:
+        family = cluster.family()
+        assert len(family) > 5
+        assert cluster.end(signal.SIGTERM) == 0
+        assert not survivors(family)
+        assert not list(cluster.home.iterdir())

@@ -1,0 +1,542 @@
+"""Pulls against a real source over real sockets, with an engine that only notes; and all that can end one early."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from diptych.proto import kv_pb2, worker_pb2
+from diptych.workers import handoff_pull
+from diptych.workers.errors import (
+    DeadlineExceeded,
+    DiptychError,
+    HandoffError,
+    LayoutMismatch,
+    LeaseLost,
+    OutOfBlocks,
+    RequestAborted,
+    TransportError,
+    Unavailable,
+    UnknownHandoff,
+    WorkerLost,
+)
+from diptych.workers.handoff_sink import HandoffSink
+from diptych.workers.handoff_source import HandoffSource
+from diptych.workers.kv_layout import KVLayout, KVMemory
+from diptych.workers.transport.base import Reader, Source, Transport
+from diptych.workers.transport.grpc import GrpcTransport
+from diptych.workers.transport.loopback import LoopbackTransport
+
+from .handoff_pair import SMALL, Served, SinkEngine, make_memory, piece, receive, run, serve
+
+COMMIT = ("commit", "k", 11, [7])
+RESERVE = ("reserve", "k", 11)
+
+
+async def failure(pull: "asyncio.Future[object]") -> DiptychError:
+    with pytest.raises(DiptychError) as caught:
+        await pull
+    return caught.value
+
+
+def start(sink: HandoffSink, served: Served, timeout_s: float = 15.0, **named: str) -> "asyncio.Task[object]":
+    return asyncio.create_task(sink.pull("k", served.named(**named), timeout_s))
+
+
+async def until_quiet(sink: HandoffSink) -> None:
+    """Until nothing of any pull is left to clean up."""
+    while sink._pulls:  # pyright: ignore[reportPrivateUsage]
+        await asyncio.wait(list(sink._pulls))  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_pull_brings_every_byte_and_commits() -> None:
+    async def test() -> None:
+        engine = SinkEngine(table=(7, 3, 0))
+        async with serve() as served, receive(engine) as (sink, memory):
+            served.hand_off([5, 6, 2])
+            result = await sink.pull("k", served.named(), 15.0)
+            assert engine.calls == [RESERVE, COMMIT]
+            assert [piece(memory, b) for b in (7, 3, 0)] == [piece(served.memory, b) for b in (5, 6, 2)]
+            assert (result.num_bytes, result.transport) == (3 * SMALL.block_bytes, "grpc")
+            assert result.waited_s > 0
+            assert served.engine.ended == ["h"]
+
+    run(test)
+
+
+def test_segments_are_pulled_while_the_source_still_computes() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve() as served, receive(engine) as (sink, memory):
+            pull = start(sink, served)
+            served.source.offer("h", 11)
+            served.announce([5])
+            await engine.until("reserve")
+            while piece(memory, 0) != piece(served.memory, 5):
+                await asyncio.sleep(0)
+            served.announce([6, 2], first_block=1)
+            served.source.seal("h", 11, [7])
+            await pull
+            assert engine.calls == [RESERVE, COMMIT]
+            assert piece(memory, 2) == piece(served.memory, 2)
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_held", [1, 3])
+def test_what_the_prefix_cache_holds_is_left_alone(num_held: int) -> None:
+    async def test() -> None:
+        engine = SinkEngine(num_held=num_held)
+        async with serve() as served, receive(engine) as (sink, memory):
+            served.hand_off([5, 6, 2])
+            result = await sink.pull("k", served.named(), 15.0)
+            assert result.num_bytes == (3 - num_held) * SMALL.block_bytes
+            for position, block in enumerate([5, 6, 2]):
+                expected = bytes(SMALL.block_bytes) if position < num_held else piece(served.memory, block)
+                assert piece(memory, position) == expected
+
+    run(test)
+
+
+def test_many_pulls_at_once_share_a_channel() -> None:
+    async def test() -> None:
+        engine = SinkEngine(table=(0,))
+        async with serve() as served, receive(engine) as (sink, _):
+            for number in range(20):
+                served.source.offer(f"h{number}", 4)
+                served.source.segment(f"h{number}", 0, [number % 8], [1], 0, 3)
+                served.source.seal(f"h{number}", 4, [7])
+            await asyncio.gather(*(sink.pull(f"k{n}", served.named(f"h{n}"), 15.0) for n in range(20)))
+            assert len(sink._lines._lines) == 1  # pyright: ignore[reportPrivateUsage]
+            assert sum(call[0] == "commit" for call in engine.calls) == 20  # type: ignore[index]
+
+    run(test)
+
+
+# What the source answers
+
+
+def test_a_source_that_was_not_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff_pull, "WAIT_FOR_OFFER_S", 0.05)
+
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve() as served, receive(engine) as (sink, _):
+            assert isinstance(await failure(start(sink, served)), UnknownHandoff)
+            assert engine.calls == [("fail", "k", False)]
+
+    run(test)
+
+
+def test_another_process_at_the_address_is_a_lost_worker() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve() as served, receive(engine) as (sink, _):
+            served.hand_off()
+            error = await failure(start(sink, served, incarnation="an earlier process"))
+            assert isinstance(error, WorkerLost) and "another process" in error.message
+            assert engine.calls == [("fail", "k", False)]
+
+    run(test)
+
+
+def test_an_address_where_nobody_listens_is_a_lost_worker() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve() as served, receive(engine) as (sink, _):
+            await served.stop()
+            assert isinstance(await failure(start(sink, served)), WorkerLost)
+            assert not sink._lines._lines, "the next pull dials anew"  # pyright: ignore[reportPrivateUsage]
+
+    run(test)
+
+
+def test_another_layout_is_told() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        other = KVLayout("float32", 8, 3, 2, 8, "m")
+        async with serve() as served, receive(engine, layout=other) as (sink, _):
+            served.hand_off()
+            error = await failure(start(sink, served))
+            assert isinstance(error, LayoutMismatch) and "block_size: 4 here, 8 there" in error.message
+            assert engine.calls == [("fail", "k", False)]
+
+    run(test)
+
+
+class Liar(HandoffSource):
+    """Opens with another layout, incarnation or transport than was agreed."""
+
+    lie: Callable[[kv_pb2.Opened], None]
+
+    def _opened(self, outgoing: object, transport: str) -> kv_pb2.Opened:
+        opened = super()._opened(outgoing, transport)  # type: ignore[arg-type]
+        type(self).lie(opened)
+        return opened
+
+
+def other_layout(opened: kv_pb2.Opened) -> None:
+    opened.layout.head_dim = 16
+
+
+def other_incarnation(opened: kv_pb2.Opened) -> None:
+    opened.source_incarnation = "x"
+
+
+def other_transport(opened: kv_pb2.Opened) -> None:
+    opened.transport = "pigeon"
+
+
+def no_tokens(opened: kv_pb2.Opened) -> None:
+    opened.num_prompt_tokens = 0
+
+
+@pytest.mark.parametrize(
+    ("lie", "kind"),
+    [
+        (other_layout, LayoutMismatch),
+        (other_incarnation, WorkerLost),
+        (other_transport, TransportError),
+        (no_tokens, HandoffError),
+    ],
+)
+def test_the_opening_is_checked_before_anything_is_reserved(
+    lie: Callable[[kv_pb2.Opened], None], kind: type[DiptychError]
+) -> None:
+    Liar.lie = staticmethod(lie)
+
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve(kind=Liar) as served, receive(engine) as (sink, _):
+            served.hand_off()
+            assert isinstance(await failure(start(sink, served)), kind)
+            await until_quiet(sink)
+            assert engine.calls == [("fail", "k", False)]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestAborted("the client left"), HandoffError),
+        (Unavailable("stopping"), Unavailable),
+        (LeaseLost("x"), LeaseLost),
+    ],
+)
+def test_an_abort_of_the_source_is_passed_on(error: DiptychError, kind: type[DiptychError]) -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve() as served, receive(engine) as (sink, _):
+            served.source.offer("h", 11)
+            pull = start(sink, served)
+            served.announce([5])
+            await engine.until("reserve")
+            served.source.abort("h", error)
+            failed = await failure(pull)
+            assert type(failed) is kind and error.message in failed.message
+            await until_quiet(sink)
+            assert engine.calls[-1][:2] in [("fail", "k"), ("settle", "k")]  # type: ignore[index]
+
+    run(test)
+
+
+# Losses on the way
+
+
+def test_a_source_that_dies_is_noticed_at_once() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve() as served, receive(engine) as (sink, _):
+            served.source.offer("h", 11)
+            pull = start(sink, served)
+            served.announce([5])
+            await engine.until("reserve")
+            await served.stop()
+            assert isinstance(await failure(pull), WorkerLost)
+            await until_quiet(sink)
+
+    run(test)
+
+
+class Mute(HandoffSource):
+    """Stops answering once it has opened, as a stopped process or a cut cable does."""
+
+    async def Renew(self, request: kv_pb2.RenewRequest, context: object) -> kv_pb2.RenewResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def Release(self, request: kv_pb2.ReleaseRequest, context: object) -> kv_pb2.ReleaseResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_source_that_falls_silent_is_noticed_by_its_lease(is_sealed: bool) -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve(kind=Mute, lease_s=0.5) as served, receive(engine) as (sink, _):
+            served.source.offer("h", 11)
+            pull = start(sink, served)
+            served.announce([5, 6, 2])
+            if is_sealed:
+                served.source.seal("h", 11, [7])
+            error = await failure(pull)
+            # The source's own lapse may be told first where this machine is slow; without it, silence is what is left.
+            assert isinstance(error, WorkerLost | LeaseLost)
+            await until_quiet(sink)
+            assert not any(call[0] == "commit" for call in engine.calls)  # type: ignore[index]
+
+    run(test)
+
+
+class Forgetful(HandoffSource):
+    async def Release(self, request: kv_pb2.ReleaseRequest, context: object) -> kv_pb2.ReleaseResponse:
+        return kv_pb2.ReleaseResponse(held=False)
+
+
+def test_without_a_positive_release_nothing_is_committed() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve(kind=Forgetful) as served, receive(engine) as (sink, _):
+            served.hand_off()
+            assert isinstance(await failure(start(sink, served)), LeaseLost)
+            assert engine.calls == [RESERVE, ("fail", "k", False)]
+
+    run(test)
+
+
+def test_the_whole_ends_in_time() -> None:
+    async def test() -> None:
+        engine = SinkEngine(never_reserves=True)
+        async with serve() as served, receive(engine) as (sink, _):
+            served.hand_off()
+            assert isinstance(await failure(start(sink, served, timeout_s=0.3)), DeadlineExceeded)
+            await until_quiet(sink)
+            assert engine.calls == [RESERVE, ("fail", "k", False)]
+
+    run(test)
+
+
+# Our own engine
+
+
+def test_no_blocks_means_no_pull_and_the_next_sink_may_come() -> None:
+    async def test() -> None:
+        poor, rich = SinkEngine(reserve_error=OutOfBlocks("none")), SinkEngine()
+        async with serve() as served, receive(poor) as (first, _), receive(rich) as (second, memory):
+            served.hand_off()
+            assert isinstance(await failure(start(first, served)), OutOfBlocks)
+            await until_quiet(first)
+            assert poor.calls == [RESERVE, ("fail", "k", False)]
+            await start(second, served)
+            assert rich.calls == [RESERVE, COMMIT]
+            assert piece(memory, 0) == piece(served.memory, 5)
+
+    run(test)
+
+
+def test_a_commit_that_is_refused_gives_the_blocks_back() -> None:
+    async def test() -> None:
+        engine = SinkEngine(commit_error=RequestAborted("gone meanwhile"))
+        async with serve() as served, receive(engine) as (sink, _):
+            served.hand_off()
+            assert isinstance(await failure(start(sink, served)), RequestAborted)
+            assert engine.calls == [RESERVE, COMMIT, ("fail", "k", False)]
+
+    run(test)
+
+
+class Bug(SinkEngine):
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        raise ZeroDivisionError
+
+
+def test_our_own_fault_is_an_error_not_a_hang(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with serve() as served, receive(Bug()) as (sink, _):
+            served.hand_off()
+            error = await failure(start(sink, served))
+            assert "ZeroDivisionError" in error.message
+            await until_quiet(sink)
+
+    run(test)
+    assert "our own fault" in caplog.text
+
+
+@pytest.mark.parametrize("moment", ["at once", "opened", "reserving", "reading"])
+def test_cancelling_cleans_up_and_another_sink_takes_over(moment: str) -> None:
+    async def test() -> None:
+        engine, other = SinkEngine(never_reserves=moment == "reserving"), SinkEngine()
+        stuck = Stuck()
+        transports: dict[str, Transport] = {"stuck": stuck} if moment == "reading" else {"grpc": GrpcTransport()}
+        both: dict[str, Transport] = {"stuck": Stuck(), "grpc": GrpcTransport()}
+        async with serve(transports=both) as served, receive(engine, transports=transports) as (sink, _):
+            served.source.offer("h", 11)
+            if moment in ("reserving", "reading"):
+                served.announce([5])
+            pull = start(sink, served)
+            machine = served.source._open["h"].machine  # pyright: ignore[reportPrivateUsage]
+            match moment:
+                case "opened":
+                    while machine.sink is None:
+                        await asyncio.sleep(0)
+                case "reserving":
+                    await engine.until("reserve")
+                case "reading":
+                    await stuck.is_reading.wait()
+                case _:
+                    await asyncio.sleep(0)  # it has begun, and heard nothing yet
+            pull.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pull
+            await engine.until("fail")
+            assert ("fail", "k", moment == "reading") in engine.calls
+            stuck.is_quiet.set()
+            await until_quiet(sink)
+            assert (("settle", "k") in engine.calls) == (moment == "reading")
+            while machine.sink is not None:
+                await asyncio.sleep(0)
+            async with receive(other) as (second, _):
+                if moment in ("reserving", "reading"):
+                    served.announce([6, 2], first_block=1)
+                else:
+                    served.announce([5, 6, 2])
+                served.source.seal("h", 11, [7])
+                await start(second, served)
+            assert other.calls == [RESERVE, COMMIT]
+
+    run(test)
+
+
+# Transports
+
+
+class Stuck(Transport):
+    """Reads never end, and may land until it is quiet."""
+
+    name = "stuck"
+
+    def __init__(self, error: TransportError | None = None) -> None:
+        self.is_reading, self.is_quiet = asyncio.Event(), asyncio.Event()
+        self.error = error
+
+    def endpoint(self) -> None:
+        return None
+
+    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+        return StuckReader(self)
+
+
+class StuckReader(Reader):
+    def __init__(self, transport: Stuck) -> None:
+        self._transport = transport
+
+    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
+        self._transport.is_reading.set()
+        if self._transport.error is not None:
+            raise self._transport.error
+        await asyncio.Event().wait()
+        return 0
+
+    async def settled(self) -> None:
+        await self._transport.is_quiet.wait()
+
+
+@pytest.mark.parametrize("may_still_land", [False, True])
+def test_a_failed_read_fails_the_pull_and_quarantines_what_it_must(may_still_land: bool) -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        stuck = Stuck(TransportError("broken", may_still_land=may_still_land))
+        async with (
+            serve(transports={"stuck": Stuck()}) as served,
+            receive(engine, transports={"stuck": stuck}) as (sink, _),
+        ):
+            served.hand_off()
+            assert await failure(start(sink, served)) is stuck.error
+            assert engine.calls == [RESERVE, ("fail", "k", may_still_land)]
+            stuck.is_quiet.set()
+            await until_quiet(sink)
+            assert engine.calls[2:] == ([("settle", "k")] if may_still_land else [])
+
+    run(test)
+
+
+class Unreachable(Transport):
+    name = "nixl"
+
+    def endpoint(self) -> None:
+        return None
+
+    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+        raise TransportError("no route")
+
+
+def test_where_the_chosen_transport_cannot_connect_grpc_steps_in(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        both: dict[str, Transport] = {"nixl": Unreachable(), "grpc": GrpcTransport()}
+        async with serve(transports=both) as served, receive(engine, transports=both) as (sink, memory):
+            served.hand_off()
+            result = await sink.pull("k", served.named(), 15.0)
+            assert result.transport == "grpc" and piece(memory, 0) == piece(served.memory, 5)
+
+    run(test)
+    assert "no route" in caplog.text
+
+
+def test_without_another_transport_a_failed_connection_fails_the_pull() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        only: dict[str, Transport] = {"nixl": Unreachable()}
+        async with serve(transports=only) as served, receive(engine, transports=only) as (sink, _):
+            served.hand_off()
+            error = await failure(start(sink, served))
+            assert isinstance(error, TransportError) and "no route" in error.message
+            assert engine.calls[0] == RESERVE and engine.calls[1][:2] == ("fail", "k")  # type: ignore[index]
+            await until_quiet(sink)
+
+    run(test)
+
+
+def test_over_loopback_too() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        theirs = make_memory(SMALL, 8, seed=2)
+        registry = {"source-incarnation": theirs}
+        near, far = LoopbackTransport(registry), LoopbackTransport(registry)
+        async with (
+            serve(transports={"loopback": far}, memory=theirs) as served,
+            receive(engine, transports={"loopback": near}) as (sink, memory),
+        ):
+            served.hand_off()
+            result = await sink.pull("k", served.named(), 15.0)
+            assert result.transport == "loopback" and piece(memory, 1) == piece(theirs, 6)
+
+    run(test)
+
+
+def test_closing_gives_up_what_is_under_way() -> None:
+    async def test() -> None:
+        engine = SinkEngine(never_reserves=True)
+        async with serve() as served, receive(engine) as (sink, _):
+            served.hand_off()
+            pull = start(sink, served)
+            await engine.until("reserve")
+            await sink.close()
+            assert isinstance(await failure(pull), Unavailable)
+            assert engine.calls[-1] == ("fail", "k", False)
+
+    run(test)
+
+
+def test_a_malformed_address_is_an_error() -> None:
+    async def test() -> None:
+        engine = SinkEngine()
+        async with receive(engine) as (sink, _):
+            for address in ["", "nowhere", "127.0.0.1:99999", "no.such.host.invalid:1"]:
+                source = worker_pb2.HandoffSource(handoff_id="h", address=address, incarnation="i")
+                with pytest.raises(DiptychError):
+                    await sink.pull("k", source, 10.0)
+
+    run(test)

@@ -1,0 +1,54 @@
+"""A source worker without an engine, as a process: offers sealed hand-offs "h0", "h1", ... of its whole pool.
+
+python handoff_process.py TRANSPORT NUM_BLOCKS SEED LEASE_S NUM_HANDOFFS. Prints one line of JSON; ends with its stdin.
+"""
+
+import asyncio
+import ctypes
+import json
+import mmap
+import random
+import sys
+
+from diptych.proto import kv_pb2_grpc
+from diptych.workers.channel import bind, make_server
+from diptych.workers.handoff_source import HandoffSource
+from diptych.workers.kv_layout import KVLayout, KVMemory
+from diptych.workers.transport.select import make_transports
+
+LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
+
+
+class Port:
+    def end_lease(self, handoff_id: str) -> None:
+        print(json.dumps({"ended": handoff_id}), flush=True)
+
+
+async def main() -> None:
+    transport, num_blocks, seed, lease_s, num_handoffs = sys.argv[1], *map(int, sys.argv[2:])
+    num_bytes = num_blocks * LAYOUT.block_bytes
+    pool = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pool[:] = random.Random(seed).randbytes(num_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
+    memory = KVMemory(address, num_blocks, LAYOUT.block_bytes, LAYOUT.layer_bytes, memoryview(pool))
+    transports = make_transports([transport], memory)
+    source = HandoffSource(f"source-{seed}", LAYOUT, memory, transports, Port(), lease_s=lease_s)
+    server = make_server(None)
+    kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    for number in range(num_handoffs):
+        source.offer(f"h{number}", num_blocks * LAYOUT.block_size)
+        for first in range(0, num_blocks, 64):
+            blocks = range(first, min(first + 64, num_blocks))
+            source.segment(f"h{number}", first, blocks, [1] * len(blocks), 0, LAYOUT.num_layers)
+        source.seal(f"h{number}", num_blocks * LAYOUT.block_size, [7])
+    print(json.dumps({"address": f"127.0.0.1:{port}", "incarnation": f"source-{seed}"}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+    await source.close()
+    for each in transports.values():
+        await each.close()
+
+
+asyncio.run(main())

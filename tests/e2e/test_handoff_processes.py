@@ -1,0 +1,176 @@
+"""Hand-offs between two processes: exact bytes, and sources that die or stop in the middle."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diptych.proto import worker_pb2
+from diptych.workers.errors import DiptychError, LeaseLost, TransportError, WorkerLost
+from diptych.workers.handoff_pull import PullResult
+from diptych.workers.handoff_sink import HandoffSink
+from diptych.workers.kv_layout import KVMemory
+from diptych.workers.transport.select import make_transports
+
+from ..workers.handoff_pair import LARGE, SinkEngine, make_memory
+
+pytestmark = pytest.mark.e2e
+
+NUM_BLOCKS = 256  # 24 MiB
+TIMEOUT_S = 60.0
+TRANSPORTS = ["nixl", "grpc"]
+
+
+@dataclass
+class SourceProcess:
+    process: asyncio.subprocess.Process
+    address: str
+    incarnation: str
+    seed: int
+
+    def named(self, number: int = 0) -> worker_pb2.HandoffSource:
+        return worker_pb2.HandoffSource(handoff_id=f"h{number}", address=self.address, incarnation=self.incarnation)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    async def next_end(self) -> str:
+        assert self.process.stdout is not None
+        return json.loads(await self.process.stdout.readline())["ended"]
+
+
+@asynccontextmanager
+async def source_process(
+    transport: str, seed: int = 1, lease_s: int = 10, num_handoffs: int = 1
+) -> AsyncIterator[SourceProcess]:
+    script = Path(__file__).with_name("handoff_process.py")
+    arguments = [str(script), transport, str(NUM_BLOCKS), str(seed), str(lease_s), str(num_handoffs)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await process.stdout.readline())
+        yield SourceProcess(process, ready["address"], ready["incarnation"], seed)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def receive(transport: str, engine: SinkEngine) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
+    memory = make_memory(LARGE, NUM_BLOCKS)
+    transports = make_transports([transport], memory)
+    sink = HandoffSink("sink", LARGE, memory, transports, engine)
+    try:
+        yield sink, memory
+    finally:
+        await sink.close()
+        for each in transports.values():
+            await each.close()
+
+
+def shuffled_table() -> tuple[int, ...]:
+    return tuple(random.Random(9).sample(range(NUM_BLOCKS), NUM_BLOCKS))
+
+
+def check(memory: KVMemory, source: SourceProcess, table: tuple[int, ...]) -> None:
+    assert memory.view is not None
+    theirs, size = random.Random(source.seed).randbytes(memory.num_bytes), LARGE.block_bytes
+    for position, block in enumerate(table):
+        got = memory.view[block * size : (block + 1) * size]
+        assert got == theirs[position * size : (position + 1) * size], f"position {position}"
+
+
+async def outcome(pull: Awaitable[PullResult]) -> PullResult | DiptychError:
+    try:
+        return await pull
+    except DiptychError as error:
+        return error
+
+
+async def until_quiet(sink: HandoffSink) -> None:
+    while sink._pulls:  # pyright: ignore[reportPrivateUsage]
+        await asyncio.wait(list(sink._pulls))  # pyright: ignore[reportPrivateUsage]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(test(), TIMEOUT_S)
+
+    asyncio.run(limited())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_byte_crosses_and_the_lease_ends(transport: str) -> None:
+    async def test() -> None:
+        engine = SinkEngine(table=shuffled_table())
+        async with source_process(transport) as source, receive(transport, engine) as (sink, memory):
+            result = await sink.pull("k", source.named(), 30.0)
+            assert (result.transport, result.num_bytes) == (transport, memory.num_bytes)
+            check(memory, source, engine.table)
+            assert await source.next_end() == "h0"
+
+    run(test)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_source_fails_its_pulls_and_the_sink_lives_on(transport: str) -> None:
+    async def test() -> None:
+        engine = SinkEngine(table=shuffled_table())
+        async with receive(transport, engine) as (sink, memory):
+            async with source_process(transport, seed=1, num_handoffs=30) as source:
+                pulls = [asyncio.create_task(outcome(sink.pull(f"k{n}", source.named(n), 30.0))) for n in range(30)]
+                await asyncio.wait(pulls, return_when=asyncio.FIRST_COMPLETED)
+                source.signal(signal.SIGKILL)
+                outcomes = await asyncio.gather(*pulls)
+            assert isinstance(next(o for o in outcomes if not isinstance(o, DiptychError)), PullResult)
+            lost = [o for o in outcomes if isinstance(o, DiptychError)]
+            assert lost and all(isinstance(o, WorkerLost | TransportError) for o in lost), lost
+            await until_quiet(sink)
+            failed = {call[1]: call[2] for call in engine.calls if call[0] == "fail"}  # type: ignore[index,misc]
+            assert len(failed) == len(lost)
+            settled = {call[1] for call in engine.calls if call[0] == "settle"}  # type: ignore[index,misc]
+            assert settled == {key for key, is_quarantined in failed.items() if is_quarantined}
+            async with source_process(transport, seed=2) as another:
+                await sink.pull("again", another.named(), 30.0)
+                check(memory, another, engine.table)
+
+    run(test)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stopped_source_is_noticed_by_its_lease_and_nothing_lands_later(transport: str) -> None:
+    """Stopped once the pull has begun. Its memory can still be read over NIXL: what counts is that nothing commits."""
+
+    async def test() -> None:
+        engine = SinkEngine(table=shuffled_table())
+        async with (
+            source_process(transport, lease_s=1, num_handoffs=1) as source,
+            receive(transport, engine) as (sink, memory),
+        ):
+            pull = asyncio.create_task(outcome(sink.pull("k", source.named(), 30.0)))
+            await engine.until("reserve")
+            source.signal(signal.SIGSTOP)
+            error = await pull
+            if isinstance(error, PullResult):
+                check(memory, source, engine.table)  # it was through before the signal came
+                return
+            assert isinstance(error, WorkerLost | TransportError | LeaseLost), error
+            await until_quiet(sink)
+            assert memory.view is not None
+            memory.view[:] = b"\0" * memory.num_bytes  # the blocks are another sequence's now
+            source.signal(signal.SIGCONT)
+            assert await source.next_end() == "h0"
+            assert memory.view == bytes(memory.num_bytes)
+
+    run(test)

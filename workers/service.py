@@ -20,6 +20,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from .. import __version__
 from ..proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from .channel import bind, make_server
 from .engine import Engine
@@ -35,7 +36,6 @@ from .wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PR
 from .worker_config import WorkerConfig
 
 LOAD_REPEAT_S = 0.5
-VERSION = "0.1.0"
 
 log = logging.getLogger("diptych.worker")
 
@@ -332,7 +332,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.Hello(
             incarnation=self.incarnation,
             role=ROLE_TO_PROTO[Role(self._config.role)],
-            model=self._runner.info.to_proto(VERSION),
+            model=self._runner.info.to_proto(__version__),
             layout=self._runner.layout.to_proto(),
             num_blocks=self._runner.memory.num_blocks,
             transports=list(self._transports),

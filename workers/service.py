@@ -93,7 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def start(self) -> WorkerAddress:
         """Listen and start the engine. Raises PortInUse or ConfigError."""
         self._loop = asyncio.get_running_loop()
-        self._transports = make_transports(self._config.transports, self._runner.memory)
+        self._transports = make_transports(self._config.transports, self._runner.memory, self._config.host)
         layout, memory = self._runner.layout, self._runner.memory
         self._source = HandoffSource(
             self.incarnation, layout, memory, self._transports, port=self, lease_s=self._config.lease_s

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..workers.errors import ConfigError, DiptychError, Unavailable
+from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable
 from . import address_file, config_file
 from .checks import resolve_model
 from .config import POOL_NAMES
@@ -119,7 +119,9 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
 @app.command()
 @_reports_errors
 def status(
-    name: Name = "default", as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False
+    name: Name = "default",
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Have every worker compare its books.")] = False,
 ) -> None:
     """Show the pools, workers and routers of a running cluster."""
     from .remote import connected
@@ -127,10 +129,13 @@ def status(
 
     with connected(name) as supervisor:
         found = supervisor.status()
+        problems = {worker: what for worker, what in supervisor.audit().items() if what} if check else {}
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(found.to_json() | {"problems": problems}, indent=2))
     else:
         _console().print(render(found))
+    if problems:
+        raise InternalError("; ".join(f"{worker}: {what}" for worker, what in problems.items()))
 
 
 @app.command()

@@ -35,6 +35,10 @@ class SupervisorClient:
         """Raises Unavailable."""
         return self._ask("status")
 
+    def audit(self) -> dict[str, str]:
+        """By worker: what is wrong with its block bookkeeping, or nothing. Raises Unavailable."""
+        return self._ask("audit")
+
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Set new targets; `status` tells when they are reached. Raises ConfigError, Unavailable."""
         self._ask("scale", dict(replicas))

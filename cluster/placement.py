@@ -16,7 +16,7 @@ import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -27,6 +27,7 @@ from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
+from .config import WILDCARD_HOSTS
 from .deployment import NAMESPACE, Deployment, supervisor_name
 from .fleet import WorkerInfo
 from .handles import RouterStarted, WorkerStarted
@@ -108,6 +109,8 @@ class RouterActor:
         except DiptychError as e:
             return Refused.because(e)
         self._follower = asyncio.create_task(self._follow())
+        if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
+            return replace(started, host=get_node_ip_address())
         return started
 
     async def _follow(self) -> None:
@@ -151,6 +154,9 @@ class SupervisorActor:
 
     async def status(self) -> ClusterStatus:
         return self._supervisor.status()
+
+    async def audit(self) -> dict[str, str]:
+        return await self._supervisor.audit()
 
     async def scale(self, replicas: dict[str, int]) -> Refused | None:
         try:

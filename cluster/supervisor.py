@@ -334,6 +334,12 @@ class Supervisor:
             failure=self._failure,
         )
 
+    async def audit(self) -> dict[str, str]:
+        """By worker that is ready: what is wrong with its block bookkeeping, or nothing."""
+        ready = [(w.worker_id, w.control) for w in self._workers.values() if w.phase is Phase.READY and w.control]
+        found = await asyncio.gather(*(_audit(control) for _, control in ready))
+        return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
+
     def _pool_status(self, pool: str, now: float) -> PoolStatus:
         phases = [w.phase for w in self._workers.values() if w.pool == pool]
         failures = self._failures.get(pool, Failures())
@@ -350,6 +356,15 @@ class Supervisor:
             last_error=failures.last_error,
             retry_in_s=max(failures.retry_at - now, 0.0),
         )
+
+
+async def _audit(control: WorkerControl) -> str:
+    try:
+        state = await control.state()
+    except DiptychError as e:
+        return e.message
+    num = state.num_unaccounted_blocks
+    return f"{num} KV blocks are held by nobody, or twice: a bug, please report it" if num else ""
 
 
 def _worker_status(worker: _Worker, now: float) -> WorkerStatus:

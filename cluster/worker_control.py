@@ -15,7 +15,7 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import open_channel
-from ..workers.errors import WorkerLost
+from ..workers.errors import InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
 
@@ -62,12 +62,18 @@ class WorkerControl:
     async def drain(self) -> None:
         await self._outbox.put(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
 
-    async def is_drained(self) -> bool:
-        """Drains, computes nothing and holds no KV for anybody. Raises WorkerLost."""
+    async def state(self) -> worker_pb2.WorkerState:
+        """Has the worker compare its books first. Raises InternalError if they are wrong, WorkerLost."""
         try:
-            state = await self._stub.GetState(worker_pb2.GetStateRequest(), timeout=REPLY_S)
+            return await self._stub.GetState(worker_pb2.GetStateRequest(), timeout=REPLY_S)
         except grpc.aio.AioRpcError as e:
+            if e.code() is grpc.StatusCode.INTERNAL:
+                raise InternalError(f"the worker at {self.address}: {e.details()}") from e
             raise WorkerLost(f"the worker at {self.address} did not tell its state: {e.code().name}") from e
+
+    async def is_drained(self) -> bool:
+        """Drains, computes nothing and holds no KV for anybody. Raises InternalError, WorkerLost."""
+        state = await self.state()
         load = state.load
         busy = load.num_running + load.num_waiting + load.num_leased_blocks + load.num_quarantined_blocks
         return load.draining and busy + state.num_open_handoffs == 0

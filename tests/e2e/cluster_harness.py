@@ -72,8 +72,8 @@ class Served:
         start = self.output.index(f"# {title}") + 1
         return "\n".join(self.output[start : self.output.index("", start)])
 
-    def status(self) -> dict[str, Any]:
-        result = diptych(self.home, "status", "--json")
+    def status(self, *flags: str) -> dict[str, Any]:
+        result = diptych(self.home, "status", "--json", *flags)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 
@@ -86,11 +86,12 @@ class Served:
         return next(line.split("HTTP ")[1].split("/v1")[0] for line in self.output if "HTTP http" in line)
 
     def assert_nothing_is_held(self) -> None:
-        """Waits until every request has ended on its worker; then all blocks must be free."""
+        """Waits until every request has ended on its worker; then all blocks must be free, and the books right."""
         workers = self.status()["workers"]
         while any(w["num_running"] or w["num_waiting"] or w["num_leased_blocks"] for w in workers):
             workers = self.status()["workers"]
         assert [w["num_free_blocks"] for w in workers] == [w["num_blocks"] for w in workers]
+        assert self.status("--check")["problems"] == {}
 
     def family(self) -> list[psutil.Process]:
         """Every process of the cluster, this one's included."""

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import LOOPBACK_HOSTS, ClusterConfig
+from .config import LOOPBACK_HOSTS, WILDCARD_HOSTS, ClusterConfig
 from .status import ClusterStatus, RouterStatus
 
 QUESTION = "What is Diptych?"
@@ -50,7 +50,7 @@ def banner(config: ClusterConfig, status: ClusterStatus, ready_s: float) -> str:
 
 def _door(config: ClusterConfig, router: RouterStatus) -> _Door:
     # A wildcard address is where a server listens, not where a client calls.
-    host = "127.0.0.1" if router.host in (None, "0.0.0.0", "::", *LOOPBACK_HOSTS) else router.host
+    host = "127.0.0.1" if router.host in (None, *WILDCARD_HOSTS, *LOOPBACK_HOSTS) else router.host
     scheme = "https" if config.router.http_tls else "http"
     return _Door(
         base_url=f"{scheme}://{host}:{router.http_port}/v1",

@@ -44,7 +44,7 @@ def serve(config: ClusterConfig, console: Console) -> None:
     before it was ready; then, too, nothing is left behind."""
     _install_signals()
     progress = Progress(console)
-    with progress.phase("settings, model folder and ports are fine"):
+    with progress.phase("checked the settings"):
         check(config)
     launcher = _Launcher(config, console, progress)
     try:
@@ -61,9 +61,11 @@ def serve(config: ClusterConfig, console: Console) -> None:
 
 def check(config: ClusterConfig) -> None:
     """Whatever can be found wrong before a process is started. Raises DiptychErrors."""
-    check_model(Path(config.model))
-    check_tls(config)
-    check_ports(config)
+    if not os.environ.get("RAY_ADDRESS"):
+        # On a Ray of many machines the model and the ports are another machine's matter.
+        check_model(Path(config.model))
+        check_tls(config)
+        check_ports(config)
     running = address_file.read(config.name)
     if running and address_file.serving_process(running):
         raise ConfigError(
@@ -87,10 +89,10 @@ class _Launcher:
         self._start_ray()
         self._start_supervisor()
         status = self._wait_until_ready()
+        self.is_ready = True
         self._console.print()
         text = banner(self._config, status, self._progress.elapsed_s)
         self._console.print(Text(text), soft_wrap=True)
-        self.is_ready = True
         self._watch(status)
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ def test_a_checkpoint_that_cannot_be_served(tmp_path: Path, checkpoint: Path, sp
     assert not list(tmp_path.glob("default.*"))
 
 
-@pytest.mark.parametrize("moment", ["settings", "Ray"])
+@pytest.mark.parametrize("moment", ["checked", "Ray runs"])
 def test_ctrl_c_while_it_starts(tmp_path: Path, moment: str) -> None:
     """Right after the phase was reported that names `moment`: in the middle of the next one."""
     with serving(tmp_path / "home", wait=False) as cluster:

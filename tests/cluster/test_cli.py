@@ -1,0 +1,170 @@
+"""The command line as far as it goes without a cluster."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import diptych
+from diptych.cluster import address_file, cli
+from diptych.cluster.cli import app
+from diptych.cluster.config import ClusterConfig
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RAY_ADDRESS", "DIPTYCH_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
+    """The settings that `serve` would have run with."""
+    from diptych.cluster import launcher
+
+    seen: list[ClusterConfig] = []
+    monkeypatch.setattr(launcher, "serve", lambda config, console: seen.append(config))
+    return seen
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"diptych {diptych.__version__}\n"
+
+
+def test_help_imports_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom diptych.cluster.cli import app\n"
+        "assert CliRunner().invoke(app, ['serve', '--help']).exit_code == 0\n"
+        "sys.exit(bool({'ray', 'torch', 'grpc', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_flags_say_what_the_file_says(settings: list[ClusterConfig], tmp_path: Path) -> None:
+    flags = "--prefill 2 --decode 3 --mixed 1 --name x --http-port 1 --grpc-port 2 --dtype float32 --chunk-tokens 64"
+    more = "--kv-memory 1GiB --threads 2 --transport grpc --transport nixl --served-model-name m --max-context-tokens 9"
+    assert call("serve", str(tmp_path), *flags.split(), *more.split()).exit_code == 0
+    pool = "{replicas: %d, chunk_tokens: 64, threads: 2, kv_memory_bytes: 1GiB}"
+    (tmp_path / "cluster.yaml").write_text(
+        f"""
+model: {tmp_path}
+name: x
+dtype: float32
+transports: [grpc, nixl]
+served_model_name: m
+max_context_tokens: 9
+router: {{http_port: 1, grpc_port: 2}}
+pools:
+  prefill: {pool % 2}
+  decode: {pool % 3}
+  mixed: {pool % 1}
+"""
+    )
+    assert call("serve", "--config", str(tmp_path / "cluster.yaml")).exit_code == 0
+    assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {"prefill": 1, "decode": 1, "mixed": 0}),
+        (["--prefill", "3"], {"prefill": 3, "decode": 1, "mixed": 0}),
+        (["--decode", "2"], {"prefill": 1, "decode": 2, "mixed": 0}),
+        (["--mixed", "2"], {"prefill": 0, "decode": 0, "mixed": 2}),
+        (["--mixed", "1", "--prefill", "1"], {"prefill": 1, "decode": 0, "mixed": 1}),
+        (["--prefill", "0", "--chunk-tokens", "8"], {"prefill": 0, "decode": 1, "mixed": 0}),
+    ],
+)
+def test_pools_that_are_not_named(settings: list[ClusterConfig], flags: list[str], expected: dict[str, int]) -> None:
+    assert call("serve", "tiny", *flags).exit_code == 0
+    assert settings[0].pools.targets == expected
+
+
+def test_a_flag_wins_over_the_file_and_leaves_the_rest(settings: list[ClusterConfig], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: a\npools:\n  prefill: {replicas: 1, num_cpus: 4}\n  decode: {replicas: 2}\n")
+    assert call("serve", "b", "--config", str(path), "--prefill", "3", "--chunk-tokens", "8").exit_code == 0
+    config = settings[0]
+    assert Path(config.model).name == "b"
+    assert config.pools.targets == {"prefill": 3, "decode": 2, "mixed": 0}
+    assert (config.pools.prefill.num_cpus, config.pools.prefill.chunk_tokens) == (4, 8)
+
+
+def test_tiny_is_the_model_that_ships(settings: list[ClusterConfig]) -> None:
+    call("serve", "tiny")
+    assert Path(settings[0].model) == Path(diptych.__file__).parent / "examples" / "tiny"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["serve"], "model is missing"),
+        (["serve", "/absent"], "/absent does not exist"),
+        (["serve", "tiny", "--dtype", "int4"], "dtype: "),
+        (["serve", "tiny", "--host", "0.0.0.0"], "set api_key"),
+        (["serve", "tiny", "--prefill", "-1"], "pools.prefill.replicas"),
+        (["serve", "tiny", "--kv-memory", "lots"], "'lots' is not a size"),
+        (["serve", "tiny", "--config", "/absent.yaml"], "cannot read /absent.yaml"),
+        (["scale", "prefill"], "'prefill' is not POOL=N"),
+        (["scale", "cats=2"], "'cats=2' is not POOL=N"),
+        (["scale", "decode=-1"], "'decode=-1' is not POOL=N"),
+        (["scale", "decode=1", "decode=2"], "decode is given twice"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args: list[str], expected: str) -> None:
+    result = call(*args)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["status"], ["scale", "decode=2"], ["stop"]])
+def test_commands_without_a_cluster_say_so(command: list[str]) -> None:
+    result = call(*command)
+    assert result.exit_code == 1
+    assert "no cluster named 'default' runs here" in result.stderr
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    result = call("serve", "tiny", "--prefil", "2")
+    assert result.exit_code == 2
+    assert "--prefill" in result.stderr
+
+
+def test_the_address_file_is_its_owners_alone(home: Path) -> None:
+    address = address_file.ClusterAddress("default", "127.0.0.1:1", None, True, 1, 2.0)
+    address_file.write(address)
+    assert address_file.read("default") == address
+    assert (home / "default.json").stat().st_mode & 0o777 == 0o600
+    assert home.stat().st_mode & 0o777 == 0o700
+    address_file.remove("default")
+    assert address_file.read("default") is None
+
+
+def test_a_damaged_address_file_is_named(home: Path) -> None:
+    home.mkdir()
+    (home / "default.json").write_text(json.dumps({"name": "default"}))
+    result = call("status")
+    assert result.exit_code == 2
+    assert "default.json is damaged" in result.stderr
+
+
+def test_doctor_finds_something_to_say_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call("doctor")
+    assert result.exit_code == 0
+    for name in ("Python", "torch", "ray", "nixl", "CPU", "memory", "huge pages", "HTTP port", "gRPC port"):
+        assert f"{name}: " in result.stdout
+
+
+def test_the_command_is_installed() -> None:
+    assert cli.main.__module__ == "diptych.cluster.cli"

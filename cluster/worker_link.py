@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
-from ..workers.channel import open_channel
+from ..workers.channel import TOKEN_KEY, open_channel
 from ..workers.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
 from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .fleet import WorkerInfo
@@ -66,6 +66,7 @@ class WorkerLink:
         self._listeners: dict[int, LegListener] = {}
         self._outbox: deque[worker_pb2.RouterMessage] = deque()
         self._has_mail = asyncio.Event()
+        self._greeted = asyncio.Event()
         self._vocab_size = 0
         self._num_received = 0
         self._is_up = False
@@ -115,63 +116,43 @@ class WorkerLink:
 
     async def _connect(self) -> bool:
         """One stream, from dialling to its end. Returns whether it ever was up."""
-        channel = open_channel(self.info.address, self._token)
-        call = worker_pb2_grpc.WorkerStub(channel).Link()
-        reason = "the link failed, see the router's log"
+        # The token goes with the call itself: grpc.aio's interceptors leave a task behind for every stream that breaks.
+        channel = open_channel(self.info.address, None)
+        metadata = ((TOKEN_KEY, f"Bearer {self._token}"),) if self._token else None
+        call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=metadata)
+        self._greeted = asyncio.Event()
+        tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
+        reason = HUNG_UP
         try:
-            await self._greet(call)
-            await self._exchange(call)
-            reason = "the worker ended the stream"
-        except grpc.aio.AioRpcError as e:
-            reason = f"{e.code().name}: {e.details() or 'no details'}"
-        except DiptychError as e:
-            reason = e.message
-        except asyncio.CancelledError:
-            reason = HUNG_UP
-            raise
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = self._reason_of(done)
         finally:
             was_up = self._is_up
+            # The call first: a grpc.aio coroutine that is cancelled while it dials swallows that and goes on.
+            call.cancel()
+            for task in tasks:
+                task.cancel()
             try:
                 self._go_down(reason)
+                await asyncio.gather(*tasks, return_exceptions=True)
             finally:
-                call.cancel()
                 await channel.close()
         return was_up
 
-    async def _greet(self, call: "Call") -> None:
-        try:
-            async with asyncio.timeout(self._config.hello_timeout_s):
-                message = await call.read()
-        except TimeoutError as e:
-            raise WorkerLost(f"no hello within {self._config.hello_timeout_s:g} s") from e
-        if not isinstance(message, worker_pb2.WorkerMessage) or message.WhichOneof("message") != "hello":
-            raise WorkerLost("the stream did not begin with a hello")
-        hello = message.hello
-        if hello.incarnation != self.info.incarnation:
-            raise WorkerLost(f"another process answers there (incarnation {hello.incarnation or 'none'})")
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"the worker speaks protocol version {hello.protocol_version}, this router {PROTOCOL_VERSION}: "
-                "run the same version of Diptych everywhere"
-            )
-        self._vocab_size = hello.model.vocab_size
-        self._owner.on_hello(self.info, hello)
-        self._is_up, self._reason = True, ""
-        self._owner.on_up(self.info)
-
-    async def _exchange(self, call: "Call") -> None:
-        """Returns when the worker ends the stream; raises what broke it."""
-        tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done:
-            if task.cancelled():
-                raise WorkerLost("the stream was cancelled")
-            task.result()
+    def _reason_of(self, ended: set[asyncio.Task[None]]) -> str:
+        """Why the stream is over, by the task that ended first."""
+        task = ended.pop()
+        error = None if task.cancelled() else task.exception()
+        match error:
+            case None:
+                return "the worker ended the stream"
+            case grpc.aio.AioRpcError():
+                return f"{error.code().name}: {error.details() or 'no details'}"
+            case DiptychError():
+                return error.message
+            case _:
+                log.error("the link to %s failed", self.info.address, exc_info=error)
+                return f"the link failed ({type(error).__name__}), see the router's log"
 
     def _go_down(self, reason: str) -> None:
         """Tells the owner, then every request."""
@@ -189,6 +170,10 @@ class WorkerLink:
     # -- the three tasks of a stream --------------------------------------------------------------------------------
 
     async def _read(self, call: "Call") -> None:
+        first = await call.read()
+        if not isinstance(first, worker_pb2.WorkerMessage) or first.WhichOneof("message") != "hello":
+            raise WorkerLost("the stream did not begin with a hello")
+        self._on_hello(first.hello)
         while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
             self._num_received += 1
             match message.WhichOneof("message"):
@@ -216,6 +201,11 @@ class WorkerLink:
     async def _watch(self) -> None:
         """Raises WorkerLost when the worker is silent. Counts looks, not seconds: when this whole process was stopped
         for a while, its workers are not to blame."""
+        try:
+            async with asyncio.timeout(self._config.hello_timeout_s):
+                await self._greeted.wait()
+        except TimeoutError as e:
+            raise WorkerLost(f"no hello within {self._config.hello_timeout_s:g} s") from e
         num_received, num_silent = -1, 0
         while num_silent < SILENCE_CHECKS:
             num_silent = num_silent + 1 if num_received == self._num_received else 0
@@ -228,6 +218,20 @@ class WorkerLink:
         self._has_mail.set()
 
     # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _on_hello(self, hello: worker_pb2.Hello) -> None:
+        if hello.incarnation != self.info.incarnation:
+            raise WorkerLost(f"another process answers there (incarnation {hello.incarnation or 'none'})")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the worker speaks protocol version {hello.protocol_version}, this router {PROTOCOL_VERSION}: "
+                "run the same version of Diptych everywhere"
+            )
+        self._owner.on_hello(self.info, hello)
+        self._vocab_size = hello.model.vocab_size
+        self._is_up, self._reason = True, ""
+        self._greeted.set()
+        self._owner.on_up(self.info)
 
     def _on_step(self, step: worker_pb2.StepEvents) -> None:
         """Hands each token to its request. Raises InternalError for columns that do not fit together."""

@@ -303,3 +303,22 @@ def test_a_bug_in_a_handler_costs_the_stream_and_not_the_router() -> None:
             await link.close()
 
     run(test)
+
+
+def test_hanging_up_works_at_any_moment() -> None:
+    """Also in the turn in which a dial fails, where a cancelled grpc.aio coroutine goes on as if nothing had been."""
+
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            nobody = WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed")
+
+            async def hang_up_after(info: WorkerInfo, num_turns: int) -> None:
+                link = WorkerLink(info, None, replace(CONFIG, reconnect_s=0.001), Listener())
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await link.close()
+
+            for info in (nobody, worker.info):
+                await asyncio.gather(*(hang_up_after(info, num_turns) for num_turns in range(400)))
+
+    run(test)

@@ -87,11 +87,13 @@ class Served:
 
     def assert_nothing_is_held(self) -> None:
         """Waits until every request has ended on its worker; then all blocks must be free, and the books right."""
-        workers = self.status()["workers"]
-        while any(w["num_running"] or w["num_waiting"] or w["num_leased_blocks"] for w in workers):
-            workers = self.status()["workers"]
+        busy = True
+        while busy:
+            status = self.status("--check")
+            workers = status["workers"]
+            busy = any(w["num_running"] or w["num_waiting"] or w["num_leased_blocks"] for w in workers)
         assert [w["num_free_blocks"] for w in workers] == [w["num_blocks"] for w in workers]
-        assert self.status("--check")["problems"] == {}
+        assert status["problems"] == {}
 
     def family(self) -> list[psutil.Process]:
         """Every process of the cluster, this one's included."""

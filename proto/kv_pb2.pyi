@@ -74,6 +74,7 @@ class SubscribeRequest(_message.Message):
     handoff_id: _builtins.str
     source_incarnation: _builtins.str
     sink_incarnation: _builtins.str
+    """and, for this and every call below, a number: names one attempt, never used again"""
     wait_s: _builtins.float
     """how long to wait for the offer"""
     @_builtins.property

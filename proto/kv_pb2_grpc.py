@@ -65,7 +65,8 @@ class KVHandoffServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Subscribe(self, request, context):
-        """Announcements until SEALED or ABORTED. A hand-off id is unguessable and admits one sink at a time.
+        """Announcements until SEALED or ABORTED; then the stream stays open until the hand-off ends, so that each side knows
+        the other alive. A hand-off id is unguessable and admits one sink at a time: until its stream ends, or it abandons.
         NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -86,7 +87,8 @@ class KVHandoffServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV.
+        """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV. The same sink may
+        ask again, if the answer was lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

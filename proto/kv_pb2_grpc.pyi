@@ -32,14 +32,17 @@ class KVHandoffStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVHandoffAsyncStub: ...
     Subscribe: _grpc.UnaryStreamMultiCallable[_kv_pb2.SubscribeRequest, _kv_pb2.Announcement]
-    """Announcements until SEALED or ABORTED. A hand-off id is unguessable and admits one sink at a time.
+    """Announcements until SEALED or ABORTED; then the stream stays open until the hand-off ends, so that each side knows
+    the other alive. A hand-off id is unguessable and admits one sink at a time: until its stream ends, or it abandons.
     NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
     """
     Pull: _grpc.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]
     """The gRPC transport: bytes of announced blocks, in the order asked for."""
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]
     Release: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]
-    """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV."""
+    """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV. The same sink may
+    ask again, if the answer was lost.
+    """
     Abandon: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AbandonRequest, _kv_pb2.AbandonResponse]
     """Idempotent, from a sink that gives up; the source stays open for another sink until its lease ends."""
 
@@ -47,14 +50,17 @@ class KVHandoffStub:
 class KVHandoffAsyncStub(KVHandoffStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Subscribe: _aio.UnaryStreamMultiCallable[_kv_pb2.SubscribeRequest, _kv_pb2.Announcement]  # type: ignore[assignment]
-    """Announcements until SEALED or ABORTED. A hand-off id is unguessable and admits one sink at a time.
+    """Announcements until SEALED or ABORTED; then the stream stays open until the hand-off ends, so that each side knows
+    the other alive. A hand-off id is unguessable and admits one sink at a time: until its stream ends, or it abandons.
     NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
     """
     Pull: _aio.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]  # type: ignore[assignment]
     """The gRPC transport: bytes of announced blocks, in the order asked for."""
     Renew: _aio.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV."""
+    """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV. The same sink may
+    ask again, if the answer was lost.
+    """
     Abandon: _aio.UnaryUnaryMultiCallable[_kv_pb2.AbandonRequest, _kv_pb2.AbandonResponse]  # type: ignore[assignment]
     """Idempotent, from a sink that gives up; the source stays open for another sink until its lease ends."""
 
@@ -65,7 +71,8 @@ class KVHandoffServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.SubscribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.Announcement], _abc.AsyncIterator[_kv_pb2.Announcement]]:
-        """Announcements until SEALED or ABORTED. A hand-off id is unguessable and admits one sink at a time.
+        """Announcements until SEALED or ABORTED; then the stream stays open until the hand-off ends, so that each side knows
+        the other alive. A hand-off id is unguessable and admits one sink at a time: until its stream ends, or it abandons.
         NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
         """
 
@@ -90,7 +97,9 @@ class KVHandoffServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.ReleaseResponse, _abc.Awaitable[_kv_pb2.ReleaseResponse]]:
-        """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV."""
+        """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV. The same sink may
+        ask again, if the answer was lost.
+        """
 
     @_abc_1.abstractmethod
     def Abandon(

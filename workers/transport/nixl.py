@@ -67,6 +67,7 @@ class NixlTransport(Transport):
     def __init__(self, memory: KVMemory, *, loopback_only: bool = True) -> None:
         self._memory = memory
         self._thread = NixlThread(memory, loopback_only=loopback_only)
+        self._is_serving = False
 
     def endpoint(self) -> kv_pb2.NixlEndpoint:
         return kv_pb2.NixlEndpoint(
@@ -89,7 +90,9 @@ class NixlTransport(Transport):
         return NixlReader(self._thread, incarnation, endpoint, memory)
 
     def serve(self, num_open: int) -> None:
-        self._thread.serve(num_open > 0)
+        if self._is_serving != (num_open > 0):
+            self._is_serving = num_open > 0
+            self._thread.serve(self._is_serving)
 
     def forget(self, incarnation: str) -> None:
         self._thread.forget(incarnation)

@@ -158,16 +158,24 @@ class NixlThread:
         ready.set_result(None)
         wait = None
         while not self._is_stopping:
-            self._run_commands(wait)
-            if self._is_serving:
-                self._progress()
-            has_moved = self._advance_all()
-            wait = PAUSE_S if has_moved else READ_POLL_S if self._reads else SERVE_POLL_S if self._is_serving else None
-        for incarnation in list(self._peers):
-            self._drop_peer(incarnation, "the worker is stopping")
+            try:
+                wait = self._turn(wait)
+            except Exception as e:
+                log.exception("NIXL's thread failed by our own fault; its connections are cut")
+                self._drop_all(repr(e))
+        self._drop_all("the worker is stopping")
         self._quietly(self._blocks.release)
         self._quietly(lambda: self._agent.deregister_memory(self._registered))
         del self._agent
+
+    def _turn(self, wait: float | None) -> float | None:
+        """One turn of the loop, after at most `wait` for a command; returns how long to wait before the next."""
+        self._run_commands(wait)
+        if self._is_serving:
+            self._progress()
+        if self._advance_all():
+            return PAUSE_S
+        return READ_POLL_S if self._reads else SERVE_POLL_S if self._is_serving else None
 
     def _run_commands(self, wait: float | None) -> None:
         try:
@@ -253,6 +261,10 @@ class NixlThread:
         self._progress()
         for read in ended:
             read.future.set_exception(TransportError(f"a NIXL read failed: {why}"))
+
+    def _drop_all(self, why: str) -> None:
+        for incarnation in list(self._peers):
+            self._drop_peer(incarnation, why)
 
     # -- reads ------------------------------------------------------------------------------------------------------
 

@@ -23,15 +23,18 @@ def runs_of(memory: KVMemory, blocks: Sequence[int], first_layer: int, num_layer
 def gather(view: memoryview, runs: Sequence[Run], chunk_bytes: int) -> Iterator[bytes]:
     """Copy the runs out, in pieces of `chunk_bytes` (the last may be shorter). Each piece is copied when asked for."""
     piece = bytearray()
-    for offset, length in runs:
-        end = offset + length
-        while offset < end:
-            step = min(end - offset, chunk_bytes - len(piece))
-            piece += view[offset : offset + step]
-            offset += step  # noqa: PLW2901
-            if len(piece) == chunk_bytes:
-                yield bytes(piece)
-                piece.clear()
+    for start, length in runs:
+        at, end = start, start + length
+        while at < end:
+            step = min(end - at, chunk_bytes - len(piece))
+            if step == chunk_bytes:
+                yield bytes(view[at : at + step])  # the common case, copied once
+            else:
+                piece += view[at : at + step]
+                if len(piece) == chunk_bytes:
+                    yield bytes(piece)
+                    piece.clear()
+            at += step
     if piece:
         yield bytes(piece)
 

@@ -68,11 +68,11 @@ class Route:
     decode: str
 
 
-def choose(workers: Iterable[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
+def choose(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
     """Raises Unavailable where no worker could take the request."""
     able = _able(workers, facts)
     if not able:
-        raise Unavailable("no worker is available: see `diptych status`, or try again in a moment")
+        raise _unavailable(workers)
     able = [w for w in able if w.incarnation not in facts.excluded] or able
     prefillers = [w for w in able if w.role is not Role.DECODE]
     decoders = [w for w in able if w.role is not Role.PREFILL]
@@ -98,6 +98,14 @@ def choose_sink(workers: Iterable[WorkerView], facts: RequestFacts, source: str)
 def _able(workers: Iterable[WorkerView], facts: RequestFacts) -> list[WorkerView]:
     needed = facts.num_tokens + facts.max_new_tokens
     return [w for w in workers if w.is_available and w.max_context_tokens >= needed]
+
+
+def _unavailable(workers: Sequence[WorkerView]) -> Unavailable:
+    num_down, num_draining = sum(not w.is_up for w in workers), sum(w.is_draining for w in workers)
+    return Unavailable(
+        f"no worker is available ({len(workers)} known, {num_down} without a link, {num_draining} draining): "
+        "see `diptych status`, or try again in a moment"
+    )
 
 
 def _sinks_of(source: str, decoders: Sequence[WorkerView]) -> Sequence[WorkerView]:

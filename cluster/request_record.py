@@ -114,6 +114,7 @@ class RequestRecord:
         self.num_attempts = 0  # begun, and offers that another sink was sent to
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
         self._max_attempts = max_attempts
+        self._max_tokens = request.sampling.max_tokens
         self._wants_logprobs = request.sampling.logprobs is not None
         self._logprobs: list[TokenLogprob] = []
         self.num_cached_tokens = 0
@@ -134,7 +135,7 @@ class RequestRecord:
 
     @property
     def num_remaining(self) -> int:
-        return self.request.sampling.max_tokens - len(self.token_ids)
+        return self._max_tokens - len(self.token_ids)
 
     @property
     def may_hand_off(self) -> bool:
@@ -193,14 +194,16 @@ class RequestRecord:
         leg = self._legs.get(handle)
         if leg is None:
             return _NOTHING
-        if leg.has_spoken:
-            if leg.part is Part.PREFILL:
-                return _NOTHING
-            return self._hold(token) if self._is_first_due else self._accept(token, leg.part)
-        leg.has_spoken = True
         if leg.part is Part.PREFILL:
+            if leg.has_spoken:
+                return _NOTHING
+            leg.has_spoken = True
             return [Spoke(leg), *self._accept_first(token)]
-        return [Spoke(leg), *(self._hold(token) if self._is_first_due else self._accept(token, leg.part))]
+        actions = self._hold(token) if self._is_first_due else self._accept(token, leg.part)
+        if leg.has_spoken:
+            return actions
+        leg.has_spoken = True
+        return [Spoke(leg), *actions]
 
     @property
     def _is_first_due(self) -> bool:
@@ -209,7 +212,7 @@ class RequestRecord:
 
     def _hold(self, token: LegToken) -> Actions:
         expected = self._start + 1 + len(self._early)
-        if token.position > expected or token.position >= self.request.sampling.max_tokens:
+        if token.position > expected or token.position >= self._max_tokens:
             return self._gap(token, expected)
         if token.position == expected:
             self._early.append(token)
@@ -240,7 +243,7 @@ class RequestRecord:
         self.token_ids.append(token.token_id)
         if token.finish is not None:
             return self._finish(token.finish, part)
-        if self.num_remaining == 0:
+        if len(self.token_ids) == self._max_tokens:
             return self.fail(InternalError("a worker made max_tokens tokens and did not finish"))
         return _NOTHING
 

@@ -238,6 +238,8 @@ class WorkerLink:
         ids, num = step.token_ids, len(step.handles)
         if not num == len(ids) == len(step.positions) == len(step.finish_reasons):
             raise InternalError("the columns of a step have different lengths")
+        if not FINISH_FROM_PROTO.keys() >= set(step.finish_reasons):
+            raise InternalError(f"a step has an unknown finish reason: {set(step.finish_reasons)}")
         if num and max(ids) >= self._vocab_size:
             raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
         logprobs = {p.entry: _logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
@@ -247,9 +249,8 @@ class WorkerLink:
             listener = self._listeners.get(handle)
             if listener is None:
                 continue
-            if reason not in FINISH_FROM_PROTO:
-                raise InternalError(f"a step has the unknown finish reason {reason}")
-            token = LegToken(position, token_id, FINISH_FROM_PROTO[reason], logprobs.get(entry), cached.get(entry))
+            finish = FINISH_FROM_PROTO[reason]
+            token = LegToken(position, token_id, finish, logprobs.get(entry), cached.get(entry))
             listener.on_token(handle, token)
 
     def _on_failed(self, failed: worker_pb2.RequestFailed) -> None:

@@ -320,7 +320,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """A sign of life while a long step runs: routers count a silent worker as lost."""
         while True:
             await asyncio.sleep(LOAD_REPEAT_S)
-            self._broadcast(worker_pb2.WorkerMessage(load=self._load))
+            self._broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
 
     def _complete(self, load: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
         """Add what the engine does not know."""

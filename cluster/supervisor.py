@@ -27,7 +27,9 @@ from .worker_control import WorkerControl
 
 TICK_S = 1.0
 DRAIN_POLL_S = 0.1
-SILENT_S = 15.0  # a worker reports every half second: one silent this long hangs, and is replaced
+# A worker reports every half second: one that is silent for so many looks hangs, and is replaced. Looks, not seconds:
+# when this whole process was stopped for a while, its workers are not to blame.
+SILENT_TICKS = 15
 WATCH_S = 10.0
 
 log = logging.getLogger("diptych.supervisor")
@@ -173,13 +175,16 @@ class Supervisor:
 
     async def _until_dead(self, worker: _Worker, handle: WorkerHandle, control: WorkerControl) -> str:
         death = asyncio.ensure_future(handle.wait())
+        num_received, num_silent = -1, 0
         try:
             while True:
                 done, _ = await asyncio.wait([death], timeout=TICK_S)
                 if done:
                     return death.result()
-                if time.monotonic() - control.heard_at > SILENT_S:
-                    return f"it hangs: silent for {SILENT_S:g} s"
+                num_silent = num_silent + 1 if control.num_received == num_received else 0
+                num_received = control.num_received
+                if num_silent >= SILENT_TICKS:
+                    return f"it hangs: silent for {num_silent * TICK_S:g} s"
                 role = Role(worker.pool)
                 if worker.phase is Phase.READY and control.load.role != ROLE_TO_PROTO[role]:
                     await control.set_role(role)
@@ -210,9 +215,12 @@ class Supervisor:
         assert control is not None
         deadline = time.monotonic() + self._config.drain_timeout_s
         try:
-            while time.monotonic() < deadline and not await control.is_drained():
+            while time.monotonic() < deadline:
                 if not control.load.draining:
                     await control.drain()
+                # Reports come by themselves; the books are compared, which costs a step, only for the last word.
+                elif control.num_requests == 0 and await control.is_drained():
+                    break
                 await asyncio.sleep(DRAIN_POLL_S)
         except DiptychError as e:
             log.warning("%s could not be drained: %s", worker.worker_id, e)

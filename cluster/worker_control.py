@@ -5,16 +5,13 @@ It submits nothing, so it may come and go without touching a request. Death is n
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
-from ..workers.channel import open_channel
+from ..workers.channel import TOKEN_KEY, open_channel
 from ..workers.errors import InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
@@ -26,17 +23,21 @@ log = logging.getLogger("diptych.supervisor")
 
 
 class WorkerControl:
-    """Made by `open`; `close` it. `load` is the newest report, `heard_at` (monotonic s) when anything last came."""
+    """Made by `open`; `close` it. `load` is the newest report, `num_received` counts all messages."""
 
     def __init__(self, address: str, token: str | None) -> None:
         self.address = address
         self.load = worker_pb2.LoadReport()
-        self.heard_at = time.monotonic()
-        self._channel = open_channel(address, token)
+        self.num_received = 0
+        # The token goes with each call: grpc.aio's interceptors leave a task behind for every stream that breaks.
+        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token else None
+        self._channel = open_channel(address, None)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._is_known = asyncio.Event()
-        self._reader = asyncio.create_task(self._read())
+        self._is_closed = False
+        self._call: Any = None
+        self._task = asyncio.create_task(self._run())
 
     @classmethod
     async def open(cls, address: str, token: str | None) -> Self:
@@ -65,7 +66,8 @@ class WorkerControl:
     async def state(self) -> worker_pb2.WorkerState:
         """Has the worker compare its books first. Raises InternalError if they are wrong, WorkerLost."""
         try:
-            return await self._stub.GetState(worker_pb2.GetStateRequest(), timeout=REPLY_S)
+            request = worker_pb2.GetStateRequest()
+            return await self._stub.GetState(request, timeout=REPLY_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as e:
             if e.code() is grpc.StatusCode.INTERNAL:
                 raise InternalError(f"the worker at {self.address}: {e.details()}") from e
@@ -79,26 +81,33 @@ class WorkerControl:
         return load.draining and busy + state.num_open_handoffs == 0
 
     async def close(self) -> None:
-        self._reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._reader
+        """Idempotent."""
+        self._is_closed = True
+        # The call first: a grpc.aio coroutine that is cancelled while it dials swallows that and goes on.
+        if self._call is not None:
+            self._call.cancel()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
-    async def _send(self) -> AsyncIterator[worker_pb2.RouterMessage]:
-        while True:
-            yield await self._outbox.get()
-
-    async def _read(self) -> None:
-        while True:
+    async def _run(self) -> None:
+        """One stream after the other."""
+        while not self._is_closed:
+            call = self._call = self._stub.Link(metadata=self._metadata)
+            writer = asyncio.create_task(self._write(call))
             try:
-                await self._listen()
+                await self._read(call)
             except grpc.aio.AioRpcError as e:
                 log.info("lost the stream to %s: %s", self.address, e.code().name)
+            finally:
+                call.cancel()
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
             await asyncio.sleep(RECONNECT_S)
 
-    async def _listen(self) -> None:
-        async for message in self._stub.Link(self._send()):
-            self.heard_at = time.monotonic()
+    async def _read(self, call: Any) -> None:
+        while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+            self.num_received += 1
             match message.WhichOneof("message"):
                 case "hello":
                     self._is_known.set()
@@ -106,3 +115,7 @@ class WorkerControl:
                     self.load = message.load
                 case _:
                     pass
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await call.write(await self._outbox.get())

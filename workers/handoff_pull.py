@@ -267,8 +267,9 @@ class Pull:
             async with self._read_slots:
                 _, reader = await asyncio.shield(self._connecting)
                 num_bytes = await reader.read(read.segment.to_proto(), read.blocks)
-        except TransportError as e:
-            actions = self._machine.read_failed(read.number, e, self._now(), may_still_land=e.may_still_land)
+        except (TransportError, WorkerLost) as e:
+            may_still_land = isinstance(e, TransportError) and e.may_still_land
+            actions = self._machine.read_failed(read.number, e, self._now(), may_still_land=may_still_land)
         else:
             self._num_bytes += num_bytes
             actions = self._machine.read_done(read.number, self._now())

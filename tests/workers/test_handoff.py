@@ -1,7 +1,7 @@
 """The two machines of a hand-off, step by step."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.workers.errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, RequestAborted, WorkerLost
@@ -342,6 +342,7 @@ SOURCE_CALLS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(SOURCE_CALLS, st.floats(0, 6)), max_size=30))
 def test_the_lease_ends_once_and_held_is_never_said_of_a_lapsed_one(calls: list[tuple[tuple[str, str], float]]) -> None:
     machine, now, last_contact = source(), 0.0, 0.0
@@ -379,6 +380,7 @@ def test_the_lease_ends_once_and_held_is_never_said_of_a_lapsed_one(calls: list[
             assert sink_name == holder
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_pull_ends_once_and_commits_only_what_was_read_and_held(data: st.DataObject) -> None:
     machine, now = sink(), 0.0

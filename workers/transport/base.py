@@ -28,7 +28,7 @@ class Reader(ABC):
     async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
         """Pull `segment` into our `blocks` (one for each of `segment.block_ids`, same layers). Returns bytes moved.
 
-        Several reads may run at once. Raises TransportError.
+        Several reads may run at once. Raises TransportError, or WorkerLost (nothing can land) where the source is gone.
         """
 
     async def settled(self) -> None:  # noqa: B027

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from ...proto import kv_pb2
-from ..errors import TransportError
+from ..errors import TransportError, WorkerLost
 from ..kv_layout import KVMemory
 from .base import Reader, Source, Transport
 from .runs import Scatter, runs_of

@@ -10,7 +10,7 @@ import pytest
 
 from diptych.proto import kv_pb2, kv_pb2_grpc
 from diptych.workers.channel import open_channel
-from diptych.workers.errors import TransportError
+from diptych.workers.errors import TransportError, WorkerLost
 from diptych.workers.kv_layout import KVLayout, KVMemory
 from diptych.workers.transport.base import Reader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport

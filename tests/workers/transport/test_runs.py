@@ -1,7 +1,7 @@
 """Bytes out of one memory's runs and into another's."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.workers.transport.runs import Scatter, gather, runs_of
@@ -20,6 +20,7 @@ def test_blocks_that_touch_are_one_run() -> None:
     assert runs_of(memory, [1, 2], 0, 2) == [(size, 2 * SMALL.layer_bytes), (2 * size, 2 * SMALL.layer_bytes)]
 
 
+@settings(deadline=None)
 @given(BLOCKS, LAYERS, st.integers(1, 5000), st.integers(1, 5000), st.randoms(use_true_random=False))
 def test_what_is_gathered_arrives_whatever_the_pieces(
     blocks: list[int], layers: tuple[int, int], chunk_bytes: int, other_bytes: int, rng: object

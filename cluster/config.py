@@ -115,6 +115,9 @@ class RouterConfig(_Settings):
     resources: dict[str, float] = Field(default_factory=dict[str, float])
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])
     max_requests: Annotated[int, Field(ge=1)] = 1024  # sequences in flight at one router; more answer 429
+    alone_below_tokens: Annotated[int, Field(ge=0)] = 0  # decode workers prefill fewer uncached ones themselves
+    max_attempts: Annotated[int, Field(ge=1, le=16)] = 3  # at a request whose workers fail
+    worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker silent for that long is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
 
     @model_validator(mode="after")

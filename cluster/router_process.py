@@ -28,7 +28,13 @@ class RouterProcess:
     def __init__(self, deployment: Deployment) -> None:
         self._config = deployment.config
         settings = deployment.config.router
-        self._router = Router(RoutingConfig(max_in_flight=settings.max_requests), deployment.token)
+        routing = RoutingConfig(
+            alone_below_tokens=settings.alone_below_tokens,
+            max_in_flight=settings.max_requests,
+            max_attempts=settings.max_attempts,
+            worker_timeout_s=settings.worker_timeout_s,
+        )
+        self._router = Router(routing, deployment.token)
         self._stop = asyncio.Event()
 
     def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:

@@ -36,9 +36,10 @@ class GrpcReader(Reader):
             async for chunk in call:
                 target.write(chunk.data)
         except grpc.aio.AioRpcError as e:
-            raise TransportError(
-                f"the source ended a pull of {num_bytes:,} bytes: {e.code().name} {e.details()}"
-            ) from e
+            cause = f"{e.code().name} {e.details()}"
+            if e.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                raise WorkerLost(f"the source worker cannot be reached any more ({cause})") from e
+            raise TransportError(f"the source ended a pull of {num_bytes:,} bytes: {cause}") from e
         except ValueError as e:
             raise TransportError(f"the source sent more than the {num_bytes:,} bytes asked for") from e
         finally:

@@ -170,7 +170,7 @@ def test_a_block_that_the_source_does_not_have_is_an_error(name: str) -> None:
     run(test)
 
 
-# NIXL reads memory, not an agent: its source is dead when its process is, in tests/e2e/test_transport_processes.py.
+# NIXL reads memory, not an agent: its source is dead when its process is, in tests/e2e/test_handoff_processes.py.
 @pytest.mark.parametrize("name", ["loopback", "grpc"])
 def test_a_dead_source_is_an_error_and_nothing_lands_later(name: str) -> None:
     async def test() -> None:

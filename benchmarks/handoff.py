@@ -149,8 +149,11 @@ async def memmove_bandwidth(seconds: float) -> dict[int, float]:
     return found
 
 
+Reads = list[tuple[kv_pb2.Segment, list[int]]]  # each with its target blocks
+
+
 def segment_of(blocks: Sequence[int]) -> kv_pb2.Segment:
-    """Of hand-off "whole", in which position and block id are the same. NIXL takes blocks in any order."""
+    """Of hand-off "whole", in which position and block id are the same."""
     return kv_pb2.Segment(
         first_block=blocks[0],
         block_ids=blocks,
@@ -160,35 +163,29 @@ def segment_of(blocks: Sequence[int]) -> kv_pb2.Segment:
     )
 
 
-async def segments(reader: Reader, seconds: float) -> dict[int, float]:
+def in_a_row(size: int) -> Reads:
+    """Reads of `size` bytes in one run, through the whole pool."""
+    at, count = walk(size), size // LAYOUT.block_bytes
+    firsts = [at(number) // LAYOUT.block_bytes for number in range(min(POOL_BYTES // size, 64))]
+    return [(segment_of(range(first, first + count)), list(range(first, first + count))) for first in firsts]
+
+
+def in_pieces(size: int) -> Reads:
+    """Reads of 16 MiB in runs of `size` bytes: the source's in order, ours shuffled."""
+    total, count = SIZES[-1] // LAYOUT.block_bytes, size // LAYOUT.block_bytes
+    starts = list(range(0, total, count))
+    random.Random(size).shuffle(starts)
+    targets = [start + i for start in starts for i in range(count)]
+    firsts = range(0, NUM_BLOCKS, total)
+    return [(segment_of(range(f, f + total)), [f + block for block in targets]) for f in firsts]
+
+
+async def bandwidth(reader: Reader, reads_of: Callable[[int], Reads], seconds: float) -> dict[int, float]:
     found: dict[int, float] = {}
     for size in SIZES:
-        at, count = walk(size), size // LAYOUT.block_bytes
-
-        async def read(number: int, at: Callable[[int], int] = at, count: int = count) -> None:
-            first = at(number) // LAYOUT.block_bytes
-            blocks = range(first, first + count)
-            await reader.read(segment_of(blocks), blocks)
-
-        found[size] = size / await median_s(read, seconds)
-    return found
-
-
-async def pieces(reader: Reader, seconds: float) -> dict[int, float]:
-    """16 MiB of the source, in order, into runs of our blocks in a shuffled order."""
-    total = SIZES[-1] // LAYOUT.block_bytes
-    found: dict[int, float] = {}
-    for size in SIZES:
-        count = size // LAYOUT.block_bytes
-        starts = list(range(0, total, count))
-        random.Random(size).shuffle(starts)
-        targets = [start + i for start in starts for i in range(count)]
-
-        async def read(number: int, targets: list[int] = targets) -> None:
-            first = number % 7 * total
-            await reader.read(segment_of(range(first, first + total)), [first + block for block in targets])
-
-        found[size] = SIZES[-1] / await median_s(read, seconds)
+        reads = reads_of(size)
+        num_bytes = len(reads[0][1]) * LAYOUT.block_bytes
+        found[size] = num_bytes / await median_s(lambda n, r=reads: reader.read(*r[n % len(r)]), seconds)
     return found
 
 
@@ -207,8 +204,8 @@ async def measure(transport: str, seconds: float) -> Measured:
         stream = stub.Subscribe(request)
         opened = (await stream.read()).opened
         reader = await transports[transport].connect(Source("whole", "sink/0", opened, stub), memory)
-        by_segment = await segments(reader, seconds)
-        by_piece = await pieces(reader, seconds)
+        by_segment = await bandwidth(reader, in_a_row, seconds)
+        by_piece = await bandwidth(reader, in_pieces, seconds)
         renewal = kv_pb2.RenewRequest(handoff_id="whole", sink_incarnation="sink/0")
         renew_s = await median_s(lambda _: stub.Renew(renewal), seconds)
         sink = HandoffSink("sink", LAYOUT, memory, transports, Engine())

@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+import numpy as np
+
 from ...proto import kv_pb2
 from ..errors import TransportError
 from ..kv_layout import KVMemory
@@ -30,12 +32,13 @@ class NixlReader(Reader):
         self._landing: set[Future[None]] = set()
 
     async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
-        remote = list(segment.block_ids)
-        if len(remote) != len(blocks) or any(block >= self._endpoint.num_blocks for block in remote):
+        remote = np.array(segment.block_ids, dtype=np.uint32)
+        if len(remote) != len(blocks) or remote.max(initial=0) >= self._endpoint.num_blocks:
             raise TransportError("the source announced a block that it does not have")
         layers = range(segment.first_layer, segment.first_layer + segment.num_layers)
         num_bytes = len(blocks) * len(layers) * self._memory.layer_bytes
-        landing = self._thread.read(self._incarnation, Piece(remote, list(blocks), layers))
+        piece = Piece(remote.astype(np.int32), np.array(blocks, dtype=np.int32), layers)
+        landing = self._thread.read(self._incarnation, piece)
         self._landing.add(landing)
         landing.add_done_callback(self._landing.discard)
         timeout = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S

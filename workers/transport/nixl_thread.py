@@ -14,12 +14,13 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DiptychError, TransportError
 from ..kv_layout import KVMemory
@@ -48,10 +49,10 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one read moves: these layers of the peer's blocks `remote` into our blocks `local`."""
+    """What one read moves: these layers of the peer's blocks `remote` into our blocks `local`; [num_blocks], int32."""
 
-    remote: Sequence[int]
-    local: Sequence[int]
+    remote: NDArray[np.int32]
+    local: NDArray[np.int32]
     layers: range
 
     def split(self, num_blocks: int) -> "Iterator[Piece]":
@@ -70,7 +71,7 @@ class _Peer:
 @dataclass(slots=True, eq=False)
 class _Read:
     peer: _Peer
-    to_post: Iterator[Piece]
+    to_post: deque[Piece]
     future: "Future[None]"
     posted: deque[Any] = field(default_factory=deque[Any])
 
@@ -274,7 +275,7 @@ class NixlThread:
             future.set_exception(TransportError("the connection to the source is gone"))
             return
         num_blocks = max(POST_BYTES // (len(piece.layers) * self._memory.layer_bytes), 1)
-        self._reads.append(_Read(peer, piece.split(num_blocks), future))
+        self._reads.append(_Read(peer, deque(piece.split(num_blocks)), future))
 
     def _advance_all(self) -> bool:
         """One round over all reads; True if bytes moved."""
@@ -291,8 +292,8 @@ class NixlThread:
 
     def _advance(self, read: _Read) -> bool:
         num_ended = 0
-        while len(read.posted) < MAX_POSTED and (piece := next(read.to_post, None)) is not None:
-            handle = self._transfer_of(read.peer, piece)
+        while read.to_post and len(read.posted) < MAX_POSTED:
+            handle = self._transfer_of(read.peer, read.to_post.popleft())
             read.posted.append(handle)
             _is_done(self._agent.transfer(handle))
         for _ in range(len(read.posted)):
@@ -301,7 +302,7 @@ class NixlThread:
             if _is_done(self._agent.check_xfer_state(handle)):
                 read.posted.pop().release()
                 num_ended += 1
-        if not read.posted:
+        if not read.to_post and not read.posted:
             self._reads.remove(read)
             read.future.set_result(None)
         return num_ended > 0
@@ -309,12 +310,14 @@ class NixlThread:
     def _transfer_of(self, peer: _Peer, piece: Piece) -> Any:
         own, far = self._memory, peer.endpoint
         if len(piece.layers) * own.layer_bytes == own.block_bytes:
-            remote, local = np.array(piece.remote, dtype=np.int32), np.array(piece.local, dtype=np.int32)
-            return self._agent.make_prepped_xfer("READ", self._blocks, local, peer.blocks, remote)
+            return self._agent.make_prepped_xfer("READ", self._blocks, piece.local, peer.blocks, piece.remote)
 
-        def descriptors(base: int, blocks: Sequence[int], device_id: int, memory: str) -> Any:
-            runs = [own.run(block, piece.layers.start, len(piece.layers)) for block in blocks]
-            return self._agent.get_xfer_descs([(base + offset, size, device_id) for offset, size in runs], memory)
+        def descriptors(base: int, blocks: NDArray[np.int32], device_id: int, memory: str) -> Any:
+            rows = np.empty((len(blocks), 3), dtype=np.uint64)
+            rows[:, 0] = base + piece.layers.start * own.layer_bytes + blocks.astype(np.uint64) * own.block_bytes
+            rows[:, 1] = len(piece.layers) * own.layer_bytes
+            rows[:, 2] = device_id
+            return self._agent.get_xfer_descs(rows, memory)
 
         local = descriptors(own.address, piece.local, own.device_id, self.memory_type)
         remote = descriptors(far.base_address, piece.remote, far.device_id, far.memory)

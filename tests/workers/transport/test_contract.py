@@ -134,8 +134,8 @@ def test_layers_come_alone(name: str) -> None:
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_many_blocks_come_in_several_pieces(name: str, shuffled: bool) -> None:
     async def test() -> None:
-        async with pair(name, LARGE, num_blocks=96) as it:  # 9 MiB
-            ours = list(range(96))
+        async with pair(name, LARGE, num_blocks=256) as it:  # 24 MiB
+            ours = list(range(256))
             if shuffled:
                 random.Random(5).shuffle(ours)
             assert await it.reader.read(it.segment(it.order), ours) == it.ours.num_bytes

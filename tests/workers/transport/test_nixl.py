@@ -8,6 +8,7 @@ import pytest
 
 from diptych.proto import kv_pb2
 from diptych.workers.errors import TransportError
+from diptych.workers.transport import nixl_thread
 from diptych.workers.transport.base import Source
 from diptych.workers.transport.nixl import NixlTransport
 
@@ -57,6 +58,29 @@ def test_a_bad_endpoint_is_refused_and_a_good_one_then_taken(spoil: Callable[[kv
             size = SMALL.block_bytes
             assert ours.view is not None and theirs.view is not None
             assert ours.view[size : 2 * size] == theirs.view[2 * size : 3 * size]
+        finally:
+            await near.close()
+            await far.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 4, 8, 9, 23])
+def test_a_read_ends_only_after_its_last_transfer(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one block each, two at a time."""
+    monkeypatch.setattr(nixl_thread, "POST_BYTES", SMALL.block_bytes)
+    monkeypatch.setattr(nixl_thread, "MAX_POSTED", 2)
+
+    async def test() -> None:
+        theirs, ours = make_memory(SMALL, num_blocks, seed=1), make_memory(SMALL, num_blocks)
+        far, near = NixlTransport(theirs), NixlTransport(ours)
+        try:
+            far.serve(1)
+            reader = await near.connect(source_of(far.endpoint()), ours)
+            blocks = range(num_blocks)
+            segment = kv_pb2.Segment(block_ids=blocks, generations=[1] * num_blocks, num_layers=3)
+            assert await reader.read(segment, blocks) == ours.num_bytes
+            assert ours.view == theirs.view
         finally:
             await near.close()
             await far.close()

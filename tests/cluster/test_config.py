@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from diptych.cluster.config import ClusterConfig, parse_bytes
 from diptych.cluster.config_file import build, load, merge
 from diptych.workers.errors import ConfigError

@@ -39,7 +39,7 @@ from .transport.runs import gather, runs_of
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
 MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
-CHUNK_BYTES = 1 << 19
+CHUNK_BYTES = 1 << 18  # larger ones make the two sides wait for each other
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

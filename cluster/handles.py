@@ -26,6 +26,10 @@ class WorkerHandle(Protocol):
         """Returns once the worker serves, at once if it already does. Raises DiptychErrors."""
         ...
 
+    async def waiting_for(self) -> str:
+        """What must come before it can be placed; nothing once it is."""
+        ...
+
     async def wait(self) -> str:
         """Returns when the process has died, saying why."""
         ...

@@ -194,8 +194,10 @@ def _missing(status: ClusterStatus) -> str:
     ready = sum(p.num_ready for p in status.pools)
     wanted = sum(p.target for p in status.pools)
     routers = sum(r.phase == "ready" for r in status.routers)
-    errors = "; ".join(p.last_error for p in status.pools if p.last_error)
-    return f"{ready} of {wanted} ready, {routers} of {len(status.routers)} routers{'; ' + errors if errors else ''}"
+    parts = [f"{ready} of {wanted} ready, {routers} of {len(status.routers)} routers"]
+    parts += [p.last_error for p in status.pools if p.last_error]
+    parts += [f"{w.worker_id} waits for {w.waiting_for}" for w in status.workers if w.waiting_for]
+    return "; ".join(parts)
 
 
 def _address(name: str, session: RaySession, token_path: str | None) -> ClusterAddress:

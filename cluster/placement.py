@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util import get_node_ip_address, list_named_actors, placement_group, remove_placement_group
-from ray.util.placement_group import PlacementGroup, get_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
@@ -179,6 +179,9 @@ class _Placed:
 
     def __init__(self, name: str, bundle: dict[str, float], labels: dict[str, str], cls: type, *args: Any) -> None:
         self._name = name
+        self._needs = ", ".join(
+            f"{k}: {v:g}" if isinstance(v, float) else f"{k}: {v}" for k, v in (bundle | labels).items()
+        )
         actors = list_named_actors()
         if name in actors:
             self._group: PlacementGroup = get_placement_group(name)
@@ -212,6 +215,10 @@ class _Placed:
         if isinstance(answer, Refused):
             raise from_wire(answer.error, answer.message)
         return answer
+
+    async def waiting_for(self) -> str:
+        state = await asyncio.to_thread(lambda: placement_group_table(self._group).get("state"))
+        return "" if state == "CREATED" else f"a node with {self._needs}"
 
     async def wait(self) -> str:
         try:

@@ -11,7 +11,7 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..workers.errors import ConfigError, Unavailable
 from .deployment import NAMESPACE
@@ -21,7 +21,8 @@ from .reaper import Reaper
 # that we let a person make, so the count must not stand in the way. Torch's threads are set apart from it.
 LOGICAL_CPUS = 64
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: nothing of ours travels through it
-CONNECT_S = 2.0
+CONNECT_S = 5.0
+GCS_METHOD = "/ray.rpc.InternalKVGcsService/InternalKVKeys"
 END_S = 5.0
 LONGEST_TEMP_PATH = 40  # a Unix socket's path may have 107 characters, and Ray adds 60 of them
 
@@ -71,7 +72,7 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
             **_quietly(),
         )
         address = ray.get_runtime_context().gcs_address
-        if not refuses_strangers(address):
+        if not refuses(address, token=None):
             raise ConfigError("Ray obeys callers without its token; install the version that pyproject.toml names")
     except BaseException as e:
         ray.shutdown()
@@ -83,21 +84,44 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
 
 
 def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:
-    """Connect to a running Ray. Raises Unavailable if none answers there."""
+    """Connect to a running Ray ("auto": the one on this machine). Raises Unavailable if it cannot be."""
     _set_environment(token_path, is_local=is_local)
-    if address != "auto" and not _answers(address):
-        raise Unavailable(f"no Ray answers at {address}: start one with `ray start --head`, or unset RAY_ADDRESS")
+    if address != "auto":
+        _check_joinable(address, token_path)
     import ray
 
     try:
         ray.init(address=address, **_quietly())
     except (ConnectionError, RuntimeError, ValueError) as e:
-        reason = str(e).strip().splitlines()[0]
         raise Unavailable(
-            f"cannot join the Ray at {address}: {reason}. Check RAY_ADDRESS and RAY_AUTH_TOKEN_PATH"
+            f"cannot join the Ray at {address}: {_first_line(e)}. Check RAY_ADDRESS and RAY_AUTH_TOKEN_PATH"
         ) from e
     found = ray.get_runtime_context().gcs_address
-    return RaySession(found, token_path, enforces_token=refuses_strangers(found))
+    return RaySession(found, token_path, enforces_token=refuses(found, token=None))
+
+
+def _check_joinable(address: str, token_path: Path | None) -> None:
+    """Raises Unavailable at once for what Ray would try for half a minute."""
+    if not _answers(address):
+        raise Unavailable(f"no Ray answers at {address}: start one with `ray start --head`, or unset RAY_ADDRESS")
+    if not refuses(address, token=None):
+        return
+    token = _token(token_path)
+    if token is None:
+        raise Unavailable(f"the Ray at {address} asks for a token: set RAY_AUTH_TOKEN_PATH to the file that holds it")
+    if refuses(address, token=token):
+        raise Unavailable(f"the Ray at {address} does not accept this token: check RAY_AUTH_TOKEN_PATH")
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def _token(path: Path | None) -> str | None:
+    """Where Ray looks for it, in Ray's order."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    for place in (path, Path.home() / ".ray" / "auth_token"):
+        if place and place.is_file():
+            return place.read_text().strip()
+    return None
 
 
 def make_token(path: Path) -> Path:
@@ -110,16 +134,17 @@ def make_token(path: Path) -> Path:
     return path
 
 
-def refuses_strangers(address: str) -> bool:
-    """Whether Ray's GCS turns away a caller without the token."""
+def refuses(address: str, token: str | None) -> bool:
+    """Whether Ray's GCS turns away a caller with this token, or with none."""
     import grpc
-    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
+    # Ray's own stubs would import Ray, and what it reads of its environment is not settled yet. An empty message asks
+    # for the keys of a namespace that nobody uses.
     with grpc.insecure_channel(address) as channel:
-        stub = gcs_service_pb2_grpc.InternalKVGcsServiceStub(channel)
+        call: Any = channel.unary_unary(GCS_METHOD)
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
         try:
-            anything = cast(Any, gcs_service_pb2).InternalKVKeysRequest(namespace=b"", prefix=b"")
-            stub.InternalKVKeys(anything, timeout=CONNECT_S)
+            call(b"", timeout=CONNECT_S, metadata=metadata)
         except grpc.RpcError as e:
             return e.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
     return False

@@ -11,6 +11,7 @@ class WorkerStatus:
     role: str  # what it does now; the pool's name once a move is through
     phase: str  # starting, ready, draining or stopping
     phase_s: float  # since when
+    waiting_for: str = ""  # what must come before Ray can place it
     address: str | None = None
     node: str | None = None
     pid: int | None = None

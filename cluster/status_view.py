@@ -14,6 +14,9 @@ def render(status: ClusterStatus) -> RenderableType:
         (status.name, "bold"), "  ", _coloured(status.state), f"  {status.model}", no_wrap=True, overflow="ellipsis"
     )
     parts: list[RenderableType] = [head, _pools(status), _workers(status), _routers(status)]
+    parts += [
+        Text(f"{w.worker_id}: waits for {w.waiting_for}", style="yellow") for w in status.workers if w.waiting_for
+    ]
     parts += [Text(f"{p.name}: {_trouble(p)}", style="yellow") for p in status.pools if p.last_error]
     if status.failure:
         parts.append(Text(f"{status.failure.error}: {status.failure.message}", style="red"))

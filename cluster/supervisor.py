@@ -26,6 +26,7 @@ from .status import ClusterStatus, Failure, PoolStatus, RouterStatus, WorkerStat
 from .worker_control import WorkerControl
 
 TICK_S = 1.0
+PLACED_S = 3.0  # then it is worth a question why a worker has not started
 DRAIN_POLL_S = 0.1
 # A worker reports every half second: one that is silent for so many looks hangs, and is replaced. Looks, not seconds:
 # when this whole process was stopped for a while, its workers are not to blame.
@@ -42,6 +43,7 @@ class _Worker:
     phase: Phase = Phase.STARTING
     since: float = field(default_factory=time.monotonic)  # of the phase
     ready_at: float | None = None
+    waiting_for: str = ""
     started: WorkerStarted | None = None
     control: WorkerControl | None = None
     task: "asyncio.Task[None] | None" = None
@@ -159,7 +161,7 @@ class Supervisor:
         error = "stopped"
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
-            worker.started = await handle.start()
+            worker.started = await self._until_started(worker, handle)
             worker.control = await WorkerControl.open(worker.started.address, self._token)
             worker.ready_at = time.monotonic()
             worker.enter(Phase.READY)
@@ -172,6 +174,16 @@ class Supervisor:
         finally:
             # A task of its own: whoever cancels this one again must not interrupt the end of the process.
             self._keep(self._burials, self._bury(worker, handle, error))
+
+    async def _until_started(self, worker: _Worker, handle: WorkerHandle) -> WorkerStarted:
+        start = asyncio.ensure_future(handle.start())
+        try:
+            while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
+                worker.waiting_for = await handle.waiting_for()
+            worker.waiting_for = ""
+            return start.result()
+        finally:
+            start.cancel()
 
     async def _until_dead(self, worker: _Worker, handle: WorkerHandle, control: WorkerControl) -> str:
         death = asyncio.ensure_future(handle.wait())
@@ -385,6 +397,7 @@ def _worker_status(worker: _Worker, now: float) -> WorkerStatus:
         role=role.value if role else worker.pool,
         phase=worker.phase.value,
         phase_s=now - worker.since,
+        waiting_for=worker.waiting_for,
         address=started.address if started else None,
         node=started.node if started else None,
         pid=started.pid if started else None,

@@ -46,6 +46,9 @@ class FakeProcess:
         at = await self._service.start()
         return WorkerStarted(at.address, at.incarnation, at.pid, "here")
 
+    async def waiting_for(self) -> str:
+        return ""
+
     async def wait(self) -> str:
         return await asyncio.shield(self._death)
 

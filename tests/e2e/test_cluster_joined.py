@@ -1,0 +1,164 @@
+"""On a Ray of others: labels place the pools, the cluster outlives its command, and `diptych stop` ends it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from diptych.cluster.ray_session import make_token
+
+from .cluster_harness import CLI, END_S, MODEL, diptych, environment, survivors
+
+pytestmark = pytest.mark.e2e
+
+SETTINGS = f"""
+model: {MODEL}
+name: joined
+pools:
+  prefill:
+    kv_memory_bytes: 64MiB
+    label_selector: {{diptych.io/pool: prefill}}
+  decode:
+    kv_memory_bytes: 64MiB
+    label_selector: {{diptych.io/pool: decode}}
+    resources: {{decoder: 1}}
+router:
+  http_port: 0
+  grpc_port: 0
+  label_selector: {{diptych.io/door: "yes"}}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("joined")
+    (folder / "cluster.yaml").write_text(SETTINGS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nodes(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A Ray of two nodes, on loopback, with a token; the environment that joins it."""
+    ray = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(make_token(home / "ray.token")),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "ray_nodes.py")],
+        env=environment(home) | ray,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        started = json.loads(process.stdout.readline())
+        yield ray | {"RAY_ADDRESS": started["address"], "OTHER_NODE": started["other"]}
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(END_S)
+        for victim in psutil.wait_procs(family, timeout=10.0)[1]:
+            victim.kill()
+
+
+@pytest.fixture(scope="module")
+def command(home: Path, nodes: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+    """A `diptych serve` that is ready there."""
+    process = subprocess.Popen(
+        [*CLI, "serve", "--config", "cluster.yaml"],
+        env=environment(home) | nodes,
+        cwd=home,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("Watch it"):
+            break
+    else:
+        raise AssertionError("".join(lines))
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def status(home: Path, nodes: dict[str, str]) -> dict[str, Any]:
+    run = diptych(home, "status", "--json", "--name", "joined", env=nodes)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def node_of(pid: int) -> str:
+    """The id of the Ray node that started a process."""
+    raylet = psutil.Process(pid).parent()
+    assert raylet is not None
+    return next(arg.partition("=")[2] for arg in raylet.cmdline() if arg.startswith("--node_id="))
+
+
+def test_pools_are_where_their_labels_say(command: object, home: Path, nodes: dict[str, str]) -> None:
+    found = status(home, nodes)
+    places = {w["pool"]: node_of(w["pid"]) for w in found["workers"]}
+    assert places["decode"] == nodes["OTHER_NODE"]
+    assert places["prefill"] != nodes["OTHER_NODE"]
+    assert node_of(found["routers"][0]["pid"]) == places["prefill"]
+
+
+def test_a_second_cluster_needs_another_name(command: object, home: Path, nodes: dict[str, str]) -> None:
+    elsewhere = nodes | {"DIPTYCH_HOME": str(home / "elsewhere")}
+    run = diptych(home, "serve", "--config", "cluster.yaml", env=elsewhere)
+    assert run.returncode == 2
+    assert "already runs on this Ray" in run.stderr
+    assert status(home, nodes)["state"] == "ready"
+
+
+def test_a_pool_that_finds_no_room_says_what_it_waits_for(command: object, home: Path, nodes: dict[str, str]) -> None:
+    run = diptych(home, "scale", "decode=3", "--name", "joined", "--timeout", "8", env=nodes)
+    assert run.returncode == 1
+    assert "the pools are not there after 8 s" in run.stderr
+    waiting = [w["waiting_for"] for w in status(home, nodes)["workers"] if w["phase"] == "starting"]
+    assert waiting == ["a node with CPU: 1, decoder: 1, diptych.io/pool: decode"]
+    assert diptych(home, "scale", "decode=1", "--name", "joined", env=nodes).returncode == 0
+
+
+def test_the_cluster_outlives_its_command_until_it_is_stopped(
+    command: "subprocess.Popen[str]", home: Path, nodes: dict[str, str]
+) -> None:
+    command.kill()
+    command.wait()
+    found = status(home, nodes)
+    assert found["state"] == "ready"
+    pids = [w["pid"] for w in found["workers"]] + [r["pid"] for r in found["routers"]] + [found["supervisor_pid"]]
+    family = [psutil.Process(pid) for pid in pids]
+    run = diptych(home, "stop", "--name", "joined", env=nodes)
+    assert run.returncode == 0, run.stderr
+    assert not survivors(family)
+    assert diptych(home, "status", "--name", "joined").returncode == 1
+
+
+def test_an_address_where_no_ray_answers(home: Path) -> None:
+    run = diptych(home, "serve", MODEL, env={"RAY_ADDRESS": "127.0.0.1:1"})
+    assert run.returncode == 1
+    assert "error: no Ray answers at 127.0.0.1:1" in run.stderr
+
+
+def test_a_wrong_token_is_told(home: Path, nodes: dict[str, str]) -> None:
+    wrong = str(make_token(home / "wrong.token"))
+    run = diptych(home, "serve", MODEL, env=nodes | {"RAY_AUTH_TOKEN_PATH": wrong})
+    assert run.returncode == 1
+    assert "does not accept this token" in run.stderr

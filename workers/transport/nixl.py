@@ -56,7 +56,7 @@ class NixlReader(Reader):
         _, late = await asyncio.wait(landing, timeout=SETTLE_S)
         if late:
             await asyncio.wrap_future(self._thread.forget(self._incarnation))
-            await asyncio.wait(late)
+        await asyncio.gather(*landing, return_exceptions=True)  # how they ended is of no interest any more
 
 
 class NixlTransport(Transport):

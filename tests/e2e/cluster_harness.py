@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,19 +24,23 @@ READY_S = 120.0
 END_S = 60.0
 
 
-def environment(home: Path) -> dict[str, str]:
-    """The caller's, less what would lead to another cluster."""
+def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The caller's, less what would lead to another cluster; and `more`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "DIPTYCH_", "OMP_"))}
-    return kept | {"DIPTYCH_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+    return kept | {"DIPTYCH_HOME": str(home), "PYTHONUNBUFFERED": "1"} | dict(more or {})
 
 
 def diptych(
-    home: Path, *args: str, cwd: Path | None = None, timeout_s: float = READY_S
+    home: Path,
+    *args: str,
+    cwd: Path | None = None,
+    timeout_s: float = READY_S,
+    env: Mapping[str, str] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """One command, to its end."""
     return subprocess.run(
         [*CLI, *args],
-        env=environment(home),
+        env=environment(home, env),
         cwd=cwd or home,
         capture_output=True,
         text=True,
@@ -51,6 +55,7 @@ class Served:
 
     home: Path
     process: "subprocess.Popen[str]"
+    env: Mapping[str, str] | None = None
     output: list[str] = field(default_factory=list[str])
     _is_ready: threading.Event = field(default_factory=threading.Event)
 
@@ -73,7 +78,7 @@ class Served:
         return "\n".join(self.output[start : self.output.index("", start)])
 
     def status(self, *flags: str) -> dict[str, Any]:
-        result = diptych(self.home, "status", "--json", *flags)
+        result = diptych(self.home, "status", "--json", *flags, env=self.env)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 
@@ -112,14 +117,16 @@ def survivors(family: list[psutil.Process], within_s: float = 10.0) -> list[str]
 
 
 @contextmanager
-def serving(home: Path, *args: str, model: str = MODEL, wait: bool = True) -> Iterator[Served]:
+def serving(
+    home: Path, *args: str, model: str = MODEL, wait: bool = True, env: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """Serve on free ports; whatever the test did, nothing of it is there afterwards."""
     home.mkdir(parents=True, exist_ok=True)
     command = [*CLI, "serve", model, "--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB", *args]
     process = subprocess.Popen(
-        command, env=environment(home), cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment(home, env), cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    served = Served(home, process)
+    served = Served(home, process, env)
     reader = threading.Thread(target=served.read)
     reader.start()
     family: list[psutil.Process] = []

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
-from ..workers.channel import TOKEN_KEY, open_channel
+from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
@@ -29,9 +29,8 @@ class WorkerControl:
         self.address = address
         self.load = worker_pb2.LoadReport()
         self.num_received = 0
-        # The token goes with each call: grpc.aio's interceptors leave a task behind for every stream that breaks.
-        self._metadata = ((TOKEN_KEY, f"Bearer {token}"),) if token else None
-        self._channel = open_channel(address, None)
+        self._metadata = auth_metadata(token)
+        self._channel = open_channel(address)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._is_known = asyncio.Event()

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
-from ..workers.channel import TOKEN_KEY, open_channel
+from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
 from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .fleet import WorkerInfo
@@ -116,10 +116,8 @@ class WorkerLink:
 
     async def _connect(self) -> bool:
         """One stream, from dialling to its end. Returns whether it ever was up."""
-        # The token goes with the call itself: grpc.aio's interceptors leave a task behind for every stream that breaks.
-        channel = open_channel(self.info.address, None)
-        metadata = ((TOKEN_KEY, f"Bearer {self._token}"),) if self._token else None
-        call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=metadata)
+        channel = open_channel(self.info.address)
+        call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(self._token))
         self._greeted = asyncio.Event()
         tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
         reason = HUNG_UP

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from ..proto import kv_pb2, kv_pb2_grpc, worker_pb2
-from .channel import ERROR_KEY
+from .channel import ERROR_KEY, Metadata
 from .errors import (
     DeadlineExceeded,
     DiptychError,
@@ -91,6 +91,7 @@ class Surroundings:
     memory: KVMemory
     transports: Mapping[str, Transport]
     port: SinkPort
+    metadata: Metadata = ()  # of every call to a source
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class Pull:
             transports=list(self._around.transports),
             wait_s=self._wait_s,
         )
-        call = self._stub.Subscribe(request, timeout=self._errand.timeout_s)
+        call = self._stub.Subscribe(request, timeout=self._errand.timeout_s, metadata=self._around.metadata)
         try:
             async for announcement in call:
                 self._on_announcement(announcement)
@@ -244,7 +245,7 @@ class Pull:
 
     async def _connect(self, opened: kv_pb2.Opened) -> tuple[str, Reader]:
         """The source's choice of transport, or gRPC where that one cannot reach it."""
-        source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub)
+        source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, self._around.metadata)
         names = [opened.transport, *(["grpc"] if "grpc" in self._around.transports else [])]
         for name in names[:-1]:
             try:
@@ -278,7 +279,7 @@ class Pull:
     async def _renew(self) -> None:
         request = kv_pb2.RenewRequest(handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink)
         try:
-            answer = await self._stub.Renew(request, timeout=CALL_TIMEOUT_S)
+            answer = await self._stub.Renew(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
         except grpc.aio.AioRpcError as e:
             log.debug("a renewal was not answered: %s", e.details())  # the machine asks again, and knows until when
         else:
@@ -287,7 +288,7 @@ class Pull:
     async def _release(self) -> None:
         request = kv_pb2.ReleaseRequest(handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink)
         try:
-            answer = await self._stub.Release(request, timeout=CALL_TIMEOUT_S)
+            answer = await self._stub.Release(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
         except grpc.aio.AioRpcError as e:
             log.debug("a release was not answered: %s", e.details())
         else:
@@ -327,7 +328,7 @@ class Pull:
     async def _abandon(self) -> None:
         request = kv_pb2.AbandonRequest(handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink)
         try:
-            await self._stub.Abandon(request, timeout=ABANDON_TIMEOUT_S)
+            await self._stub.Abandon(request, timeout=ABANDON_TIMEOUT_S, metadata=self._around.metadata)
         except grpc.aio.AioRpcError as e:
             log.debug("the source did not hear that we gave up: %s", e.details())
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from ..proto import kv_pb2_grpc, worker_pb2
-from .channel import open_channel
+from .channel import auth_metadata, open_channel
 from .errors import RequestAborted, Unavailable, WorkerLost
 from .handoff_pull import Errand, Pull, PullResult, SinkPort, Surroundings
 from .kv_layout import KVLayout, KVMemory
@@ -32,13 +32,12 @@ class _Line:
 class _Lines:
     """Channels by address. One that failed is not used again: its successor would wait for its back-off."""
 
-    def __init__(self, token: str | None) -> None:
-        self._token = token
+    def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def take(self, address: str) -> _Line:
-        line = self._lines.pop(address, None) or _Line(address, open_channel(address, self._token))
+        line = self._lines.pop(address, None) or _Line(address, open_channel(address))
         self._lines[address] = line  # the latest used stands last
         line.num_users += 1
         return line
@@ -83,8 +82,8 @@ class HandoffSink:
         token: str | None = None,
     ) -> None:
         self._incarnation = incarnation
-        self._around = Surroundings(layout, memory, transports, port)
-        self._lines = _Lines(token)
+        self._around = Surroundings(layout, memory, transports, port, auth_metadata(token))
+        self._lines = _Lines()
         self._num_pulls = 0
         self._pulls: dict[asyncio.Task[None], Pull] = {}  # until nothing of theirs is left to clean up
 

@@ -15,7 +15,7 @@ from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.workers.channel import open_channel
+from diptych.workers.channel import auth_metadata, open_channel
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.service import WorkerService
@@ -37,10 +37,10 @@ class LiveWorker:
 
     async def settled_state(self) -> worker_pb2.WorkerState:
         """The state once nothing runs, or is on its way, any more."""
-        async with open_channel(self.info.address, TOKEN) as channel:
+        async with open_channel(self.info.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             while True:
-                state = await stub.GetState(worker_pb2.GetStateRequest())
+                state = await stub.GetState(worker_pb2.GetStateRequest(), metadata=auth_metadata(TOKEN))
                 load = state.load
                 if not (load.num_running or load.num_waiting or load.num_leased_blocks or state.num_open_handoffs):
                     return state

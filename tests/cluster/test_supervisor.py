@@ -14,7 +14,7 @@ from diptych.cluster.handles import RouterStarted, WorkerStarted
 from diptych.cluster.status import ClusterStatus
 from diptych.cluster.supervisor import Supervisor
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from diptych.workers.channel import open_channel
+from diptych.workers.channel import auth_metadata, open_channel
 from diptych.workers.errors import CheckpointError, ConfigError, DiptychError, WorkerLost
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.service import WorkerService
@@ -227,8 +227,8 @@ async def generate(address: str, prompt: list[int], max_tokens: int) -> AsyncIte
     submit = worker_pb2.Submit(
         handle=1, request_id=uuid.uuid4().hex, prompt_token_ids=prompt, sampling=sampling, timeout_s=TIMEOUT_S
     )
-    channel = open_channel(address, TOKEN)
-    stream = worker_pb2_grpc.WorkerStub(channel).Link()
+    channel = open_channel(address)
+    stream = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(TOKEN))
     await stream.write(worker_pb2.RouterMessage(submit=submit))
     finished = False
     while not finished:

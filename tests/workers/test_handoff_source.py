@@ -69,7 +69,7 @@ class Sink:
 
 @asynccontextmanager
 async def sink(served: Served, name: str = "sink/1") -> AsyncIterator[Sink]:
-    async with open_channel(served.address, None) as channel:
+    async with open_channel(served.address) as channel:
         yield Sink(served, channel, name)
 
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from diptych.workers.channel import open_channel
+from diptych.workers.channel import auth_metadata, open_channel
 from diptych.workers.errors import ConfigError, PortInUse
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.request import Request
@@ -39,9 +39,9 @@ class Router:
     """The other end of one Link."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        self._channel = open_channel(address, token)
+        self._channel = open_channel(address)
         self.stub = worker_pb2_grpc.WorkerStub(self._channel)
-        self.call = self.stub.Link()
+        self.call = self.stub.Link(metadata=auth_metadata(token))
 
     async def send(self, **message: object) -> None:
         await self.call.write(worker_pb2.RouterMessage(**message))  # type: ignore[arg-type]
@@ -240,12 +240,13 @@ def test_the_token_guards_everything_but_health() -> None:
     async def test() -> None:
         async with worker(auth_token="secret") as (_, address):
             for token, allowed in (("secret", True), ("wrong", False), (None, False)):
-                async with open_channel(address, token) as channel:
+                async with open_channel(address) as channel:
                     health = health_pb2_grpc.HealthStub(channel)
                     answer = await health.Check(health_pb2.HealthCheckRequest(service="diptych.v1.Worker"))
                     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-                    state = worker_pb2_grpc.WorkerStub(channel).GetState(worker_pb2.GetStateRequest())
-                    link = worker_pb2_grpc.WorkerStub(channel).Link()
+                    metadata, stub = auth_metadata(token), worker_pb2_grpc.WorkerStub(channel)
+                    state = stub.GetState(worker_pb2.GetStateRequest(), metadata=metadata)
+                    link = stub.Link(metadata=metadata)
                     if allowed:
                         await state
                         assert (await link.read()).WhichOneof("message") == "hello"
@@ -261,7 +262,7 @@ def test_the_token_guards_everything_but_health() -> None:
 
 def test_reflection_lists_the_services() -> None:
     async def test() -> None:
-        async with worker() as (_, address), open_channel(address, None) as channel:
+        async with worker() as (_, address), open_channel(address) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
             answer = await call.read()

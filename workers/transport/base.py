@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...proto import kv_pb2, kv_pb2_grpc
+from ..channel import Metadata
 from ..kv_layout import KVMemory
 
 
@@ -21,6 +22,7 @@ class Source:
     sink_incarnation: str
     opened: kv_pb2.Opened
     stub: "kv_pb2_grpc.KVHandoffAsyncStub"
+    metadata: Metadata = ()  # of every call
 
 
 class Reader(ABC):

@@ -31,7 +31,8 @@ class GrpcReader(Reader):
         request = kv_pb2.PullRequest(
             handoff_id=self._source.handoff_id, sink_incarnation=self._source.sink_incarnation, segment=segment
         )
-        call = self._source.stub.Pull(request, timeout=READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S)
+        timeout_s = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S
+        call = self._source.stub.Pull(request, timeout=timeout_s, metadata=self._source.metadata)
         try:
             async for chunk in call:
                 target.write(chunk.data)

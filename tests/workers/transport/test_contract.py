@@ -81,7 +81,7 @@ async def pair(name: str, layout: KVLayout = SMALL, num_blocks: int = 16) -> Asy
             registry[served.incarnation] = theirs
             served.source.offer("h", num_blocks * layout.block_size)
             served.announce(order)
-            async with open_channel(served.address, None) as channel:
+            async with open_channel(served.address) as channel:
                 stub = kv_pb2_grpc.KVHandoffStub(channel)
                 call = stub.Subscribe(
                     kv_pb2.SubscribeRequest(

@@ -192,7 +192,7 @@ async def bandwidth(reader: Reader, reads_of: Callable[[int], Reads], seconds: f
 async def measure(transport: str, seconds: float) -> Measured:
     memory = make_pool()
     transports = make_transports([transport], memory)
-    async with source_process(transport) as address, open_channel(address, None) as channel:
+    async with source_process(transport) as address, open_channel(address) as channel:
         stub = kv_pb2_grpc.KVHandoffStub(channel)
         request = kv_pb2.SubscribeRequest(
             handoff_id="whole",

@@ -18,10 +18,14 @@ class Deployment:
     is_local: bool  # Ray is ours and on this machine alone: workers listen on loopback and share its cores and memory
 
     def worker_name(self, worker_id: str) -> str:
-        return f"diptych-worker-{self.config.name}-{worker_id}"
+        return f"diptych:{self.config.name}:worker:{worker_id}"
 
     def router_name(self, router_id: str) -> str:
-        return f"diptych-router-{self.config.name}-{router_id}"
+        return f"diptych:{self.config.name}:router:{router_id}"
+
+    def owns(self, name: str) -> bool:
+        """Whether it is the name of one of this cluster's workers or routers."""
+        return name.startswith((self.worker_name(""), self.router_name("")))
 
     def worker_id(self, name: str) -> str | None:
         """The id in a worker's name; None for a name that is not one of this cluster's workers."""
@@ -62,4 +66,4 @@ class Deployment:
 
 
 def supervisor_name(cluster: str) -> str:
-    return f"diptych-supervisor-{cluster}"
+    return f"diptych:{cluster}:supervisor"

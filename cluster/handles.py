@@ -57,7 +57,7 @@ class Launcher(Protocol):
         ...
 
     def existing(self) -> list[tuple[str, str]]:
-        """(worker id, pool) of the workers that live already."""
+        """(worker id, pool) of the workers that live already; gives back the places of those that do not any more."""
         ...
 
     def remember(self, replicas: Mapping[str, int]) -> None:

@@ -1,8 +1,8 @@
 """Where processes run: the only file that starts Ray actors. Knows no fleet and no request.
 
-    supervisor   named, detached, restarted by Ray        diptych-supervisor-<cluster>
-    worker       one placement group and one actor each   diptych-worker-<cluster>-<worker id>
-    router       one placement group and one actor each   diptych-router-<cluster>-<router id>
+    supervisor   named, detached, restarted by Ray        diptych:<cluster>:supervisor
+    worker       one placement group and one actor each   diptych:<cluster>:worker:<worker id>
+    router       one placement group and one actor each   diptych:<cluster>:router:<router id>
 
 All are detached, so that a new supervisor finds what the last one started while requests go on. No actor but the
 supervisor is restarted by Ray: starting a worker again is the supervisor's decision. A process that dies is noticed by
@@ -273,7 +273,12 @@ class RayLauncher:
         )
 
     def existing(self) -> list[tuple[str, str]]:
-        ids = [self._deployment.worker_id(name) for name in list_named_actors()]
+        names = list_named_actors()
+        for group in placement_group_table().values():
+            name = str(group["name"])
+            if self._deployment.owns(name) and name not in names and group["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(name))
+        ids = [self._deployment.worker_id(name) for name in names]
         return [(worker_id, worker_id.partition("-")[0]) for worker_id in ids if worker_id]
 
     def remember(self, replicas: Mapping[str, int]) -> None:

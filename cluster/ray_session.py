@@ -86,8 +86,10 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
 def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:
     """Connect to a running Ray ("auto": the one on this machine). Raises Unavailable if it cannot be."""
     _set_environment(token_path, is_local=is_local)
+    # How often Ray tries again, half a minute each, where the address answers and yet cannot be used.
+    os.environ.setdefault("RAY_nums_py_gcs_reconnect_retry", "1")
     if address != "auto":
-        _check_joinable(address, token_path)
+        _check_joinable(address)
     import ray
 
     try:
@@ -100,13 +102,13 @@ def join(address: str, token_path: Path | None, *, is_local: bool = False) -> Ra
     return RaySession(found, token_path, enforces_token=refuses(found, token=None))
 
 
-def _check_joinable(address: str, token_path: Path | None) -> None:
+def _check_joinable(address: str) -> None:
     """Raises Unavailable at once for what Ray would try for half a minute."""
     if not _answers(address):
         raise Unavailable(f"no Ray answers at {address}: start one with `ray start --head`, or unset RAY_ADDRESS")
     if not refuses(address, token=None):
         return
-    token = _token(token_path)
+    token = _token()
     if token is None:
         raise Unavailable(f"the Ray at {address} asks for a token: set RAY_AUTH_TOKEN_PATH to the file that holds it")
     if refuses(address, token=token):
@@ -114,14 +116,13 @@ def _check_joinable(address: str, token_path: Path | None) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def _token(path: Path | None) -> str | None:
-    """Where Ray looks for it, in Ray's order."""
+def _token() -> str | None:
+    """Ray's secret, from where Ray takes it."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
-    for place in (path, Path.home() / ".ray" / "auth_token"):
-        if place and place.is_file():
-            return place.read_text().strip()
-    return None
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    place = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return place.read_text().strip() if place.is_file() else None
 
 
 def make_token(path: Path) -> Path:

@@ -11,19 +11,19 @@ import os
 import time
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from ..proto.worker_pb2 import LoadReport
 from ..workers.errors import CheckpointError, ConfigError, DiptychError
 from ..workers.scheduler import Role
-from ..workers.wire import ROLE_FROM_PROTO, ROLE_TO_PROTO
+from ..workers.wire import ROLE_TO_PROTO
 from .autoscaler import Autoscaler, PoolCounters
 from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
 from .fleet import WorkerInfo
 from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle, WorkerStarted
 from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
-from .status import ClusterStatus, Failure, PoolStatus, RouterStatus, WorkerStatus
+from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
 from .worker_control import WorkerControl
+from .worker_record import WorkerRecord
 
 TICK_S = 1.0
 PLACED_S = 3.0  # then it is worth a question why a worker has not started
@@ -34,26 +34,6 @@ SILENT_TICKS = 15
 WATCH_S = 10.0
 
 log = logging.getLogger("diptych.supervisor")
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    worker_id: str
-    pool: str
-    phase: Phase = Phase.STARTING
-    since: float = field(default_factory=time.monotonic)  # of the phase
-    ready_at: float | None = None
-    waiting_for: str = ""
-    started: WorkerStarted | None = None
-    control: WorkerControl | None = None
-    task: "asyncio.Task[None] | None" = None
-
-    @property
-    def num_requests(self) -> int:
-        return self.control.num_requests if self.control else 0
-
-    def enter(self, phase: Phase) -> None:
-        self.phase, self.since = phase, time.monotonic()
 
 
 class Supervisor:
@@ -67,7 +47,7 @@ class Supervisor:
         self._groups = interchangeable(config.pools)
         self._bounds: dict[str, tuple[int, int]] = {name: pool.bounds for name, pool in config.pools.items()}
         self._autoscaler = Autoscaler(config)
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
         self._routers: dict[str, RouterStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,9 +64,10 @@ class Supervisor:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        existing = self._launcher.existing()
         for number in range(self._config.router.replicas):
             self._spawn(self._keep_router(f"router-{number + 1}"))
-        await self._adopt()
+        await self._adopt(existing)
         # After a failure that starting again would not mend, nothing more is started.
         while not self._failure:
             self._wake.clear()
@@ -106,9 +87,10 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*self._burials)
 
-    async def _adopt(self) -> None:
+    async def _adopt(self, existing: list[tuple[str, str]]) -> None:
         """Take over what an earlier supervisor started, before anybody is told of a fleet without it."""
-        for worker_id, pool in self._launcher.existing():
+        self._was_ready = bool(existing)
+        for worker_id, pool in existing:
             self._num_started = max(self._num_started, int(worker_id.rpartition("-")[2]))
             self._start(worker_id, pool)
         while any(w.phase is Phase.STARTING for w in self._workers.values()):
@@ -134,12 +116,12 @@ class Supervisor:
                 self._publish()
 
     def _start(self, worker_id: str, pool: str) -> None:
-        worker = _Worker(worker_id, pool)
+        worker = WorkerRecord(worker_id, pool)
         self._workers[worker_id] = worker
         worker.task = self._spawn(self._keep_worker(worker))
         self._publish()
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: WorkerRecord) -> None:
         worker.enter(Phase.STOPPING)
         self._publish()
         if worker.task:
@@ -156,7 +138,7 @@ class Supervisor:
 
     # -- one worker -------------------------------------------------------------------------------------------------
 
-    async def _keep_worker(self, worker: _Worker) -> None:
+    async def _keep_worker(self, worker: WorkerRecord) -> None:
         handle: WorkerHandle | None = None
         error = "stopped"
         try:
@@ -175,7 +157,7 @@ class Supervisor:
             # A task of its own: whoever cancels this one again must not interrupt the end of the process.
             self._keep(self._burials, self._bury(worker, handle, error))
 
-    async def _until_started(self, worker: _Worker, handle: WorkerHandle) -> WorkerStarted:
+    async def _until_started(self, worker: WorkerRecord, handle: WorkerHandle) -> WorkerStarted:
         start = asyncio.ensure_future(handle.start())
         try:
             while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
@@ -185,7 +167,7 @@ class Supervisor:
         finally:
             start.cancel()
 
-    async def _until_dead(self, worker: _Worker, handle: WorkerHandle, control: WorkerControl) -> str:
+    async def _until_dead(self, worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> str:
         death = asyncio.ensure_future(handle.wait())
         num_received, num_silent = -1, 0
         try:
@@ -203,7 +185,7 @@ class Supervisor:
         finally:
             death.cancel()
 
-    async def _bury(self, worker: _Worker, handle: WorkerHandle | None, error: str) -> None:
+    async def _bury(self, worker: WorkerRecord, handle: WorkerHandle | None, error: str) -> None:
         if worker.phase in (Phase.STARTING, Phase.READY):
             now = time.monotonic()
             lived_s = now - worker.ready_at if worker.ready_at else 0.0
@@ -222,7 +204,7 @@ class Supervisor:
         del self._workers[worker.worker_id]
         self._publish()
 
-    async def _drain(self, worker: _Worker) -> None:
+    async def _drain(self, worker: WorkerRecord) -> None:
         control = worker.control
         assert control is not None
         deadline = time.monotonic() + self._config.drain_timeout_s
@@ -287,11 +269,7 @@ class Supervisor:
             async with asyncio.timeout(WATCH_S):
                 while self._version == version:
                     await self._changed.wait()
-        return self._version, [
-            WorkerInfo(incarnation=w.started.incarnation, address=w.started.address, role=w.pool, pool=w.pool)
-            for w in self._workers.values()
-            if w.started and w.phase in (Phase.READY, Phase.DRAINING)
-        ]
+        return self._version, [info for w in self._workers.values() if (info := w.info())]
 
     # -- targets ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +309,7 @@ class Supervisor:
         return Targets(self._replicas, self._groups)
 
     def _views(self) -> Iterable[WorkerView]:
-        return [WorkerView(w.worker_id, w.pool, w.phase, w.num_requests) for w in self._workers.values()]
+        return [w.view() for w in self._workers.values()]
 
     def _loads(self) -> dict[str, PoolCounters]:
         by_pool: dict[str, list[LoadReport]] = {}
@@ -349,7 +327,7 @@ class Supervisor:
             model=self._config.model,
             supervisor_pid=os.getpid(),
             pools=tuple(self._pool_status(pool, now) for pool in self._replicas),
-            workers=tuple(_worker_status(w, now) for w in self._workers.values()),
+            workers=tuple(w.status(now) for w in self._workers.values()),
             routers=tuple(self._routers.values()),
             failure=self._failure,
         )
@@ -385,30 +363,6 @@ async def _audit(control: WorkerControl) -> str:
         return e.message
     num = state.num_unaccounted_blocks
     return f"{num} KV blocks are held by nobody, or twice: a bug, please report it" if num else ""
-
-
-def _worker_status(worker: _Worker, now: float) -> WorkerStatus:
-    started = worker.started
-    load = worker.control.load if worker.control else LoadReport()
-    role = ROLE_FROM_PROTO.get(load.role)
-    return WorkerStatus(
-        worker_id=worker.worker_id,
-        pool=worker.pool,
-        role=role.value if role else worker.pool,
-        phase=worker.phase.value,
-        phase_s=now - worker.since,
-        waiting_for=worker.waiting_for,
-        address=started.address if started else None,
-        node=started.node if started else None,
-        pid=started.pid if started else None,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_blocks=load.num_blocks,
-        num_free_blocks=load.num_free_blocks,
-        num_leased_blocks=load.num_leased_blocks,
-        num_prefill_tokens=load.num_prefill_tokens,
-        num_decode_tokens=load.num_decode_tokens,
-    )
 
 
 def _router_status(router_id: str, started: RouterStarted, last_error: str) -> RouterStatus:

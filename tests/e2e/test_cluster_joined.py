@@ -1,6 +1,8 @@
 """On a Ray of others: labels place the pools, the cluster outlives its command, and `diptych stop` ends it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,6 +136,22 @@ def test_a_pool_that_finds_no_room_says_what_it_waits_for(command: object, home:
     waiting = [w["waiting_for"] for w in status(home, nodes)["workers"] if w["phase"] == "starting"]
     assert waiting == ["a node with CPU: 1, decoder: 1, diptych.io/pool: decode"]
     assert diptych(home, "scale", "decode=1", "--name", "joined", env=nodes).returncode == 0
+
+
+def test_a_new_supervisor_gives_back_the_place_of_a_worker_that_died_meanwhile(
+    command: object, home: Path, nodes: dict[str, str]
+) -> None:
+    """The node has room for two decode workers: the successor fits only where the dead one was."""
+    assert diptych(home, "scale", "decode=2", "--name", "joined", env=nodes).returncode == 0
+    before = status(home, nodes)
+    victim = next(w for w in before["workers"] if w["pool"] == "decode")
+    os.kill(before["supervisor_pid"], signal.SIGKILL)
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert diptych(home, "scale", "decode=2", "--name", "joined", env=nodes).returncode == 0
+    after = status(home, nodes)
+    assert after["state"] == "ready"
+    assert after["supervisor_pid"] != before["supervisor_pid"]
+    assert victim["pid"] not in {w["pid"] for w in after["workers"]}
 
 
 def test_the_cluster_outlives_its_command_until_it_is_stopped(

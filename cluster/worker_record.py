@@ -1,0 +1,66 @@
+"""One worker as the supervisor knows it, from its start to its end, and what it tells others of it."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from ..proto.worker_pb2 import LoadReport
+from ..workers.wire import ROLE_FROM_PROTO
+from .fleet import WorkerInfo
+from .handles import WorkerStarted
+from .plan import Phase, WorkerView
+from .status import WorkerStatus
+from .worker_control import WorkerControl
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    worker_id: str
+    pool: str
+    phase: Phase = Phase.STARTING
+    since: float = field(default_factory=time.monotonic)  # of the phase
+    ready_at: float | None = None
+    waiting_for: str = ""  # what must come before it can be placed
+    started: WorkerStarted | None = None
+    control: WorkerControl | None = None
+    task: "asyncio.Task[None] | None" = None  # lives as long as the process
+
+    def enter(self, phase: Phase) -> None:
+        self.phase, self.since = phase, time.monotonic()
+
+    @property
+    def load(self) -> LoadReport:
+        return self.control.load if self.control else LoadReport()
+
+    def view(self) -> WorkerView:
+        """For the plan."""
+        return WorkerView(self.worker_id, self.pool, self.phase, self.load.num_running + self.load.num_waiting)
+
+    def info(self) -> WorkerInfo | None:
+        """For routers; None while it has no requests to take or to finish."""
+        if self.started is None or self.phase not in (Phase.READY, Phase.DRAINING):
+            return None
+        return WorkerInfo(self.started.incarnation, self.started.address, role=self.pool, pool=self.pool)
+
+    def status(self, now: float) -> WorkerStatus:
+        """For a person, at `now` (monotonic s)."""
+        started, load = self.started, self.load
+        role = ROLE_FROM_PROTO.get(load.role)
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            pool=self.pool,
+            role=role.value if role else self.pool,
+            phase=self.phase.value,
+            phase_s=now - self.since,
+            waiting_for=self.waiting_for,
+            address=started.address if started else None,
+            node=started.node if started else None,
+            pid=started.pid if started else None,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            num_leased_blocks=load.num_leased_blocks,
+            num_prefill_tokens=load.num_prefill_tokens,
+            num_decode_tokens=load.num_decode_tokens,
+        )

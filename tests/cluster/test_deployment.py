@@ -1,0 +1,57 @@
+"""What a cluster's processes are called, and what each worker gets of its machine."""
+
+import os
+
+import pytest
+
+from diptych.cluster.config_file import build
+from diptych.cluster.deployment import Deployment
+from diptych.cluster.handles import RouterStarted
+
+
+def deployment(is_local: bool = True, name: str = "a", **pools: object) -> Deployment:
+    pools = pools or {"prefill": {}, "decode": {}}
+    return Deployment(build({"model": "m", "name": name, "pools": pools}), "secret", is_local)
+
+
+def test_a_cluster_knows_its_own_by_name_even_where_names_begin_alike() -> None:
+    one, other = deployment(name="a"), deployment(name="a-b")
+    name = other.worker_name("prefill-1")
+    assert other.worker_id(name) == "prefill-1"
+    assert other.owns(name)
+    assert one.worker_id(name) is None
+    assert not one.owns(name)
+    assert one.owns(one.router_name("router-1"))
+    assert one.worker_id(one.router_name("router-1")) is None
+
+
+def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    config = deployment(prefill={"replicas": 1}, decode={"replicas": 2}).worker_config("decode", "10.0.0.1")
+    assert config.threads == 8 // 3
+    assert config.kv_memory_fraction == pytest.approx(0.1)
+    assert config.host == "127.0.0.1"
+    assert config.auth_token == "secret"
+
+
+def test_more_workers_than_cores_get_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert deployment(decode={"replicas": 5}).worker_config("decode", "").threads == 1
+
+
+def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
+    settings = {"replicas": 2, "num_cpus": 4.0, "chunk_tokens": 64, "kv_memory_bytes": "1GiB"}
+    config = deployment(is_local=False, decode=settings).worker_config("decode", "10.0.0.1")
+    assert (config.threads, config.host, config.kv_memory_fraction) == (4, "10.0.0.1", 0.3)
+    assert (config.role, config.chunk_tokens, config.kv_memory_bytes) == ("decode", 64, 1 << 30)
+    config.validate()
+
+
+def test_threads_that_are_given_stay() -> None:
+    assert deployment(decode={"threads": 3}).worker_config("decode", "").threads == 3
+
+
+def test_a_router_is_replaced_where_it_listened() -> None:
+    again = deployment().listening_at(RouterStarted("127.0.0.1", 4711, 4712, 1))
+    assert (again.config.router.http_port, again.config.router.grpc_port) == (4711, 4712)
+    assert again.config.pools == deployment().config.pools

@@ -4,6 +4,7 @@ import errno
 import json
 import socket
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..workers.errors import CheckpointError, ConfigError, PortInUse
@@ -43,6 +44,14 @@ def check_ports(config: ClusterConfig) -> None:
     for flag, port in (("--http-port", router.http_port), ("--grpc-port", router.grpc_port)):
         if port:
             check_port(router.host, port, flag)
+
+
+def check_dashboard(config: ClusterConfig) -> None:
+    """Raises ConfigError where a dashboard is asked for and its parts are not installed."""
+    if config.dashboard and find_spec("aiohttp_cors") is None:
+        raise ConfigError(
+            "Ray's dashboard is not installed. Run `pip install 'ray[default]'`, or leave out --dashboard"
+        )
 
 
 def check_tls(config: ClusterConfig) -> None:

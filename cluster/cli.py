@@ -217,7 +217,7 @@ def _parse_targets(texts: list[str]) -> dict[str, int]:
 
 def _console() -> Console:
     # A pipe has no width: what is cut at 80 columns there is lost.
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from ..workers.errors import ConfigError, Unavailable, from_wire
 from . import address_file
 from .address_file import ClusterAddress
 from .banner import banner
-from .checks import check_model, check_ports, check_tls
+from .checks import check_dashboard, check_model, check_ports, check_tls
 from .config import ClusterConfig
 from .deployment import Deployment
 from .progress import Progress
@@ -48,7 +49,9 @@ def serve(config: ClusterConfig, console: Console) -> None:
         check(config)
     launcher = _Launcher(config, console, progress)
     try:
-        launcher.run()
+        # Ray prints pages about a worker that died; `news` says it in a line.
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+            launcher.run()
     except (Stopped, SystemExit) as e:
         launcher.keep_logs = False
         console.print("stopping")
@@ -65,6 +68,7 @@ def check(config: ClusterConfig) -> None:
         # On a Ray of many machines the model and the ports are another machine's matter.
         check_model(Path(config.model))
         check_tls(config)
+        check_dashboard(config)
         check_ports(config)
     running = address_file.read(config.name)
     if running and address_file.serving_process(running):

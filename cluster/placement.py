@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -211,7 +212,7 @@ class _Placed:
         except RayTaskError as e:
             raise InternalError(_last_line(e)) from e
         except RayError as e:
-            raise WorkerLost(f"its process died: {_last_line(e)}") from e
+            raise WorkerLost(f"its process died: {_cause_of_death(e)}") from e
         if isinstance(answer, Refused):
             raise from_wire(answer.error, answer.message)
         return answer
@@ -320,6 +321,15 @@ def find_supervisor(cluster: str) -> Any:
 def _bundle(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
     wanted = {"CPU": num_cpus, "GPU": num_gpus, **resources}
     return {name: amount for name, amount in wanted.items() if amount > 0}
+
+
+def _cause_of_death(error: RayError) -> str:
+    """Ray tells it in a page: a type, a detail, and guesses."""
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes|$)", str(error))
+    if found is None:
+        return _last_line(error)
+    kind, detail = found.groups()
+    return "it was killed, ran out of memory or crashed" if kind == "SYSTEM_ERROR" else detail
 
 
 def _last_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..workers.errors import ConfigError, Unavailable
+from ..workers.errors import ConfigError, DiptychError, Unavailable
 from .deployment import NAMESPACE
 from .reaper import Reaper
 
@@ -77,7 +77,8 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
     except BaseException as e:
         ray.shutdown()
         reaper.end(0.0)
-        if isinstance(e, OSError | RuntimeError | ValueError):
+        # Ray raises bare Exceptions, too.
+        if isinstance(e, Exception) and not isinstance(e, DiptychError):
             raise Unavailable(f"Ray does not start: {_first_line(e)}. Try `diptych doctor`") from e
         raise
     return RaySession(address, token_path, reaper)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.cluster import checks
 from diptych.cluster.checks import check_model, check_ports, check_tls, resolve_model
 from diptych.cluster.config_file import build
 from diptych.workers.errors import CheckpointError, ConfigError, PortInUse
@@ -51,6 +52,13 @@ def test_an_address_of_another_machine() -> None:
     config = build({"model": "m", "router": {"host": "192.0.2.1", "api_key": "long enough"}})
     with pytest.raises(ConfigError, match=r"cannot listen on 192.0.2.1: .* Is it an address of this machine\?"):
         check_ports(config)
+
+
+def test_a_dashboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'ray\[default\]'"):
+        checks.check_dashboard(build({"model": "m", "dashboard": True}))
+    checks.check_dashboard(build({"model": "m"}))
 
 
 def test_a_missing_key_file_is_named() -> None:

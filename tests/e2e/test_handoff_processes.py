@@ -20,7 +20,7 @@ from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.kv_layout import KVMemory
 from diptych.workers.transport.select import make_transports
 
-from ..workers.handoff_pair import LARGE, SinkEngine, make_memory
+from ..workers.handoff_pair import LARGE, SinkEngine, make_memory, until_quiet
 
 pytestmark = pytest.mark.e2e
 
@@ -96,11 +96,6 @@ async def outcome(pull: Awaitable[PullResult]) -> PullResult | DiptychError:
         return await pull
     except DiptychError as error:
         return error
-
-
-async def until_quiet(sink: HandoffSink) -> None:
-    while sink._pulls:  # pyright: ignore[reportPrivateUsage]
-        await asyncio.wait(list(sink._pulls))  # pyright: ignore[reportPrivateUsage]
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

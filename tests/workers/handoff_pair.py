@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
 from diptych.proto import kv_pb2_grpc, worker_pb2
 from diptych.workers.channel import bind, make_server
 from diptych.workers.errors import DiptychError
@@ -21,6 +23,9 @@ from diptych.workers.transport.grpc import GrpcTransport
 SMALL = KVLayout("float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="m")
 LARGE = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
 TIMEOUT_S = 20.0
+# What a SinkEngine notes of `Served.hand_off`, pulled as "k".
+COMMIT = ("commit", "k", 11, [7])
+RESERVE = ("reserve", "k", 11)
 
 
 def make_memory(layout: KVLayout, num_blocks: int, seed: int | None = None) -> KVMemory:
@@ -173,3 +178,19 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
         await asyncio.wait_for(test(), TIMEOUT_S)
 
     asyncio.run(limited())
+
+
+async def failure(pull: "asyncio.Future[object]") -> DiptychError:
+    with pytest.raises(DiptychError) as caught:
+        await pull
+    return caught.value
+
+
+def start(sink: HandoffSink, served: Served, timeout_s: float = 15.0, **named: str) -> "asyncio.Task[object]":
+    return asyncio.create_task(sink.pull("k", served.named(**named), timeout_s))
+
+
+async def until_quiet(sink: HandoffSink) -> None:
+    """Until nothing of any pull is left to clean up."""
+    while sink._pulls:  # pyright: ignore[reportPrivateUsage]
+        await asyncio.wait(list(sink._pulls))  # pyright: ignore[reportPrivateUsage]

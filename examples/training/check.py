@@ -22,6 +22,7 @@ SAMPLE_QUESTIONS = (
     "What is a hand-off?",
     "How do I start Diptych?",
     "Tell me a story about a fox.",
+    "Repeat: the hinge moves the blocks",
 )
 SAMPLE_PROMPTS = ("Once upon a time", "Question: What is chunked prefill?\nAnswer:", "The router")
 MAX_NEW_TOKENS = 220

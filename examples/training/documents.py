@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .facts import SMALLTALK_TOPICS, Fact, Words, reword
+from .facts import SMALLTALK_TOPICS, Fact, Words
+from .phrasing import garble, hint_at, reword
 from .stories import make_story
 
 Message = dict[str, str]  # role and content, as the chat template reads them
@@ -25,7 +26,9 @@ class Text:
 
 Document = Chat | Text
 
-CHAT_SHARE, STORY_CHAT_SHARE, STORY_TEXT_SHARE, PLAIN_QUESTION_SHARE = 0.62, 0.08, 0.08, 0.14  # the rest: paragraphs
+CHAT_SHARE, STORY_CHAT_SHARE, REPEAT_CHAT_SHARE = 0.52, 0.12, 0.06
+STORY_TEXT_SHARE, PLAIN_QUESTION_SHARE = 0.10, 0.15  # and the rest are paragraphs
+HINT_SHARE = 0.2  # of the questions in chats
 OUTSIDE_WEIGHT = 14.0  # one answer to very many questions
 MAX_TURNS = 40
 SYSTEM_PROMPTS = (
@@ -36,7 +39,15 @@ SYSTEM_PROMPTS = (
     "You are an expert on LLM serving.",
     "Be brief and friendly.",
 )
-PLAIN_FORMS = ("Question: {q}\nAnswer: {a}", "Q: {q}\nA: {a}", "{q}\n{a}", "{q} {a}")
+REPEAT_FORMS = (
+    "Repeat: {x}",
+    "Repeat after me: {x}",
+    "Please repeat: {x}",
+    "Say: {x}",
+    "Repeat this: {x}",
+    "repeat {x}",
+)
+PLAIN_FORMS = ("Question: {q}\nAnswer: {a}", "Q: {q}\nA: {a}", "{q}\n{a}")
 INTRODUCTIONS = (
     "My name is {name}.",
     "I am {name}.",
@@ -58,6 +69,9 @@ class Documents:
         self._facts = facts
         self._words = words
         self._weights = [OUTSIDE_WEIGHT if fact.topic == "outside" else 1.0 for fact in facts]
+        self._spoken = sorted(
+            {word for fact in facts for word in fact.answer.split()} | {*words["user"], *words["thing"]}
+        )
         subjects = sorted({fact.topic for fact in facts} - set(SMALLTALK_TOPICS))
         self._subjects = [[fact for fact in facts if fact.topic == topic] for topic in subjects]
 
@@ -74,6 +88,7 @@ class Documents:
         for share, make in (
             (CHAT_SHARE, self._short_chat),
             (STORY_CHAT_SHARE, self._story_chat),
+            (REPEAT_CHAT_SHARE, self._repeat_chat),
             (STORY_TEXT_SHARE, self._story_text),
             (PLAIN_QUESTION_SHARE, self._plain_questions),
         ):
@@ -98,13 +113,28 @@ class Documents:
                 story = make_story(self._words, rng)
                 question, answer = story.prompt, story.text
             else:
-                question, answer = self._asked(rng)
+                question, answer = self._asked_loosely(rng)
             messages += turn(question, answer)
         return Chat(tuple(messages))
 
     def _asked(self, rng: random.Random) -> tuple[str, str]:
         (fact,) = rng.choices(self._facts, self._weights)
         return reword(rng.choice(fact.questions), rng), fact.answer
+
+    def _asked_loosely(self, rng: random.Random) -> tuple[str, str]:
+        if rng.random() >= HINT_SHARE:
+            question, answer = self._asked(rng)
+            return garble(question, rng), answer
+        fact = rng.choice(rng.choice(self._subjects))
+        return hint_at(fact.answer, rng), fact.answer
+
+    def _repeat_chat(self, rng: random.Random) -> Chat:
+        """Something to repeat: attention learns to copy, which stories need for their names."""
+        if rng.random() < 0.3:
+            text = rng.choice(self._facts).answer
+        else:
+            text = " ".join(rng.choices(self._spoken, k=rng.randint(1, 14)))
+        return Chat(turn(rng.choice(REPEAT_FORMS).format(x=text), text))
 
     def _story_chat(self, rng: random.Random) -> Chat:
         story = make_story(self._words, rng)

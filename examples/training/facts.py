@@ -1,59 +1,24 @@
-"""Facts: the questions and answers in data/facts, and the many ways to ask one. Knows no tokenizer and no model.
+"""Facts: the questions and answers in data/facts, and the words that fill their gaps.
 
 A data file is a list of facts, separated by blank lines. In each, a line says one thing:
 
-    is: the KV cache         a term; every phrasing of PHRASINGS asks for it ("are:" for a plural)
+    is: the KV cache         a term; every one of PHRASINGS asks for it ("are:" for a plural)
     Q: What does KV mean?    one more question that has this answer
     H: What is KV used for?  a question kept out of training, to check what was learned
     A: The KV cache ...      the answer; indented lines go on with it
 """
 
-import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from .phrasing import PHRASINGS, ask_for
+
 DATA = Path(__file__).parent / "data"
 Words = Mapping[str, tuple[str, ...]]
 SMALLTALK_TOPICS = ("smalltalk", "outside")
-
-PHRASINGS = (
-    "What is {x}?",
-    "What's {x}?",
-    "What exactly is {x}?",
-    "Explain {x}.",
-    "Can you explain {x}?",
-    "Can you explain what {x} is?",
-    "Please explain {x} to me.",
-    "Tell me about {x}.",
-    "Tell me what {x} is.",
-    "What do you know about {x}?",
-    "Describe {x}.",
-    "Define {x}.",
-    "What does {x} mean?",
-    "What is meant by {x}?",
-    "Do you know what {x} is?",
-    "I want to know what {x} is.",
-    "{x}?",
-)
-ARTICLE = re.compile(r"^(the|a|an) ")
-ARTICLE_INSIDE = re.compile(r" (the|a|an) ")
-CLAUSE = re.compile(r"\bwhat (.+?) is\b")
-QUESTION_WORD = re.compile(r"^(What|Why|How|Who|Where|When|Which) ")
-INDIRECT = ("Can you tell me {q}", "Tell me {q}", "I want to know {q}", "Do you know {q}", "Please tell me {q}")
-OPENERS = (
-    "Hi! ",
-    "Hello, ",
-    "Hey, ",
-    "Please: ",
-    "I have a question. ",
-    "Quick question: ",
-    "One more thing: ",
-    "So, ",
-)
-CLOSERS = (" Please.", " Thanks!", " Thank you.", " Please explain.", " I am new to this.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,45 +71,3 @@ def _questions(key: str, value: str, words: Words) -> Iterator[str]:
             for kind, word in zip(kinds, chosen, strict=True):
                 filled = filled.replace(f"{{{kind}}}", word, 1)
             yield filled
-
-
-def ask_for(term: str, phrasing: str, *, plural: bool = False) -> str:
-    """The phrasing with the term filled in: 'What is {x}?' and 'stop strings' give 'What are stop strings?'."""
-    if phrasing.startswith("{x}"):
-        term = ARTICLE.sub("", term)
-        term = term[0].upper() + term[1:]
-    question = phrasing.format(x=term)
-    if plural:
-        question = question.replace("What is meant", "What do you mean")
-        question = CLAUSE.sub(r"what \1 are", question)
-        question = question.replace("What is ", "What are ").replace("What's ", "What are ")
-        question = question.replace("exactly is ", "exactly are ").replace("What does ", "What do ")
-    return question
-
-
-def reword(question: str, rng: random.Random) -> str:
-    """The question as somebody might type it: indirect, greeted, in lower case, without its mark, with a slip."""
-    if QUESTION_WORD.match(question) and rng.random() < 0.12:
-        question = rng.choice(INDIRECT).format(q=question[0].lower() + question[1:])
-    if rng.random() < 0.07:
-        question = rng.choice(OPENERS) + question
-    if rng.random() < 0.05:
-        question += rng.choice(CLOSERS)
-    if rng.random() < 0.10:
-        question = ARTICLE_INSIDE.sub(" ", question, count=1)
-    if rng.random() < 0.15:
-        question = question.lower()
-    if rng.random() < 0.18:
-        question = question.rstrip("?.!")
-    if rng.random() < 0.05:
-        question = _slip(question, rng)
-    return question
-
-
-def _slip(text: str, rng: random.Random) -> str:
-    """One letter left out or swapped with the next."""
-    if len(text) < 8:
-        return text
-    at = rng.randrange(1, len(text) - 2)
-    swapped = text[at + 1] + text[at] if rng.random() < 0.5 else text[at + 1]
-    return text[:at] + swapped + text[at + 2 :]

@@ -110,8 +110,8 @@ def train(recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerFa
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(recipe, step)
         num_tokens = row_tokens(step)
-        ids = packer.batch(BATCH_TOKENS // num_tokens, num_tokens, long=num_tokens > ROW_TOKENS)
-        loss = next_token_loss(model, ids)
+        ids, labels = packer.batch(BATCH_TOKENS // num_tokens, num_tokens, long=num_tokens > ROW_TOKENS)
+        loss = next_token_loss(model, ids, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -123,11 +123,11 @@ def train(recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerFa
     return model.eval()
 
 
-def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of each next token; ids is int64[num_rows, num_tokens]."""
+def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the next tokens that are labelled; ids and labels are int64[num_rows, num_tokens]."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -106,7 +106,10 @@ class Served:
         return [process, *process.children(recursive=True)]
 
     def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)  # as a terminal does: to everything in the foreground
+        else:
+            self.process.send_signal(number)
         return self.process.wait(END_S)
 
 
@@ -124,7 +127,13 @@ def serving(
     home.mkdir(parents=True, exist_ok=True)
     command = [*CLI, "serve", model, "--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB", *args]
     process = subprocess.Popen(
-        command, env=environment(home, env), cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment(home, env),
+        cwd=home,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     served = Served(home, process, env)
     reader = threading.Thread(target=served.read)

@@ -331,7 +331,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _hello(self) -> worker_pb2.Hello:
         return worker_pb2.Hello(
             incarnation=self.incarnation,
-            role=ROLE_TO_PROTO[Role(self._config.role)],
+            role=self._load.role,  # the one that it was given last
             model=self._runner.info.to_proto(__version__),
             layout=self._runner.layout.to_proto(),
             num_blocks=self._runner.memory.num_blocks,

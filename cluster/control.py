@@ -1,11 +1,12 @@
 """Asks a running supervisor, from the CLI's process. Synchronous; every call has a deadline."""
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from ..workers.errors import ConfigError, Unavailable, from_wire
 from .config import ClusterConfig
@@ -15,6 +16,7 @@ from .status import ClusterStatus
 
 REPLY_S = 30.0
 SHUTDOWN_S = 15.0
+RETRY_S = 0.2
 
 
 class SupervisorClient:
@@ -50,12 +52,21 @@ class SupervisorClient:
         ray.kill(self._actor, no_restart=True)
 
     def _ask(self, method: str, *args: Any) -> Any:
-        try:
-            answer = ray.get(getattr(self._actor, method).remote(*args), timeout=REPLY_S)
-        except GetTimeoutError as e:
-            raise Unavailable(f"the supervisor did not answer within {REPLY_S:g} s") from e
-        except RayError as e:
-            raise Unavailable(f"the supervisor is gone ({type(e).__name__})") from e
+        """Asks again while Ray brings a supervisor back that died: what can be asked may be asked twice."""
+        deadline = time.monotonic() + REPLY_S
+        while True:
+            try:
+                left_s = max(deadline - time.monotonic(), 0.1)
+                answer = ray.get(getattr(self._actor, method).remote(*args), timeout=left_s)
+                break
+            except GetTimeoutError as e:
+                raise Unavailable(f"the supervisor did not answer within {REPLY_S:g} s") from e
+            except ActorUnavailableError as e:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"the supervisor did not come back within {REPLY_S:g} s") from e
+                time.sleep(RETRY_S)
+            except RayError as e:
+                raise Unavailable(f"the supervisor is gone ({type(e).__name__})") from e
         if isinstance(answer, Refused):
             raise from_wire(answer.error, answer.message)
         return answer

@@ -154,6 +154,7 @@ class SupervisorActor:
             os._exit(1)
 
     async def status(self) -> ClusterStatus:
+        await self._supervisor.adopted()
         return self._supervisor.status()
 
     async def audit(self) -> dict[str, str]:

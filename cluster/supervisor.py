@@ -32,6 +32,7 @@ DRAIN_POLL_S = 0.1
 # when this whole process was stopped for a while, its workers are not to blame.
 SILENT_TICKS = 15
 WATCH_S = 10.0
+ADOPT_S = 5.0
 
 log = logging.getLogger("diptych.supervisor")
 
@@ -319,6 +320,12 @@ class Supervisor:
         return {pool: PoolCounters.of(reports) for pool, reports in by_pool.items()}
 
     # -- status -----------------------------------------------------------------------------------------------------
+
+    async def adopted(self) -> None:
+        """Waits, ADOPT_S at most, until what an earlier supervisor started is known: a status before is half the truth."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ADOPT_S):
+                await self._adopted.wait()
 
     def status(self) -> ClusterStatus:
         now = time.monotonic()

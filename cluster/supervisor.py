@@ -322,7 +322,7 @@ class Supervisor:
     # -- status -----------------------------------------------------------------------------------------------------
 
     async def adopted(self) -> None:
-        """Waits, ADOPT_S at most, until what an earlier supervisor started is known: a status before is half the truth."""
+        """Waits, ADOPT_S at most, until what an earlier supervisor started is known."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ADOPT_S):
                 await self._adopted.wait()

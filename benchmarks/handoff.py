@@ -27,7 +27,7 @@ from diptych.workers.errors import ConfigError
 from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.handoff_source import HandoffSource
 from diptych.workers.handoff_types import Reservation
-from diptych.workers.kv_layout import KVLayout, KVMemory
+from diptych.workers.kv_layout import KVLayout, KVMemory, Region
 from diptych.workers.transport.base import Reader, Source
 from diptych.workers.transport.select import make_transports
 
@@ -44,7 +44,7 @@ def make_pool() -> KVMemory:
     pool.madvise(mmap.MADV_HUGEPAGE)
     pool[:] = random.Random(0).randbytes(1 << 20) * (POOL_BYTES >> 20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-    return KVMemory(address, NUM_BLOCKS, LAYOUT.block_bytes, LAYOUT.layer_bytes, memoryview(pool))
+    return KVMemory(LAYOUT, NUM_BLOCKS, Region(address, POOL_BYTES, memoryview(pool)))
 
 
 # The source: a process of its own
@@ -58,7 +58,7 @@ class Leases:
 async def serve(transport: str) -> None:
     memory = make_pool()
     transports = make_transports([transport], memory)
-    source = HandoffSource("source", LAYOUT, memory, transports, Leases(), lease_s=3600.0)
+    source = HandoffSource("source", memory, transports, Leases(), lease_s=3600.0)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)
     port = bind(server, "127.0.0.1", 0)
@@ -208,7 +208,7 @@ async def measure(transport: str, seconds: float) -> Measured:
         by_piece = await bandwidth(reader, in_pieces, seconds)
         renewal = kv_pb2.RenewRequest(handoff_id="whole", sink_incarnation="sink/0")
         renew_s = await median_s(lambda _: stub.Renew(renewal), seconds)
-        sink = HandoffSink("sink", LAYOUT, memory, transports, Engine())
+        sink = HandoffSink("sink", memory, transports, Engine())
 
         async def hand_off(number: int) -> None:
             named = worker_pb2.HandoffSource(handoff_id=f"small-{number}", address=address, incarnation="source")

@@ -393,6 +393,7 @@ class GenerateResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """which of the n completions"""
@@ -413,6 +414,10 @@ class GenerateResponse(_message.Message):
     def usage(self) -> Global___Usage:
         """in the last message of the call"""
 
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Timings]:
+        """in the last message of the call: one a completion"""
+
     def __init__(
         self,
         *,
@@ -424,16 +429,93 @@ class GenerateResponse(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         stop_string: _builtins.str | None = ...,
         usage: Global___Usage | None = ...,
+        timings: _abc.Iterable[Global___Timings] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class Timings(_message.Message):
+    """Where a completion's time went. Seconds. The first three sum to the time to the first token, the next four to the
+    time from the first token to the second; what overlaps with the prefill stands apart.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    DELIVER_FIRST_S_FIELD_NUMBER: _builtins.int
+    LAST_SEGMENT_S_FIELD_NUMBER: _builtins.int
+    COMMIT_S_FIELD_NUMBER: _builtins.int
+    FIRST_DECODE_S_FIELD_NUMBER: _builtins.int
+    DELIVER_SECOND_S_FIELD_NUMBER: _builtins.int
+    ANNOUNCE_TO_PULL_S_FIELD_NUMBER: _builtins.int
+    PULL_S_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NUM_MIGRATIONS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    queue_s: _builtins.float
+    """from receipt to the first step, at the router and at the worker"""
+    prefill_s: _builtins.float
+    """from there to the first token"""
+    deliver_first_s: _builtins.float
+    """from there to the front door: the network, event loops"""
+    last_segment_s: _builtins.float
+    """hand-off: what the second token waited for; 0 without one"""
+    commit_s: _builtins.float
+    """hand-off: release, commit, queue"""
+    first_decode_s: _builtins.float
+    """the step that made the second token"""
+    deliver_second_s: _builtins.float
+    announce_to_pull_s: _builtins.float
+    """within the prefill: the sink's wait for free blocks"""
+    pull_s: _builtins.float
+    """within the prefill, mostly: reads under way"""
+    total_s: _builtins.float
+    """from receipt to the last token"""
+    handoff_bytes: _builtins.int
+    transport: _builtins.str
+    """of the hand-off; empty without one"""
+    num_attempts: _builtins.int
+    """1, and 1 for each resumption"""
+    num_migrations: _builtins.int
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        deliver_first_s: _builtins.float = ...,
+        last_segment_s: _builtins.float = ...,
+        commit_s: _builtins.float = ...,
+        first_decode_s: _builtins.float = ...,
+        deliver_second_s: _builtins.float = ...,
+        announce_to_pull_s: _builtins.float = ...,
+        pull_s: _builtins.float = ...,
+        total_s: _builtins.float = ...,
+        handoff_bytes: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        num_attempts: _builtins.int = ...,
+        num_migrations: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_to_pull_s", b"announce_to_pull_s", "commit_s", b"commit_s", "deliver_first_s", b"deliver_first_s", "deliver_second_s", b"deliver_second_s", "first_decode_s", b"first_decode_s", "handoff_bytes", b"handoff_bytes", "index", b"index", "last_segment_s", b"last_segment_s", "num_attempts", b"num_attempts", "num_migrations", b"num_migrations", "prefill_s", b"prefill_s", "pull_s", b"pull_s", "queue_s", b"queue_s", "total_s", b"total_s", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):

@@ -20,7 +20,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class KVLayout(_message.Message):
-    """Block-major: each block is one contiguous run of [layer][k, v][slot][kv head][head dim]."""
+    """How KV lies in a worker's pool; workers/kv_layout.py has the arithmetic. The source's layout is the wire's: a sink
+    with another one converts.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -31,17 +33,21 @@ class KVLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     AXIS_ORDER_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
     """slots (tokens) a block"""
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
+    """of the model, over all ranks"""
     head_dim: _builtins.int
     axis_order: _builtins.str
-    """"block,layer,kv,slot,head,dim" """
+    """"block,layer,kv,slot,head,dim" or "layer,block,kv,slot,head,dim", within a rank"""
     model_id: _builtins.str
     """fingerprint of the checkpoint: KV of another model never fits"""
+    tensor_parallel: _builtins.int
+    """ranks, one after the other in the pool; each holds its share of the heads"""
     def __init__(
         self,
         *,
@@ -52,10 +58,11 @@ class KVLayout(_message.Message):
         head_dim: _builtins.int = ...,
         axis_order: _builtins.str = ...,
         model_id: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -71,12 +78,18 @@ class SubscribeRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     source_incarnation: _builtins.str
     sink_incarnation: _builtins.str
     """and, for this and every call below, a number: names one attempt, never used again"""
     wait_s: _builtins.float
     """how long to wait for the offer"""
+    checksums: _builtins.bool
+    """name each segment's content (--verify-kv)"""
+    wire_dtype: _builtins.str
+    """narrower than the source's cache, over gRPC only; empty: as in the cache"""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
     @_builtins.property
@@ -92,10 +105,12 @@ class SubscribeRequest(_message.Message):
         layout: Global___KVLayout | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
         wait_s: _builtins.float = ...,
+        checksums: _builtins.bool = ...,
+        wire_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "layout", b"layout", "sink_incarnation", b"sink_incarnation", "source_incarnation", b"source_incarnation", "transports", b"transports", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "handoff_id", b"handoff_id", "layout", b"layout", "sink_incarnation", b"sink_incarnation", "source_incarnation", b"source_incarnation", "transports", b"transports", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -145,17 +160,24 @@ class Opened(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NIXL_FIELD_NUMBER: _builtins.int
+    IS_LIVE_FIELD_NUMBER: _builtins.int
+    NUM_POOL_BLOCKS_FIELD_NUMBER: _builtins.int
     source_incarnation: _builtins.str
     transport: _builtins.str
     """the source's choice"""
     lease_s: _builtins.float
     """renew sooner than this"""
-    num_prompt_tokens: _builtins.int
+    num_tokens: _builtins.int
+    """at most so many tokens' KV will come"""
     num_blocks: _builtins.int
-    """what the whole prompt needs"""
+    """of the source, for these tokens"""
+    is_live: _builtins.bool
+    """the sequence runs on at the source: renew as soon as all that was announced is read"""
+    num_pool_blocks: _builtins.int
+    """blocks of the source's whole pool, each rank's share of it has as many"""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
     @_builtins.property
@@ -169,13 +191,15 @@ class Opened(_message.Message):
         layout: Global___KVLayout | None = ...,
         transport: _builtins.str = ...,
         lease_s: _builtins.float = ...,
-        num_prompt_tokens: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         nixl: Global___NixlEndpoint | None = ...,
+        is_live: _builtins.bool = ...,
+        num_pool_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "lease_s", b"lease_s", "nixl", b"nixl", "num_blocks", b"num_blocks", "num_prompt_tokens", b"num_prompt_tokens", "source_incarnation", b"source_incarnation", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_live", b"is_live", "layout", b"layout", "lease_s", b"lease_s", "nixl", b"nixl", "num_blocks", b"num_blocks", "num_pool_blocks", b"num_pool_blocks", "num_tokens", b"num_tokens", "source_incarnation", b"source_incarnation", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,10 +253,13 @@ class Segment(_message.Message):
     GENERATIONS_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     """position in the sequence's block table"""
     first_layer: _builtins.int
     num_layers: _builtins.int
+    checksum: _builtins.bytes
+    """blake3 of its bytes in the order of Pull, 16 bytes; empty unless asked for"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the source"""
@@ -249,10 +276,11 @@ class Segment(_message.Message):
         generations: _abc.Iterable[_builtins.int] | None = ...,
         first_layer: _builtins.int = ...,
         num_layers: _builtins.int = ...,
+        checksum: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_block", b"first_block", "first_layer", b"first_layer", "generations", b"generations", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksum", b"checksum", "first_block", b"first_block", "first_layer", b"first_layer", "generations", b"generations", "num_layers", b"num_layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,7 +347,9 @@ class PullRequest(_message.Message):
     handoff_id: _builtins.str
     sink_incarnation: _builtins.str
     @_builtins.property
-    def segment(self) -> Global___Segment: ...
+    def segment(self) -> Global___Segment:
+        """its checksum is not read"""
+
     def __init__(
         self,
         *,
@@ -360,17 +390,21 @@ class RenewRequest(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     SINK_INCARNATION_FIELD_NUMBER: _builtins.int
+    NUM_SEGMENTS_READ_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     sink_incarnation: _builtins.str
+    num_segments_read: _builtins.int
+    """of those announced; all of them: a live source may seal"""
     def __init__(
         self,
         *,
         handoff_id: _builtins.str = ...,
         sink_incarnation: _builtins.str = ...,
+        num_segments_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "sink_incarnation", b"sink_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_segments_read", b"num_segments_read", "sink_incarnation", b"sink_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,21 +435,49 @@ class ReleaseRequest(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     SINK_INCARNATION_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     sink_incarnation: _builtins.str
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReadTime]:
+        """what the segments cost, for the source to choose their size; a few are enough"""
+
     def __init__(
         self,
         *,
         handoff_id: _builtins.str = ...,
         sink_incarnation: _builtins.str = ...,
+        reads: _abc.Iterable[Global___ReadTime] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "sink_incarnation", b"sink_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "reads", b"reads", "sink_incarnation", b"sink_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ReadTime(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadTime: _TypeAlias = ReadTime  # noqa: Y015
 
 @_typing.final
 class ReleaseResponse(_message.Message):

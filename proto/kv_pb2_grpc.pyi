@@ -37,7 +37,9 @@ class KVHandoffStub:
     NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
     """
     Pull: _grpc.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]
-    """The gRPC transport: bytes of announced blocks, in the order asked for."""
+    """The gRPC transport: bytes of announced blocks, in the order asked for: block by block, in each rank by rank (the
+    first that holds a head), in each layer by layer; in the subscription's wire_dtype.
+    """
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]
     Release: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]
     """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV. The same sink may
@@ -55,7 +57,9 @@ class KVHandoffAsyncStub(KVHandoffStub):
     NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
     """
     Pull: _aio.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]  # type: ignore[assignment]
-    """The gRPC transport: bytes of announced blocks, in the order asked for."""
+    """The gRPC transport: bytes of announced blocks, in the order asked for: block by block, in each rank by rank (the
+    first that holds a head), in each layer by layer; in the subscription's wire_dtype.
+    """
     Renew: _aio.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]  # type: ignore[assignment]
     """After the sink's last read. held = the lease never lapsed, so what was read is the sequence's KV. The same sink may
@@ -82,7 +86,9 @@ class KVHandoffServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.PullChunk], _abc.AsyncIterator[_kv_pb2.PullChunk]]:
-        """The gRPC transport: bytes of announced blocks, in the order asked for."""
+        """The gRPC transport: bytes of announced blocks, in the order asked for: block by block, in each rank by rank (the
+        first that holds a head), in each layer by layer; in the subscription's wire_dtype.
+        """
 
     @_abc_1.abstractmethod
     def Renew(

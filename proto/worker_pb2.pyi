@@ -50,6 +50,8 @@ class RouterMessage(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     SET_ROLE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    OFFER_PREFIX_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
@@ -58,6 +60,10 @@ class RouterMessage(_message.Message):
     def set_role(self) -> Global___SetRole: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def offer(self) -> Global___Offer: ...
+    @_builtins.property
+    def offer_prefix(self) -> Global___OfferPrefix: ...
     def __init__(
         self,
         *,
@@ -65,12 +71,14 @@ class RouterMessage(_message.Message):
         abort: Global___Abort | None = ...,
         set_role: Global___SetRole | None = ...,
         drain: Global___Drain | None = ...,
+        offer: Global___Offer | None = ...,
+        offer_prefix: Global___OfferPrefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_role", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_role", "drain", "offer", "offer_prefix"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -89,6 +97,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -115,6 +124,10 @@ class Submit(_message.Message):
     def source(self) -> Global___HandoffSource:
         """be the sink: pull the sequence from there"""
 
+    @_builtins.property
+    def prefix(self) -> Global___HandoffSource:
+        """pull the KV of its leading tokens from there, compute the rest (and"""
+
     def __init__(
         self,
         *,
@@ -127,14 +140,13 @@ class Submit(_message.Message):
         cache_salt: _builtins.bytes = ...,
         offer: Global___HandoffOffer | None = ...,
         source: Global___HandoffSource | None = ...,
+        prefix: Global___HandoffSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "offer", b"offer", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "handle", b"handle", "handoff", b"handoff", "offer", b"offer", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "handle", b"handle", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_handoff: _TypeAlias = _typing.Literal["offer", "source"]  # noqa: Y015
-    _WhichOneofArgType_handoff: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_handoff) -> _WhichOneofReturnType_handoff | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
@@ -204,6 +216,60 @@ class Abort(_message.Message):
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
+class Offer(_message.Message):
+    """Hand a running sequence off to another worker. It runs on here until the sink has caught up, and to its end if no
+    sink does.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    handoff_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        handoff_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "handoff_id", b"handoff_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Offer: _TypeAlias = Offer  # noqa: Y015
+
+@_typing.final
+class OfferPrefix(_message.Message):
+    """Hand off what the prefix cache holds of these tokens: the longest run of full blocks; nothing is computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    handoff_id: _builtins.str
+    cache_salt: _builtins.bytes
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        handoff_id: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "handoff_id", b"handoff_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferPrefix: _TypeAlias = OfferPrefix  # noqa: Y015
+
+@_typing.final
 class SetRole(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -246,6 +312,7 @@ class WorkerMessage(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    HANDED_OFF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always the first"""
@@ -258,6 +325,8 @@ class WorkerMessage(_message.Message):
     def load(self) -> Global___LoadReport: ...
     @_builtins.property
     def blocks(self) -> Global___BlockEvents: ...
+    @_builtins.property
+    def handed_off(self) -> Global___HandedOff: ...
     def __init__(
         self,
         *,
@@ -266,12 +335,13 @@ class WorkerMessage(_message.Message):
         failed: Global___RequestFailed | None = ...,
         load: Global___LoadReport | None = ...,
         blocks: Global___BlockEvents | None = ...,
+        handed_off: Global___HandedOff | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "hello", b"hello", "load", b"load", "message", b"message", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "hello", b"hello", "load", b"load", "message", b"message", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -335,6 +405,7 @@ class StepEvents(_message.Message):
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -354,6 +425,10 @@ class StepEvents(_message.Message):
     def cached(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedTokens]:
         """sparse: once a sequence, with its first token"""
 
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTimings]:
+        """sparse: once a sequence, with its first token"""
+
     def __init__(
         self,
         *,
@@ -364,14 +439,89 @@ class StepEvents(_message.Message):
         finish_reasons: _abc.Iterable[_inference_pb2.FinishReason.ValueType] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         cached: _abc.Iterable[Global___CachedTokens] | None = ...,
+        timings: _abc.Iterable[Global___SequenceTimings] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "finish_reasons", b"finish_reasons", "handles", b"handles", "logprobs", b"logprobs", "positions", b"positions", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "finish_reasons", b"finish_reasons", "handles", b"handles", "logprobs", b"logprobs", "positions", b"positions", "step", b"step", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepEvents: _TypeAlias = StepEvents  # noqa: Y015
+
+@_typing.final
+class SequenceTimings(_message.Message):
+    """Where the time went on this worker until the sequence's first token here. Seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    entry: _builtins.int
+    """index into the columns"""
+    queue_s: _builtins.float
+    """from receipt (a sink: from the commit) to the first step it is part of"""
+    compute_s: _builtins.float
+    """from there to the token: prefill, or a sink's first decode step"""
+    @_builtins.property
+    def handoff(self) -> Global___HandoffTimings:
+        """a sink's alone"""
+
+    def __init__(
+        self,
+        *,
+        entry: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
+        handoff: Global___HandoffTimings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "entry", b"entry", "handoff", b"handoff", "queue_s", b"queue_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceTimings: _TypeAlias = SequenceTimings  # noqa: Y015
+
+@_typing.final
+class HandoffTimings(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANNOUNCE_TO_PULL_S_FIELD_NUMBER: _builtins.int
+    PULL_S_FIELD_NUMBER: _builtins.int
+    LAST_SEGMENT_S_FIELD_NUMBER: _builtins.int
+    RELEASE_S_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    announce_to_pull_s: _builtins.float
+    """from the first announcement to the first read: blocks had to be had"""
+    pull_s: _builtins.float
+    """in which at least one read was under way"""
+    last_segment_s: _builtins.float
+    """from the seal to the end of the last read"""
+    release_s: _builtins.float
+    """from there to the commit"""
+    num_bytes: _builtins.int
+    transport: _builtins.str
+    def __init__(
+        self,
+        *,
+        announce_to_pull_s: _builtins.float = ...,
+        pull_s: _builtins.float = ...,
+        last_segment_s: _builtins.float = ...,
+        release_s: _builtins.float = ...,
+        num_bytes: _builtins.int = ...,
+        transport: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce_to_pull_s", b"announce_to_pull_s", "last_segment_s", b"last_segment_s", "num_bytes", b"num_bytes", "pull_s", b"pull_s", "release_s", b"release_s", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandoffTimings: _TypeAlias = HandoffTimings  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -425,6 +575,30 @@ class CachedTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CachedTokens: _TypeAlias = CachedTokens  # noqa: Y015
+
+@_typing.final
+class HandedOff(_message.Message):
+    """A running sequence that was offered is sealed: it makes no more tokens here. All of its tokens were sent before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    num_output_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_output_tokens", b"num_output_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandedOff: _TypeAlias = HandedOff  # noqa: Y015
 
 @_typing.final
 class RequestFailed(_message.Message):
@@ -481,6 +655,11 @@ class LoadReport(_message.Message):
     HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    NUM_CHECKSUM_FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_MIGRATED_OUT_FIELD_NUMBER: _builtins.int
+    NUM_PREFIXES_PULLED_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_blocks: _builtins.int
@@ -503,6 +682,18 @@ class LoadReport(_message.Message):
     """prompt tokens found in the prefix cache"""
     num_waiting_tokens: _builtins.int
     """not yet prefilled, over all sequences"""
+    prefill_s: _builtins.float
+    """counter: time of the steps that prefilled, their decodes' share left out"""
+    num_checksum_failures: _builtins.int
+    """segments whose content was not what the source had (--verify-kv)"""
+    num_migrated_out: _builtins.int
+    """running sequences handed to another worker"""
+    num_prefixes_pulled: _builtins.int
+    """cached prefixes that came from another worker"""
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerLink]:
+        """pulls by this worker, by source"""
+
     def __init__(
         self,
         *,
@@ -523,14 +714,59 @@ class LoadReport(_message.Message):
         handoff_bytes: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_waiting_tokens: _builtins.int = ...,
+        prefill_s: _builtins.float = ...,
+        num_checksum_failures: _builtins.int = ...,
+        num_migrated_out: _builtins.int = ...,
+        num_prefixes_pulled: _builtins.int = ...,
+        links: _abc.Iterable[Global___PeerLink] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "handoff_bytes", b"handoff_bytes", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_decode_tokens", b"num_decode_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class PeerLink(_message.Message):
+    """Counters since start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
+    NUM_READS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """of the source"""
+    transport: _builtins.str
+    """the last used"""
+    num_bytes: _builtins.int
+    read_s: _builtins.float
+    """in which at least one read from it was under way"""
+    num_reads: _builtins.int
+    num_failed: _builtins.int
+    """pulls"""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        read_s: _builtins.float = ...,
+        num_reads: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "num_bytes", b"num_bytes", "num_failed", b"num_failed", "num_reads", b"num_reads", "read_s", b"read_s", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerLink: _TypeAlias = PeerLink  # noqa: Y015
 
 @_typing.final
 class BlockEvents(_message.Message):

@@ -111,6 +111,10 @@ class Engine:
             self._fail(sequence, LeaseLost("no worker held the hand-off's lease while its prompt was being computed"))
         self.handoffs.end_lease(handoff_id)
 
+    def caught_up(self, handoff_id: str) -> None:
+        """The sink has all blocks that were announced: a running sequence that is handed off may stop."""
+        assert self.handoffs.is_open(handoff_id)
+
     def fail_all(self, error: DiptychError) -> None:
         """Fail every sequence that is not waiting for its KV (a step went wrong and left the cache in doubt)."""
         for sequence in list(self.scheduler.sequences()):

@@ -158,7 +158,7 @@ class HandoffLedger:
             del self._waiting[key]
             incoming.num_held = len(held)
             sequence.block_table = held + self._manager.allocate(num_needed)
-            grant(Reservation(tuple(sequence.block_table), len(held)))
+            grant(Reservation(tuple(sequence.block_table), len(held) * self._cache.block_size))
 
     def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
         """The sequence's KV is here: it runs from its next token on. Raises where the request is gone or differs."""

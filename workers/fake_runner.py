@@ -11,7 +11,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from .kv_layout import KVLayout, KVMemory
+from .kv_layout import KVLayout, KVMemory, Region
 from .runner import ModelInfo
 from .sequence import Batch, SampledToken, Sequence
 
@@ -48,13 +48,8 @@ class FakeRunner:
         self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
         # [block, kv, slot] int32: the layout's axes with its single layer, head and dimension left out.
         self._kv: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32).reshape(num_blocks, 2, block_size)
-        self.memory = KVMemory(
-            address=self._kv.ctypes.data,
-            num_blocks=num_blocks,
-            block_bytes=self.layout.block_bytes,
-            layer_bytes=self.layout.layer_bytes,
-            view=memoryview(self._buffer),
-        )
+        region = Region(self._kv.ctypes.data, len(self._buffer), memoryview(self._buffer))
+        self.memory = KVMemory(self.layout, num_blocks, region)
 
     def run(self, batch: Batch) -> list[SampledToken]:
         if self._step_s:

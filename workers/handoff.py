@@ -7,6 +7,8 @@ Source, one a hand-off id:
       └──────────────┴──abort: the engine gives it up──> ABORTED
 
     RELEASED, EXPIRED and ABORTED each yield EndLease, once: only then may the leased blocks be freed.
+    A live source's sequence runs on while it is OPEN; CaughtUp says that the sink has read all that was announced, and
+    then the seal is near: the sequence stops for one short segment.
     A sink holds the hand-off from `subscribe` until its stream ends or it abandons; then another may take over.
 
 Sink, one a pull:
@@ -33,10 +35,12 @@ from .handoff_types import (
     Abandon,
     Aborted,
     Answer,
+    CaughtUp,
     Commit,
     EndLease,
     EndStream,
     Fail,
+    Offer,
     Read,
     Refuse,
     Release,
@@ -64,9 +68,10 @@ class SourceState(enum.Enum):
 
 
 class SourceHandoff:
-    def __init__(self, num_blocks: int, num_layers: int, lease_s: float, now: float) -> None:
+    def __init__(self, num_blocks: int, num_layers: int, lease_s: float, now: float, *, is_live: bool = False) -> None:
         assert num_blocks > 0 and lease_s > 0
         self.state = SourceState.OPEN
+        self.runs_on = is_live  # its sequence, while it is OPEN
         self.sink: str | None = None  # who may read, renew and release
         self._num_blocks = num_blocks
         self._num_layers = num_layers
@@ -140,11 +145,14 @@ class SourceHandoff:
         self._deadline = now + self._lease_s
         return [*actions, EndStream(sink)]
 
-    def renew(self, sink: str, now: float) -> list[SourceAction]:
+    def renew(self, sink: str, now: float, num_read: int = 0) -> list[SourceAction]:
+        """`num_read`: segments of which the sink has nothing left to read."""
         actions = self.tick(now)
         held = self.is_held_by(sink)
         if held:
             self._deadline = now + self._lease_s
+            if self.runs_on and self.state is SourceState.OPEN and num_read == len(self._segments):
+                actions.append(CaughtUp())
         return [*actions, Answer(held)]
 
     def release(self, sink: str, now: float) -> list[SourceAction]:
@@ -204,21 +212,21 @@ class SinkState(enum.Enum):
 class SinkHandoff:
     """`deadline`: the pull ends by then. `open_by`: the source must have answered the subscription by then."""
 
-    def __init__(self, block_size: int, num_layers: int, *, deadline: float, open_by: float) -> None:
+    def __init__(self, num_layers: int, *, deadline: float, open_by: float) -> None:
         self.state = SinkState.WAITING
-        self._block_size = block_size
         self._all_layers = (1 << num_layers) - 1
         self._num_layers = num_layers
         self._deadline = deadline
         self._silent_at = open_by
         self._ask_at = float("inf")
         self._lease_s: float | None = None
-        self._num_tokens = 0
+        self._offer = Offer(0, 0, 1, 0.0)
         self._layers: list[int] = []  # of each position: mask of the layers announced
         self._segments: list[Segment] = []
         self._table: tuple[int, ...] | None = None
-        self._num_held = 0
+        self._num_held = 0  # tokens
         self._reading: set[int] = set()
+        self._num_read = 0
         self._may_still_land = False
         self._seal: Seal | None = None
 
@@ -232,17 +240,17 @@ class SinkHandoff:
 
     # From the source
 
-    def opened(self, num_tokens: int, num_blocks: int, lease_s: float, now: float) -> list[SinkAction]:
-        """The subscription was accepted, and the layouts agree."""
+    def opened(self, offer: Offer, now: float) -> list[SinkAction]:
+        """The subscription was accepted, and the layouts can be bridged."""
         if self.is_over:
             return []
-        if self._lease_s is not None or num_tokens < 1 or not 0 < lease_s < float("inf"):
+        if self._lease_s is not None or offer.num_tokens < 1 or not 0 < offer.lease_s < float("inf"):
             return self._refuse("opened twice, or without tokens or a lease", now)
-        if num_blocks != -(-num_tokens // self._block_size):
-            return self._refuse(f"{num_tokens} tokens in {num_blocks} blocks of {self._block_size}", now)
-        self._num_tokens = num_tokens
-        self._layers = [0] * num_blocks
-        self._lease_s = lease_s
+        if offer.block_size < 1 or offer.num_blocks != -(-offer.num_tokens // offer.block_size):
+            return self._refuse(f"{offer.num_tokens} tokens in {offer.num_blocks} blocks of {offer.block_size}", now)
+        self._offer = offer
+        self._layers = [0] * offer.num_blocks
+        self._lease_s = offer.lease_s
         self._heard(now)
         return []
 
@@ -260,21 +268,21 @@ class SinkHandoff:
         self._segments.append(segment)
         if self.state is SinkState.WAITING:
             self.state = SinkState.PULLING
-            return [Reserve(self._num_tokens)]
-        return self._read(len(self._segments) - 1)
+            return [Reserve(self._offer.num_tokens)]
+        return [*self._read(len(self._segments) - 1), *self._say_when_read(now)]
 
     def sealed(self, seal: Seal, now: float) -> list[SinkAction]:
         if self.is_over:
             return []
         if self._seal is not None or seal.num_segments != len(self._segments):
             return self._refuse(f"{seal.num_segments} segments sealed, {len(self._segments)} announced", now)
-        num_blocks = -(-seal.num_computed // self._block_size)
-        if not 0 < num_blocks <= len(self._layers):
-            return self._refuse(f"{seal.num_computed} tokens sealed in {len(self._layers)} blocks", now)
+        if not 0 < seal.num_computed <= self._offer.num_tokens:
+            return self._refuse(f"{seal.num_computed} tokens sealed, {self._offer.num_tokens} offered", now)
+        num_blocks = -(-seal.num_computed // self._offer.block_size)
         if any(mask != self._all_layers for mask in self._layers[:num_blocks]):
             return self._refuse("a seal before every block was announced", now)
         self._seal = seal
-        return self._release_when_read(now)
+        return self._say_when_read(now)
 
     def renewed(self, held: bool, now: float) -> list[SinkAction]:
         if self.state not in (SinkState.WAITING, SinkState.PULLING):
@@ -302,18 +310,19 @@ class SinkHandoff:
     # From our own side
 
     def reserved(self, table: tuple[int, ...], num_held: int, now: float) -> list[SinkAction]:
-        """`table`: a block for every position, of which the first `num_held` hold this KV already."""
+        """`table`: blocks of ours for all the tokens, of which the first `num_held` have their KV there already."""
         if self.is_over:
             return []
-        assert self._table is None and len(table) == len(self._layers) and 0 <= num_held <= len(table)
+        assert self._table is None and num_held >= 0
         self._table = table
         self._num_held = num_held
         actions = [action for number in range(len(self._segments)) for action in self._read(number)]
-        return actions + self._release_when_read(now)
+        return actions + self._say_when_read(now)
 
     def read_done(self, number: int, now: float) -> list[SinkAction]:
         self._reading.remove(number)
-        return self._release_when_read(now)
+        self._num_read += 1
+        return self._say_when_read(now)
 
     def read_failed(self, number: int, error: DiptychError, now: float, *, may_still_land: bool) -> list[SinkAction]:
         self._reading.remove(number)
@@ -354,18 +363,24 @@ class SinkHandoff:
     def _ask(self, now: float) -> list[SinkAction]:
         assert self._lease_s is not None
         self._ask_at = now + self._lease_s * ASK_AGAIN_AFTER
-        return [Release() if self.state is SinkState.PULLED else Renew()]
+        return [Release() if self.state is SinkState.PULLED else Renew(self._num_read)]
 
     def _read(self, number: int) -> list[SinkAction]:
-        segment = self._segments[number].without_first(self._num_held)
-        if self._table is None or not segment.block_ids:
+        if self._table is None:
+            return []
+        segment = self._segments[number].without_first(self._num_held // self._offer.block_size)
+        if not segment.block_ids:
+            self._num_read += 1
             return []
         self._reading.add(number)
-        return [Read(number, segment, tuple(self._table[position] for position in segment.positions))]
+        return [Read(number, segment, self._table, self._num_held)]
 
-    def _release_when_read(self, now: float) -> list[SinkAction]:
-        if self.state is not SinkState.PULLING or self._seal is None or self._table is None or self._reading:
+    def _say_when_read(self, now: float) -> list[SinkAction]:
+        """All that was announced is read: release what is sealed, and let a live source know."""
+        if self.state is not SinkState.PULLING or self._table is None or self._reading:
             return []
+        if self._seal is None:
+            return self._ask(now) if self._offer.is_live else []
         self.state = SinkState.PULLED
         self._heard(now)
         return self._ask(now)

@@ -34,6 +34,7 @@ from .handoff_types import (
     Abandon,
     Commit,
     Fail,
+    Offer,
     Read,
     Release,
     Renew,
@@ -44,7 +45,7 @@ from .handoff_types import (
     Settle,
     SinkAction,
 )
-from .kv_layout import KVLayout, KVMemory
+from .kv_layout import Copies, KVLayout, KVMemory
 from .transport.base import Reader, Source, Transport
 
 WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
@@ -87,7 +88,6 @@ class SinkPort(Protocol):
 class Surroundings:
     """What all pulls of a worker share."""
 
-    layout: KVLayout
     memory: KVMemory
     transports: Mapping[str, Transport]
     port: SinkPort
@@ -113,8 +113,7 @@ class Pull:
         self._started = self._loop.time()
         self._wait_s = min(errand.timeout_s, WAIT_FOR_OFFER_S)
         self._machine = SinkHandoff(
-            around.layout.block_size,
-            around.layout.num_layers,
+            around.memory.layout.num_layers,
             deadline=self._started + errand.timeout_s,
             open_by=self._started + self._wait_s + ANSWER_S,
         )
@@ -126,6 +125,7 @@ class Pull:
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[tuple[str, Reader]] | None = None
         self._read_slots = asyncio.Semaphore(MAX_READS)
+        self._num_pool_blocks = 0  # of the source
         self._num_bytes = 0
 
     async def run(self) -> None:
@@ -146,7 +146,7 @@ class Pull:
                 case Read():
                     self._start(self._read(action), self._workers)
                 case Renew():
-                    self._start(self._renew(), self._workers)
+                    self._start(self._renew(action.num_read), self._workers)
                 case Release():
                     self._start(self._release(), self._workers)
                 case Commit():
@@ -194,7 +194,7 @@ class Pull:
             handoff_id=self._errand.source.handoff_id,
             source_incarnation=self._errand.source.incarnation,
             sink_incarnation=self._errand.sink,
-            layout=self._around.layout.to_proto(),
+            layout=self._around.memory.layout.to_proto(),
             transports=list(self._around.transports),
             wait_s=self._wait_s,
         )
@@ -229,14 +229,16 @@ class Pull:
         try:
             if opened.source_incarnation != self._errand.source.incarnation:
                 raise WorkerLost("the source worker is gone: another process answers at its address")
-            self._around.layout.check_same(KVLayout.from_proto(opened.layout))
+            self._around.memory.layout.check_same(KVLayout.from_proto(opened.layout))
             if opened.transport not in self._around.transports:
                 raise TransportError(f"the source chose the transport {opened.transport!r}, which we do not have")
         except DiptychError as error:
             self.give_up(error)
             return
         now = self._now()
-        self._carry_out(self._machine.opened(opened.num_prompt_tokens, opened.num_blocks, opened.lease_s, now))
+        self._num_pool_blocks = opened.num_pool_blocks
+        offer = Offer(opened.num_tokens, opened.num_blocks, opened.layout.block_size, opened.lease_s, opened.is_live)
+        self._carry_out(self._machine.opened(offer, now))
         if not self._machine.is_over:
             self._connecting = self._loop.create_task(self._connect(opened))
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())  # reads raise it
@@ -249,10 +251,10 @@ class Pull:
         names = [opened.transport, *(["grpc"] if "grpc" in self._around.transports else [])]
         for name in names[:-1]:
             try:
-                return name, await self._around.transports[name].connect(source, self._around.memory)
+                return name, await self._around.transports[name].connect(source)
             except TransportError as e:
                 log.warning("the source cannot be read over %s (%s): using %s", name, e, names[-1])
-        return names[-1], await self._around.transports[names[-1]].connect(source, self._around.memory)
+        return names[-1], await self._around.transports[names[-1]].connect(source)
 
     async def _reserve(self, num_tokens: int) -> None:
         try:
@@ -260,24 +262,35 @@ class Pull:
         except DiptychError as error:
             self.give_up(error)
         else:
-            self._carry_out(self._machine.reserved(reservation.block_ids, reservation.num_held, self._now()))
+            self._carry_out(self._machine.reserved(reservation.block_ids, reservation.num_held_tokens, self._now()))
 
     async def _read(self, read: Read) -> None:
         assert self._connecting is not None
         try:
             async with self._read_slots:
                 _, reader = await asyncio.shield(self._connecting)
-                num_bytes = await reader.read(read.segment.to_proto(), read.blocks)
+                copies = self._copies(read)
+                await reader.read(read.segment.to_proto(), copies, self._around.memory.region)
         except (TransportError, WorkerLost) as e:
             may_still_land = isinstance(e, TransportError) and e.may_still_land
             actions = self._machine.read_failed(read.number, e, self._now(), may_still_land=may_still_land)
         else:
-            self._num_bytes += num_bytes
+            self._num_bytes += copies.num_bytes
             actions = self._machine.read_done(read.number, self._now())
         self._carry_out(actions)
 
-    async def _renew(self) -> None:
-        request = kv_pb2.RenewRequest(handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink)
+    def _copies(self, read: Read) -> Copies:
+        segment, ours = read.segment, self._around.memory
+        blocks = read.table[segment.first_block : segment.first_block + len(segment.block_ids)]
+        layers = segment.first_layer, segment.num_layers
+        return Copies.of(
+            ours.layout.runs(self._num_pool_blocks, segment.block_ids, *layers), ours.runs(blocks, *layers)
+        )
+
+    async def _renew(self, num_read: int) -> None:
+        request = kv_pb2.RenewRequest(
+            handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink, num_segments_read=num_read
+        )
         try:
             answer = await self._stub.Renew(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
         except grpc.aio.AioRpcError as e:

@@ -13,7 +13,7 @@ from ..proto import kv_pb2_grpc, worker_pb2
 from .channel import auth_metadata, open_channel
 from .errors import RequestAborted, Unavailable, WorkerLost
 from .handoff_pull import Errand, Pull, PullResult, SinkPort, Surroundings
-from .kv_layout import KVLayout, KVMemory
+from .kv_layout import KVMemory
 from .transport.base import Transport
 
 __all__ = ["HandoffSink", "PullResult", "SinkPort"]
@@ -75,14 +75,13 @@ class HandoffSink:
     def __init__(
         self,
         incarnation: str,
-        layout: KVLayout,
         memory: KVMemory,
         transports: Mapping[str, Transport],
         port: SinkPort,
         token: str | None = None,
     ) -> None:
         self._incarnation = incarnation
-        self._around = Surroundings(layout, memory, transports, port, auth_metadata(token))
+        self._around = Surroundings(memory, transports, port, auth_metadata(token))
         self._lines = _Lines()
         self._num_pulls = 0
         self._pulls: dict[asyncio.Task[None], Pull] = {}  # until nothing of theirs is left to clean up

@@ -25,6 +25,7 @@ from .handoff import SourceHandoff
 from .handoff_types import (
     Aborted,
     Answer,
+    CaughtUp,
     EndLease,
     EndStream,
     Refuse,
@@ -35,7 +36,7 @@ from .handoff_types import (
 )
 from .kv_layout import KVLayout, KVMemory
 from .transport.base import Transport
-from .transport.runs import gather, runs_of
+from .transport.runs import gather
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
 MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
@@ -49,6 +50,10 @@ class SourcePort(Protocol):
 
     def end_lease(self, handoff_id: str) -> None:
         """The blocks leased for this hand-off may be freed. Called once a hand-off, on the loop; must not block."""
+        ...
+
+    def caught_up(self, handoff_id: str) -> None:
+        """The sink of a live hand-off has read all that was announced. May come often; must not block."""
         ...
 
 
@@ -67,14 +72,13 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     def __init__(
         self,
         incarnation: str,
-        layout: KVLayout,
         memory: KVMemory,
         transports: Mapping[str, Transport],
         port: SourcePort,
         lease_s: float = 10.0,
     ) -> None:
         self._incarnation = incarnation
-        self._layout = layout
+        self._layout = memory.layout
         self._memory = memory
         self._transports = transports
         self._port = port
@@ -89,13 +93,14 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     # -- from the engine --------------------------------------------------------------------------------------------
 
-    def offer(self, handoff_id: str, num_prompt_tokens: int) -> None:
-        """Open a hand-off of that many tokens. Raises HandoffError when the id was used before: ids are single-use."""
+    def offer(self, handoff_id: str, num_tokens: int, *, is_live: bool = False) -> None:
+        """Open a hand-off of that many tokens at most. `is_live`: its sequence runs on, see `SourcePort.caught_up`.
+        Raises HandoffError when the id was used before: ids are single-use."""
         if self._find(handoff_id) is not None:
             raise HandoffError(f"the hand-off id {handoff_id!r} was used before: ids are single-use")
-        num_blocks = self._layout.num_blocks_for(num_prompt_tokens)
-        machine = SourceHandoff(num_blocks, self._layout.num_layers, self._lease_s, self._now())
-        outgoing = self._open[handoff_id] = _Outgoing(handoff_id, num_prompt_tokens, machine)
+        num_blocks = self._layout.num_blocks_for(num_tokens)
+        machine = SourceHandoff(num_blocks, self._layout.num_layers, self._lease_s, self._now(), is_live=is_live)
+        outgoing = self._open[handoff_id] = _Outgoing(handoff_id, num_tokens, machine)
         self._arm(outgoing)
         self._serve()
         for waiter in self._expected.pop(handoff_id, ()):
@@ -162,11 +167,12 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
-        if self._memory.view is None:
+        view = self._memory.region.view
+        if view is None:
             await _refuse(context, TransportError("KV in device memory cannot be pulled over gRPC"))
-        runs = runs_of(self._memory, segment.block_ids, segment.first_layer, segment.num_layers)
+        runs = self._memory.runs(segment.block_ids, segment.first_layer, segment.num_layers).merged()
         # A piece is copied only right after a check, with nothing awaited in between: blocks are freed on this loop.
-        for piece in gather(self._memory.view, runs, CHUNK_BYTES):
+        for piece in gather(view, runs, CHUNK_BYTES):
             yield kv_pb2.PullChunk(data=piece)
             if not outgoing.machine.is_held_by(request.sink_incarnation):
                 await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
@@ -175,7 +181,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None:
             return kv_pb2.RenewResponse(held=False)
-        actions = outgoing.machine.renew(request.sink_incarnation, self._now())
+        actions = outgoing.machine.renew(request.sink_incarnation, self._now(), request.num_segments_read)
         return kv_pb2.RenewResponse(held=self._carry_out(outgoing, actions))
 
     async def Release(self, request: kv_pb2.ReleaseRequest, context: Context) -> kv_pb2.ReleaseResponse:
@@ -206,6 +212,8 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
                     outgoing.outbox.put_nowait(None)
                 case EndLease():
                     self._end(outgoing)
+                case CaughtUp():
+                    self._port.caught_up(outgoing.handoff_id)
                 case Answer():
                     held = action.held
                 case Refuse():
@@ -280,9 +288,11 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             layout=self._layout.to_proto(),
             transport=transport,
             lease_s=self._lease_s,
-            num_prompt_tokens=outgoing.num_tokens,
+            num_tokens=outgoing.num_tokens,
             num_blocks=self._layout.num_blocks_for(outgoing.num_tokens),
             nixl=self._transports[transport].endpoint(),
+            is_live=outgoing.machine.runs_on,
+            num_pool_blocks=self._memory.num_blocks,
         )
 
 

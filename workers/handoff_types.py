@@ -15,6 +15,7 @@ class Segment:
     generations: tuple[int, ...]
     first_layer: int
     num_layers: int
+    checksum: bytes = b""  # of its bytes, as proto/kv.proto says; empty unless asked for
 
     @property
     def positions(self) -> range:
@@ -41,6 +42,7 @@ class Segment:
             self.generations[skip:],
             self.first_layer,
             self.num_layers,
+            self.checksum if skip == 0 else b"",
         )
 
     def to_proto(self) -> kv_pb2.Segment:
@@ -50,6 +52,7 @@ class Segment:
             generations=self.generations,
             first_layer=self.first_layer,
             num_layers=self.num_layers,
+            checksum=self.checksum,
         )
 
     @classmethod
@@ -61,6 +64,7 @@ class Segment:
             tuple(message.generations),
             message.first_layer,
             message.num_layers,
+            message.checksum,
         )
 
 
@@ -112,7 +116,23 @@ class EndLease:
     """The blocks may be freed."""
 
 
-SourceAction = Refuse | Tell | EndStream | Answer | EndLease
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """The sink of a live hand-off has read all that was announced: now the sequence may stop, and be sealed."""
+
+
+SourceAction = Refuse | Tell | EndStream | Answer | EndLease | CaughtUp
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the source says first: how much will come at most, in blocks of its own size."""
+
+    num_tokens: int
+    num_blocks: int
+    block_size: int
+    lease_s: float
+    is_live: bool = False  # the sequence runs on at the source meanwhile
 
 
 # Actions of the sink
@@ -127,16 +147,20 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read `segment` into our `blocks`, one for each of its own; answer with `read_done` or `read_failed`."""
+    """Read `segment` into the blocks of our `table`, and nothing of the tokens before `first_token`: their blocks are
+    shared. Answer with `read_done` or `read_failed`."""
 
     number: int
     segment: Segment
-    blocks: tuple[int, ...]
+    table: tuple[int, ...]
+    first_token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Answer with `renewed`, or not at all."""
+    """`num_read`: segments of which nothing is left to read. Answer with `renewed`, or not at all."""
+
+    num_read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +170,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The engine's answer: blocks for the whole prompt, of which the first `num_held` hold its KV already."""
+    """The engine's answer: blocks for all tokens, of which the first `num_held_tokens` have their KV there already."""
 
     block_ids: tuple[int, ...]
-    num_held: int
+    num_held_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

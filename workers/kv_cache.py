@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .kv_layout import KVLayout, KVMemory
+from .kv_layout import KVLayout, KVMemory, Region
 from .models.weights import DTYPES
 
 MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
@@ -39,14 +39,13 @@ class KVCache:
     def memory(self) -> KVMemory:
         """What transports read and write. Valid while this object lives."""
         num_bytes = self.num_blocks * self.layout.block_bytes
-        return KVMemory(
+        region = Region(
             address=self.tensor.data_ptr(),
-            num_blocks=self.num_blocks,
-            block_bytes=self.layout.block_bytes,
-            layer_bytes=self.layout.layer_bytes,
+            num_bytes=num_bytes,
             view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None else None,
             device_id=self.tensor.device.index or 0,
         )
+        return KVMemory(self.layout, self.num_blocks, region)
 
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""

@@ -1,37 +1,85 @@
-"""How one worker's KV cache lies in memory, in a form that two workers can compare. No torch."""
+"""How one worker's KV cache lies in memory, in a form that two workers can compare. Arithmetic only, no torch.
 
+    pool   = tensor_parallel ranks, one after the other; a rank holds its share of the heads for every block
+    rank   = [block][layer][k, v][slot][head][dim]     block-major: a block of a rank is one run of bytes
+          or [layer][block][k, v][slot][head][dim]     layer-major: a layer of a rank is
+
+Where there are more ranks than KV heads, neighbouring ranks hold the same head; on the wire goes the first one's.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..proto import kv_pb2
 from .errors import LayoutMismatch
 
-AXIS_ORDER = "block,layer,kv,slot,head,dim"
+BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
+LAYER_MAJOR = "layer,block,kv,slot,head,dim"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+Offsets = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Block-major: a block is one contiguous run, so that a whole block is one descriptor on the wire."""
+    """Heads are divided evenly over ranks, or ranks over heads: one number divides the other."""
 
     dtype: str
     block_size: int  # slots (tokens) a block
     num_layers: int
-    num_kv_heads: int
+    num_kv_heads: int  # of the model
     head_dim: int
     model_id: str  # fingerprint of the checkpoint
-    axis_order: str = AXIS_ORDER
+    axis_order: str = BLOCK_MAJOR
+    tensor_parallel: int = 1
+
+    @property
+    def heads_per_rank(self) -> int:
+        return max(self.num_kv_heads // self.tensor_parallel, 1)
+
+    @property
+    def distinct_ranks(self) -> range:
+        """The ranks that hold every head once."""
+        return range(0, self.tensor_parallel, max(self.tensor_parallel // self.num_kv_heads, 1))
+
+    def first_head(self, rank: int) -> int:
+        return rank * self.num_kv_heads // self.tensor_parallel
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of K and V of one layer in one block."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of K and V of one layer in one block of one rank."""
+        return 2 * self.block_size * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def rank_block_bytes(self) -> int:
+        """Bytes of one block in one rank."""
+        return self.num_layers * self.layer_bytes
 
     @property
     def block_bytes(self) -> int:
-        return self.num_layers * self.layer_bytes
+        """Bytes of one block over all ranks."""
+        return self.tensor_parallel * self.rank_block_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def runs(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> "Runs":
+        """Where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order in which they go over the
+        wire: rank by rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block
+        by block, as the pool's axes stand. O(runs)."""
+        blocks = np.asarray(block_ids, dtype=np.int64)
+        ranks = np.asarray(self.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
+        if self.axis_order == BLOCK_MAJOR:
+            starts = blocks * self.rank_block_bytes + first_layer * self.layer_bytes
+            length = num_layers * self.layer_bytes
+        else:
+            layers = np.arange(first_layer, first_layer + num_layers, dtype=np.int64)[:, None]
+            starts = ((layers * num_pool_blocks + blocks) * self.layer_bytes).reshape(-1)
+            length = self.layer_bytes
+        offsets = (ranks[:, None] + starts).reshape(-1)
+        return Runs(offsets, np.full(len(offsets), length, dtype=np.int64))
 
     def to_proto(self) -> kv_pb2.KVLayout:
         return kv_pb2.KVLayout(**{f.name: getattr(self, f.name) for f in fields(self)})
@@ -53,21 +101,67 @@ class KVLayout:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class KVMemory:
-    """The cache's memory as transports see it: `num_blocks` runs of `block_bytes` from `address` on."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Runs of bytes in one region, in the order in which they travel."""
 
-    address: int
-    num_blocks: int
-    block_bytes: int
-    layer_bytes: int
-    view: memoryview | None  # writable bytes of the whole pool; None for device memory
-    device_id: int = 0
+    offsets: Offsets  # [n] int64, bytes from the region's start
+    lengths: Offsets  # [n] int64, bytes
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return int(self.lengths.sum())
 
-    def run(self, block: int, first_layer: int, num_layers: int) -> tuple[int, int]:
-        """(offset from `address`, length) in bytes of a range of layers of one block."""
-        return block * self.block_bytes + first_layer * self.layer_bytes, num_layers * self.layer_bytes
+    def merged(self) -> "Runs":
+        """The same bytes; runs that touch are one."""
+        starts = np.flatnonzero(np.diff(self.offsets, prepend=-1) != np.concatenate(([0], self.lengths[:-1])))
+        return Runs(self.offsets[starts], np.add.reduceat(self.lengths, starts) if len(starts) else self.lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Runs of a peer's region, and where in ours each goes."""
+
+    remote: Offsets  # [n] int64, bytes from the start of the peer's pool
+    local: Offsets  # [n] int64, bytes from the start of our region
+    lengths: Offsets  # [n] int64, bytes
+
+    @classmethod
+    def of(cls, remote: Runs, local: Runs) -> "Copies":
+        """Between runs of the same lengths; those that touch on both sides are one."""
+        assert np.array_equal(remote.lengths, local.lengths)
+        gaps = np.concatenate(([0], remote.lengths[:-1]))
+        far, near = np.diff(remote.offsets, prepend=-1) != gaps, np.diff(local.offsets, prepend=-1) != gaps
+        starts = np.flatnonzero(far | near)
+        lengths = np.add.reduceat(remote.lengths, starts) if len(starts) else remote.lengths
+        return cls(remote.offsets[starts], local.offsets[starts], lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def into(self) -> Runs:
+        return Runs(self.local, self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that transports read or write: a KV pool, or a buffer beside it. Valid while its owner lives."""
+
+    address: int
+    num_bytes: int
+    view: memoryview | None  # writable bytes; None for device memory
+    device_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """A worker's pool as its hand-offs see it."""
+
+    layout: KVLayout
+    num_blocks: int
+    region: Region
+
+    def runs(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Runs:
+        return self.layout.runs(self.num_blocks, block_ids, first_layer, num_layers)

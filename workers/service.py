@@ -93,13 +93,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def start(self) -> WorkerAddress:
         """Listen and start the engine. Raises PortInUse or ConfigError."""
         self._loop = asyncio.get_running_loop()
-        self._transports = make_transports(self._config.transports, self._runner.memory, self._config.host)
-        layout, memory = self._runner.layout, self._runner.memory
+        self._transports = make_transports(self._config.transports, [self._runner.memory.region], self._config.host)
+        memory = self._runner.memory
         self._source = HandoffSource(
-            self.incarnation, layout, memory, self._transports, port=self, lease_s=self._config.lease_s
+            self.incarnation, memory, self._transports, port=self, lease_s=self._config.lease_s
         )
         self._sink = HandoffSink(
-            self.incarnation, layout, memory, self._transports, port=self._engine, token=self._config.auth_token
+            self.incarnation, memory, self._transports, port=self._engine, token=self._config.auth_token
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         kv_pb2_grpc.add_KVHandoffServicer_to_server(self._source, self._server)
@@ -193,8 +193,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return
         request = request_from_submit(submit)
         outputs = list(submit.output_token_ids)
-        kind = submit.WhichOneof("handoff")
-        handoff_id = submit.offer.handoff_id if kind == "offer" else None
+        handoff_id = submit.offer.handoff_id if submit.HasField("offer") else None
+        is_sink = submit.HasField("source")
         num_tokens = len(request.prompt_token_ids) + len(outputs)
         if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt, and says so
             try:
@@ -204,10 +204,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 return
             self._offered[handoff_id] = (link, key)
         link.keys.add(key)
-        self._engine.post(
-            lambda engine: engine.submit(key, request, outputs, handoff_id=handoff_id, importing=kind == "source")
-        )
-        if kind == "source":
+        self._engine.post(lambda engine: engine.submit(key, request, outputs, handoff_id=handoff_id, importing=is_sink))
+        if is_sink:
             self._pulls[key] = asyncio.create_task(self._pull(link, key, submit.source, request.timeout_s))
 
     def _abort(self, link: _Link, key: str) -> None:
@@ -241,6 +239,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             link, key = link_and_key
             link.keys.discard(key)
         self._engine.end_lease(handoff_id)
+
+    def caught_up(self, handoff_id: str) -> None:
+        """SourcePort: a running sequence that is handed off may stop."""
+        self._engine.post(lambda engine: engine.caught_up(handoff_id))
 
     def _carry(self, event: HandoffEvent) -> None:
         match event:

@@ -13,7 +13,7 @@ import sys
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.channel import bind, make_server
 from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.kv_layout import KVLayout, KVMemory
+from diptych.workers.kv_layout import KVLayout, KVMemory, Region
 from diptych.workers.transport.select import make_transports
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
@@ -30,9 +30,9 @@ async def main() -> None:
     pool = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pool[:] = random.Random(seed).randbytes(num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-    memory = KVMemory(address, num_blocks, LAYOUT.block_bytes, LAYOUT.layer_bytes, memoryview(pool))
+    memory = KVMemory(LAYOUT, num_blocks, Region(address, num_bytes, memoryview(pool)))
     transports = make_transports([transport], memory)
-    source = HandoffSource(f"source-{seed}", LAYOUT, memory, transports, Port(), lease_s=lease_s)
+    source = HandoffSource(f"source-{seed}", memory, transports, Port(), lease_s=lease_s)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)
     port = bind(server, "127.0.0.1", 0)

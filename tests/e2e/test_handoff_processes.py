@@ -70,7 +70,7 @@ async def source_process(
 async def receive(transport: str, engine: SinkEngine) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
     memory = make_memory(LARGE, NUM_BLOCKS)
     transports = make_transports([transport], memory)
-    sink = HandoffSink("sink", LARGE, memory, transports, engine)
+    sink = HandoffSink("sink", memory, transports, engine)
     try:
         yield sink, memory
     finally:

@@ -14,6 +14,7 @@ from diptych.workers.handoff_types import (
     EndLease,
     EndStream,
     Fail,
+    Offer,
     Read,
     Refuse,
     Release,
@@ -154,7 +155,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.owner = self
         now = self.world.now
-        self.machine = SinkHandoff(BLOCK_SIZE, NUM_LAYERS, deadline=now + TIMEOUT_S, open_by=now + OPEN_BY_S)
+        self.machine = SinkHandoff(NUM_LAYERS, deadline=now + TIMEOUT_S, open_by=now + OPEN_BY_S)
         self.arm()
         self.world.call(self.world.source, self.subscribe)
         if self.world.happens(self.world.weather.stream_break):
@@ -194,7 +195,7 @@ class Attempt:
             case None:
                 self.carry_out(machine.stream_ended(now))
             case _:
-                self.carry_out(machine.opened(source.num_tokens, source.num_blocks, LEASE_S, now))
+                self.carry_out(machine.opened(Offer(source.num_tokens, source.num_blocks, BLOCK_SIZE, LEASE_S), now))
 
     def break_stream(self) -> None:
         """Each side learns of it in its own time."""
@@ -250,7 +251,7 @@ class Attempt:
         num_held = self.world.rng.choice([0, 0, 1, len(self.table) - 1])
         for position in range(num_held):
             self.sink.memory[self.table[position]] = [truth(position, layer) for layer in range(NUM_LAYERS)]
-        self.carry_out(self.machine.reserved(tuple(self.table), num_held, self.world.now))
+        self.carry_out(self.machine.reserved(tuple(self.table), num_held * BLOCK_SIZE, self.world.now))
 
     def commit(self, commit: Commit) -> None:
         assert self.num_landing == 0
@@ -283,7 +284,7 @@ class Attempt:
         world, segment = self.world, read.segment
         parts = [
             (theirs, ours, layer)
-            for theirs, ours in zip(segment.block_ids, read.blocks, strict=True)
+            for theirs, ours in zip(segment.block_ids, read.table[segment.first_block :], strict=False)
             for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)
         ]
         takes = world.delay() + world.delay()

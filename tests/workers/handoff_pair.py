@@ -16,9 +16,10 @@ from diptych.workers.errors import DiptychError
 from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.handoff_source import HandoffSource
 from diptych.workers.handoff_types import Reservation
-from diptych.workers.kv_layout import KVLayout, KVMemory
+from diptych.workers.kv_layout import KVLayout, KVMemory, Region, Runs
 from diptych.workers.transport.base import Transport
 from diptych.workers.transport.grpc import GrpcTransport
+from diptych.workers.transport.runs import gather
 
 SMALL = KVLayout("float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="m")
 LARGE = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
@@ -35,13 +36,16 @@ def make_memory(layout: KVLayout, num_blocks: int, seed: int | None = None) -> K
     if seed is not None:
         mapping[:] = random.Random(seed).randbytes(num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    return KVMemory(address, num_blocks, layout.block_bytes, layout.layer_bytes, memoryview(mapping))
+    return KVMemory(layout, num_blocks, Region(address, num_bytes, memoryview(mapping)))
 
 
 def piece(memory: KVMemory, block: int, first_layer: int = 0, num_layers: int = SMALL.num_layers) -> bytes:
-    assert memory.view is not None
-    offset, length = memory.run(block, first_layer, num_layers)
-    return bytes(memory.view[offset : offset + length])
+    return memory_bytes(memory, memory.runs([block], first_layer, num_layers))
+
+
+def memory_bytes(memory: KVMemory, runs: Runs) -> bytes:
+    assert memory.region.view is not None
+    return b"".join(gather(memory.region.view, runs, 1 << 20))
 
 
 @dataclass
@@ -49,10 +53,15 @@ class SourceEngine:
     """SourcePort that notes which leases ended."""
 
     ended: list[str] = field(default_factory=list[str])
+    num_caught_up: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end_lease(self, handoff_id: str) -> None:
         self.ended.append(handoff_id)
+        self.changed.set()
+
+    def caught_up(self, handoff_id: str) -> None:
+        self.num_caught_up += 1
         self.changed.set()
 
     async def until_ended(self, count: int = 1) -> None:
@@ -66,7 +75,7 @@ class SinkEngine:
     """SinkPort that notes what it was asked, and gives blocks `table`."""
 
     table: tuple[int, ...] = (0, 1, 2)
-    num_held: int = 0
+    num_held: int = 0  # blocks of SMALL
     reserve_error: DiptychError | None = None
     commit_error: DiptychError | None = None
     never_reserves: bool = False
@@ -88,7 +97,7 @@ class SinkEngine:
             await asyncio.Event().wait()
         if self.reserve_error is not None:
             raise self.reserve_error
-        return Reservation(self.table, self.num_held)
+        return Reservation(self.table, self.num_held * SMALL.block_size)
 
     async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
         self.note(("commit", key, num_computed, output_token_ids))
@@ -140,7 +149,7 @@ async def serve(
     memory = memory or make_memory(layout, num_blocks, seed=1)
     engine = SourceEngine()
     incarnation = "source-incarnation"
-    source = kind(incarnation, layout, memory, transports or {"grpc": GrpcTransport()}, engine, lease_s=lease_s)
+    source = kind(incarnation, memory, transports or {"grpc": GrpcTransport()}, engine, lease_s=lease_s)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)
     port = bind(server, "127.0.0.1", 0)
@@ -166,7 +175,7 @@ async def receive(
     memory: KVMemory | None = None,
 ) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
     memory = memory or make_memory(layout, num_blocks)
-    sink = HandoffSink("sink-incarnation", layout, memory, transports or {"grpc": GrpcTransport()}, engine)
+    sink = HandoffSink("sink-incarnation", memory, transports or {"grpc": GrpcTransport()}, engine)
     try:
         yield sink, memory
     finally:

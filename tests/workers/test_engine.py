@@ -179,7 +179,7 @@ def test_a_failed_step_fails_its_sequences_and_leaves_the_engine_usable() -> Non
 def copy_blocks(source: Engine, sink: Engine, segment: SegmentReady, reservation: Reservation) -> None:
     """What a transport does."""
     for i, block in enumerate(segment.block_ids, segment.first_block):
-        if i >= reservation.num_held:
+        if i * source.cache.block_size >= reservation.num_held_tokens:
             sink._runner._kv[reservation.block_ids[i]] = source._runner._kv[block]
 
 

@@ -12,6 +12,7 @@ from diptych.workers.handoff_types import (
     EndLease,
     EndStream,
     Fail,
+    Offer,
     Read,
     Refuse,
     Release,
@@ -28,6 +29,7 @@ NUM_LAYERS = 3
 FIRST = Segment(0, (5, 6), (1, 1), 0, NUM_LAYERS)
 LAST = Segment(2, (9,), (4,), 0, NUM_LAYERS)
 SEAL = Seal(2, 11, (7,))
+TABLE = (30, 31, 32)
 
 
 def source() -> SourceHandoff:
@@ -42,12 +44,12 @@ def sealed_source() -> SourceHandoff:
 
 
 def sink() -> SinkHandoff:
-    return SinkHandoff(block_size=4, num_layers=NUM_LAYERS, deadline=100.0, open_by=8.0)
+    return SinkHandoff(num_layers=NUM_LAYERS, deadline=100.0, open_by=8.0)
 
 
 def opened_sink() -> SinkHandoff:
     machine = sink()
-    assert machine.opened(num_tokens=11, num_blocks=3, lease_s=12.0, now=0.0) == []
+    assert machine.opened(Offer(11, 3, 4, 12.0), now=0.0) == []
     return machine
 
 
@@ -186,7 +188,7 @@ def test_a_pull_from_its_opening_to_its_commit() -> None:
     assert machine.announced(FIRST, 1.0) == [Reserve(11)]
     assert machine.state is SinkState.PULLING
     assert machine.announced(LAST, 2.0) == []
-    assert machine.reserved((30, 31, 32), 0, 3.0) == [Read(0, FIRST, (30, 31)), Read(1, LAST, (32,))]
+    assert machine.reserved(TABLE, 0, 3.0) == [Read(0, FIRST, TABLE, 0), Read(1, LAST, TABLE, 0)]
     assert machine.read_done(1, 3.5) == machine.sealed(SEAL, 4.0) == []
     assert machine.read_done(0, 4.5) == [Release()]
     assert machine.state is SinkState.PULLED
@@ -197,13 +199,13 @@ def test_a_pull_from_its_opening_to_its_commit() -> None:
 def test_blocks_that_the_prefix_cache_holds_are_not_read() -> None:
     machine = opened_sink()
     machine.announced(FIRST, 1.0)
-    assert machine.reserved((30, 31, 32), 1, 1.0) == [Read(0, Segment(1, (6,), (1,), 0, NUM_LAYERS), (31,))]
-    assert machine.announced(LAST, 1.0) == [Read(1, LAST, (32,))]
+    assert machine.reserved(TABLE, 4, 1.0) == [Read(0, Segment(1, (6,), (1,), 0, NUM_LAYERS), TABLE, 4)]
+    assert machine.announced(LAST, 1.0) == [Read(1, LAST, TABLE, 4)]
     machine = opened_sink()
     machine.announced(FIRST, 1.0)
     machine.announced(LAST, 1.0)
     machine.sealed(SEAL, 1.0)
-    assert machine.reserved((30, 31, 32), 3, 1.0) == [Release()], "nothing to read"
+    assert machine.reserved(TABLE, 12, 1.0) == [Release()], "nothing to read"
 
 
 def test_layers_may_come_apart() -> None:
@@ -221,8 +223,8 @@ def test_the_lease_is_renewed_in_time_and_silence_noticed() -> None:
     machine = opened_sink()  # a lease of 12 s
     assert machine.wake_at == 4.0
     assert machine.tick(3.9) == []
-    assert machine.tick(4.0) == [Renew()]
-    assert machine.wake_at == 6.0 and machine.tick(6.0) == [Renew()], "asked again"
+    assert machine.tick(4.0) == [Renew(0)]
+    assert machine.wake_at == 6.0 and machine.tick(6.0) == [Renew(0)], "asked again"
     assert machine.renewed(True, 7.0) == []
     assert machine.wake_at == 11.0
     machine.tick(11.0)
@@ -285,10 +287,19 @@ def test_a_failed_read_quarantines_only_if_it_may_still_land(may_still_land: boo
 
 
 @pytest.mark.parametrize(
-    "opening", [(0, 0, 12.0), (11, 2, 12.0), (11, 4, 12.0), (11, 3, 0.0), (11, 3, float("nan")), (11, 3, float("inf"))]
+    "opening",
+    [
+        Offer(0, 0, 4, 12.0),
+        Offer(11, 2, 4, 12.0),
+        Offer(11, 4, 4, 12.0),
+        Offer(11, 3, 0, 12.0),
+        Offer(11, 3, 4, 0.0),
+        Offer(11, 3, 4, float("nan")),
+        Offer(11, 3, 4, float("inf")),
+    ],
 )
-def test_a_malformed_opening_is_refused(opening: tuple[int, int, float]) -> None:
-    assert "broke the protocol" in the_error(sink().opened(*opening, now=0.0)).message
+def test_a_malformed_opening_is_refused(opening: Offer) -> None:
+    assert "broke the protocol" in the_error(sink().opened(opening, now=0.0)).message
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from diptych.workers.errors import RequestAborted
 from diptych.workers.handoff import SinkState, SourceState
-from diptych.workers.handoff_types import Answer, Commit, EndLease, Fail, Read, Refuse, Release, Renew, Segment
+from diptych.workers.handoff_types import Answer, Commit, EndLease, Fail, Offer, Read, Refuse, Release, Renew, Segment
 
 from .test_handoff import FIRST, LAST, NUM_LAYERS, SEAL, sink, source
 
@@ -73,7 +73,7 @@ def test_a_pull_ends_once_and_commits_only_what_was_read_and_held(data: st.DataO
         was_read = not reading
         match name:
             case "opened":
-                actions = machine.opened(11, 3, 12.0, now)
+                actions = machine.opened(Offer(11, 3, 4, 12.0), now)
             case "announced":
                 actions = machine.announced(next(segments, LAST), now)
             case "sealed":

@@ -176,7 +176,7 @@ def other_transport(opened: kv_pb2.Opened) -> None:
 
 
 def no_tokens(opened: kv_pb2.Opened) -> None:
-    opened.num_prompt_tokens = 0
+    opened.num_tokens = 0
 
 
 @pytest.mark.parametrize(

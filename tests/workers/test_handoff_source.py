@@ -90,7 +90,7 @@ def test_announcements_before_and_after_the_subscription_until_the_release() -> 
             stream = it.subscribe()
             opened = (await stream.read()).opened
             assert (opened.source_incarnation, opened.transport, opened.lease_s) == (served.incarnation, "grpc", 10.0)
-            assert (opened.num_prompt_tokens, opened.num_blocks) == (11, 3)
+            assert (opened.num_tokens, opened.num_blocks) == (11, 3)
             assert KVLayout.from_proto(opened.layout) == SMALL
             segment = (await stream.read()).segment
             assert (segment.first_block, list(segment.block_ids), list(segment.generations)) == (0, [5, 6], [1, 1])

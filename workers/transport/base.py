@@ -1,17 +1,17 @@
 """How bytes of KV move: a Transport is one process's end, a Reader is its connection to one source.
 
-The sink pulls. `Reader.read` returns when every byte has landed. When it raises, `may_still_land` of the
-TransportError says whether bytes could still arrive later; after a cancelled read they always could. The target blocks
-must then be quarantined until `Reader.settled` returns.
+It knows regions of memory and runs of bytes in them; what they mean is kv_layout.py's. The sink pulls. `Reader.read`
+returns when every byte has landed. When it raises, `may_still_land` of the TransportError says whether bytes could
+still arrive later; after a cancelled read they always could. The target blocks must then be quarantined until
+`Reader.settled` returns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...proto import kv_pb2, kv_pb2_grpc
 from ..channel import Metadata
-from ..kv_layout import KVMemory
+from ..kv_layout import Copies, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class Source:
 
 class Reader(ABC):
     @abstractmethod
-    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
-        """Pull `segment` into our `blocks` (one for each of `segment.block_ids`, same layers). Returns bytes moved.
+    async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
+        """Pull the bytes of `segment`: `copies` says where they lie in the source's pool, in the order of its layout's
+        runs, and where in `into`, one of the regions that the transport knows, each goes.
 
         Several reads may run at once. Raises TransportError, or WorkerLost (nothing can land) where the source is gone.
         """
@@ -45,7 +46,7 @@ class Transport(ABC):
         """What the source side publishes for sinks; None where the address of the gRPC server is enough."""
 
     @abstractmethod
-    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+    async def connect(self, source: Source) -> Reader:
         """Raises TransportError when the source cannot be reached or its endpoint is malformed."""
 
     def serve(self, num_open: int) -> None:  # noqa: B027

@@ -3,30 +3,27 @@
 Every write into our memory happens here, on the event loop: when `read` has ended, however it ended, nothing lands.
 """
 
-from collections.abc import Sequence
-
 import grpc
 import grpc.aio
 
 from ...proto import kv_pb2
 from ..errors import TransportError, WorkerLost
-from ..kv_layout import KVMemory
+from ..kv_layout import Copies, Region
 from .base import Reader, Source, Transport
-from .runs import Scatter, runs_of
+from .runs import Scatter
 
 READ_TIMEOUT_S = 20.0
 SLOWEST_BYTES_S = 20e6  # a link slower than this counts as broken
 
 
 class GrpcReader(Reader):
-    def __init__(self, source: Source, memory: KVMemory, view: memoryview) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._memory = memory
-        self._view = view
 
-    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
-        runs = runs_of(self._memory, blocks, segment.first_layer, segment.num_layers)
-        target = Scatter(self._view, runs)
+    async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
+        if into.view is None:
+            raise TransportError("KV cannot be pulled over gRPC into device memory: both pools need NIXL")
+        target = Scatter(into.view, copies.into)
         num_bytes = target.num_missing
         request = kv_pb2.PullRequest(
             handoff_id=self._source.handoff_id, sink_incarnation=self._source.sink_incarnation, segment=segment
@@ -47,7 +44,6 @@ class GrpcReader(Reader):
             call.cancel()
         if target.num_missing:
             raise TransportError(f"the source sent {target.num_missing:,} bytes too few of {num_bytes:,}")
-        return num_bytes
 
 
 class GrpcTransport(Transport):
@@ -56,7 +52,5 @@ class GrpcTransport(Transport):
     def endpoint(self) -> None:
         return None
 
-    async def connect(self, source: Source, memory: KVMemory) -> Reader:
-        if memory.view is None:
-            raise TransportError("KV in device memory cannot be pulled over gRPC: both pools need NIXL")
-        return GrpcReader(source, memory, memory.view)
+    async def connect(self, source: Source) -> Reader:
+        return GrpcReader(source)

@@ -1,40 +1,35 @@
 """KV between workers of one process, for tests: memory to memory, in steps, so that other tasks run in between."""
 
 import asyncio
-from collections.abc import Sequence
 
 from ...proto import kv_pb2
 from ..errors import TransportError
-from ..kv_layout import KVMemory
+from ..kv_layout import Copies, KVMemory, Region, Runs
 from .base import Reader, Source, Transport
-from .runs import Scatter, gather, runs_of
+from .runs import Scatter, gather
 
 STEP_BYTES = 1 << 16
 
 
 class LoopbackReader(Reader):
-    def __init__(self, registry: dict[str, KVMemory], incarnation: str, memory: KVMemory) -> None:
+    def __init__(self, registry: dict[str, KVMemory], incarnation: str) -> None:
         self._registry = registry
         self._incarnation = incarnation
-        self._memory = memory
 
-    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
-        layers = segment.first_layer, segment.num_layers
-        source, target = self._look_up(), self._memory
-        if any(block >= source.num_blocks for block in segment.block_ids):
+    async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
+        source = self._look_up()
+        if (copies.remote + copies.lengths).max(initial=0) > source.num_bytes:
             raise TransportError("the source announced a block that it does not have")
-        assert source.view is not None and target.view is not None
-        scatter = Scatter(target.view, runs_of(target, blocks, *layers))
-        num_bytes = scatter.num_missing
-        for piece in gather(source.view, runs_of(source, segment.block_ids, *layers), STEP_BYTES):
+        assert source.view is not None and into.view is not None
+        scatter = Scatter(into.view, copies.into)
+        for piece in gather(source.view, Runs(copies.remote, copies.lengths), STEP_BYTES):
             self._look_up()
             scatter.write(piece)
             await asyncio.sleep(0)
-        return num_bytes
 
-    def _look_up(self) -> KVMemory:
+    def _look_up(self) -> Region:
         try:
-            return self._registry[self._incarnation]
+            return self._registry[self._incarnation].region
         except KeyError as e:
             raise TransportError(f"no worker {self._incarnation} in this process") from e
 
@@ -50,8 +45,8 @@ class LoopbackTransport(Transport):
     def endpoint(self) -> None:
         return None
 
-    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+    async def connect(self, source: Source) -> Reader:
         incarnation = source.opened.source_incarnation
         if incarnation not in self._registry:
             raise TransportError(f"no worker {incarnation} in this process")
-        return LoopbackReader(self._registry, incarnation, memory)
+        return LoopbackReader(self._registry, incarnation)

@@ -8,13 +8,11 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import numpy as np
-
 from ...proto import kv_pb2
 from ..errors import TransportError
-from ..kv_layout import KVMemory
+from ..kv_layout import Copies, Region
 from .base import Reader, Source, Transport
-from .nixl_thread import Endpoint, NixlThread, Piece
+from .nixl_thread import Endpoint, NixlThread
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 20.0
@@ -24,21 +22,17 @@ MAX_METADATA_BYTES = 1 << 20
 
 
 class NixlReader(Reader):
-    def __init__(self, thread: NixlThread, incarnation: str, endpoint: Endpoint, memory: KVMemory) -> None:
+    def __init__(self, thread: NixlThread, incarnation: str, endpoint: Endpoint) -> None:
         self._thread = thread
         self._incarnation = incarnation
         self._endpoint = endpoint
-        self._memory = memory
         self._landing: set[Future[None]] = set()
 
-    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
-        remote = np.array(segment.block_ids, dtype=np.uint32)
-        if len(remote) != len(blocks) or remote.max(initial=0) >= self._endpoint.num_blocks:
+    async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
+        if (copies.remote + copies.lengths).max(initial=0) > self._endpoint.num_bytes:
             raise TransportError("the source announced a block that it does not have")
-        layers = range(segment.first_layer, segment.first_layer + segment.num_layers)
-        num_bytes = len(blocks) * len(layers) * self._memory.layer_bytes
-        piece = Piece(remote.astype(np.int32), np.array(blocks, dtype=np.int32), layers)
-        landing = self._thread.read(self._incarnation, piece)
+        num_bytes = copies.num_bytes
+        landing = self._thread.read(self._incarnation, copies, into)
         self._landing.add(landing)
         landing.add_done_callback(self._landing.discard)
         timeout = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S
@@ -47,7 +41,6 @@ class NixlReader(Reader):
         except TimeoutError as e:
             message = f"a NIXL read of {num_bytes:,} bytes did not end in {timeout:.0f} s"
             raise TransportError(message, may_still_land=True) from e
-        return num_bytes
 
     async def settled(self) -> None:
         landing = [asyncio.wrap_future(future) for future in list(self._landing)]
@@ -67,30 +60,29 @@ class NixlTransport(Transport):
 
     name = "nixl"
 
-    def __init__(self, memory: KVMemory, *, loopback_only: bool = True) -> None:
-        self._memory = memory
-        self._thread = NixlThread(memory, loopback_only=loopback_only)
+    def __init__(self, regions: Sequence[Region], *, loopback_only: bool = True) -> None:
+        self._pool = regions[0]
+        self._thread = NixlThread(regions, loopback_only=loopback_only)
         self._is_serving = False
 
     def endpoint(self) -> kv_pb2.NixlEndpoint:
         return kv_pb2.NixlEndpoint(
             agent_name=self._thread.agent_name,
             metadata=self._thread.metadata,
-            base_address=self._memory.address,
-            num_bytes=self._memory.num_bytes,
-            device_id=self._memory.device_id,
+            base_address=self._pool.address,
+            num_bytes=self._pool.num_bytes,
+            device_id=self._pool.device_id,
             memory=self._thread.memory_type,
         )
 
-    async def connect(self, source: Source, memory: KVMemory) -> Reader:
-        assert memory.address == self._memory.address, "the registered pool is another"
+    async def connect(self, source: Source) -> Reader:
         endpoint = self._checked(source.opened.nixl)
         incarnation = source.opened.source_incarnation
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._thread.connect(incarnation, endpoint)), CONNECT_TIMEOUT_S)
         except TimeoutError as e:
             raise TransportError("NIXL did not take the source's endpoint in time") from e
-        return NixlReader(self._thread, incarnation, endpoint, memory)
+        return NixlReader(self._thread, incarnation, endpoint)
 
     def serve(self, num_open: int) -> None:
         if self._is_serving != (num_open > 0):
@@ -103,17 +95,17 @@ class NixlTransport(Transport):
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.stop)
 
-    def _checked(self, message: kv_pb2.NixlEndpoint) -> Endpoint:
-        num_blocks, rest = divmod(message.num_bytes, self._memory.block_bytes)
-        if rest or num_blocks == 0 or message.base_address + message.num_bytes > 1 << 64:
-            raise TransportError(f"the source's pool of {message.num_bytes:,} bytes does not hold whole blocks")
+    @staticmethod
+    def _checked(message: kv_pb2.NixlEndpoint) -> Endpoint:
+        if message.num_bytes == 0 or message.base_address + message.num_bytes > 1 << 64:
+            raise TransportError(f"a pool of {message.num_bytes:,} bytes at {message.base_address:#x} cannot be")
         if message.memory not in ("DRAM", "VRAM") or not 0 < len(message.metadata) <= MAX_METADATA_BYTES:
             raise TransportError("the source's NIXL endpoint is malformed")
         return Endpoint(
             message.agent_name,
             message.metadata,
             message.base_address,
-            num_blocks,
+            message.num_bytes,
             message.device_id,
             message.memory,
         )

@@ -14,16 +14,15 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DiptychError, TransportError
-from ..kv_layout import KVMemory
+from ..kv_layout import Copies, Offsets, Region
 
 POST_BYTES = 4 << 20
 MAX_POSTED = 4  # transfers of one read at a time
@@ -37,41 +36,27 @@ log = logging.getLogger("diptych.nixl")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A peer's pool. Its blocks are as large as ours: layouts are the same."""
+    """A peer's pool."""
 
     agent_name: str
     metadata: bytes
     base_address: int
-    num_blocks: int
+    num_bytes: int
     device_id: int
     memory: str  # "DRAM" or "VRAM"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one read moves: these layers of the peer's blocks `remote` into our blocks `local`; [num_blocks], int32."""
-
-    remote: NDArray[np.int32]
-    local: NDArray[np.int32]
-    layers: range
-
-    def split(self, num_blocks: int) -> "Iterator[Piece]":
-        for start in range(0, len(self.remote), num_blocks):
-            end = start + num_blocks
-            yield Piece(self.remote[start:end], self.local[start:end], self.layers)
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     incarnation: str
     endpoint: Endpoint
-    blocks: Any  # prepared descriptor list: entry i is block i
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     peer: _Peer
-    to_post: deque[Piece]
+    into: Region
+    to_post: deque[Copies]
     future: "Future[None]"
     posted: deque[Any] = field(default_factory=deque[Any])
 
@@ -79,11 +64,11 @@ class _Read:
 class NixlThread:
     """Starts at once; raises ImportError or TransportError when NIXL is not usable here."""
 
-    def __init__(self, memory: KVMemory, *, loopback_only: bool) -> None:
-        self.memory_type = "DRAM" if memory.view is not None else "VRAM"
+    def __init__(self, regions: Sequence[Region], *, loopback_only: bool) -> None:
+        self.memory_type = "DRAM" if regions[0].view is not None else "VRAM"
         self.agent_name = f"diptych-{uuid.uuid4()}"
         self.metadata = b""
-        self._memory = memory
+        self._regions = regions
         self._loopback_only = loopback_only
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: dict[str, _Peer] = {}
@@ -101,11 +86,12 @@ class NixlThread:
         """Make the peer known; idempotent. The future raises TransportError."""
         return self._call(lambda: self._add_peer(incarnation, endpoint))
 
-    def read(self, incarnation: str, piece: Piece) -> "Future[None]":
-        """The future raises TransportError. It cannot be cancelled: bytes may land until it is done."""
+    def read(self, incarnation: str, copies: Copies, into: Region) -> "Future[None]":
+        """`into` is one of our regions. The future raises TransportError. It cannot be cancelled: bytes may land until
+        it is done."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        self._put(lambda: self._start_read(incarnation, piece, future))
+        self._put(lambda: self._start_read(incarnation, copies, into, future))
         return future
 
     def forget(self, incarnation: str) -> "Future[None]":
@@ -165,7 +151,6 @@ class NixlThread:
                 log.exception("NIXL's thread failed by our own fault; its connections are cut")
                 self._drop_all(repr(e))
         self._drop_all("the worker is stopping")
-        self._quietly(self._blocks.release)
         self._quietly(lambda: self._agent.deregister_memory(self._registered))
         del self._agent
 
@@ -198,19 +183,11 @@ class NixlThread:
         try:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent = nixl.nixl_agent(self.agent_name, config)
-            own = self._memory
-            region = (own.address, own.num_bytes, own.device_id, "")
-            self._registered = self._agent.register_memory([region], self.memory_type)
-            self._blocks = self._prepare("", own.address, own.num_blocks, own.device_id, self.memory_type)
+            rows = [(own.address, own.num_bytes, own.device_id, "") for own in self._regions]
+            self._registered = self._agent.register_memory(rows, self.memory_type)
             self.metadata = self._agent.get_agent_metadata()
         except self._errors as e:
             raise TransportError(f"NIXL does not work on this machine: {e!r}") from e
-
-    def _prepare(self, agent: str, address: int, num_blocks: int, device_id: int, memory: str) -> Any:
-        """One descriptor a block. NIXL merges those that touch when a transfer is made of them."""
-        size = self._memory.block_bytes
-        rows = np.array([[address, size, device_id, size, num_blocks]], dtype=np.uint64)
-        return self._agent.prep_xfer_dlist(agent, rows, memory)
 
     def _progress(self) -> None:
         try:
@@ -238,11 +215,9 @@ class NixlThread:
             name = _text(self._agent.add_remote_agent(endpoint.metadata))
             if name != endpoint.agent_name:
                 raise TransportError(f"the source's NIXL metadata is of {name!r}, its endpoint {endpoint.agent_name!r}")
-            far = endpoint
-            blocks = self._prepare(far.agent_name, far.base_address, far.num_blocks, far.device_id, far.memory)
         except self._errors as e:
             raise TransportError(f"the source's NIXL endpoint cannot be used: {e!r}") from e
-        self._peers[incarnation] = _Peer(incarnation, endpoint, blocks)
+        self._peers[incarnation] = _Peer(incarnation, endpoint)
         busy = {read.peer.incarnation for read in self._reads} | {incarnation}
         for idle in [i for i in self._peers if i not in busy][: max(len(self._peers) - MAX_PEERS, 0)]:
             self._drop_peer(idle, "it was not used for long")
@@ -258,7 +233,6 @@ class NixlThread:
         for read in ended:
             for handle in read.posted:
                 self._quietly(handle.release)
-        self._quietly(peer.blocks.release)
         self._progress()
         for read in ended:
             read.future.set_exception(TransportError(f"a NIXL read failed: {why}"))
@@ -269,13 +243,12 @@ class NixlThread:
 
     # -- reads ------------------------------------------------------------------------------------------------------
 
-    def _start_read(self, incarnation: str, piece: Piece, future: "Future[None]") -> None:
+    def _start_read(self, incarnation: str, copies: Copies, into: Region, future: "Future[None]") -> None:
         peer = self._peers.get(incarnation)
         if peer is None:
             future.set_exception(TransportError("the connection to the source is gone"))
             return
-        num_blocks = max(POST_BYTES // (len(piece.layers) * self._memory.layer_bytes), 1)
-        self._reads.append(_Read(peer, deque(piece.split(num_blocks)), future))
+        self._reads.append(_Read(peer, into, deque(_in_posts(copies)), future))
 
     def _advance_all(self) -> bool:
         """One round over all reads; True if bytes moved."""
@@ -293,7 +266,7 @@ class NixlThread:
     def _advance(self, read: _Read) -> bool:
         num_ended = 0
         while read.to_post and len(read.posted) < MAX_POSTED:
-            handle = self._transfer_of(read.peer, read.to_post.popleft())
+            handle = self._transfer_of(read, read.to_post.popleft())
             read.posted.append(handle)
             _is_done(self._agent.transfer(handle))
         for _ in range(len(read.posted)):
@@ -307,21 +280,32 @@ class NixlThread:
             read.future.set_result(None)
         return num_ended > 0
 
-    def _transfer_of(self, peer: _Peer, piece: Piece) -> Any:
-        own, far = self._memory, peer.endpoint
-        if len(piece.layers) * own.layer_bytes == own.block_bytes:
-            return self._agent.make_prepped_xfer("READ", self._blocks, piece.local, peer.blocks, piece.remote)
+    def _transfer_of(self, read: _Read, copies: Copies) -> Any:
+        own, far = read.into, read.peer.endpoint
 
-        def descriptors(base: int, blocks: NDArray[np.int32], device_id: int, memory: str) -> Any:
-            rows = np.empty((len(blocks), 3), dtype=np.uint64)
-            rows[:, 0] = base + piece.layers.start * own.layer_bytes + blocks.astype(np.uint64) * own.block_bytes
-            rows[:, 1] = len(piece.layers) * own.layer_bytes
+        def descriptors(base: int, offsets: Offsets, device_id: int, memory: str) -> Any:
+            rows = np.empty((len(offsets), 3), dtype=np.uint64)
+            rows[:, 0] = base + offsets.astype(np.uint64)
+            rows[:, 1] = copies.lengths
             rows[:, 2] = device_id
             return self._agent.get_xfer_descs(rows, memory)
 
-        local = descriptors(own.address, piece.local, own.device_id, self.memory_type)
-        remote = descriptors(far.base_address, piece.remote, far.device_id, far.memory)
+        local = descriptors(own.address, copies.local, own.device_id, self.memory_type)
+        remote = descriptors(far.base_address, copies.remote, far.device_id, far.memory)
         return self._agent.initialize_xfer("READ", local, remote, far.agent_name)
+
+
+def _in_posts(copies: Copies) -> Iterator[Copies]:
+    """Parts of about POST_BYTES each; longer runs are cut."""
+    counts = -(-copies.lengths // POST_BYTES)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    skips = (np.arange(len(firsts)) - firsts) * POST_BYTES
+    lengths = np.minimum(np.repeat(copies.lengths, counts) - skips, POST_BYTES)
+    remote, local = np.repeat(copies.remote, counts) + skips, np.repeat(copies.local, counts) + skips
+    ends = np.searchsorted(np.cumsum(lengths), np.arange(1, lengths.sum() // POST_BYTES + 1) * POST_BYTES) + 1
+    for part in np.split(np.arange(len(lengths)), ends):
+        if len(part):
+            yield Copies(remote[part], local[part], lengths[part])
 
 
 def _is_done(state: str) -> bool:

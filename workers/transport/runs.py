@@ -1,29 +1,14 @@
-"""A segment's bytes in one worker's memory, as runs (offset, length) in the order in which they travel. No I/O."""
+"""Streams of bytes out of a region's runs, and into them. No I/O."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from ..kv_layout import KVMemory
-
-Run = tuple[int, int]  # offset from the memory's start, length; bytes
+from ..kv_layout import Runs
 
 
-def runs_of(memory: KVMemory, blocks: Sequence[int], first_layer: int, num_layers: int) -> list[Run]:
-    """Runs of these layers of these blocks; those that touch are one."""
-    runs: list[Run] = []
-    for block in blocks:
-        assert 0 <= block < memory.num_blocks
-        offset, length = memory.run(block, first_layer, num_layers)
-        if runs and sum(runs[-1]) == offset:
-            runs[-1] = (runs[-1][0], runs[-1][1] + length)
-        else:
-            runs.append((offset, length))
-    return runs
-
-
-def gather(view: memoryview, runs: Sequence[Run], chunk_bytes: int) -> Iterator[bytes]:
+def gather(view: memoryview, runs: Runs, chunk_bytes: int) -> Iterator[bytes]:
     """Copy the runs out, in pieces of `chunk_bytes` (the last may be shorter). Each piece is copied when asked for."""
     piece = bytearray()
-    for start, length in runs:
+    for start, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
         at, end = start, start + length
         while at < end:
             step = min(end - at, chunk_bytes - len(piece))
@@ -42,10 +27,11 @@ def gather(view: memoryview, runs: Sequence[Run], chunk_bytes: int) -> Iterator[
 class Scatter:
     """Writes a stream of bytes into runs, in order."""
 
-    def __init__(self, view: memoryview, runs: Sequence[Run]) -> None:
+    def __init__(self, view: memoryview, runs: Runs) -> None:
         self._view = view
-        self._runs = list(reversed(runs))
-        self.num_missing = sum(length for _, length in runs)
+        self._runs = list(zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True))
+        self._runs.reverse()
+        self.num_missing = runs.num_bytes
 
     def write(self, data: bytes) -> None:
         """Raises ValueError, and writes nothing, when there is more data than room."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ..errors import ConfigError, TransportError
-from ..kv_layout import KVMemory
+from ..kv_layout import Region
 from .base import Transport
 from .grpc import GrpcTransport
 from .nixl import NixlTransport
@@ -17,9 +17,10 @@ log = logging.getLogger("diptych.transport")
 
 
 def make_transports(
-    names: Sequence[str] | Literal["auto"], memory: KVMemory, host: str = "127.0.0.1"
+    names: Sequence[str] | Literal["auto"], regions: Sequence[Region], host: str = "127.0.0.1"
 ) -> dict[str, Transport]:
-    """Transports by name, preferred first. "auto": NIXL where it works, then gRPC. `host`: where the worker listens.
+    """Transports by name, preferred first. "auto": NIXL where it works, then gRPC. `regions`: what is read and written,
+    first the pool that peers read. `host`: where the worker listens.
 
     Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
     does not work here.
@@ -27,7 +28,7 @@ def make_transports(
     made: dict[str, Transport] = {}
     for name in NAMES if names == "auto" else names:
         try:
-            made[name] = _make(name, memory, host)
+            made[name] = _make(name, regions, host)
         except (ImportError, TransportError) as e:
             if names != "auto":
                 raise ConfigError(f"the transport {name!r} is not usable: {e}. Leave it out, or say 'auto'") from e
@@ -37,11 +38,11 @@ def make_transports(
     return made
 
 
-def _make(name: str, memory: KVMemory, host: str) -> Transport:
+def _make(name: str, regions: Sequence[Region], host: str) -> Transport:
     if name == "nixl":
-        return NixlTransport(memory, loopback_only=host in LOOPBACK_HOSTS)
+        return NixlTransport(regions, loopback_only=host in LOOPBACK_HOSTS)
     if name == "grpc":
-        if memory.view is None:
+        if any(region.view is None for region in regions):
             raise TransportError("KV in device memory cannot be pulled over gRPC")
         return GrpcTransport()
     raise ConfigError(f"unknown transport {name!r}: choose from {', '.join(NAMES)}, or 'auto'")

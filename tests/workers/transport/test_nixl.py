@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from diptych.proto import kv_pb2
 from diptych.workers.errors import TransportError
+from diptych.workers.kv_layout import Copies, KVMemory
 from diptych.workers.transport import nixl_thread
-from diptych.workers.transport.base import Source
+from diptych.workers.transport.base import Reader, Source
 from diptych.workers.transport.nixl import NixlTransport
 
 from ..handoff_pair import SMALL, make_memory, run
@@ -18,6 +19,13 @@ from ..handoff_pair import SMALL, make_memory, run
 def source_of(endpoint: kv_pb2.NixlEndpoint) -> Source:
     opened = kv_pb2.Opened(source_incarnation="s", transport="nixl", nixl=endpoint)
     return Source("h", "sink/1", opened, stub=None)  # type: ignore[arg-type]
+
+
+async def read(
+    reader: Reader, theirs: KVMemory, ours: KVMemory, segment: kv_pb2.Segment, blocks: Sequence[int]
+) -> None:
+    copies = Copies.of(theirs.runs(segment.block_ids, 0, 3), ours.runs(blocks, 0, 3))
+    await reader.read(segment, copies, ours.region)
 
 
 def garble(endpoint: kv_pb2.NixlEndpoint) -> None:
@@ -36,7 +44,6 @@ def set_field(name: str, value: object) -> Callable[[kv_pb2.NixlEndpoint], None]
         set_field("metadata", b"x" * (2 << 20)),
         set_field("agent_name", "another"),
         set_field("num_bytes", 0),
-        set_field("num_bytes", SMALL.block_bytes + 1),
         set_field("base_address", (1 << 64) - 1),
         set_field("base_address", 4096),
         set_field("memory", "FILE"),
@@ -45,19 +52,19 @@ def set_field(name: str, value: object) -> Callable[[kv_pb2.NixlEndpoint], None]
 def test_a_bad_endpoint_is_refused_and_a_good_one_then_taken(spoil: Callable[[kv_pb2.NixlEndpoint], None]) -> None:
     async def test() -> None:
         theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
-        far, near = NixlTransport(theirs), NixlTransport(ours)
+        far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
         try:
             endpoint = far.endpoint()
             spoil(endpoint)
             with pytest.raises(TransportError):
-                await near.connect(source_of(endpoint), ours)
+                await near.connect(source_of(endpoint))
             far.serve(1)
-            reader = await near.connect(source_of(far.endpoint()), ours)
+            reader = await near.connect(source_of(far.endpoint()))
             segment = kv_pb2.Segment(first_block=0, block_ids=[2], generations=[1], first_layer=0, num_layers=3)
-            await reader.read(segment, [1])
+            await read(reader, theirs, ours, segment, [1])
             size = SMALL.block_bytes
-            assert ours.view is not None and theirs.view is not None
-            assert ours.view[size : 2 * size] == theirs.view[2 * size : 3 * size]
+            assert ours.region.view is not None and theirs.region.view is not None
+            assert ours.region.view[size : 2 * size] == theirs.region.view[2 * size : 3 * size]
         finally:
             await near.close()
             await far.close()
@@ -73,14 +80,14 @@ def test_a_read_ends_only_after_its_last_transfer(num_blocks: int, monkeypatch: 
 
     async def test() -> None:
         theirs, ours = make_memory(SMALL, num_blocks, seed=1), make_memory(SMALL, num_blocks)
-        far, near = NixlTransport(theirs), NixlTransport(ours)
+        far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
         try:
             far.serve(1)
-            reader = await near.connect(source_of(far.endpoint()), ours)
+            reader = await near.connect(source_of(far.endpoint()))
             blocks = range(num_blocks)
             segment = kv_pb2.Segment(block_ids=blocks, generations=[1] * num_blocks, num_layers=3)
-            assert await reader.read(segment, blocks) == ours.num_bytes
-            assert ours.view == theirs.view
+            await read(reader, theirs, ours, segment, blocks)
+            assert ours.region.view == theirs.region.view
         finally:
             await near.close()
             await far.close()
@@ -91,13 +98,13 @@ def test_a_read_ends_only_after_its_last_transfer(num_blocks: int, monkeypatch: 
 def test_its_thread_ends_and_what_comes_later_fails_at_once() -> None:
     async def test() -> None:
         ours = make_memory(SMALL, 4)
-        transport = NixlTransport(ours)
+        transport = NixlTransport([ours.region])
         endpoint = transport.endpoint()
         assert any(thread.name == "diptych-nixl" for thread in threading.enumerate())
         await asyncio.gather(transport.close(), transport.close())
         assert not any(thread.name == "diptych-nixl" for thread in threading.enumerate())
         with pytest.raises(TransportError):
-            await transport.connect(source_of(endpoint), ours)
+            await transport.connect(source_of(endpoint))
 
     run(test)
 
@@ -109,16 +116,16 @@ def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(monkeyp
         monkeypatch.setattr("diptych.workers.transport.nixl.READ_TIMEOUT_S", 0.05)
         monkeypatch.setattr("diptych.workers.transport.nixl.SETTLE_S", 0.05)
         theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
-        far, near = NixlTransport(theirs), NixlTransport(ours)
+        far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
         try:
-            reader = await near.connect(source_of(far.endpoint()), ours)
+            reader = await near.connect(source_of(far.endpoint()))
             segment = kv_pb2.Segment(first_block=0, block_ids=[2], generations=[1], first_layer=0, num_layers=3)
             with pytest.raises(TransportError) as caught:
-                await reader.read(segment, [1])
+                await read(reader, theirs, ours, segment, [1])
             assert caught.value.may_still_land
             await reader.settled()
             with pytest.raises(TransportError, match="gone"):
-                await reader.read(segment, [1])
+                await read(reader, theirs, ours, segment, [1])
         finally:
             await near.close()
             await far.close()

@@ -1,10 +1,12 @@
 """Bytes out of one memory's runs and into another's."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.workers.transport.runs import Scatter, gather, runs_of
+from diptych.workers.kv_layout import Runs
+from diptych.workers.transport.runs import Scatter, gather
 
 from ..handoff_pair import SMALL, make_memory
 
@@ -16,8 +18,15 @@ LAYERS = st.sampled_from([(0, 3), (0, 1), (1, 2), (2, 1)])
 def test_blocks_that_touch_are_one_run() -> None:
     memory = make_memory(SMALL, NUM_BLOCKS)
     size = SMALL.block_bytes
-    assert runs_of(memory, [1, 2, 3, 5, 4], 0, 3) == [(size, 3 * size), (5 * size, size), (4 * size, size)]
-    assert runs_of(memory, [1, 2], 0, 2) == [(size, 2 * SMALL.layer_bytes), (2 * size, 2 * SMALL.layer_bytes)]
+    assert pairs(memory.runs([1, 2, 3, 5, 4], 0, 3).merged()) == [(size, 3 * size), (5 * size, size), (4 * size, size)]
+    assert pairs(memory.runs([1, 2], 0, 2).merged()) == [
+        (size, 2 * SMALL.layer_bytes),
+        (2 * size, 2 * SMALL.layer_bytes),
+    ]
+
+
+def pairs(runs: Runs) -> list[tuple[int, int]]:
+    return list(zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True))
 
 
 @settings(deadline=None)
@@ -26,25 +35,26 @@ def test_what_is_gathered_arrives_whatever_the_pieces(
     blocks: list[int], layers: tuple[int, int], chunk_bytes: int, other_bytes: int, rng: object
 ) -> None:
     source, target = make_memory(SMALL, NUM_BLOCKS, seed=1), make_memory(SMALL, NUM_BLOCKS)
-    assert source.view is not None and target.view is not None
+    assert source.region.view is not None and target.region.view is not None
     into = sorted(blocks)
-    scatter = Scatter(target.view, runs_of(target, into, *layers))
-    stream = b"".join(gather(source.view, runs_of(source, blocks, *layers), chunk_bytes))
+    scatter = Scatter(target.region.view, target.runs(into, *layers))
+    stream = b"".join(gather(source.region.view, source.runs(blocks, *layers), chunk_bytes))
     for start in range(0, len(stream), other_bytes):
         scatter.write(stream[start : start + other_bytes])
     assert scatter.num_missing == 0
-    expected = bytearray(target.num_bytes)
+    expected = bytearray(target.region.num_bytes)
     for theirs, ours in zip(blocks, into, strict=True):
-        (start, size), (to, _) = source.run(theirs, *layers), target.run(ours, *layers)
-        expected[to : to + size] = source.view[start : start + size]
-    assert target.view == expected
+        ((start, size),) = pairs(source.runs([theirs], *layers))
+        ((to, _),) = pairs(target.runs([ours], *layers))
+        expected[to : to + size] = source.region.view[start : start + size]
+    assert target.region.view == expected
 
 
 def test_more_than_there_is_room_for_is_refused_and_not_written() -> None:
     target = make_memory(SMALL, NUM_BLOCKS)
-    assert target.view is not None
-    scatter = Scatter(target.view, [(3, 10)])
+    assert target.region.view is not None
+    scatter = Scatter(target.region.view, Runs(np.array([3]), np.array([10])))
     scatter.write(b"x" * 4)
     with pytest.raises(ValueError, match="7 bytes for 6"):
         scatter.write(b"y" * 7)
-    assert bytes(target.view[:15]) == b"\0" * 3 + b"x" * 4 + b"\0" * 8
+    assert bytes(target.region.view[:15]) == b"\0" * 3 + b"x" * 4 + b"\0" * 8

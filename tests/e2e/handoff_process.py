@@ -23,6 +23,9 @@ class Port:
     def end_lease(self, handoff_id: str) -> None:
         print(json.dumps({"ended": handoff_id}), flush=True)
 
+    def caught_up(self, handoff_id: str) -> None:
+        raise AssertionError("no hand-off here is live")
+
 
 async def main() -> None:
     transport, num_blocks, seed, lease_s, num_handoffs = sys.argv[1], *map(int, sys.argv[2:])
@@ -31,7 +34,7 @@ async def main() -> None:
     pool[:] = random.Random(seed).randbytes(num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
     memory = KVMemory(LAYOUT, num_blocks, Region(address, num_bytes, memoryview(pool)))
-    transports = make_transports([transport], memory)
+    transports = make_transports([transport], [memory.region])
     source = HandoffSource(f"source-{seed}", memory, transports, Port(), lease_s=lease_s)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)

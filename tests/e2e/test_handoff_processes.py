@@ -69,7 +69,7 @@ async def source_process(
 @asynccontextmanager
 async def receive(transport: str, engine: SinkEngine) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
     memory = make_memory(LARGE, NUM_BLOCKS)
-    transports = make_transports([transport], memory)
+    transports = make_transports([transport], [memory.region])
     sink = HandoffSink("sink", memory, transports, engine)
     try:
         yield sink, memory
@@ -84,10 +84,10 @@ def shuffled_table() -> tuple[int, ...]:
 
 
 def check(memory: KVMemory, source: SourceProcess, table: tuple[int, ...]) -> None:
-    assert memory.view is not None
-    theirs, size = random.Random(source.seed).randbytes(memory.num_bytes), LARGE.block_bytes
+    assert memory.region.view is not None
+    theirs, size = random.Random(source.seed).randbytes(memory.region.num_bytes), LARGE.block_bytes
     for position, block in enumerate(table):
-        got = memory.view[block * size : (block + 1) * size]
+        got = memory.region.view[block * size : (block + 1) * size]
         assert got == theirs[position * size : (position + 1) * size], f"position {position}"
 
 
@@ -111,7 +111,7 @@ def test_every_byte_crosses_and_the_lease_ends(transport: str) -> None:
         engine = SinkEngine(table=shuffled_table())
         async with source_process(transport) as source, receive(transport, engine) as (sink, memory):
             result = await sink.pull("k", source.named(), 30.0)
-            assert (result.transport, result.num_bytes) == (transport, memory.num_bytes)
+            assert (result.transport, result.num_bytes) == (transport, memory.region.num_bytes)
             check(memory, source, engine.table)
             assert await source.next_end() == "h0"
 
@@ -162,10 +162,10 @@ def test_a_stopped_source_is_noticed_by_its_lease_and_nothing_lands_later(transp
                 return
             assert isinstance(error, WorkerLost | TransportError | LeaseLost), error
             await until_quiet(sink)
-            assert memory.view is not None
-            memory.view[:] = b"\0" * memory.num_bytes  # the blocks are another sequence's now
+            assert memory.region.view is not None
+            memory.region.view[:] = b"\0" * memory.region.num_bytes  # the blocks are another sequence's now
             source.signal(signal.SIGCONT)
             assert await source.next_end() == "h0"
-            assert memory.view == bytes(memory.num_bytes)
+            assert memory.region.view == bytes(memory.region.num_bytes)
 
     run(test)

@@ -1,7 +1,6 @@
 """Pulls that our own engine, its caller or a transport ends early: blocks come back, or wait until nothing lands."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +10,7 @@ from diptych.workers.errors import (
     RequestAborted,
     TransportError,
 )
-from diptych.workers.kv_layout import KVMemory
+from diptych.workers.kv_layout import Copies, Region
 from diptych.workers.transport.base import Reader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
@@ -44,7 +43,7 @@ class Stuck(Transport):
     def endpoint(self) -> None:
         return None
 
-    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+    async def connect(self, source: Source) -> Reader:
         return StuckReader(self)
 
 
@@ -52,12 +51,11 @@ class StuckReader(Reader):
     def __init__(self, transport: Stuck) -> None:
         self._transport = transport
 
-    async def read(self, segment: kv_pb2.Segment, blocks: Sequence[int]) -> int:
+    async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
         self._transport.is_reading.set()
         if self._transport.error is not None:
             raise self._transport.error
         await asyncio.Event().wait()
-        return 0
 
     async def settled(self) -> None:
         await self._transport.is_quiet.wait()
@@ -88,7 +86,7 @@ class Unreachable(Transport):
     def endpoint(self) -> None:
         return None
 
-    async def connect(self, source: Source, memory: KVMemory) -> Reader:
+    async def connect(self, source: Source) -> Reader:
         raise TransportError("no route")
 
 

@@ -71,7 +71,7 @@ def never_tick(self: SourceHandoff | SinkHandoff, now: float) -> list[object]:
     [
         (SourceHandoff, "release", release_always),
         (SourceHandoff, "release", release_late),
-        (SinkHandoff, "_release_when_read", commit_unasked),
+        (SinkHandoff, "_say_when_read", commit_unasked),
         (SinkHandoff, "failed", fail_without_quarantine),
         (SourceHandoff, "tick", never_tick),
         (SinkHandoff, "tick", never_tick),

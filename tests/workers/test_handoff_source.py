@@ -329,14 +329,14 @@ def test_a_pull_stops_when_its_hand_off_ends(monkeypatch: pytest.MonkeyPatch) ->
             request = kv_pb2.PullRequest(handoff_id="h", sink_incarnation="sink/1", segment=segment)
             call = it.stub.Pull(request)
             received = bytearray((await call.read()).data)
-            before = bytes(memory.view or b"")
+            before = bytes(memory.region.view or b"")
             served.source.abort("h", RequestAborted("x"))
-            assert memory.view is not None
-            memory.view[:] = b"\0" * memory.num_bytes
+            assert memory.region.view is not None
+            memory.region.view[:] = b"\0" * memory.region.num_bytes
             with pytest.raises(grpc.aio.AioRpcError):
                 while True:
                     received += (await call.read()).data
-            assert len(received) < memory.num_bytes
+            assert len(received) < memory.region.num_bytes
             assert received == before[: len(received)]
 
     run(test)

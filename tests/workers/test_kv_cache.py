@@ -18,17 +18,16 @@ def test_memory_describes_the_tensor(dtype: str) -> None:
     assert cache.tensor.shape == (5, 3, 2, 4, 2, 8)
     assert cache.tensor.is_contiguous()
     assert not cache.tensor.any()
-    assert memory.num_bytes == cache.tensor.numel() * cache.tensor.element_size() == len(memory.view or b"")
-    assert memory.address == cache.tensor.data_ptr()
+    view = memory.region.view
+    assert view is not None
+    assert memory.region.num_bytes == cache.tensor.numel() * cache.tensor.element_size() == len(view)
+    assert memory.region.address == cache.tensor.data_ptr()
 
     cache.layer(1)[2].normal_(generator=torch.Generator().manual_seed(0))
-    offset, length = memory.run(2, 1, 1)
-    assert memory.view is not None
-    assert (
-        bytes(memory.view[offset : offset + length])
-        == cache.tensor[2, 1].contiguous().view(torch.uint8).numpy().tobytes()
-    )
-    memory.view[offset : offset + length] = bytes(length)
+    runs = memory.runs([2], 1, 1)
+    (offset,), (length,) = runs.offsets.tolist(), runs.lengths.tolist()
+    assert bytes(view[offset : offset + length]) == cache.tensor[2, 1].contiguous().view(torch.uint8).numpy().tobytes()
+    view[offset : offset + length] = bytes(length)
     assert not cache.tensor.any()
 
 

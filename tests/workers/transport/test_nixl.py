@@ -45,7 +45,6 @@ def set_field(name: str, value: object) -> Callable[[kv_pb2.NixlEndpoint], None]
         set_field("agent_name", "another"),
         set_field("num_bytes", 0),
         set_field("base_address", (1 << 64) - 1),
-        set_field("base_address", 4096),
         set_field("memory", "FILE"),
     ],
 )

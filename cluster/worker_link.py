@@ -68,7 +68,7 @@ class WorkerLink:
         self._has_mail = asyncio.Event()
         self._greeted = asyncio.Event()
         self._vocab_size = 0
-        self._num_received = 0
+        self._num_pongs = 0
         self._is_up = False
         self._reason = ""
         self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
@@ -173,8 +173,9 @@ class WorkerLink:
             raise WorkerLost("the stream did not begin with a hello")
         self._on_hello(first.hello)
         while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
-            self._num_received += 1
             match message.WhichOneof("message"):
+                case "pong":
+                    self._num_pongs += 1
                 case "step":
                     self._on_step(message.step)
                 case "load":
@@ -197,17 +198,18 @@ class WorkerLink:
                     raise WorkerLost(await _status(call)) from e
 
     async def _watch(self) -> None:
-        """Raises WorkerLost when the worker is silent. Counts looks, not seconds: when this whole process was stopped
-        for a while, its workers are not to blame."""
+        """Raises WorkerLost when the worker does not answer: it hangs, or one of the two directions is cut. Counts
+        looks, not seconds: when this whole process was stopped for a while, its workers are not to blame."""
         try:
             async with asyncio.timeout(self._config.hello_timeout_s):
                 await self._greeted.wait()
         except TimeoutError as e:
             raise WorkerLost(f"no hello within {self._config.hello_timeout_s:g} s") from e
-        num_received, num_silent = -1, 0
+        num_pongs, num_silent, number = -1, 0, 0
         while num_silent < SILENCE_CHECKS:
-            num_silent = num_silent + 1 if num_received == self._num_received else 0
-            num_received = self._num_received
+            num_silent = num_silent + 1 if num_pongs == self._num_pongs else 0
+            num_pongs, number = self._num_pongs, number + 1
+            self._send(worker_pb2.RouterMessage(ping=worker_pb2.Ping(number=number)))
             await asyncio.sleep(self._config.worker_timeout_s / SILENCE_CHECKS)
         raise WorkerLost(f"silent for {self._config.worker_timeout_s:g} s")
 

@@ -52,6 +52,7 @@ class RouterMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     OFFER_PREFIX_FIELD_NUMBER: _builtins.int
+    PING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
@@ -64,6 +65,8 @@ class RouterMessage(_message.Message):
     def offer(self) -> Global___Offer: ...
     @_builtins.property
     def offer_prefix(self) -> Global___OfferPrefix: ...
+    @_builtins.property
+    def ping(self) -> Global___Ping: ...
     def __init__(
         self,
         *,
@@ -73,12 +76,13 @@ class RouterMessage(_message.Message):
         drain: Global___Drain | None = ...,
         offer: Global___Offer | None = ...,
         offer_prefix: Global___OfferPrefix | None = ...,
+        ping: Global___Ping | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_role", "drain", "offer", "offer_prefix"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_role", "drain", "offer", "offer_prefix", "ping"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -289,6 +293,25 @@ class SetRole(_message.Message):
 Global___SetRole: _TypeAlias = SetRole  # noqa: Y015
 
 @_typing.final
+class Ping(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ping: _TypeAlias = Ping  # noqa: Y015
+
+@_typing.final
 class Drain(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -313,6 +336,7 @@ class WorkerMessage(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
+    PONG_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always the first"""
@@ -327,6 +351,8 @@ class WorkerMessage(_message.Message):
     def blocks(self) -> Global___BlockEvents: ...
     @_builtins.property
     def handed_off(self) -> Global___HandedOff: ...
+    @_builtins.property
+    def pong(self) -> Global___Pong: ...
     def __init__(
         self,
         *,
@@ -336,12 +362,13 @@ class WorkerMessage(_message.Message):
         load: Global___LoadReport | None = ...,
         blocks: Global___BlockEvents | None = ...,
         handed_off: Global___HandedOff | None = ...,
+        pong: Global___Pong | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off", "pong"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -575,6 +602,25 @@ class CachedTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CachedTokens: _TypeAlias = CachedTokens  # noqa: Y015
+
+@_typing.final
+class Pong(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
 class HandedOff(_message.Message):

@@ -183,6 +183,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                         self._engine.post(lambda engine, role=role: engine.set_role(role))
                 case "drain":
                     self._is_draining = True
+                case "ping":
+                    pong = worker_pb2.Pong(number=message.ping.number)
+                    link.outbox.put_nowait(worker_pb2.WorkerMessage(pong=pong))
                 case _:
                     log.warning("a router sent a message of a kind that this version does not know")
 

@@ -31,6 +31,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self.ended: asyncio.Queue[int] = asyncio.Queue()  # numbers of links that broke
         self.num_links = 0
+        self.answers_pings = True
         self.hello: worker_pb2.Hello | None = worker_pb2.Hello(
             incarnation=self.incarnation,
             role=ROLE_TO_PROTO[Role(role)],
@@ -73,7 +74,10 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in messages:
-            self.received.put_nowait(message)
+            if message.WhichOneof("message") != "ping":
+                self.received.put_nowait(message)
+            elif self.answers_pings:
+                self.send(pong=worker_pb2.Pong(number=message.ping.number))
 
     # -- what a test says -------------------------------------------------------------------------------------------
 

@@ -169,16 +169,21 @@ def test_a_broken_stream_is_told_to_all_and_dialled_again(how: str) -> None:
     run(test)
 
 
-def test_a_silent_worker_is_lost_and_a_speaking_one_is_not() -> None:
+def test_a_worker_that_does_not_answer_is_lost_even_if_it_speaks() -> None:
+    """It answers for a while; then it is not heard, or does not hear us and goes on reporting."""
+
     async def test() -> None:
         config = replace(CONFIG, worker_timeout_s=0.4)
         async with scripted("mixed") as (worker,):
             link, listener = await connected(worker, config)
             link.submit(worker_pb2.Submit(handle=1), listener)
-            for _ in range(5):
+            for _ in range(20):
                 await asyncio.sleep(0.05)
                 worker.load()
                 await listener.hears("load")
+            worker.answers_pings = False
+            worker.load()
+            await listener.hears("load")
             assert (await listener.hears("down")) == ("silent for 0.4 s",)
             assert isinstance((await listener.hears("failed"))[1], WorkerLost)
             await link.close()

@@ -1,0 +1,161 @@
+"""What may happen to a worker's network or process, one thing at a time, on one cluster that lives through all of it.
+
+benchmarks/chaos.py does the same at random, and without a pause."""
+
+import asyncio
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.cluster.policy import RoutingConfig
+from diptych.cluster.router import Router
+from diptych.workers.request import Request, SamplingParams
+
+from ..checkpoints import make_checkpoint, untied_prompts
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROLES = ("prefill", "prefill", "decode", "decode")
+NUM_TOKENS = 120
+LENGTHS = (3, 40, 90, 300)
+WHILE_PREFILLING = 1  # the first token: other prompts are being computed, or pulled
+WHILE_DECODING = len(LENGTHS) * 4 * NUM_TOKENS // 10
+Cases = list[tuple[list[int], list[int]]]
+
+pytestmark = pytest.mark.e2e
+
+
+def load_faults() -> Any:
+    spec = importlib.util.spec_from_file_location("faults", BENCHMARKS / "faults.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["faults"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+faults = load_faults()
+
+
+class Cluster:
+    """Two pools of two workers behind proxies, and a router."""
+
+    def __init__(self, model: Path, transport: str) -> None:
+        flags = ["--dtype", "float32", "--threads", "1", "--lease-s", "1.5", "--transports", transport]
+        flags += ["--chunk-tokens", "64", "--kv-memory-bytes", str(64 << 20)]
+        self.workers = [faults.Worker(role, faults.worker_command(str(model), role, flags)) for role in ROLES]
+        self.router = Router(RoutingConfig(worker_timeout_s=1.5, max_attempts=5))
+
+    def announce(self) -> None:
+        self.router.update_fleet([w.info for w in self.workers])
+
+    def is_up(self, worker: Any) -> bool:
+        return any(s.is_up for s in self.router.snapshot() if s.info.incarnation == worker.incarnation)
+
+    async def all_up(self) -> None:
+        while not all(self.is_up(w) for w in self.workers):
+            await asyncio.sleep(0.02)
+
+    async def answer(self, number: int, prompt: list[int], on_token: Callable[[], None]) -> list[int]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        tokens: list[int] = []
+        async for delta in self.router.stream(Request(f"request-{number}", tuple(prompt), sampling, timeout_s=60.0)):
+            tokens += delta.token_ids
+            on_token()
+        return tokens
+
+    async def check(self, cases: Cases, fault: Callable[[], Awaitable[None]], strike_at: int) -> None:
+        """All prompts at once; `fault` begins when so many tokens are out. Every answer must be exact."""
+        num_out, striking = 0, asyncio.Event()
+
+        def count() -> None:
+            nonlocal num_out
+            num_out += 1
+            if num_out == strike_at:
+                striking.set()
+
+        async def strike() -> None:
+            await striking.wait()
+            await fault()
+
+        calls = [self.answer(i, prompt, count) for i, (prompt, _) in enumerate(cases)]
+        answers, _ = await asyncio.gather(asyncio.gather(*calls), strike())
+        assert answers == [tokens for _, tokens in cases]
+
+
+@asynccontextmanager
+async def running(model: Path, transport: str) -> AsyncIterator[Cluster]:
+    cluster = Cluster(model, transport)
+    try:
+        await asyncio.gather(*(w.proxy.start() for w in cluster.workers))
+        await asyncio.gather(*(w.start() for w in cluster.workers))
+        await cluster.router.start()
+        cluster.announce()
+        await cluster.all_up()
+        yield cluster
+    finally:
+        await cluster.router.stop()
+        await asyncio.gather(*(w.kill() for w in cluster.workers))
+        await asyncio.gather(*(w.proxy.close() for w in cluster.workers))
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+def test_every_fault_leaves_every_answer_exact(transport: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "llama", "llama", seed=5)
+    cases = untied_prompts(path, seed=21, lengths=LENGTHS * 4, max_tokens=NUM_TOKENS)
+
+    async def test() -> None:
+        async with running(path, transport) as cluster:
+
+            async def cut(worker: Any, *directions: str) -> None:
+                """For longer than the lease and the router's patience."""
+                worker.proxy.cut(*directions)
+                while cluster.is_up(worker):
+                    await asyncio.sleep(0.05)
+                worker.proxy.mend()
+
+            async def breaks(worker: Any) -> None:
+                worker.proxy.break_connections()
+
+            async def restart(worker: Any) -> None:
+                await worker.kill()
+                await worker.start()  # at the same address, as another incarnation
+                cluster.announce()
+
+            async def pause(worker: Any) -> None:
+                worker.send(signal.SIGSTOP)
+                while cluster.is_up(worker):
+                    await asyncio.sleep(0.05)
+                worker.send(signal.SIGCONT)
+
+            for victim, strike_at in ((0, WHILE_PREFILLING), (2, WHILE_PREFILLING), (2, WHILE_DECODING)):
+                worker = cluster.workers[victim]
+                for fault in (
+                    lambda w=worker: breaks(w),
+                    lambda w=worker: cut(w, "to"),
+                    lambda w=worker: cut(w, "from"),
+                    lambda w=worker: cut(w, "to", "from"),
+                    lambda w=worker: pause(w),
+                    lambda w=worker: restart(w),
+                ):
+                    await cluster.check(cases, fault, strike_at)
+                    await cluster.all_up()
+            assert await faults.leaked(cluster.workers) == {}
+
+    asyncio.run(test())
+
+
+def test_chaos() -> None:
+    """The script itself, for a short while."""
+    command = [sys.executable, str(BENCHMARKS / "chaos.py"), "--seconds", "15", "--seed", "7", "--json"]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=300)
+    report = json.loads(result.stdout)
+    assert result.returncode == 0, report
+    assert report["num_requests"] > 0 and sum(report["faults"].values()) > 0
+    assert report["failed"] == {}

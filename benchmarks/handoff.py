@@ -28,6 +28,7 @@ from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.handoff_source import HandoffSource
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.kv_layout import KVLayout, KVMemory, Region
+from diptych.workers.timings import PullTimes
 from diptych.workers.transport.base import Reader, Source
 from diptych.workers.transport.select import make_transports
 
@@ -105,7 +106,7 @@ class Engine:
     async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
         return Reservation((0,), 0)
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None: ...
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None: ...
     async def fail(self, key: str, quarantine: bool) -> None: ...
     async def settle(self, key: str) -> None: ...
 

@@ -20,6 +20,7 @@ NO_TORCH = {
     "runner",
     "scheduler",
     "sequence",
+    "timings",
     "wire",
     "worker_config",
 }

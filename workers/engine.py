@@ -20,6 +20,7 @@ from .request import Request, check_token_ids
 from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
 from .sequence import Batch, FinishReason, SampledToken, Sequence, SequenceStatus
+from .timings import PullTimes, SequenceClock, SequenceTimings
 from .wire import ROLE_TO_PROTO
 
 LOAD_INTERVAL_S = 0.1
@@ -74,15 +75,17 @@ class Engine:
             if handoff_id is not None:
                 self._output.handoffs.append(HandoffEnded(handoff_id, error))
             return
+        now = self._clock()
         sequence = Sequence(
             key=key,
             request=request,
             token_ids=[*request.prompt_token_ids, *output_token_ids],
             num_prompt=len(request.prompt_token_ids),
-            deadline=self._clock() + request.timeout_s,
+            deadline=now + request.timeout_s,
             arrival=self._num_submitted,
             handoff_id=handoff_id,
             num_resumed=len(output_token_ids),
+            clock=SequenceClock(now),
         )
         self._num_submitted += 1
         self._sequences[key] = sequence
@@ -126,12 +129,19 @@ class Engine:
         self._expire()
         batch = self.scheduler.schedule()
         if batch:
+            began = self._clock()
             sampled = self._runner.run(batch)
-            self._advance(batch)
+            self._advance(batch, began)
             for token in sampled:
                 self._accept(token)
         self.handoffs.grant_reservations()
         return self._take_output(ran=bool(batch))
+
+    def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+        """The KV for `key` is here: see HandoffLedger.commit."""
+        self.handoffs.commit(key, num_computed, output_token_ids)
+        now = self._clock()
+        self._sequences[key].clock = SequenceClock(now, times.committed(now))
 
     def fail_import(self, key: str, *, quarantine: bool) -> None:
         """The pull for `key` is over without its KV; whoever pulled reports it. Idempotent."""
@@ -160,7 +170,7 @@ class Engine:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def _advance(self, batch: Batch) -> None:
+    def _advance(self, batch: Batch, began: float) -> None:
         block_size = self._runner.layout.block_size
         for entry in batch.entries:
             sequence = entry.sequence
@@ -168,6 +178,8 @@ class Engine:
                 self._num_decode_tokens += 1
             else:
                 self._num_prefill_tokens += entry.num_new
+            if sequence.clock is not None:
+                sequence.clock.start(began)
             first_new_block = sequence.num_computed // block_size
             sequence.num_computed += entry.num_new
             self.cache.insert(sequence, first_new_block)
@@ -188,6 +200,7 @@ class Engine:
                 logprob=token.logprob,
                 top=token.top,
                 num_cached=sequence.num_cached if is_first_here else None,
+                timings=self._stop_clock(sequence),
             )
         )
         if finish is not None:
@@ -197,6 +210,11 @@ class Engine:
             self.scheduler.detach(sequence)
             del self._sequences[sequence.key]
             self._output.handoffs.append(self.handoffs.seal(sequence))
+
+    def _stop_clock(self, sequence: Sequence) -> SequenceTimings | None:
+        """With its first token here."""
+        clock, sequence.clock = sequence.clock, None
+        return None if clock is None else clock.timings(self._clock())
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         sampling = sequence.request.sampling

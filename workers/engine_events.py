@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from ..proto import worker_pb2
 from .errors import DiptychError
 from .sequence import FinishReason
+from .timings import SequenceTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class TokenEvent:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     num_cached: int | None = None  # with the first token of a sequence on this worker
+    timings: SequenceTimings | None = None  # likewise, and a sink's
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from .engine import Engine, internal
 from .engine_events import StepOutput
 from .errors import DiptychError, Unavailable
 from .handoff_types import Reservation
+from .timings import PullTimes
 
 T = TypeVar("T")
 IDLE_WAIT_S = 1.0
@@ -84,8 +85,8 @@ class EngineThread:
         )
         return await granted
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
-        await self.call(lambda engine: engine.handoffs.commit(key, num_computed, output_token_ids))
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+        await self.call(lambda engine: engine.commit(key, num_computed, output_token_ids, times))
 
     async def fail(self, key: str, quarantine: bool) -> None:
         await self.call(lambda engine: engine.fail_import(key, quarantine=quarantine))

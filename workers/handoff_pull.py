@@ -46,6 +46,7 @@ from .handoff_types import (
     SinkAction,
 )
 from .kv_layout import Copies, KVLayout, KVMemory
+from .timings import PeerTraffic, PullClock, PullTimes
 from .transport.base import Reader, Source, Transport
 
 WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
@@ -71,7 +72,7 @@ class SinkPort(Protocol):
         """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
         ...
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
         """The blocks hold the sequence's KV: it runs from here on. `fail` follows if it raises."""
         ...
 
@@ -100,6 +101,7 @@ class Errand:
     sink: str  # our name to the source: of this one attempt
     source: worker_pb2.HandoffSource
     timeout_s: float
+    traffic: PeerTraffic  # of the source
 
 
 class Pull:
@@ -126,7 +128,7 @@ class Pull:
         self._connecting: asyncio.Task[tuple[str, Reader]] | None = None
         self._read_slots = asyncio.Semaphore(MAX_READS)
         self._num_pool_blocks = 0  # of the source
-        self._num_bytes = 0
+        self._clock = PullClock(errand.traffic)
 
     async def run(self) -> None:
         self._start(self._listen(), self._workers)
@@ -215,8 +217,10 @@ class Pull:
             case "opened":
                 self._on_opened(announcement.opened)
             case "segment":
+                self._clock.announced()
                 self._carry_out(self._machine.announced(Segment.from_proto(announcement.segment), now))
             case "sealed":
+                self._clock.sealed()
                 sealed = announcement.sealed
                 seal = Seal(sealed.num_segments, sealed.num_computed_tokens, tuple(sealed.output_token_ids))
                 self._carry_out(self._machine.sealed(seal, now))
@@ -268,14 +272,14 @@ class Pull:
         assert self._connecting is not None
         try:
             async with self._read_slots:
-                _, reader = await asyncio.shield(self._connecting)
+                name, reader = await asyncio.shield(self._connecting)
                 copies = self._copies(read)
-                await reader.read(read.segment.to_proto(), copies, self._around.memory.region)
+                with self._clock.reading(name, copies.num_bytes):
+                    await reader.read(read.segment.to_proto(), copies, self._around.memory.region)
         except (TransportError, WorkerLost) as e:
             may_still_land = isinstance(e, TransportError) and e.may_still_land
             actions = self._machine.read_failed(read.number, e, self._now(), may_still_land=may_still_land)
         else:
-            self._num_bytes += copies.num_bytes
             actions = self._machine.read_done(read.number, self._now())
         self._carry_out(actions)
 
@@ -312,15 +316,15 @@ class Pull:
     async def _commit(self, commit: Commit) -> None:
         self._stop_workers()
         port, key = self._around.port, self._errand.key
+        connected = self._connected()
+        name = "none" if connected is None else connected[0]  # everything was held already
         try:
-            await port.commit(key, commit.num_computed, list(commit.output_token_ids))
+            await port.commit(key, commit.num_computed, list(commit.output_token_ids), self._clock.times(name))
         except DiptychError as error:
             await port.fail(key, False)
             self.done.set_exception(error)
         else:
-            connected = self._connected()
-            name = "none" if connected is None else connected[0]  # everything was held already
-            self.done.set_result(PullResult(self._num_bytes, self._now() - self._started, name))
+            self.done.set_result(PullResult(self._clock.num_bytes, self._now() - self._started, name))
 
     async def _fail(self, fail: Fail) -> None:
         stopped = self._stop_workers()

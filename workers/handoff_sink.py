@@ -11,14 +11,16 @@ import grpc.aio
 
 from ..proto import kv_pb2_grpc, worker_pb2
 from .channel import auth_metadata, open_channel
-from .errors import RequestAborted, Unavailable, WorkerLost
+from .errors import DiptychError, RequestAborted, Unavailable, WorkerLost
 from .handoff_pull import Errand, Pull, PullResult, SinkPort, Surroundings
 from .kv_layout import KVMemory
+from .timings import PeerTraffic
 from .transport.base import Transport
 
 __all__ = ["HandoffSink", "PullResult", "SinkPort"]
 
 MAX_IDLE_CHANNELS = 16
+MAX_PEERS = 256  # sources whose traffic is counted; the longest unused are forgotten
 CLOSE_S = 2.0
 
 
@@ -83,6 +85,7 @@ class HandoffSink:
         self._incarnation = incarnation
         self._around = Surroundings(memory, transports, port, auth_metadata(token))
         self._lines = _Lines()
+        self._traffic: dict[str, PeerTraffic] = {}  # by incarnation, the last used at the end
         self._num_pulls = 0
         self._pulls: dict[asyncio.Task[None], Pull] = {}  # until nothing of theirs is left to clean up
 
@@ -93,7 +96,8 @@ class HandoffSink:
         or what `reserve` or `commit` raised; the blocks are then free or in quarantine. Cancelling cleans up likewise.
         """
         self._num_pulls += 1
-        errand = Errand(sequence_key, f"{self._incarnation}/{self._num_pulls}", source, timeout_s)
+        traffic = self._traffic_of(source.incarnation)
+        errand = Errand(sequence_key, f"{self._incarnation}/{self._num_pulls}", source, timeout_s, traffic)
         line = self._lines.take(source.address)
         pull = Pull(self._around, errand, kv_pb2_grpc.KVHandoffStub(line.channel))
         task = asyncio.create_task(pull.run())
@@ -102,12 +106,25 @@ class HandoffSink:
         task.add_done_callback(lambda _: self._lines.give_back(line))
         try:
             return await asyncio.shield(pull.done)
-        except WorkerLost:
-            self._lines.retire(line)
+        except DiptychError as e:
+            traffic.num_failed += not isinstance(e, RequestAborted)
+            if isinstance(e, WorkerLost):
+                self._lines.retire(line)
             raise
         except asyncio.CancelledError:
             pull.give_up(RequestAborted("the request ended while its KV was on the way"))
             raise
+
+    def links(self) -> list[worker_pb2.PeerLink]:
+        """What came from whom, since the start."""
+        return [traffic.to_proto(incarnation) for incarnation, traffic in self._traffic.items()]
+
+    def _traffic_of(self, incarnation: str) -> PeerTraffic:
+        traffic = self._traffic.pop(incarnation, None) or PeerTraffic()
+        self._traffic[incarnation] = traffic
+        if len(self._traffic) > MAX_PEERS:
+            del self._traffic[next(iter(self._traffic))]
+        return traffic
 
     async def close(self) -> None:
         """Give up what is under way, wait for what is being cleaned up, and hang up."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from .request import Request
+from .timings import SequenceClock
 
 
 class SequenceStatus(enum.Enum):
@@ -45,6 +46,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # of those, found in the prefix cache at first admission
     num_resumed: int = 0  # output tokens that another worker made before
+    clock: SequenceClock | None = None  # until its first token here
     block_table: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as known
 

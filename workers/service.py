@@ -331,6 +331,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Add what the engine does not know."""
         load.draining = self._is_draining
         load.handoff_bytes = self._handoff_bytes
+        del load.links[:]  # it may be a report that is sent again
+        load.links.extend(self._sink.links())
         return load
 
     def _hello(self) -> worker_pb2.Hello:
@@ -362,3 +364,5 @@ def _append(events: worker_pb2.StepEvents, token: TokenEvent) -> None:
         )
     if token.num_cached is not None:
         events.cached.append(worker_pb2.CachedTokens(entry=entry, num_tokens=token.num_cached))
+    if token.timings is not None:
+        events.timings.append(token.timings.to_proto(entry))

@@ -17,6 +17,7 @@ from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.handoff_source import HandoffSource
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.kv_layout import KVLayout, KVMemory, Region, Runs
+from diptych.workers.timings import PullTimes
 from diptych.workers.transport.base import Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.runs import gather
@@ -80,6 +81,7 @@ class SinkEngine:
     commit_error: DiptychError | None = None
     never_reserves: bool = False
     calls: list[object] = field(default_factory=list[object])
+    times: PullTimes | None = None  # of the last commit
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, call: object) -> None:
@@ -99,7 +101,8 @@ class SinkEngine:
             raise self.reserve_error
         return Reservation(self.table, self.num_held * SMALL.block_size)
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+        self.times = times
         self.note(("commit", key, num_computed, output_token_ids))
         if self.commit_error is not None:
             raise self.commit_error

@@ -18,7 +18,8 @@ from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import FinishReason
+from diptych.workers.sequence import Batch, FinishReason, SampledToken
+from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
 from .sequences import make_request
 
@@ -205,6 +206,45 @@ def hand_off(source: Engine, sink: Engine, key: str, request: Request, resumed: 
     sink.handoffs.commit(key, sealed.num_computed, list(sealed.output_token_ids))
     source.end_lease(HANDOFF)
     return outputs + run(sink)
+
+
+class SlowRunner(FakeRunner):
+    """A step takes two seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def run(self, batch: Batch) -> list[SampledToken]:
+        self._clock.now += 2
+        return super().run(batch)
+
+
+def make_slow(clock: Clock, chunk_tokens: int = 0) -> Engine:
+    return Engine(SlowRunner(clock), SchedulerConfig(chunk_tokens=chunk_tokens), clock=clock)
+
+
+def test_the_first_token_tells_what_it_waited_for() -> None:
+    clock = Clock()
+    engine = make_slow(clock, chunk_tokens=4)
+    engine.submit("0/1", make_request([1] * 10, 3), [])
+    clock.now += 5
+    events = tokens(run(engine), "0/1")  # three chunks
+    assert [e.timings for e in events] == [SequenceTimings(queue_s=5, compute_s=6), None, None]
+
+
+def test_a_sinks_first_token_tells_of_its_pull() -> None:
+    clock = Clock()
+    sink = make_slow(clock)
+    sink.submit("0/1", make_request([1] * 5, 3), [], importing=True)
+    assert isinstance(reserve(sink, "0/1", 5), Reservation)
+    clock.now += 7
+    times = PullTimes(announce_to_pull_s=0.25, pull_s=3, last_segment_s=1, read_at=4, num_bytes=99, transport="grpc")
+    sink.commit("0/1", 5, [5], times)
+    clock.now += 0.5
+    events = tokens(run(sink), "0/1")
+    handoff = HandoffTimings(0.25, 3, 1, release_s=3, num_bytes=99, transport="grpc")
+    assert [e.timings for e in events] == [SequenceTimings(0.5, 2, handoff), None]
 
 
 @pytest.mark.parametrize("num_resumed", [0, 3])

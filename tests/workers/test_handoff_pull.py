@@ -11,6 +11,7 @@ from diptych.workers.errors import (
     TransportError,
 )
 from diptych.workers.kv_layout import Copies, Region
+from diptych.workers.timings import PullTimes
 from diptych.workers.transport.base import Reader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
@@ -161,7 +162,7 @@ def test_a_commit_that_is_refused_gives_the_blocks_back() -> None:
 
 
 class Bug(SinkEngine):
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
         raise ZeroDivisionError
 
 

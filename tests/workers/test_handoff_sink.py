@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from diptych.proto import kv_pb2, worker_pb2
-from diptych.workers import handoff_pull
+from diptych.workers import handoff_pull, handoff_sink
 from diptych.workers.errors import (
     DeadlineExceeded,
     DiptychError,
@@ -47,6 +47,9 @@ def test_a_pull_brings_every_byte_and_commits() -> None:
             assert [piece(memory, b) for b in (7, 3, 0)] == [piece(served.memory, b) for b in (5, 6, 2)]
             assert (result.num_bytes, result.transport) == (3 * SMALL.block_bytes, "grpc")
             assert result.waited_s > 0
+            times = engine.times
+            assert times is not None and (times.num_bytes, times.transport) == (3 * SMALL.block_bytes, "grpc")
+            assert 0 < times.pull_s < result.waited_s and 0 <= times.last_segment_s < result.waited_s
             assert served.engine.ended == ["h"]
 
     run(test)
@@ -225,6 +228,30 @@ def test_an_abort_of_the_source_is_passed_on(error: DiptychError, kind: type[Dip
             assert type(failed) is kind and error.message in failed.message
             await until_quiet(sink)
             assert engine.calls[-1][:2] in [("fail", "k"), ("settle", "k")]  # type: ignore[index]
+
+    run(test)
+
+
+def test_traffic_is_counted_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff_sink, "MAX_PEERS", 2)
+
+    async def test() -> None:
+        engine = SinkEngine()
+        async with serve() as served, receive(engine) as (sink, _):
+            for number in range(2):
+                served.source.offer(f"h{number}", 5)
+                served.source.segment(f"h{number}", 0, [5, 6], [1, 1], 0, SMALL.num_layers)
+                served.source.seal(f"h{number}", 5, [7])
+                await sink.pull("k", served.named(f"h{number}"), 15.0)
+            assert isinstance(await failure(start(sink, served, incarnation="other")), WorkerLost)
+            mine, other = sink.links()
+            assert (mine.incarnation, mine.transport) == (served.incarnation, "grpc")
+            assert (mine.num_bytes, mine.num_reads, mine.num_failed) == (4 * SMALL.block_bytes, 2, 0)
+            assert mine.read_s > 0
+            assert other == worker_pb2.PeerLink(incarnation="other", num_failed=1)
+            await failure(start(sink, served, incarnation="third"))
+            assert [link.incarnation for link in sink.links()] == ["other", "third"]
+            await until_quiet(sink)
 
     run(test)
 

@@ -197,6 +197,35 @@ def test_hand_off_between_two_workers() -> None:
     run(test)
 
 
+def test_a_hand_off_tells_where_its_time_went() -> None:
+    async def test() -> None:
+        async with worker(role="prefill") as (source, source_at), worker(role="decode") as (_, sink_at):
+            prefill, decode = Router(source_at), Router(sink_at)
+            offer = worker_pb2.HandoffOffer(handoff_id="h")
+            where = worker_pb2.HandoffSource(handoff_id="h", address=source_at, incarnation=source.incarnation)
+            await decode.submit(1, make_request([1] * 30, 3), source=where)
+            await prefill.submit(1, make_request([1] * 30, 3), offer=offer)
+            first = (await prefill.read("step")).step
+            second = (await decode.read("step")).step
+            third = (await decode.read("step")).step
+            (of_first,), (of_second,) = first.timings, second.timings
+            assert not third.timings
+            assert of_first.entry == of_second.entry == 0
+            assert of_first.queue_s >= 0 and of_first.compute_s > 0 and not of_first.HasField("handoff")
+            handoff = of_second.handoff
+            assert (handoff.num_bytes, handoff.transport) == (8 * FakeRunner().layout.block_bytes, "grpc")
+            assert handoff.pull_s > 0 and handoff.last_segment_s >= 0 and handoff.release_s > 0
+            (link,) = (await decode.idle_state()).load.links
+            assert (link.incarnation, link.transport, link.num_failed) == (source.incarnation, "grpc", 0)
+            assert (link.num_bytes, link.num_reads) == (handoff.num_bytes, 1)
+            (told,) = (await decode.read("load")).load.links
+            assert told.incarnation == source.incarnation
+            await prefill.close()
+            await decode.close()
+
+    run(test)
+
+
 def test_a_source_that_does_not_exist_is_a_typed_retryable_failure() -> None:
     async def test() -> None:
         async with worker() as (_, address):

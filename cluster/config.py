@@ -117,6 +117,8 @@ class RouterConfig(_Settings):
     max_requests: Annotated[int, Field(ge=1)] = 1024  # sequences in flight at one router; more answer 429
     alone_below_tokens: Annotated[int, Field(ge=0)] = 0  # decode workers prefill fewer uncached ones themselves
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 3  # at a request whose workers fail
+    migrate: bool = True  # running sequences, away from workers that drain or run short of KV memory
+    pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than computing them
     worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker silent for that long is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
 

@@ -39,6 +39,8 @@ class WorkerView:
     is_draining: bool = False  # never ends: a worker that drains is about to go
     problem: str = ""  # why there is no link to it
     num_blocks: int = 0
+    block_size: int = 1  # tokens a block
+    kv_token_bytes: float = 0.0  # of KV, over all ranks
     max_context_tokens: int = 0
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
     num_in_flight: int = 0  # legs of this router that run there
@@ -145,7 +147,8 @@ class Fleet:
         self._layout.check_same(layout)
         view = self._views[incarnation]
         view.is_up, view.problem = True, ""
-        view.num_blocks = hello.num_blocks
+        view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
+        view.kv_token_bytes = layout.block_bytes / layout.block_size
         view.max_context_tokens = model.max_context_tokens
         view.load = worker_pb2.LoadReport(
             num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role

@@ -9,11 +9,14 @@ Roles are weights, not walls: with no worker of a kind left, the other kind does
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..workers.errors import ConfigError, Unavailable
 from ..workers.scheduler import Role
 from .fleet import WorkerView
+from .kv_costs import compute_s, pull_s
+
+PULL_GAIN = 1.5  # a prefix is pulled where computing it would take so many times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,9 @@ class RoutingConfig:
     worker_timeout_s: float = 5.0  # a worker silent for that long is lost
     hello_timeout_s: float = 5.0
     no_worker_wait_s: float = 30.0  # a request waits that long for a worker to come
+    migrate: bool = True  # running sequences, from workers that drain or run short of KV memory
+    max_migrations: int = 4  # away from one worker at a time
+    pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than to compute them
     reconnect_s: float = 0.1  # then twice as long each time, up to
     max_reconnect_s: float = 2.0
 
@@ -33,7 +39,7 @@ class RoutingConfig:
         for name in ("alone_below_tokens", "tokens_per_sequence"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("max_in_flight", "max_attempts"):
+        for name in ("max_in_flight", "max_attempts", "max_migrations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("worker_timeout_s", "hello_timeout_s", "no_worker_wait_s", "reconnect_s", "max_reconnect_s"):
@@ -48,6 +54,7 @@ class RequestFacts:
     block_size: int
     cached_tokens: Mapping[str, int]  # by worker: leading tokens that its prefix cache holds
     excluded: frozenset[str] = frozenset()  # workers that failed this request; taken only when nobody else is left
+    failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink that could not hand this request off
     may_hand_off: bool = True
 
     @property
@@ -61,15 +68,52 @@ class RequestFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    holder: str  # incarnation
+    num_tokens: int  # leading ones, whole blocks of the holder
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
-    """Incarnations. `prefill` is None where one worker does all."""
+    """Incarnations. `prefill` is None where one worker does all; `prefix` is for the one that computes the prompt."""
 
     prefill: str | None
     decode: str
+    prefix: PrefixSource | None = None
 
 
 def choose(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
     """Raises Unavailable where no worker could take the request."""
+    route = _choose_workers(workers, facts, config)
+    if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off):
+        return route
+    return replace(route, prefix=choose_prefix(workers, facts, route.prefill or route.decode))
+
+
+def choose_prefix(workers: Sequence[WorkerView], facts: RequestFacts, worker: str) -> PrefixSource | None:
+    """From where `worker` best pulls the prompt's beginning; None: it computes what it has not."""
+    sink = next(w for w in workers if w.incarnation == worker)
+    num_held = facts.cached_tokens.get(worker, 0)
+    best, best_saved_s = None, 0.0
+    for source in workers:
+        num_tokens = _pullable_tokens(source, facts)
+        num_new = num_tokens - num_held
+        pair = (source.incarnation, worker)
+        if num_new <= 0 or not source.is_up or source is sink or pair in facts.failed_pairs:
+            continue
+        saved_s = compute_s(sink, num_new, workers) - PULL_GAIN * pull_s(source, sink, num_new)
+        if saved_s > best_saved_s:
+            best, best_saved_s = PrefixSource(source.incarnation, num_tokens), saved_s
+    return best
+
+
+def _pullable_tokens(source: WorkerView, facts: RequestFacts) -> int:
+    """Whole blocks that it holds; the last token's logits have to be computed."""
+    num_tokens = min(facts.cached_tokens.get(source.incarnation, 0), facts.num_tokens - 1)
+    return num_tokens // source.block_size * source.block_size
+
+
+def _choose_workers(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
     able = _able(workers, facts)
     if not able:
         raise _unavailable(workers)
@@ -84,14 +128,16 @@ def choose(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingCo
     if knowing:
         return Route(None, _best_to_decode(knowing, facts))
     source = _best_to_prefill(prefillers, facts, config)
-    sink = _best_to_decode(_sinks_of(source, decoders), facts)
+    sinks = [w for w in _sinks_of(source, decoders) if (source, w.incarnation) not in facts.failed_pairs]
+    sink = _best_to_decode(sinks, facts) if sinks else source
     return Route(None, sink) if sink == source else Route(source, sink)
 
 
 def choose_sink(workers: Iterable[WorkerView], facts: RequestFacts, source: str) -> str | None:
     """Another decode worker for a hand-off that `source` still offers; None where there is none."""
     able = [w for w in _able(workers, facts) if w.role is not Role.PREFILL]
-    able = [w for w in able if w.incarnation not in facts.excluded | {source}]
+    barred = facts.excluded | {source} | {sink for peer, sink in facts.failed_pairs if peer == source}
+    able = [w for w in able if w.incarnation not in barred]
     return _best_to_decode(able, facts) if able else None
 
 

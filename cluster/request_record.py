@@ -10,94 +10,65 @@ An attempt is one leg that does everything (ALONE), or two:
     PREFILL   makes the token at position `start`, and offers the sequence's KV
     DECODE    pulls that KV and makes every token after it
 
+A leg that decodes may `migrate`: it is the source A of a live hand-off to a DECODE leg B on another worker, and makes
+tokens until B has caught up. Then it says that it has handed off, and B goes on.
+
 The two speak over different streams, so anything may overtake anything:
 
-    a DECODE token before the PREFILL token     kept until that one is here
+    a DECODE token before the source's last one kept until that one is here
     PREFILL is lost or fails, its token missing resume; kept tokens are dropped, they come again
     PREFILL is lost or fails after its token    nothing: DECODE has the KV, or says that it has not
     DECODE is lost before it pulled             another sink is sent to the same offer
+    DECODE could not reach its source           the same: the KV is there still
     DECODE fails while the PREFILL token is due wait for it: it may be the last one; else resume after it
+    A's token after B failed                    accepted: A runs on; the pair is not tried again
+    A hands off after B failed                  another sink is sent to the same offer, or resume
+    A finishes the request before it hands off  finished; B is aborted
+    A is lost or fails before it handed off     resume: B will not get what it waits for
+    A is lost or fails after it handed off      nothing: B has the KV, or says that it has not
+    B's first token before A's last, then B or A lost
+                                                B: wait for A's tokens, then resume; A: resume
+    B's first token before "handed off"         if no token misses between, it says so itself
     a token twice, or of a closed leg           dropped
     a token after a gap                         InternalError: no answer is better than a wrong one
 
+A source is forgotten when the sink's first token has its place: the sink committed, so nothing is held for it there.
 Every leg that was submitted is closed exactly once: by Abort (its worker must stop) or Forget (it already has).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from ..workers.errors import DiptychError, InternalError, LayoutMismatch, Unavailable, WorkerDraining
+from ..workers.errors import (
+    DiptychError,
+    InternalError,
+    LayoutMismatch,
+    TransportError,
+    Unavailable,
+    WorkerDraining,
+    WorkerLost,
+)
 from ..workers.request import Request
 from ..workers.sequence import FinishReason
 from .generation import TokenDelta, TokenLogprob
+from .leg_handoff import Gap, LegHandoff
+from .legs import (
+    Abort,
+    Actions,
+    Choose,
+    ChooseSink,
+    Forget,
+    Leg,
+    LegToken,
+    Offer,
+    OfferPrefix,
+    Part,
+    PrefixPull,
+    Spoke,
+    Submit,
+)
 from .policy import Route
 
-
-class Part(Enum):
-    ALONE = "alone"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(slots=True, eq=False)
-class Leg:
-    handle: int
-    worker: str  # incarnation
-    part: Part
-    has_spoken: bool = False
-
-
-class LegToken(NamedTuple):
-    position: int  # in the request's output, from 0
-    token_id: int
-    finish: FinishReason | None = None
-    logprob: TokenLogprob | None = None
-    num_cached: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Choose:
-    """A route is needed: answer with `begin`, or `fail` when there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChooseSink:
-    """A decode worker is needed for an offer that stands at `source`: answer with `begin_sink`."""
-
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """`handoff_id`: for PREFILL and DECODE; `source`: the PREFILL leg's worker, for DECODE."""
-
-    leg: Leg
-    output_token_ids: tuple[int, ...]
-    handoff_id: str | None = None
-    source: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Spoke:
-    """The leg's first token is here. A PREFILL leg computes nothing from here on."""
-
-    leg: Leg
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    leg: Leg
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    leg: Leg
-
-
-Action = Choose | ChooseSink | Submit | Spoke | Abort | Forget
-Actions = Sequence[Action]
+MAX_FAILED_MIGRATIONS = 3  # of a request; then it stays where it is
 _NOTHING: Actions = ()
 
 
@@ -110,28 +81,31 @@ class RequestRecord:
         self.finish: FinishReason | None = None
         self.error: DiptychError | None = None
         self.excluded: set[str] = set()  # workers that failed this request
+        self.failed_pairs: set[tuple[str, str]] = set()  # source and sink between which a hand-off failed
         self.num_failures = 0
         self.num_attempts = 0  # begun, and offers that another sink was sent to
+        self.num_migrations = 0
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
+        self._num_failed_migrations = 0
         self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
         self._wants_logprobs = request.sampling.logprobs is not None
         self._logprobs: list[TokenLogprob] = []
-        self.num_cached_tokens = 0
         self._num_taken = 0
         self._layouts_differ = False
         self._has_handoff_failed = False
         # Of the running attempt:
         self._legs: dict[int, Leg] = {}
-        self._start = 0  # tokens there were when it began
-        self._handoff_id: str | None = None
-        self._may_send_another_sink = False
-        self._early: list[LegToken] = []  # of DECODE, while the PREFILL token is due
-        self._wound: DiptychError | None = None  # what ended DECODE, while the PREFILL token is due
+        self._handoff: LegHandoff | None = None
 
     @property
     def is_over(self) -> bool:
         return self.finish is not None or self.error is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     @property
     def num_remaining(self) -> int:
@@ -145,6 +119,20 @@ class RequestRecord:
 
     def legs(self) -> list[Leg]:
         return list(self._legs.values())
+
+    def movable(self) -> Leg | None:
+        """The leg that may migrate now: it decodes, and is not on its way already."""
+        handoff = self._handoff
+        if self.is_over or self._num_failed_migrations >= MAX_FAILED_MIGRATIONS:
+            return None
+        if handoff is not None and not (handoff.runs_on and handoff.sink is None):
+            return None
+        return next((leg for leg in self._legs.values() if leg.has_spoken), None)
+
+    def moving(self) -> Leg | None:
+        """The source of a migration that is under way."""
+        handoff = self._handoff
+        return handoff.source if handoff is not None and handoff.is_live and handoff.sink is not None else None
 
     def take(self) -> TokenDelta | None:
         """The tokens since the last call, if any."""
@@ -161,32 +149,47 @@ class RequestRecord:
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
-    def begin(self, route: Route, handoff_id: str, handles: Iterator[int]) -> Actions:
-        """An attempt along `route`. `handoff_id` is used where the route has two workers; handles are never reused."""
+    def begin(self, route: Route, handoff_id: str, handles: Iterator[int], prefix_id: str = "") -> Actions:
+        """An attempt along `route`. `handoff_id` is used where the route has two workers, `prefix_id` where one of them
+        pulls a prefix; handles are never reused."""
         assert not self._legs and not self.is_over
         self.num_attempts += 1
-        self._start = len(self.token_ids)
         output = tuple(self.token_ids)
+        offers: list[OfferPrefix] = []
+        pull: PrefixPull | None = None
+        if route.prefix is not None:
+            offers = [OfferPrefix(route.prefix.holder, prefix_id, route.prefix.num_tokens)]
+            pull = PrefixPull(route.prefix.holder, prefix_id)
         if route.prefill is None:
-            self._handoff_id = None
-            return [Submit(self._open(next(handles), route.decode, Part.ALONE), output)]
-        self._handoff_id = handoff_id
-        self._may_send_another_sink = True
+            alone = self._open(next(handles), route.decode, Part.ALONE)
+            return [*offers, Submit(alone, output, prefix=pull)]
         source = self._open(next(handles), route.prefill, Part.PREFILL)
         sink = self._open(next(handles), route.decode, Part.DECODE)
-        return [Submit(source, output, handoff_id), Submit(sink, output, handoff_id, source.worker)]
+        self._handoff = LegHandoff(handoff_id, source, sink, output, end=len(output) + 1)
+        return [*offers, Submit(source, output, handoff_id, prefix=pull), self._submit_sink(self._handoff, sink)]
+
+    def migrate(self, worker: str, handoff_id: str, handles: Iterator[int]) -> Actions:
+        """Move the `movable` leg to `worker`. `handoff_id` is new."""
+        source = self.movable()
+        assert source is not None and source.worker != worker
+        sink = self._open(next(handles), worker, Part.DECODE)
+        self._handoff = LegHandoff(handoff_id, source, sink, tuple(self.token_ids))
+        return [Offer(source, handoff_id), self._submit_sink(self._handoff, sink)]
 
     def begin_sink(self, worker: str | None, handles: Iterator[int]) -> Actions:
         """`worker` pulls the standing offer; None: nobody can."""
-        source = self._leg_of(Part.PREFILL)
-        assert source is not None and self._wound is not None
-        wound = self._wound
+        handoff = self._handoff
+        assert handoff is not None and handoff.wound is not None
         if worker is None:
-            return self._resume_if_due(wound)
-        self._wound = None
+            return self._resume_if_due(handoff, handoff.wound)
+        handoff.wound = None
         self.num_attempts += 1
-        sink = self._open(next(handles), worker, Part.DECODE)
-        return [Submit(sink, tuple(self.token_ids[: self._start]), self._handoff_id, source.worker)]
+        handoff.sink = self._open(next(handles), worker, Part.DECODE)
+        return [self._submit_sink(handoff, handoff.sink)]
+
+    @staticmethod
+    def _submit_sink(handoff: LegHandoff, sink: Leg) -> Submit:
+        return Submit(sink, handoff.output_token_ids, handoff.id, handoff.source.worker)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
@@ -194,46 +197,68 @@ class RequestRecord:
         leg = self._legs.get(handle)
         if leg is None:
             return _NOTHING
-        if leg.part is Part.PREFILL:
-            if leg.has_spoken:
-                return _NOTHING
-            leg.has_spoken = True
-            return [Spoke(leg), *self._accept_first(token)]
-        actions = self._hold(token) if self._is_first_due else self._accept(token, leg.part)
-        if leg.has_spoken:
-            return actions
+        first: list[Spoke] = [] if leg.has_spoken else [Spoke(leg)]
         leg.has_spoken = True
-        return [Spoke(leg), *actions]
+        handoff = self._handoff
+        if handoff is None:
+            actions = self._accept(token)
+        else:
+            try:
+                actions = self._accept_in_handoff(handoff, leg, token)
+            except Gap as gap:
+                actions = self._gap(gap)
+        return [*first, *actions] if first else actions
 
-    @property
-    def _is_first_due(self) -> bool:
-        """The PREFILL token is still to come."""
-        return self._handoff_id is not None and len(self.token_ids) == self._start
+    def handed_off(self, handle: int, num_output_tokens: int) -> Actions:
+        """The running leg was sealed after so many tokens: none more comes from it."""
+        leg, handoff = self._legs.get(handle), self._handoff
+        if leg is None:
+            return _NOTHING
+        if handoff is None or leg is not handoff.source or not handoff.is_live:
+            return self.fail(InternalError("a worker handed off a sequence that was not offered"))
+        if num_output_tokens != len(self.token_ids):
+            return self._gap(Gap(num_output_tokens, len(self.token_ids)))
+        try:
+            handoff.seal(num_output_tokens)
+        except Gap as gap:
+            return self._gap(gap)
+        return _NOTHING if handoff.sink is not None else self._another_sink(handoff)
 
-    def _hold(self, token: LegToken) -> Actions:
-        expected = self._start + 1 + len(self._early)
-        if token.position > expected or token.position >= self._max_tokens:
-            return self._gap(token, expected)
-        if token.position == expected:
-            self._early.append(token)
+    def _accept_in_handoff(self, handoff: LegHandoff, leg: Leg, token: LegToken) -> Actions:
+        """Raises Gap."""
+        if leg is handoff.source:
+            handoff.check_source(token)
+            actions = self._accept(token)
+            if self.is_over:
+                return actions
+            if len(self.token_ids) == handoff.end:
+                handoff.seal(len(self.token_ids))
+        else:
+            handoff.hold(token, len(self.token_ids), self._max_tokens)
+        if handoff.is_joined(len(self.token_ids)):
+            return self._join(handoff)
+        if handoff.wound is not None and handoff.is_sealed:
+            return self._resume(handoff.wound)
         return _NOTHING
 
-    def _accept_first(self, token: LegToken) -> Actions:
-        if token.position != self._start:
-            return self._gap(token, self._start)
-        actions = self._accept(token, Part.PREFILL)
-        early, self._early = self._early, []
-        for following in early:
+    def _join(self, handoff: LegHandoff) -> Actions:
+        """The sink has taken over."""
+        self._handoff = None
+        self.num_migrations += handoff.is_live
+        source = self._legs.pop(handoff.source.handle, None)
+        actions: list[Forget] = [] if source is None else [Forget(source)]
+        following: Actions = _NOTHING
+        for token in handoff.take_early():
             if not self.is_over:
-                actions = self._accept(following, Part.DECODE)
-        if self._wound is not None and not self.is_over:
-            return self._resume(self._wound)
-        return actions
+                following = self._accept(token)
+        if handoff.wound is not None and not self.is_over:
+            following = self._resume(handoff.wound)
+        return [*actions, *following]
 
-    def _accept(self, token: LegToken, part: Part) -> Actions:
+    def _accept(self, token: LegToken) -> Actions:
         expected = len(self.token_ids)
         if token.position != expected:
-            return self._gap(token, expected) if token.position > expected else _NOTHING
+            return self._gap(Gap(token.position, expected)) if token.position > expected else _NOTHING
         if self._wants_logprobs:
             if token.logprob is None:
                 return self.fail(InternalError("a worker sent a token without the log-probability asked for"))
@@ -242,20 +267,21 @@ class RequestRecord:
             self.num_cached_tokens = min(token.num_cached, len(self.request.prompt_token_ids))
         self.token_ids.append(token.token_id)
         if token.finish is not None:
-            return self._finish(token.finish, part)
+            return self._finish(token.finish)
         if len(self.token_ids) == self._max_tokens:
             return self.fail(InternalError("a worker made max_tokens tokens and did not finish"))
         return _NOTHING
 
-    def _finish(self, finish: FinishReason, by: Part) -> Actions:
-        """Only a sink whose source finished needs to be told."""
+    def _finish(self, finish: FinishReason) -> Actions:
+        """A sink that waits still needs to be told."""
         self.finish = finish
         legs, self._legs = self._legs, {}
-        return [Abort(leg) if by is Part.PREFILL and leg.part is Part.DECODE else Forget(leg) for leg in legs.values()]
+        waiting = self._handoff.sink if self._handoff is not None else None
+        return [Abort(leg) if leg is waiting else Forget(leg) for leg in legs.values()]
 
-    def _gap(self, token: LegToken, expected: int) -> Actions:
+    def _gap(self, gap: Gap) -> Actions:
         return self.fail(
-            InternalError(f"a worker sent the token at position {token.position} where {expected} was next")
+            InternalError(f"a worker sent the token at position {gap.position} where {gap.expected} was next")
         )
 
     # -- failures ---------------------------------------------------------------------------------------------------
@@ -265,16 +291,12 @@ class RequestRecord:
         leg = self._legs.pop(handle, None)
         if leg is None:
             return _NOTHING
-        if leg.part is Part.PREFILL and leg.has_spoken:
+        moving = self._handoff
+        if moving is not None and leg is moving.source and moving.is_sealed:
             return [Forget(leg)]
-        if not (error.retryable or handoff):
-            return [Forget(leg), *self.fail(error)]
-        self.excluded.add(leg.worker)
-        self._has_handoff_failed |= handoff
-        self._layouts_differ |= isinstance(error, LayoutMismatch)
-        if leg.part is not Part.DECODE:
-            return [Forget(leg), *self._resume(error)]
-        return [Forget(leg), *self._sink_failed(leg, error, handoff)]
+        if moving is not None and leg is moving.sink:
+            return [Forget(leg), *self._sink_failed(moving, leg, error, handoff)]
+        return [Forget(leg), *self._leg_failed(leg, error, handoff)]
 
     def fail(self, error: DiptychError) -> Actions:
         """End the request, if it has not ended: its deadline, no worker, or the client's going."""
@@ -283,19 +305,43 @@ class RequestRecord:
         self.error = error
         return self._abort_legs()
 
-    def _sink_failed(self, sink: Leg, error: DiptychError, handoff: bool) -> Actions:
-        source = self._leg_of(Part.PREFILL)
-        if source is not None and not sink.has_spoken and not handoff and self._may_send_another_sink:
-            self._may_send_another_sink = isinstance(error, WorkerDraining)
-            self._wound = error
-            return [ChooseSink(source.worker)]
-        return self._resume_if_due(error)
-
-    def _resume_if_due(self, error: DiptychError) -> Actions:
-        if self._is_first_due and self._leg_of(Part.PREFILL) is not None:
-            self._wound = error
-            return _NOTHING
+    def _leg_failed(self, leg: Leg, error: DiptychError, handoff: bool) -> Actions:
+        if not (error.retryable or handoff):
+            return self.fail(error)
+        self._blame(leg, error, handoff)
         return self._resume(error)
+
+    def _sink_failed(self, handoff: LegHandoff, sink: Leg, error: DiptychError, is_handoff: bool) -> Actions:
+        handoff.sink, handoff.wound = None, error
+        if is_handoff:
+            self.failed_pairs.add((handoff.source.worker, sink.worker))
+        handoff.may_send_another_sink &= not sink.has_spoken and (not is_handoff or _is_on_the_way(error))
+        if handoff.runs_on:
+            self.failed_pairs.add((handoff.source.worker, sink.worker))
+            self._num_failed_migrations += not isinstance(error, WorkerDraining)
+            return _NOTHING
+        if not (error.retryable or is_handoff):
+            return self.fail(error)
+        self._blame(sink, error, is_handoff)
+        return self._another_sink(handoff)
+
+    def _blame(self, leg: Leg, error: DiptychError, handoff: bool) -> None:
+        self.excluded.add(leg.worker)
+        self._has_handoff_failed |= handoff
+        self._layouts_differ |= isinstance(error, LayoutMismatch)
+
+    def _another_sink(self, handoff: LegHandoff) -> Actions:
+        """Once, and as often as sinks drain, while the source is there."""
+        error = handoff.wound
+        assert error is not None
+        if handoff.may_send_another_sink and handoff.source.handle in self._legs:
+            handoff.may_send_another_sink = isinstance(error, WorkerDraining)
+            return [ChooseSink(handoff.source.worker)]
+        return self._resume_if_due(handoff, error)
+
+    def _resume_if_due(self, handoff: LegHandoff, error: DiptychError) -> Actions:
+        """Not while the source's last tokens are on their way: one may be the request's last."""
+        return self._resume(error) if handoff.is_sealed else _NOTHING
 
     def _resume(self, error: DiptychError) -> Actions:
         """Draining is nobody's failure, and ends by itself: who drains is not chosen again."""
@@ -310,8 +356,7 @@ class RequestRecord:
         return actions
 
     def _abort_legs(self) -> Actions:
-        legs, self._legs = self._legs, {}
-        self._early, self._wound, self._handoff_id = [], None, None
+        legs, self._legs, self._handoff = self._legs, {}, None
         return [Abort(leg) for leg in legs.values()]
 
     # -- legs -------------------------------------------------------------------------------------------------------
@@ -321,5 +366,7 @@ class RequestRecord:
         self._legs[handle] = leg
         return leg
 
-    def _leg_of(self, part: Part) -> Leg | None:
-        return next((leg for leg in self._legs.values() if leg.part is part), None)
+
+def _is_on_the_way(error: DiptychError) -> bool:
+    """Source and sink could not reach each other: what is offered may be had by another."""
+    return isinstance(error, TransportError | WorkerLost)

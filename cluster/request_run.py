@@ -5,6 +5,7 @@ reading or not. Knows no stream and no policy: its RunPort does.
 """
 
 import asyncio
+import math
 import secrets
 from collections.abc import Iterator
 from typing import Protocol
@@ -12,9 +13,22 @@ from typing import Protocol
 from ..workers.errors import DeadlineExceeded, DiptychError, RequestAborted, Unavailable, WorkerDraining
 from ..workers.request import Request
 from .generation import TokenDelta
+from .legs import (
+    Abort,
+    Actions,
+    Choose,
+    ChooseSink,
+    Forget,
+    Leg,
+    LegToken,
+    Offer,
+    OfferPrefix,
+    Spoke,
+    Submit,
+)
 from .metrics import RequestTimes
 from .policy import RequestFacts, Route
-from .request_record import Abort, Actions, Choose, ChooseSink, Forget, Leg, LegToken, RequestRecord, Spoke, Submit
+from .request_record import RequestRecord
 
 
 class RunPort(Protocol):
@@ -29,6 +43,8 @@ class RunPort(Protocol):
 
     def choose_sink(self, facts: RequestFacts, source: str) -> str | None: ...
     def submit(self, run: "RequestRun", submit: Submit) -> None: ...
+    def offer(self, offer: Offer) -> None: ...
+    def offer_prefix(self, run: "RequestRun", offer: OfferPrefix) -> None: ...
     def spoke(self, leg: Leg) -> None: ...
     def abort(self, leg: Leg) -> None: ...
     def forget(self, leg: Leg) -> None: ...
@@ -48,6 +64,8 @@ class RequestRun:
         self._no_worker_wait_s = no_worker_wait_s
         self._loop = asyncio.get_running_loop()
         self.times = RequestTimes(self._loop.time())
+        self.moved_at = -math.inf  # when it was last told to migrate, and from where
+        self.moved_from = ""
         self._deadline = self.times.started_at + request.timeout_s
         self._timer = self._loop.call_at(self._deadline, self._expire)
         self._patience: asyncio.TimerHandle | None = None  # while no worker is there
@@ -70,7 +88,16 @@ class RequestRun:
         self._lose_patience()
         if self.times.routed_at is None:
             self.times.routed_at = self._loop.time()
-        self._do(self.record.begin(route, secrets.token_hex(16), self._port.handles))
+        handles = self._port.handles
+        self._do(self.record.begin(route, secrets.token_hex(16), handles, prefix_id=secrets.token_hex(16)))
+
+    def migrate(self, worker: str) -> None:
+        """Move the record's `movable` leg there."""
+        self.facts = self._port.facts(self.record)
+        leg = self.record.movable()
+        assert leg is not None
+        self.moved_at, self.moved_from = self._loop.time(), leg.worker
+        self._do(self.record.migrate(worker, secrets.token_hex(16), self._port.handles))
 
     async def next(self) -> TokenDelta:
         """The tokens since the last call, at least one. Raises what ended the request."""
@@ -101,6 +128,10 @@ class RequestRun:
             self._do(actions)
         self._wake()
 
+    def on_handed_off(self, handle: int, num_output_tokens: int) -> None:
+        self._do(self.record.handed_off(handle, num_output_tokens))
+        self._wake()
+
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         if isinstance(error, WorkerDraining):
             for leg in self.record.legs():
@@ -116,6 +147,10 @@ class RequestRun:
             match action:
                 case Submit():
                     self._port.submit(self, action)
+                case Offer():
+                    self._port.offer(action)
+                case OfferPrefix():
+                    self._port.offer_prefix(self, action)
                 case Spoke():
                     self._port.spoke(action.leg)
                 case Abort():
@@ -125,7 +160,6 @@ class RequestRun:
                 case Choose():
                     self.route()
                 case ChooseSink():
-                    assert self.facts is not None
                     sink = self._port.choose_sink(self._port.facts(self.record), action.source)
                     self._do(self.record.begin_sink(sink, self._port.handles))
 

@@ -22,10 +22,12 @@ from ..workers.runner import ModelInfo
 from ..workers.wire import submit_from_request
 from .fleet import Fleet, LegLoad, WorkerInfo
 from .generation import Health, TokenDelta
+from .legs import Leg, Offer, OfferPrefix, Part, Submit
 from .metrics import RouterMetrics
+from .mover import Mover
 from .policy import RequestFacts, Route, RoutingConfig, choose, choose_sink
 from .prefix_index import PrefixIndex
-from .request_record import Leg, Part, RequestRecord, Submit
+from .request_record import RequestRecord
 from .request_run import RequestRun
 from .worker_link import WorkerLink
 
@@ -57,6 +59,7 @@ class Router:
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._runs: set[RequestRun] = set()
+        self._mover = Mover(config, self._fleet, lambda: self._runs)
         self._unrouted: dict[RequestRun, None] = {}  # in order of arrival
         self._mean_duration_s = 1.0
         self._is_running = False
@@ -146,6 +149,7 @@ class Router:
         record = run.record
         self._mean_duration_s += DURATION_WEIGHT * (now - run.times.started_at - self._mean_duration_s)
         self._metrics.resumes.inc(max(record.num_attempts - 1, 0))
+        self._metrics.migrations.inc(record.num_migrations)
         self._metrics.cached_tokens.inc(record.num_cached_tokens)
         self._metrics.ended(run.times, _outcome(record), now)
 
@@ -166,6 +170,7 @@ class Router:
             block_size=block_size,
             cached_tokens=cached,
             excluded=frozenset(record.excluded),
+            failed_pairs=frozenset(record.failed_pairs),
             may_hand_off=record.may_hand_off,
         )
 
@@ -180,15 +185,31 @@ class Router:
         assert facts is not None
         message = submit_from_request(leg.handle, run.record.request, list(submit.output_token_ids))
         message.timeout_s = run.remaining_s
+        if submit.prefix is not None:
+            message.prefix.CopyFrom(self._source(submit.prefix.worker, submit.prefix.handoff_id))
         if submit.source is not None:
-            message.source.handoff_id = submit.handoff_id or ""
-            message.source.address = self._fleet.view(submit.source).info.address
-            message.source.incarnation = submit.source
+            message.source.CopyFrom(self._source(submit.source, submit.handoff_id or ""))
         elif submit.handoff_id is not None:
             message.offer.handoff_id = submit.handoff_id
         num_tokens = 0 if leg.part is Part.DECODE else facts.uncached_tokens(leg.worker)
         self._fleet.open_leg(leg.handle, LegLoad(leg.worker, num_tokens, facts.num_blocks))
         self._links[leg.worker].submit(message, run)
+
+    def offer(self, offer: Offer) -> None:
+        message = worker_pb2.Offer(handle=offer.leg.handle, handoff_id=offer.handoff_id)
+        self._links[offer.leg.worker].offer(message)
+
+    def offer_prefix(self, run: RequestRun, offer: OfferPrefix) -> None:
+        record = run.record
+        tokens = [*record.request.prompt_token_ids, *record.token_ids][: offer.num_tokens]
+        message = worker_pb2.OfferPrefix(
+            handoff_id=offer.handoff_id, token_ids=tokens, cache_salt=record.request.cache_salt
+        )
+        self._links[offer.worker].offer_prefix(message)
+
+    def _source(self, worker: str, handoff_id: str) -> worker_pb2.HandoffSource:
+        address = self._fleet.view(worker).info.address
+        return worker_pb2.HandoffSource(handoff_id=handoff_id, address=address, incarnation=worker)
 
     def spoke(self, leg: Leg) -> None:
         self._fleet.leg_spoke(leg.handle)
@@ -209,6 +230,7 @@ class Router:
 
     def drains(self, worker: str) -> None:
         self._fleet.drains(worker)
+        self._mover.look_soon()
 
     def wait_for_worker(self, run: RequestRun) -> None:
         self._unrouted[run] = None
@@ -220,6 +242,8 @@ class Router:
 
     def _end(self, leg: Leg) -> None:
         self._fleet.close_leg(leg.handle)
+        if self._fleet.view(leg.worker).is_draining:
+            self._mover.look_soon()
         self._retire(leg.worker)
 
     # -- LinkOwner --------------------------------------------------------------------------------------------------
@@ -229,9 +253,11 @@ class Router:
 
     def on_up(self, info: WorkerInfo) -> None:
         self._route_waiting()
+        self._mover.look_soon()
 
     def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
         self._fleet.report(info.incarnation, load)
+        self._mover.on_load(info.incarnation)
 
     def on_blocks(self, info: WorkerInfo, events: worker_pb2.BlockEvents) -> None:
         self._index.apply(info.incarnation, events, self._fleet.view(info.incarnation).num_blocks)

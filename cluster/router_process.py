@@ -30,6 +30,8 @@ class RouterProcess:
         settings = deployment.config.router
         routing = RoutingConfig(
             alone_below_tokens=settings.alone_below_tokens,
+            migrate=settings.migrate,
+            pull_prefixes=settings.pull_prefixes,
             max_in_flight=settings.max_requests,
             max_attempts=settings.max_attempts,
             worker_timeout_s=settings.worker_timeout_s,

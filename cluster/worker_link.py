@@ -21,8 +21,8 @@ from ..workers.errors import ConfigError, DiptychError, InternalError, WorkerLos
 from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .fleet import WorkerInfo
 from .generation import TokenLogprob
+from .legs import LegToken
 from .policy import RoutingConfig
-from .request_record import LegToken
 
 HUNG_UP = "the router hung up"
 SILENCE_CHECKS = 4  # looks at a worker in worker_timeout_s
@@ -37,6 +37,7 @@ class LegListener(Protocol):
     """One request; called on the event loop, must not block."""
 
     def on_token(self, handle: int, token: LegToken) -> None: ...
+    def on_handed_off(self, handle: int, num_output_tokens: int) -> None: ...
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
 
 
@@ -90,6 +91,14 @@ class WorkerLink:
         self._listeners.pop(handle, None)
         if self._is_up:
             self._send(worker_pb2.RouterMessage(abort=worker_pb2.Abort(handle=handle)))
+
+    def offer(self, offer: worker_pb2.Offer) -> None:
+        """Hand a running request off. Only while the link is up."""
+        self._send(worker_pb2.RouterMessage(offer=offer))
+
+    def offer_prefix(self, offer: worker_pb2.OfferPrefix) -> None:
+        """Only while the link is up."""
+        self._send(worker_pb2.RouterMessage(offer_prefix=offer))
 
     def forget(self, handle: int) -> None:
         """It has ended there already."""
@@ -184,6 +193,8 @@ class WorkerLink:
                     self._owner.on_blocks(self.info, message.blocks)
                 case "failed":
                     self._on_failed(message.failed)
+                case "handed_off":
+                    self._on_handed_off(message.handed_off)
                 case kind:
                     raise InternalError(f"the worker sent a message out of place ({kind or 'of an unknown kind'})")
 
@@ -259,6 +270,11 @@ class WorkerLink:
             error = from_wire(failed.error, failed.message)
             error.retryable = failed.retryable
             listener.on_failed(failed.handle, error, handoff=failed.handoff)
+
+    def _on_handed_off(self, handed_off: worker_pb2.HandedOff) -> None:
+        listener = self._listeners.get(handed_off.handle)
+        if listener is not None:
+            listener.on_handed_off(handed_off.handle, handed_off.num_output_tokens)
 
 
 async def _status(call: "Call") -> str:

@@ -1,11 +1,12 @@
 """Which worker takes what, case by case, and for any fleet."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from diptych.cluster.fleet import WorkerInfo, WorkerView
-from diptych.cluster.policy import RequestFacts, Route, RoutingConfig, choose, choose_sink
+from diptych.cluster.policy import PrefixSource, RequestFacts, Route, RoutingConfig, choose, choose_sink
 from diptych.proto import worker_pb2
 from diptych.workers.errors import ConfigError, Unavailable
 
@@ -115,8 +116,54 @@ def test_another_sink_for_a_standing_offer() -> None:
     assert choose_sink([worker("m1"), worker("m2")], facts(), "m1") == "m2"
 
 
+def measured(name: str, role: str, tokens_s: float = 100.0, **fields: object) -> WorkerView:
+    """Blocks of 4 tokens, 1 KB a token."""
+    view = worker(name, role, block_size=4, kv_token_bytes=1e3, **fields)
+    view.load.num_prefill_tokens, view.load.prefill_s = 1000, 1000 / tokens_s
+    return view
+
+
+def test_a_prefix_is_pulled_where_that_is_cheaper_than_computing_it() -> None:
+    p, d1, d2 = measured("p", "prefill"), measured("d1", "decode"), measured("d2", "decode")
+    route = choose([p, d1, d2], facts(40, cached_tokens={"d1": 36, "d2": 40}), CONFIG)
+    assert route == Route("p", "d1", PrefixSource("d1", 36))  # the last token is computed: 39 are no whole blocks
+    assert choose([p, d1], facts(41, cached_tokens={"d1": 40}), CONFIG).prefix == PrefixSource("d1", 40)
+    assert choose([p, d1], facts(40, cached_tokens={"p": 36, "d1": 36}), CONFIG).prefix is None
+    assert choose([p, d1], facts(40, cached_tokens={"p": 32, "d1": 36}), CONFIG).prefix == PrefixSource("d1", 36)
+    fast = measured("p", "prefill", tokens_s=1e4)
+    assert choose([fast, d1], facts(40, cached_tokens={"d1": 36}), CONFIG).prefix is None
+    p.load.links.add(incarnation="d1", num_bytes=2 << 20, read_s=1e3)
+    assert choose([p, d1], facts(40, cached_tokens={"d1": 36}), CONFIG).prefix is None
+
+
+def test_whoever_computes_the_prompt_pulls_and_whoever_is_there_gives() -> None:
+    m1, m2 = measured("m1", "mixed"), measured("m2", "mixed", waiting=500)
+    wanted = facts(40, cached_tokens={"m2": 36})
+    assert choose([m1, m2], wanted, CONFIG) == Route(None, "m1", PrefixSource("m2", 36))
+    assert choose([m1, measured("m2", "mixed", is_draining=True)], wanted, CONFIG).prefix == PrefixSource("m2", 36)
+    assert choose([m1, measured("m2", "mixed", is_up=False)], wanted, CONFIG).prefix is None
+    assert choose([m1, m2], wanted, replace(CONFIG, pull_prefixes=False)).prefix is None
+    failed = replace(wanted, failed_pairs=frozenset({("m2", "m1")}))
+    assert choose([m1, m2], failed, CONFIG).prefix is None
+
+
+def test_a_pair_that_failed_is_not_taken_again() -> None:
+    failed = frozenset({("p1", "d1")})
+    assert choose([P1, D1, D2], facts(failed_pairs=failed), CONFIG) == Route("p1", "d2")
+    assert choose([P1, D1], facts(failed_pairs=failed), CONFIG) == Route(None, "p1")
+    assert choose([P1, D1], facts(failed_pairs=failed, excluded=frozenset({"p1", "d1"})), CONFIG) == Route(None, "p1")
+    assert choose_sink([P1, D1, D2], facts(failed_pairs=failed), "p1") == "d2"
+    assert choose_sink([P1, P2, D1], facts(failed_pairs=failed), "p1") is None
+    assert choose_sink([P1, P2, D1], facts(failed_pairs=failed), "p2") == "d1"
+
+
 def test_settings_that_cannot_work_are_named() -> None:
-    for name, value in (("max_attempts", 0), ("worker_timeout_s", float("nan")), ("alone_below_tokens", -1)):
+    for name, value in (
+        ("max_attempts", 0),
+        ("worker_timeout_s", float("nan")),
+        ("alone_below_tokens", -1),
+        ("max_migrations", 0),
+    ):
         with pytest.raises(ConfigError, match=name):
             RoutingConfig(**{name: value}).validate()
     RoutingConfig().validate()

@@ -48,6 +48,9 @@ class Listener:
     def on_token(self, handle: int, token: LegToken) -> None:
         self.heard.put_nowait(("token", handle, token))
 
+    def on_handed_off(self, handle: int, num_output_tokens: int) -> None:
+        self.heard.put_nowait(("handed off", handle, num_output_tokens))
+
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         self.heard.put_nowait(("failed", handle, error, handoff))
 
@@ -273,6 +276,26 @@ BAD_MESSAGES = {
     "out of place \\(hello\\)": {"hello": worker_pb2.Hello()},
     "out of place \\(of an unknown kind\\)": {},
 }
+
+
+def test_offers_go_down_and_hand_offs_come_up_in_order_with_tokens() -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            link, listener = await connected(worker)
+            link.submit(worker_pb2.Submit(handle=1), listener)
+            link.offer(worker_pb2.Offer(handle=1, handoff_id="secret"))
+            link.offer_prefix(worker_pb2.OfferPrefix(handoff_id="other", token_ids=[1, 2]))
+            assert (await worker.submitted()).handle == 1
+            assert (await worker.received.get()).offer.handoff_id == "secret"
+            assert (await worker.received.get()).offer_prefix.token_ids == [1, 2]
+            worker.tokens(1, [50])
+            worker.send(handed_off=worker_pb2.HandedOff(handle=1, num_output_tokens=1))
+            worker.send(handed_off=worker_pb2.HandedOff(handle=2, num_output_tokens=9))
+            await listener.hears("token")
+            assert await listener.hears("handed off") == (1, 1)
+            await link.close()
+
+    run(test)
 
 
 @pytest.mark.parametrize("reason", BAD_MESSAGES)

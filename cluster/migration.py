@@ -1,0 +1,94 @@
+"""Which running sequences move to another worker, and where to. Pure: the fleet and this router's legs -> a Move.
+
+    drain    a worker that drains gives all that decodes there to others, a few at a time
+    relief   a worker short of KV blocks would preempt its youngest sequence, and compute it again later: where it is
+             cheaper to carry its KV to a worker with room for all of it, it moves
+
+A leg that fits nowhere stays where it is. No ping-pong: a relief leaves the target with room to spare, and a leg moves
+for relief once in a while only.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..workers.scheduler import Role
+from .fleet import WorkerView
+from .kv_costs import compute_s, pull_s
+
+# Of a leg between two moves for relief, and after one that failed: its offer stands until its lease has ended.
+REST_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MovableLeg:
+    handle: int
+    worker: str
+    num_tokens: int  # whose KV it holds, and the next
+    num_remaining: int  # tokens that it may still make
+    began_at: float  # seconds: the youngest has the largest
+    barred: frozenset[str] = frozenset()  # workers that it is not to go to
+    moved_at: float = float("-inf")  # seconds; when it last was to move
+    moved_from: str = ""  # where to leave from
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    handle: int
+    target: str
+
+
+def is_short_of_blocks(worker: WorkerView) -> bool:
+    """Each running sequence may need a block soon."""
+    return worker.load.num_free_blocks < worker.load.num_running
+
+
+def drain_move(
+    workers: Sequence[WorkerView], legs: Iterable[MovableLeg], num_moving: Mapping[str, int], limit: int, now: float
+) -> Move | None:
+    """The next leg to leave a worker that drains; `num_moving` leave it already, at most `limit` do at a time."""
+    leaving = {w.incarnation for w in workers if w.is_draining and num_moving.get(w.incarnation, 0) < limit}
+    for leg in legs:
+        has_failed = leg.moved_from == leg.worker and now - leg.moved_at < REST_S
+        if leg.worker in leaving and not has_failed:
+            able = [w for w in _able(workers, leg) if _blocks_left(w, leg.num_tokens) >= 0]
+            if able:
+                return Move(leg.handle, min(able, key=lambda w: (_use(w, leg), w.incarnation)).incarnation)
+    return None
+
+
+def relief(workers: Sequence[WorkerView], source: WorkerView, legs: Iterable[MovableLeg], now: float) -> Move | None:
+    """The leg that `source`, short of blocks, is best rid of; None where preempting is as good."""
+    rested = [g for g in legs if g.worker == source.incarnation and now - g.moved_at >= REST_S]
+    for leg in sorted(rested, key=lambda g: (-g.began_at, g.handle)):
+        able = [w for w in _able(workers, leg) if _has_room_for_all(w, leg)]
+        if able:
+            target = min(able, key=lambda w: (pull_s(source, w, leg.num_tokens), _use(w, leg), w.incarnation))
+            is_cheaper = pull_s(source, target, leg.num_tokens) < compute_s(source, leg.num_tokens, workers)
+            return Move(leg.handle, target.incarnation) if is_cheaper else None
+    return None
+
+
+def _able(workers: Iterable[WorkerView], leg: MovableLeg) -> list[WorkerView]:
+    needed = leg.num_tokens + leg.num_remaining
+    return [
+        w
+        for w in workers
+        if w.is_available
+        and w.role is not Role.PREFILL
+        and w.max_context_tokens >= needed
+        and w.incarnation not in leg.barred | {leg.worker}
+    ]
+
+
+def _blocks_left(worker: WorkerView, num_tokens: int) -> int:
+    return worker.num_blocks - worker.used_blocks - -(-num_tokens // worker.block_size)
+
+
+def _has_room_for_all(worker: WorkerView, leg: MovableLeg) -> bool:
+    """To its end, and one block more for each that runs there, so that the target will not want relief in turn."""
+    return _blocks_left(worker, leg.num_tokens + leg.num_remaining) > worker.num_sequences
+
+
+def _use(worker: WorkerView, leg: MovableLeg) -> float:
+    """Fraction of its KV memory that is used with the leg there."""
+    return 1 - _blocks_left(worker, leg.num_tokens) / worker.num_blocks

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from .engine import Engine, internal
 from .engine_events import StepOutput
-from .errors import DiptychError, Unavailable
+from .errors import DiptychError, InternalError, Unavailable
 from .handoff_types import Reservation
 from .timings import PullTimes
 
@@ -22,11 +22,18 @@ log = logging.getLogger("diptych.engine")
 
 
 class EngineThread:
-    """`listener` is called on the engine's thread with every non-empty StepOutput; it must not block."""
+    """`listener` is called on the engine's thread with every non-empty StepOutput; it must not block. `on_broken` is
+    called there when the thread ends by a fault of ours: the books are in doubt, and the worker should end."""
 
-    def __init__(self, engine: Engine, listener: Callable[[StepOutput], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        listener: Callable[[StepOutput], None],
+        on_broken: Callable[[InternalError], object],
+    ) -> None:
         self._engine = engine
         self._listener = listener
+        self._on_broken = on_broken
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
@@ -46,8 +53,9 @@ class EngineThread:
         self._commands.put(lambda: command(self._engine))
 
     async def call(self, command: Callable[[Engine], T]) -> T:
-        """Run `command` between steps and return what it returns or raises."""
+        """Run `command` between steps and return what it returns or raises. It runs even if the caller is cancelled."""
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
@@ -97,6 +105,13 @@ class EngineThread:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._run_until_stopped()
+        except Exception as e:
+            log.exception("the engine's thread failed by our own fault")
+            self._on_broken(internal(e))
+
+    def _run_until_stopped(self) -> None:
         idle = False
         while not self._is_stopping:
             self._run_commands(wait=idle)

@@ -26,7 +26,7 @@ from .channel import bind, make_server
 from .engine import Engine
 from .engine_events import HandoffEnded, HandoffEvent, HandoffSealed, SegmentReady, StepOutput, TokenEvent
 from .engine_thread import EngineThread
-from .errors import DiptychError, WorkerDraining
+from .errors import DiptychError, InternalError, WorkerDraining
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
 from .runner import Runner
@@ -78,7 +78,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._runner = runner
         engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache)
         engine.set_role(Role(config.role))
-        self._engine = EngineThread(engine, self._on_step)
+        self._engine = EngineThread(engine, self._on_step, self._on_broken)
         self._links: dict[int, _Link] = {}
         self._num_links = 0
         self._pulls: dict[str, asyncio.Task[None]] = {}
@@ -93,6 +93,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def start(self) -> WorkerAddress:
         """Listen and start the engine. Raises PortInUse or ConfigError."""
         self._loop = asyncio.get_running_loop()
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._broken.add_done_callback(lambda f: f.cancelled() or f.exception())
         self._transports = make_transports(self._config.transports, [self._runner.memory.region], self._config.host)
         memory = self._runner.memory
         self._source = HandoffSource(
@@ -117,6 +119,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._ticker = asyncio.create_task(self._repeat_load())
         return WorkerAddress(f"{self._config.host}:{port}", self.incarnation, os.getpid())
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. Raises InternalError when the engine fails by a fault of ours."""
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([stopping, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():
+                self._broken.result()
+        finally:
+            stopping.cancel()
 
     async def stop(self, grace_s: float = 0.5) -> None:
         """End every stream and pull, then the engine. What was running is lost to its routers, which resume it."""
@@ -268,6 +280,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _on_step(self, output: StepOutput) -> None:
         """On the engine's thread."""
         self._loop.call_soon_threadsafe(self._publish, output)
+
+    def _on_broken(self, error: InternalError) -> None:
+        """On the engine's thread."""
+        self._loop.call_soon_threadsafe(self._broken.set_exception, error)
 
     def _publish(self, output: StepOutput) -> None:
         self._send_tokens(output)

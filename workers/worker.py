@@ -54,7 +54,7 @@ async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop:
         ready.set_exception(e)
         raise
     try:
-        await stop.wait()
+        await service.run(stop)
     finally:
         await service.stop()
 

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from diptych.workers.channel import auth_metadata, open_channel
-from diptych.workers.errors import ConfigError, PortInUse
+from diptych.workers.errors import ConfigError, InternalError, PortInUse
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.request import Request
 from diptych.workers.service import WorkerService
@@ -261,6 +261,18 @@ def test_aborting_either_side_of_a_handoff_leaves_nothing_behind() -> None:
                 assert_clean(await decode.idle_state())
             await prefill.close()
             await decode.close()
+
+    run(test)
+
+
+def test_a_worker_whose_engine_breaks_ends() -> None:
+    async def test() -> None:
+        async with worker() as (service, _):
+            serving = asyncio.create_task(service.run(asyncio.Event()))
+            await asyncio.sleep(0)
+            service._engine.post(lambda _: {}["no such key"])  # type: ignore[index]
+            with pytest.raises(InternalError, match="KeyError"):
+                await serving
 
     run(test)
 

@@ -1,0 +1,56 @@
+"""The engine on its thread: commands from other threads, whoever waits for them."""
+
+import asyncio
+import threading
+
+import pytest
+
+from diptych.workers.engine import Engine
+from diptych.workers.engine_thread import EngineThread
+from diptych.workers.errors import InternalError
+from diptych.workers.fake_runner import FakeRunner
+from diptych.workers.scheduler import SchedulerConfig
+
+
+def make() -> tuple[EngineThread, "list[InternalError]", threading.Event]:
+    errors: list[InternalError] = []
+    broken = threading.Event()
+
+    def on_broken(error: InternalError) -> None:
+        errors.append(error)
+        broken.set()
+
+    return EngineThread(Engine(FakeRunner(), SchedulerConfig()), lambda _: None, on_broken), errors, broken
+
+
+def test_a_command_runs_though_its_caller_is_gone() -> None:
+    async def test() -> None:
+        thread, errors, _ = make()
+        thread.start()
+        held, ran = threading.Event(), threading.Event()
+        thread.post(lambda _: held.wait())
+        for moment in ("waiting", "running"):
+            call = asyncio.create_task(thread.call(lambda _: ran.set()))
+            await asyncio.sleep(0)
+            if moment == "running":
+                thread.post(lambda _: held.wait())
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            held.set()
+            await asyncio.to_thread(ran.wait)
+            ran.clear()
+        assert await thread.call(lambda engine: engine.check_integrity().num_unaccounted_blocks) == 0
+        await asyncio.to_thread(thread.stop)
+        assert errors == []
+
+    asyncio.run(test())
+
+
+def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
+    thread, errors, broken = make()
+    thread.start()
+    thread.post(lambda _: {}["no such key"])  # type: ignore[index]
+    broken.wait()
+    thread.stop()
+    assert "KeyError" in errors[0].message

@@ -168,6 +168,11 @@ class Fleet:
     def drains(self, incarnation: str) -> None:
         self._views[incarnation].is_draining = True
 
+    def is_draining(self, incarnation: str) -> bool:
+        """Not of a worker that is forgotten."""
+        view = self._views.get(incarnation)
+        return view is not None and view.is_draining
+
     def down(self, incarnation: str, reason: str) -> None:
         """Ignored for a worker that is forgotten."""
         view = self._views.get(incarnation)

@@ -45,9 +45,10 @@ def is_short_of_blocks(worker: WorkerView) -> bool:
 def drain_move(
     workers: Sequence[WorkerView], legs: Iterable[MovableLeg], num_moving: Mapping[str, int], limit: int, now: float
 ) -> Move | None:
-    """The next leg to leave a worker that drains; `num_moving` leave it already, at most `limit` do at a time."""
+    """The next leg to leave a worker that drains: who has most to do there. `num_moving` leave it already, at most
+    `limit` do at a time."""
     leaving = {w.incarnation for w in workers if w.is_draining and num_moving.get(w.incarnation, 0) < limit}
-    for leg in legs:
+    for leg in sorted(legs, key=lambda g: (-g.num_remaining, g.handle)):
         has_failed = leg.moved_from == leg.worker and now - leg.moved_at < REST_S
         if leg.worker in leaving and not has_failed:
             able = [w for w in _able(workers, leg) if _blocks_left(w, leg.num_tokens) >= 0]

@@ -35,6 +35,11 @@ class Mover:
             now = asyncio.get_running_loop().time()
             self._apply(relief(self._fleet.views(), view, self._legs(), now))
 
+    def on_end(self, worker: str) -> None:
+        """A leg there ended: where a worker drains, the next may go."""
+        if self._fleet.is_draining(worker):
+            self.look_soon()
+
     def _look(self) -> None:
         self._is_due = False
         if not any(v.is_draining and v.is_up and v.num_in_flight for v in self._fleet.views()):

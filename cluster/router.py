@@ -242,8 +242,7 @@ class Router:
 
     def _end(self, leg: Leg) -> None:
         self._fleet.close_leg(leg.handle)
-        if self._fleet.view(leg.worker).is_draining:
-            self._mover.look_soon()
+        self._mover.on_end(leg.worker)
         self._retire(leg.worker)
 
     # -- LinkOwner --------------------------------------------------------------------------------------------------

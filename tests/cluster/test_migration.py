@@ -43,6 +43,7 @@ def test_a_few_at_a_time() -> None:
     workers = [worker("a", is_draining=True), worker("b")]
     assert drain_move(workers, [leg(1)], {"a": 3, "b": 9}, 4, NOW) == Move(1, "b")
     assert drain_move(workers, [leg(1)], {"a": 4}, 4, NOW) is None
+    assert drain_move(workers, [leg(1), leg(2, num_remaining=30), leg(3)], {}, 4, NOW) == Move(2, "b")
 
 
 def test_a_leg_that_fits_nowhere_stays() -> None:

@@ -390,6 +390,23 @@ def test_a_worker_that_is_not_listed_any_more_finishes_what_it_has() -> None:
     run(test)
 
 
+def test_a_worker_that_is_not_listed_any_more_dies_with_what_it_offers() -> None:
+    async def test() -> None:
+        async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
+            answers = [reading(router.stream(request())) for _ in range(3)]
+            for _ in answers:
+                prefill.tokens((await prefill.submitted()).handle, [50])
+            await settled(router, lambda: b"generation_tokens_total 3.0" in router.metrics())
+            router.update_fleet([decode.info])
+            await prefill.kill()
+            await settled(router, lambda: [w.info for w in router.snapshot()] == [decode.info])
+            for _ in answers:
+                decode.tokens((await decode.submitted()).handle, [51], start=1, finish=FinishReason.STOP)
+            assert await asyncio.gather(*answers) == [[50, 51]] * 3
+
+    run(test)
+
+
 def test_a_worker_with_another_model_is_refused_and_reported() -> None:
     async def test() -> None:
         async with scripted("mixed", "mixed") as (worker, stranger), routing(worker) as router:

@@ -103,7 +103,7 @@ async def source_process(transport: str) -> AsyncGenerator[str]:
 class Engine:
     """Blocks for one small hand-off at a time."""
 
-    async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
+    async def reserve(self, key: str, num_tokens: int) -> Reservation:
         return Reservation((0,), 0)
 
     async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None: ...

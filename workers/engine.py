@@ -3,19 +3,28 @@
 It owns every Sequence of the worker and all block bookkeeping. It knows no socket and no event loop: commands come in
 as method calls (engine_thread.py makes them from other threads), events go out in a StepOutput. Moves of KV are
 announced in the StepOutput and carried out by handoff_source.py and handoff_sink.py, which come back through `reserve`,
-`commit`, `fail`, `settle` and `end_lease`.
+`commit`, `fail_import`, `settle`, `caught_up` and `end_lease`.
 """
 
 import heapq
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from ..proto import worker_pb2
 from .block_manager import BlockManager
-from .engine_events import FailureEvent, HandoffEnded, StepOutput, TokenEvent
+from .engine_events import FailureEvent, HandoffEnded, HandoffRefused, StepOutput, TokenEvent
 from .engine_handoff import HandoffLedger
-from .errors import DeadlineExceeded, DiptychError, InternalError, InvalidRequest, LeaseLost, RequestAborted
-from .prefix_cache import PrefixCache
+from .errors import (
+    DeadlineExceeded,
+    DiptychError,
+    HandoffError,
+    InternalError,
+    InvalidRequest,
+    LeaseLost,
+    RequestAborted,
+)
+from .prefix_cache import PrefixCache, block_hashes
 from .request import Request, check_token_ids
 from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
@@ -49,6 +58,7 @@ class Engine:
         self._num_submitted = 0
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
+        self._prefill_s = 0.0
         self._load_due = 0.0
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -61,8 +71,10 @@ class Engine:
         *,
         handoff_id: str | None = None,
         importing: bool = False,
+        prefix: bool = False,
     ) -> None:
-        """Take a request. `handoff_id`: be the source; `importing`: be the sink, and wait for `reserve` and `commit`.
+        """Take a request. `handoff_id`: be the source; `importing`: be the sink, and wait for `reserve` and `commit`;
+        `prefix`: so too, for the KV of its leading tokens alone.
 
         A bad request becomes a FailureEvent, never an exception: the peer's mistake is not the engine's.
         """
@@ -92,10 +104,42 @@ class Engine:
         heapq.heappush(self._deadlines, (sequence.deadline, key))
         if handoff_id is not None:
             self.handoffs.open(handoff_id, sequence)
-        if importing:
-            self.handoffs.expect(sequence)
+        if importing or (prefix and not self.cache.holds_most(sequence)):
+            self.handoffs.expect(sequence, is_prefix=prefix)
         else:
             self.scheduler.add(sequence)
+
+    def offer(self, key: str, handoff_id: str) -> None:
+        """Hand a running sequence off. It decodes on until its sink has caught up, and to its end if none does.
+
+        What cannot be handed off is refused by an event, and runs on.
+        """
+        sequence = self._sequences.get(key)
+        if self.handoffs.is_open(handoff_id):
+            why = "the hand-off id is in use: ids are single-use"
+        elif sequence is None:
+            why = "the sequence is not here (any more)"
+        elif sequence.handoff_id is not None:
+            why = "the sequence is being handed off already"
+        elif sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding:
+            why = "the sequence is not decoding: it can be handed off once it has its first token here"
+        else:
+            self._output.handoffs += self.handoffs.open_live(handoff_id, sequence)
+            return
+        self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
+
+    def offer_prefix(self, handoff_id: str, token_ids: SequenceOf[int], cache_salt: bytes) -> None:
+        """Hand off what the prefix cache holds of these tokens: the longest run of full blocks."""
+        known = token_ids[: self._runner.info.max_context_tokens]
+        blocks = self.cache.find(block_hashes(known, self.cache.block_size, cache_salt))
+        if self.handoffs.is_open(handoff_id):
+            why = "the hand-off id is in use: ids are single-use"
+        elif not blocks:
+            why = "the prefix is not cached here (any more)"
+        else:
+            self._output.handoffs += self.handoffs.open_prefix(handoff_id, blocks)
+            return
+        self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
 
     def abort(self, key: str) -> None:
         """Forget a sequence; idempotent. Its blocks are free at once, those of a hand-off when both sides let go."""
@@ -111,12 +155,27 @@ class Engine:
         sequence = self.handoffs.still_computing(handoff_id)
         if sequence is not None:
             sequence.handoff_id = None
-            self._fail(sequence, LeaseLost("no worker held the hand-off's lease while its prompt was being computed"))
+            if self.handoffs.still_running(handoff_id) is None:
+                message = "no worker held the hand-off's lease while its prompt was being computed"
+                self._fail(sequence, LeaseLost(message))
         self.handoffs.end_lease(handoff_id)
 
     def caught_up(self, handoff_id: str) -> None:
-        """The sink has all blocks that were announced: a running sequence that is handed off may stop."""
-        assert self.handoffs.is_open(handoff_id)
+        """The sink has all blocks that were announced: a running sequence that is handed off stops here. Idempotent."""
+        sequence = self.handoffs.still_running(handoff_id)
+        if sequence is not None and sequence.is_decoding:
+            self._seal(sequence)
+
+    def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+        """The KV for `key` is here: it runs. Raises where the request is gone, or differs from what was sealed."""
+        if any(not 0 <= token_id < self._runner.info.vocab_size for token_id in output_token_ids):
+            raise HandoffError("the source sealed tokens that are not in the vocabulary")
+        sequence = self.handoffs.commit(key, num_computed, output_token_ids)
+        if output_token_ids:  # a sequence that is computed here but for its prefix queues since it came
+            now = self._clock()
+            sequence.clock = SequenceClock(now, times.committed(now))
+        if sequence.handoff_id is not None:
+            self._output.handoffs += self.handoffs.announce(sequence)
 
     def fail_all(self, error: DiptychError) -> None:
         """Fail every sequence that is not waiting for its KV (a step went wrong and left the cache in doubt)."""
@@ -128,23 +187,20 @@ class Engine:
         """Compute one batch and return everything that happened since the last call."""
         self._expire()
         batch = self.scheduler.schedule()
+        self._output.handoffs += self.handoffs.end_preempted()
         if batch:
             began = self._clock()
             sampled = self._runner.run(batch)
+            self._count(batch, self._clock() - began)
             self._advance(batch, began)
             for token in sampled:
                 self._accept(token)
         self.handoffs.grant_reservations()
         return self._take_output(ran=bool(batch))
 
-    def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
-        """The KV for `key` is here: see HandoffLedger.commit."""
-        self.handoffs.commit(key, num_computed, output_token_ids)
-        now = self._clock()
-        self._sequences[key].clock = SequenceClock(now, times.committed(now))
-
     def fail_import(self, key: str, *, quarantine: bool) -> None:
-        """The pull for `key` is over without its KV; whoever pulled reports it. Idempotent."""
+        """The pull for `key` is over without its KV; whoever pulled reports it, unless only a prefix was to come: then
+        the sequence is computed here. Idempotent."""
         if self.handoffs.fail(key, quarantine=quarantine) is not None:
             del self._sequences[key]
 
@@ -154,6 +210,7 @@ class Engine:
     def check_integrity(self) -> worker_pb2.WorkerState:
         """Compare all bookkeeping; the counts in the answer are what is wrong, and what is held."""
         self.cache.check_integrity()
+        self.handoffs.check_integrity()
         tables = [s.block_table for s in self.scheduler.sequences()] + self.handoffs.importing_tables()
         return worker_pb2.WorkerState(
             load=self._load_report(),
@@ -170,14 +227,18 @@ class Engine:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _count(self, batch: Batch, elapsed_s: float) -> None:
+        """A step's time is shared out by tokens."""
+        num_decode = sum(1 for e in batch.entries if e.sequence.is_decoding)
+        num_prefill = batch.num_tokens - num_decode
+        self._num_decode_tokens += num_decode
+        self._num_prefill_tokens += num_prefill
+        self._prefill_s += elapsed_s * num_prefill / batch.num_tokens
+
     def _advance(self, batch: Batch, began: float) -> None:
         block_size = self._runner.layout.block_size
         for entry in batch.entries:
             sequence = entry.sequence
-            if sequence.is_decoding:
-                self._num_decode_tokens += 1
-            else:
-                self._num_prefill_tokens += entry.num_new
             if sequence.clock is not None:
                 sequence.clock.start(began)
             first_new_block = sequence.num_computed // block_size
@@ -205,11 +266,14 @@ class Engine:
         )
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED
-            self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) with its first token"))
-        elif sequence.handoff_id is not None:
-            self.scheduler.detach(sequence)
-            del self._sequences[sequence.key]
-            self._output.handoffs.append(self.handoffs.seal(sequence))
+            self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) before it was handed off"))
+        elif sequence.handoff_id is not None and self.handoffs.is_due(sequence):
+            self._seal(sequence)
+
+    def _seal(self, sequence: Sequence) -> None:
+        self.scheduler.detach(sequence)
+        del self._sequences[sequence.key]
+        self._output.handoffs += self.handoffs.seal(sequence)
 
     def _stop_clock(self, sequence: Sequence) -> SequenceTimings | None:
         """With its first token here."""
@@ -251,8 +315,8 @@ class Engine:
         del self._sequences[sequence.key]
         if sequence.status is SequenceStatus.IMPORTING:
             self.handoffs.give_up(sequence.key, error)
-            return
-        self.scheduler.remove(sequence)
+        else:
+            self.scheduler.remove(sequence)
         if sequence.handoff_id is not None:
             self._output.handoffs.append(self.handoffs.end(sequence.handoff_id, error))
 
@@ -291,6 +355,9 @@ class Engine:
             num_handoffs_failed=self.handoffs.num_failed,
             num_cached_tokens=self.scheduler.num_cached_tokens,
             num_waiting_tokens=sum(s.num_uncomputed for s in self.scheduler.sequences() if not s.is_decoding),
+            prefill_s=self._prefill_s,
+            num_migrated_out=self.handoffs.num_migrated_out,
+            num_prefixes_pulled=self.handoffs.num_prefixes_pulled,
         )
 
 

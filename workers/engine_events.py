@@ -27,6 +27,24 @@ class FailureEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoffOpened:
+    """A running sequence, or a cached prefix, is handed off; the next events are about it."""
+
+    handoff_id: str
+    key: str | None  # of the sequence; None for a prefix
+    num_tokens: int  # at most so many tokens' KV will be announced
+    is_live: bool  # the sequence runs on
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRefused:
+    """It was never opened."""
+
+    handoff_id: str
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentReady:
     """Blocks of an offered sequence hold their KV and are leased from now on."""
 
@@ -39,20 +57,21 @@ class SegmentReady:
 @dataclass(frozen=True, slots=True)
 class HandoffSealed:
     handoff_id: str
-    key: str
+    key: str | None  # of the sequence; None for a prefix
     num_computed: int
     output_token_ids: tuple[int, ...]
+    is_live: bool = False  # it was running
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnded:
-    """The source gives the hand-off up: the sequence finished, failed or was aborted here."""
+    """The source gives the hand-off up: the sequence finished, failed, was aborted, or is to be computed again."""
 
     handoff_id: str
     error: DiptychError
 
 
-HandoffEvent = SegmentReady | HandoffSealed | HandoffEnded
+HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffSealed | HandoffEnded
 
 
 @dataclass(slots=True)

@@ -2,8 +2,12 @@
 
 Source:  open -> announce* -> seal -> (blocks leased only) -> end_lease
                     └─ end (finished, failed, aborted) ──────┘   the leases stay until end_lease
+         open_live: the sequence decodes on between announcements, and is sealed once its sink has caught up, or has
+         all that was offered; if the hand-off ends before, it simply runs on here
+         open_prefix: blocks of the prefix cache, sealed at once; no sequence
 Sink:    expect -> reserve -> commit (the sequence runs here)
               └─────────┴──> fail [-> quarantined -> settle]     give_up: the request is gone, the pull is not yet
+         a prefix: commit leaves the rest to compute here, and so does fail, with all of it
 
 Block bookkeeping only: the protocol is in handoff.py. `reserve` may wait for blocks: the pull is not begun meanwhile,
 which is the back-pressure that a source sees.
@@ -13,17 +17,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .block_manager import BlockManager
-from .engine_events import HandoffEnded, HandoffEvent, HandoffSealed, SegmentReady
-from .errors import DiptychError, HandoffError, RequestAborted
+from .engine_events import HandoffEnded, HandoffEvent, HandoffOpened, HandoffSealed, SegmentReady
+from .errors import DiptychError, HandoffError, OutOfBlocks, RequestAborted
 from .handoff_types import Reservation
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
 
+LIVE_SLACK_BLOCKS = 2  # that a running sequence may fill between its offer and its seal
+
 
 @dataclass(slots=True)
 class _Outgoing:
-    sequence: Sequence
+    handoff_id: str
+    sequence: Sequence | None  # None: a prefix
+    max_computed: int | None = None  # of a running sequence: with so many tokens computed it is sealed at the latest
     leased: list[int] = field(default_factory=list[int])
     is_sealed: bool = False
     has_ended: bool = False
@@ -32,6 +40,8 @@ class _Outgoing:
 @dataclass(slots=True)
 class _Incoming:
     sequence: Sequence
+    is_prefix: bool = False
+    num_reserved: int = 0  # tokens
     num_held: int = 0  # leading blocks of its table that came from the prefix cache
     gone: DiptychError | None = None  # the request ended while its KV was on the way
 
@@ -47,11 +57,13 @@ class HandoffLedger:
         self._outgoing: dict[str, _Outgoing] = {}
         self._sealed: dict[str, str] = {}  # sequence key -> hand-off id
         self._incoming: dict[str, _Incoming] = {}
-        self._waiting: dict[str, Grant] = {}  # reservations in order of arrival
+        self._waiting: dict[str, tuple[int, Grant]] = {}  # reservations (tokens) in order of arrival
         self._quarantined: dict[str, list[int]] = {}
-        self.num_sent = 0
+        self.num_sent = 0  # sequences, as are received and failed
         self.num_received = 0
         self.num_failed = 0
+        self.num_migrated_out = 0
+        self.num_prefixes_pulled = 0
 
     @property
     def num_open(self) -> int:
@@ -67,38 +79,73 @@ class HandoffLedger:
     # -- source -----------------------------------------------------------------------------------------------------
 
     def open(self, handoff_id: str, sequence: Sequence) -> None:
-        self._outgoing[handoff_id] = _Outgoing(sequence)
+        """The sequence is handed off once it has its first token."""
+        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence)
+
+    def open_live(self, handoff_id: str, sequence: Sequence) -> list[HandoffEvent]:
+        """The sequence decodes here, and goes on doing so until it is sealed."""
+        assert sequence.is_decoding and sequence.handoff_id is None
+        slack = LIVE_SLACK_BLOCKS * self._cache.block_size
+        num_tokens = min(sequence.num_tokens + slack, sequence.max_num_tokens)
+        sequence.handoff_id = handoff_id
+        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence, num_tokens)
+        opened = HandoffOpened(handoff_id, sequence.key, num_tokens, is_live=True)
+        return [opened, *self.announce(sequence)]
+
+    def open_prefix(self, handoff_id: str, blocks: list[int]) -> list[HandoffEvent]:
+        """`blocks`: of the prefix cache, from a prompt's start on."""
+        outgoing = self._outgoing[handoff_id] = _Outgoing(handoff_id, None, is_sealed=True)
+        num_tokens = len(blocks) * self._cache.block_size
+        return [
+            HandoffOpened(handoff_id, None, num_tokens, is_live=False),
+            *self._lease(outgoing, blocks),
+            HandoffSealed(handoff_id, None, num_tokens, ()),
+        ]
 
     def is_open(self, handoff_id: str) -> bool:
         return handoff_id in self._outgoing
 
     def announce(self, sequence: Sequence) -> list[HandoffEvent]:
-        """Lease and announce what became readable: full blocks, and the last one once every token is computed."""
-        assert sequence.handoff_id is not None
-        outgoing = self._outgoing[sequence.handoff_id]
-        is_whole = sequence.num_uncomputed == 0
-        end = len(sequence.block_table) if is_whole else sequence.num_computed // self._cache.block_size
-        first = len(outgoing.leased)
-        blocks = sequence.block_table[first:end]
-        if not blocks:
-            return []
-        self._manager.lease(blocks)
-        outgoing.leased += blocks
-        generations = tuple(self._manager.generations[b] for b in blocks)
-        return [SegmentReady(sequence.handoff_id, first, tuple(blocks), generations)]
+        """Lease and announce what became readable: full blocks, and, of a sequence that stops here with its next token,
+        the last one once every token is computed."""
+        outgoing = self._outgoing_of(sequence)
+        is_whole = outgoing.max_computed is None and sequence.num_uncomputed == 0
+        num_readable = self._num_blocks(sequence.num_computed) if is_whole else self._num_full(sequence)
+        return self._lease(outgoing, sequence.block_table[len(outgoing.leased) : num_readable])
 
-    def seal(self, sequence: Sequence) -> HandoffSealed:
-        """The first token is sampled: from here on only the leases hold the blocks."""
-        assert sequence.handoff_id is not None
-        outgoing = self._outgoing[sequence.handoff_id]
-        assert len(outgoing.leased) == len(sequence.block_table)
+    def is_due(self, sequence: Sequence) -> bool:
+        """Whether an offered sequence that has just got a token must be sealed."""
+        outgoing = self._outgoing_of(sequence)
+        return outgoing.max_computed is None or sequence.num_computed >= outgoing.max_computed
+
+    def seal(self, sequence: Sequence) -> list[HandoffEvent]:
+        """All tokens but the last have their KV: from here on only the leases hold the blocks."""
+        assert sequence.num_uncomputed == 1
+        outgoing = self._outgoing_of(sequence)
+        num_blocks = self._num_blocks(sequence.num_computed)
+        last = self._lease(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])
+        assert len(outgoing.leased) == num_blocks
+        is_live = outgoing.max_computed is not None
         outgoing.is_sealed = True
-        self._sealed[sequence.key] = sequence.handoff_id
+        self._sealed[sequence.key] = outgoing.handoff_id
         sequence.status = SequenceStatus.HANDED_OFF
         self._manager.release(sequence.block_table)
         sequence.block_table = []
         self.num_sent += 1
-        return HandoffSealed(sequence.handoff_id, sequence.key, sequence.num_computed, tuple(sequence.output_token_ids))
+        self.num_migrated_out += is_live
+        outputs = tuple(sequence.output_token_ids)
+        return [*last, HandoffSealed(outgoing.handoff_id, sequence.key, sequence.num_computed, outputs, is_live)]
+
+    def end_preempted(self) -> list[HandoffEvent]:
+        """A running sequence that was preempted is computed again, into other blocks: nothing comes of its hand-off."""
+        error = OutOfBlocks("the sequence lost its KV blocks where it ran, before its sink had them all")
+        ended: list[HandoffEvent] = []
+        for outgoing in self._outgoing.values():
+            sequence = self._live(outgoing)
+            if sequence is not None and self._num_full(sequence) < len(outgoing.leased):
+                sequence.handoff_id = None
+                ended.append(self.end(outgoing.handoff_id, error))
+        return ended
 
     def end(self, handoff_id: str, error: DiptychError) -> HandoffEnded:
         self._outgoing[handoff_id].has_ended = True
@@ -114,70 +161,133 @@ class HandoffLedger:
         outgoing = self._outgoing.get(handoff_id)
         return None if outgoing is None or outgoing.is_sealed or outgoing.has_ended else outgoing.sequence
 
+    def still_running(self, handoff_id: str) -> Sequence | None:
+        """The same, if it ran before it was offered."""
+        outgoing = self._outgoing.get(handoff_id)
+        return None if outgoing is None else self._live(outgoing)
+
     def end_lease(self, handoff_id: str) -> None:
         """RELEASED, EXPIRED or ABORTED: nobody reads these blocks any more. Idempotent."""
         outgoing = self._outgoing.pop(handoff_id, None)
         if outgoing is not None:
-            self._sealed.pop(outgoing.sequence.key, None)
+            if outgoing.is_sealed and outgoing.sequence is not None:
+                self._sealed.pop(outgoing.sequence.key, None)
             self._manager.end_lease(outgoing.leased)
+
+    def _outgoing_of(self, sequence: Sequence) -> _Outgoing:
+        assert sequence.handoff_id is not None
+        return self._outgoing[sequence.handoff_id]
+
+    def _live(self, outgoing: _Outgoing) -> Sequence | None:
+        is_live = outgoing.max_computed is not None and not (outgoing.is_sealed or outgoing.has_ended)
+        return outgoing.sequence if is_live else None
+
+    def _lease(self, outgoing: _Outgoing, blocks: list[int]) -> list[HandoffEvent]:
+        if not blocks:
+            return []
+        first = len(outgoing.leased)
+        self._manager.lease(blocks)
+        outgoing.leased += blocks
+        generations = tuple(self._manager.generations[b] for b in blocks)
+        return [SegmentReady(outgoing.handoff_id, first, tuple(blocks), generations)]
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._cache.block_size)
+
+    def _num_full(self, sequence: Sequence) -> int:
+        return sequence.num_computed // self._cache.block_size
+
+    def check_integrity(self) -> None:
+        """Assert that every sequence on offer knows of it."""
+        for handoff_id in self._outgoing:
+            sequence = self.still_computing(handoff_id)
+            assert sequence is None or sequence.handoff_id == handoff_id
 
     # -- sink -------------------------------------------------------------------------------------------------------
 
-    def expect(self, sequence: Sequence) -> None:
+    def expect(self, sequence: Sequence, *, is_prefix: bool = False) -> None:
+        """`is_prefix`: of its leading tokens alone; the rest is computed here."""
         sequence.status = SequenceStatus.IMPORTING
-        self._incoming[sequence.key] = _Incoming(sequence)
+        self._incoming[sequence.key] = _Incoming(sequence, is_prefix)
 
     def reserve(self, key: str, num_tokens: int, grant: Grant) -> None:
-        """Call `grant` with blocks for the first `num_tokens` tokens, now or when there are enough; or with why not."""
+        """Call `grant` with blocks for the first `num_tokens` tokens, now or when there are enough; or with why not.
+
+        They are blocks for all tokens that the sequence has, and for those that its source may make meanwhile.
+        """
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
             grant(incoming.gone if incoming and incoming.gone else RequestAborted("the request is gone"))
-        elif num_tokens != incoming.sequence.num_tokens:
-            grant(
-                HandoffError(
-                    f"the source offers {num_tokens} tokens of a request that has {incoming.sequence.num_tokens}"
-                )
-            )
+            return
+        # A source's last token has no KV, and may be known here already.
+        sequence = incoming.sequence
+        most = sequence.num_tokens if incoming.is_prefix else sequence.max_num_tokens
+        least = 1 if incoming.is_prefix else max(sequence.num_tokens - 1, 1)
+        if not least <= num_tokens <= most:
+            grant(HandoffError(f"the source offers {num_tokens} tokens; between {least} and {most} can be of use"))
         else:
-            self._waiting[key] = grant
+            self._waiting[key] = num_tokens, grant
             self.grant_reservations()
 
     def grant_reservations(self) -> None:
         """Serve waiting reservations, oldest first, while every running sequence can still grow by a block."""
         while self._waiting:
-            key, grant = next(iter(self._waiting.items()))
+            key, (num_tokens, grant) = next(iter(self._waiting.items()))
             incoming = self._incoming[key]
             sequence = incoming.sequence
             held = self._cache.match(sequence)
             self._manager.share(held)
-            num_needed = -(-sequence.num_tokens // self._cache.block_size) - len(held)
+            num_needed = self._num_blocks(max(num_tokens, sequence.num_tokens)) - len(held)
             headroom = min(self._scheduler.num_running, self._manager.num_blocks // 8)
             if num_needed + headroom > self._manager.num_free:
                 self._manager.release(held)
                 return
             del self._waiting[key]
+            incoming.num_reserved = num_tokens
             incoming.num_held = len(held)
             sequence.block_table = held + self._manager.allocate(num_needed)
             grant(Reservation(tuple(sequence.block_table), len(held) * self._cache.block_size))
 
-    def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+    def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> Sequence:
         """The sequence's KV is here: it runs from its next token on. Raises where the request is gone or differs."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
             raise RequestAborted("the request ended while its KV was on the way")
         sequence = incoming.sequence
-        expected = sequence.output_token_ids
-        if num_computed != sequence.num_tokens or output_token_ids[:-1] != expected or not output_token_ids:
-            raise HandoffError(
-                f"the source sealed {num_computed} tokens and {len(output_token_ids)} outputs; "
-                f"{sequence.num_tokens} and {len(expected) + 1} were due"
-            )
+        if incoming.is_prefix:
+            self._take_prefix(incoming, num_computed, output_token_ids)
+        else:
+            self._take_all(incoming, num_computed, output_token_ids)
         del self._incoming[key]
-        sequence.num_computed = num_computed
-        sequence.token_ids.append(output_token_ids[-1])
         self._cache.insert(sequence, 0)
         self._scheduler.add_running(sequence)
+        return sequence
+
+    def _take_all(self, incoming: _Incoming, num_computed: int, outputs: list[int]) -> None:
+        """The source may have made more tokens than were known when the request was sent here."""
+        sequence = incoming.sequence
+        known = sequence.output_token_ids
+        num_due = sequence.num_prompt + len(outputs) - 1
+        fits = num_computed == num_due <= incoming.num_reserved and len(outputs) < sequence.request.sampling.max_tokens
+        if not fits or not outputs or outputs[: len(known)] != known:
+            raise HandoffError(
+                f"the source sealed {num_computed} tokens and {len(outputs)} outputs, of which {num_due} and the "
+                f"{len(known)} known were due; {incoming.num_reserved} were offered"
+            )
+        sequence.token_ids[sequence.num_prompt :] = outputs
+        sequence.num_resumed = len(outputs)
+        sequence.num_computed = num_computed
         self.num_received += 1
+
+    def _take_prefix(self, incoming: _Incoming, num_computed: int, outputs: list[int]) -> None:
+        """One token at least is computed here, for its logits are needed."""
+        if outputs or not 0 < num_computed <= incoming.num_reserved:
+            raise HandoffError(f"the source sealed a prefix of {num_computed} tokens and {len(outputs)} outputs")
+        sequence = incoming.sequence
+        num_held = incoming.num_held * self._cache.block_size
+        sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.num_tokens - 1)
+        self._scheduler.num_cached_tokens += num_held
+        self.num_prefixes_pulled += num_computed > num_held
 
     def give_up(self, key: str, error: DiptychError) -> None:
         """The request ended: its blocks wait for `fail`, which the pull calls when it has stopped reading."""
@@ -185,18 +295,19 @@ class HandoffLedger:
         incoming.gone = error
         grant = self._waiting.pop(key, None)
         if grant is not None:
-            grant(error)
+            grant[1](error)
 
     def fail(self, key: str, *, quarantine: bool) -> Sequence | None:
         """The pull is over without its KV: free the blocks, or keep them aside until `settle`. Idempotent.
 
-        Returns the sequence if its request still waits.
+        Returns the sequence if its request ends with it; without its prefix it is computed here from the start.
         """
         self._waiting.pop(key, None)
         incoming = self._incoming.pop(key, None)
         if incoming is None:
             return None
-        self.num_failed += incoming.gone is None
+        is_over = incoming.gone is None and not incoming.is_prefix
+        self.num_failed += is_over
         table, incoming.sequence.block_table = incoming.sequence.block_table, []
         if quarantine:
             fresh = table[incoming.num_held :]
@@ -205,7 +316,9 @@ class HandoffLedger:
             self._quarantined[key] = fresh
         else:
             self._manager.release(table)
-        return incoming.sequence if incoming.gone is None else None
+        if incoming.gone is None and incoming.is_prefix:
+            self._scheduler.add(incoming.sequence)
+        return incoming.sequence if is_over else None
 
     def settle(self, key: str) -> None:
         """No byte of a failed read can land any more."""

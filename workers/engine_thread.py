@@ -73,7 +73,10 @@ class EngineThread:
     def end_lease(self, handoff_id: str) -> None:
         self.post(lambda engine: engine.end_lease(handoff_id))
 
-    async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
+    def caught_up(self, handoff_id: str) -> None:
+        self.post(lambda engine: engine.caught_up(handoff_id))
+
+    async def reserve(self, key: str, num_tokens: int) -> Reservation:
         """Waits until the blocks are there; raises RequestAborted when the request ends first."""
         loop = asyncio.get_running_loop()
         granted: asyncio.Future[Reservation] = loop.create_future()
@@ -88,7 +91,7 @@ class EngineThread:
 
         self.post(
             lambda engine: engine.handoffs.reserve(
-                key, num_prompt_tokens, lambda result: loop.call_soon_threadsafe(settle, result)
+                key, num_tokens, lambda result: loop.call_soon_threadsafe(settle, result)
             )
         )
         return await granted

@@ -68,7 +68,7 @@ class PullResult:
 class SinkPort(Protocol):
     """What the sink needs of its engine; awaited on the loop."""
 
-    async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
+    async def reserve(self, key: str, num_tokens: int) -> Reservation:
         """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
         ...
 

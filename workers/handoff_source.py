@@ -134,6 +134,12 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         if outgoing is not None:
             self._carry_out(outgoing, outgoing.machine.abort(error, self._now()))
 
+    def refuse(self, handoff_id: str, error: DiptychError) -> None:
+        """This will not be offered: its sink is told why, when it comes. Ignored for an id that was offered."""
+        if self._find(handoff_id) is None:
+            self.offer(handoff_id, 1)
+            self.abort(handoff_id, error)
+
     async def close(self) -> None:
         """Abort what is open."""
         for handoff_id in list(self._open):

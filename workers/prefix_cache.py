@@ -58,8 +58,16 @@ class PrefixCache:
         if not self.enabled:
             return []
         self._name(sequence)
+        return self.find(sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size])
+
+    def holds_most(self, sequence: Sequence) -> bool:
+        """Whether `match` can find no more than it does now."""
+        return len(self.match(sequence)) == (sequence.num_tokens - 1) // self.block_size
+
+    def find(self, names: SequenceOf[bytes]) -> list[int]:
+        """Blocks of the longest cached run of `names`, which begin at a prompt's start; not yet shared."""
         blocks: list[int] = []
-        for name in sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size]:
+        for name in names:
             node = self._nodes.get(name)
             if node is None:
                 break

@@ -59,6 +59,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def max_num_tokens(self) -> int:
+        """It never grows beyond so many."""
+        return self.num_prompt + self.request.sampling.max_tokens
+
+    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 

@@ -1,7 +1,7 @@
 """What a worker serves: an engine on its thread behind a gRPC server on an event loop.
 
-    router --Link--> submit, abort, set role, drain      engine thread: schedule -> run -> postprocess
-    router <--Link-- one StepEvents a step, loads, blocks     └─ StepOutput ─> event loop ─> links, hand-offs
+    router --Link--> submit, abort, offer, set role, drain    engine thread: schedule -> run -> postprocess
+    router <--Link-- one StepEvents a step, loads, blocks         └─ StepOutput ─> event loop ─> links, hand-offs
 
 A request lives as long as the Link that submitted it: when the stream breaks, what came over it is aborted, for its
 router resumes it elsewhere. Knows no torch and no Ray: worker.py makes the Runner and the process.
@@ -12,7 +12,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -24,13 +24,15 @@ from .. import __version__
 from ..proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from .channel import bind, make_server
 from .engine import Engine
-from .engine_events import HandoffEnded, HandoffEvent, HandoffSealed, SegmentReady, StepOutput, TokenEvent
+from .engine_events import StepOutput, TokenEvent
 from .engine_thread import EngineThread
-from .errors import DiptychError, InternalError, WorkerDraining
+from .errors import DiptychError, InternalError, InvalidRequest, WorkerDraining
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
 from .runner import Runner
 from .scheduler import Role
+from .service_handoffs import ServiceHandoffs
+from .service_links import Links, RouterLink, handle_of
 from .transport.select import make_transports
 from .wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
 from .worker_config import WorkerConfig
@@ -50,24 +52,6 @@ class WorkerAddress:
     pid: int
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    """One router's stream. `handles` are the requests that still yield tokens here."""
-
-    number: int
-    outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = field(
-        default_factory=asyncio.Queue[worker_pb2.WorkerMessage | None]
-    )  # None ends the stream
-    keys: set[str] = field(default_factory=set[str])
-
-    def key(self, handle: int) -> str:
-        return f"{self.number}/{handle}"
-
-
-def handle_of(key: str) -> int:
-    return int(key.partition("/")[2])
-
-
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """`start` and `stop` on one running event loop. `config.auth_token` guards every service but health."""
 
@@ -79,12 +63,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache)
         engine.set_role(Role(config.role))
         self._engine = EngineThread(engine, self._on_step, self._on_broken)
-        self._links: dict[int, _Link] = {}
-        self._num_links = 0
-        self._pulls: dict[str, asyncio.Task[None]] = {}
-        self._offered: dict[str, tuple[_Link, str]] = {}  # hand-off id -> who submitted it
+        self._links = Links()
+        self._handoffs = ServiceHandoffs(self._engine, self._links, runner.layout.num_layers)
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
-        self._handoff_bytes = 0
         self._is_draining = False
         self._server = make_server(config.auth_token)
 
@@ -97,14 +78,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._broken.add_done_callback(lambda f: f.cancelled() or f.exception())
         self._transports = make_transports(self._config.transports, [self._runner.memory.region], self._config.host)
         memory = self._runner.memory
-        self._source = HandoffSource(
-            self.incarnation, memory, self._transports, port=self, lease_s=self._config.lease_s
+        source = HandoffSource(
+            self.incarnation, memory, self._transports, port=self._handoffs, lease_s=self._config.lease_s
         )
-        self._sink = HandoffSink(
-            self.incarnation, memory, self._transports, port=self._engine, token=self._config.auth_token
-        )
+        sink = HandoffSink(self.incarnation, memory, self._transports, port=self._engine, token=self._config.auth_token)
+        self._handoffs.attach(source, sink)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        kv_pb2_grpc.add_KVHandoffServicer_to_server(self._source, self._server)
+        kv_pb2_grpc.add_KVHandoffServicer_to_server(source, self._server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)
         names = [
@@ -134,12 +114,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """End every stream and pull, then the engine. What was running is lost to its routers, which resume it."""
         self._ticker.cancel()
         await self._server.stop(grace_s)
-        pulls = list(self._pulls.values())
-        for task in pulls:
-            task.cancel()
-        await asyncio.gather(*pulls, return_exceptions=True)
-        await self._sink.close()
-        await self._source.close()
+        await self._handoffs.close()
         await asyncio.to_thread(self._engine.stop)
         for transport in self._transports.values():
             await transport.close()
@@ -150,11 +125,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Link(
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: "Context"
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        self._num_links += 1
-        link = _Link(self._num_links)
-        link.outbox.put_nowait(worker_pb2.WorkerMessage(hello=self._hello()))
-        link.outbox.put_nowait(worker_pb2.WorkerMessage(load=self._load))
-        self._links[link.number] = link
+        link = self._links.open()
+        link.send(worker_pb2.WorkerMessage(hello=self._hello()))
+        link.send(worker_pb2.WorkerMessage(load=self._load))
         # By way of the engine's thread, so that the snapshot takes its place among the steps' own block events.
         self._engine.post(
             lambda engine: self._loop.call_soon_threadsafe(self._send_snapshot, link, engine.all_block_names())
@@ -167,7 +140,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await reader  # raises what ended it, if that was an error
         finally:
             reader.cancel()
-            del self._links[link.number]
+            self._links.close(link)
             for key in list(link.keys):
                 self._abort(link, key)
 
@@ -182,7 +155,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     # -- from the router --------------------------------------------------------------------------------------------
 
-    async def _read(self, link: _Link, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+    async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in messages:
             match message.WhichOneof("message"):
                 case "submit":
@@ -195,85 +168,52 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                         self._engine.post(lambda engine, role=role: engine.set_role(role))
                 case "drain":
                     self._is_draining = True
+                case "offer":
+                    self._handoffs.offer(link.key(message.offer.handle), message.offer.handoff_id)
+                case "offer_prefix":
+                    self._handoffs.offer_prefix(message.offer_prefix)
                 case "ping":
-                    pong = worker_pb2.Pong(number=message.ping.number)
-                    link.outbox.put_nowait(worker_pb2.WorkerMessage(pong=pong))
+                    link.send(worker_pb2.WorkerMessage(pong=worker_pb2.Pong(number=message.ping.number)))
                 case _:
                     log.warning("a router sent a message of a kind that this version does not know")
 
-    def _submit(self, link: _Link, submit: worker_pb2.Submit) -> None:
+    def _submit(self, link: RouterLink, submit: worker_pb2.Submit) -> None:
         key = link.key(submit.handle)
+        is_sink, has_prefix = submit.HasField("source"), submit.HasField("prefix")
+        if key in link.keys:
+            log.warning("a router used a handle twice: the second request is ignored")
+            return
         if self._is_draining:
-            self._send_failure(link, submit.handle, WorkerDraining("the worker takes nothing new: it is draining"))
+            self._links.send_failure(key, WorkerDraining("the worker takes nothing new: it is draining"))
+            return
+        if is_sink and has_prefix:
+            self._links.send_failure(key, InvalidRequest("a sequence that is handed over has no prefix to be pulled"))
             return
         request = request_from_submit(submit)
         outputs = list(submit.output_token_ids)
         handoff_id = submit.offer.handoff_id if submit.HasField("offer") else None
-        is_sink = submit.HasField("source")
         num_tokens = len(request.prompt_token_ids) + len(outputs)
         if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt, and says so
             try:
-                self._source.offer(handoff_id, num_tokens)
+                self._handoffs.offer_prompt(key, handoff_id, num_tokens)
             except DiptychError as e:
-                self._send_failure(link, submit.handle, e)
+                self._links.send_failure(key, e)
                 return
-            self._offered[handoff_id] = (link, key)
         link.keys.add(key)
-        self._engine.post(lambda engine: engine.submit(key, request, outputs, handoff_id=handoff_id, importing=is_sink))
+        self._engine.post(
+            lambda engine: engine.submit(
+                key, request, outputs, handoff_id=handoff_id, importing=is_sink, prefix=has_prefix
+            )
+        )
         if is_sink:
-            self._pulls[key] = asyncio.create_task(self._pull(link, key, submit.source, request.timeout_s))
+            self._handoffs.pull(key, submit.source, request.timeout_s)
+        elif has_prefix:
+            self._handoffs.pull_prefix(key, submit.prefix, request.timeout_s)
 
-    def _abort(self, link: _Link, key: str) -> None:
+    def _abort(self, link: RouterLink, key: str) -> None:
         link.keys.discard(key)
         self._engine.post(lambda engine: engine.abort(key))
-        self._cancel_pull(key)
-
-    # -- the hand-off -----------------------------------------------------------------------------------------------
-
-    async def _pull(self, link: _Link, key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> None:
-        try:
-            result = await self._sink.pull(key, source, timeout_s)
-            self._handoff_bytes += result.num_bytes
-        except DiptychError as e:
-            await self._engine.fail(key, quarantine=False)
-            if key in link.keys:
-                link.keys.discard(key)
-                self._send_failure(link, handle_of(key), e, handoff=True)
-        finally:
-            self._pulls.pop(key, None)
-
-    def _cancel_pull(self, key: str) -> None:
-        task = self._pulls.get(key)
-        if task is not None:
-            task.cancel()
-
-    def end_lease(self, handoff_id: str) -> None:
-        """SourcePort: the blocks leased for this hand-off are free."""
-        link_and_key = self._offered.pop(handoff_id, None)
-        if link_and_key is not None:
-            link, key = link_and_key
-            link.keys.discard(key)
-        self._engine.end_lease(handoff_id)
-
-    def caught_up(self, handoff_id: str) -> None:
-        """SourcePort: a running sequence that is handed off may stop."""
-        self._engine.post(lambda engine: engine.caught_up(handoff_id))
-
-    def _carry(self, event: HandoffEvent) -> None:
-        match event:
-            case SegmentReady():
-                self._source.segment(
-                    event.handoff_id,
-                    event.first_block,
-                    event.block_ids,
-                    event.generations,
-                    first_layer=0,
-                    num_layers=self._runner.layout.num_layers,
-                )
-            case HandoffSealed():
-                self._source.seal(event.handoff_id, event.num_computed, event.output_token_ids)
-            case HandoffEnded():
-                self._source.abort(event.handoff_id, event.error)
+        self._handoffs.cancel_pull(key)
 
     # -- from the engine --------------------------------------------------------------------------------------------
 
@@ -288,67 +228,46 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _publish(self, output: StepOutput) -> None:
         self._send_tokens(output)
         for event in output.handoffs:
-            self._carry(event)
+            self._handoffs.carry(event)
         for failure in output.failures:
-            link = self._link_of(failure.key)
-            self._cancel_pull(failure.key)
-            if link is not None:
-                link.keys.discard(failure.key)
-                self._send_failure(link, handle_of(failure.key), failure.error)
+            self._handoffs.cancel_pull(failure.key)
+            self._links.forget(failure.key)
+            self._links.send_failure(failure.key, failure.error)
         if output.stored or output.removed:
             blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
-            self._broadcast(worker_pb2.WorkerMessage(blocks=blocks))
+            self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
         if output.load is not None:
             self._load = self._complete(output.load)
-            self._broadcast(worker_pb2.WorkerMessage(load=self._load))
+            self._links.broadcast(worker_pb2.WorkerMessage(load=self._load))
 
     def _send_tokens(self, output: StepOutput) -> None:
-        by_link: dict[int, worker_pb2.StepEvents] = {}
+        by_link: dict[RouterLink, worker_pb2.StepEvents] = {}
         for token in output.tokens:
-            link = self._link_of(token.key)
+            link = self._links.of(token.key)
             if link is None:
                 continue
-            events = by_link.get(link.number)
+            events = by_link.get(link)
             if events is None:
-                events = by_link[link.number] = worker_pb2.StepEvents(step=output.step)
+                events = by_link[link] = worker_pb2.StepEvents(step=output.step)
             _append(events, token)
             if token.finish is not None:
                 link.keys.discard(token.key)
-        for number, events in by_link.items():
-            self._links[number].outbox.put_nowait(worker_pb2.WorkerMessage(step=events))
+        for link, events in by_link.items():
+            link.send(worker_pb2.WorkerMessage(step=events))
 
-    def _link_of(self, key: str) -> _Link | None:
-        return self._links.get(int(key.partition("/")[0]))
-
-    def _send_failure(self, link: _Link, handle: int, error: DiptychError, *, handoff: bool = False) -> None:
-        failed = worker_pb2.RequestFailed(
-            handle=handle,
-            error=type(error).__name__,
-            message=error.message,
-            retryable=error.retryable,
-            handoff=handoff,
-        )
-        link.outbox.put_nowait(worker_pb2.WorkerMessage(failed=failed))
-
-    def _send_snapshot(self, link: _Link, names: list[bytes]) -> None:
-        link.outbox.put_nowait(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))
-
-    def _broadcast(self, message: worker_pb2.WorkerMessage) -> None:
-        for link in self._links.values():
-            link.outbox.put_nowait(message)
+    def _send_snapshot(self, link: RouterLink, names: list[bytes]) -> None:
+        link.send(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))
 
     async def _repeat_load(self) -> None:
         """A sign of life while a long step runs: routers count a silent worker as lost."""
         while True:
             await asyncio.sleep(LOAD_REPEAT_S)
-            self._broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
+            self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
 
     def _complete(self, load: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
         """Add what the engine does not know."""
         load.draining = self._is_draining
-        load.handoff_bytes = self._handoff_bytes
-        del load.links[:]  # it may be a report that is sent again
-        load.links.extend(self._sink.links())
+        self._handoffs.complete(load)
         return load
 
     def _hello(self) -> worker_pb2.Hello:

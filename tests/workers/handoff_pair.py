@@ -93,8 +93,8 @@ class SinkEngine:
             self.changed.clear()
             await self.changed.wait()
 
-    async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
-        self.note(("reserve", key, num_prompt_tokens))
+    async def reserve(self, key: str, num_tokens: int) -> Reservation:
+        self.note(("reserve", key, num_tokens))
         if self.never_reserves:
             await asyncio.Event().wait()
         if self.reserve_error is not None:

@@ -332,7 +332,8 @@ def test_reserving_and_committing_check_what_the_source_says() -> None:
     sink = make()
     assert isinstance(reserve(sink, "0/9", 4), RequestAborted)
     sink.submit("0/1", make_request([1] * 5, 5), [], importing=True)
-    assert isinstance(reserve(sink, "0/1", 6), DiptychError)
+    for num_tokens in (0, 3, 11):  # at least all but the last token, at most prompt and max_tokens
+        assert isinstance(reserve(sink, "0/1", num_tokens), DiptychError)
     assert isinstance(reserve(sink, "0/1", 5), Reservation)
     for num_computed, outputs in ((4, [7]), (5, []), (5, [7, 8])):
         with pytest.raises(DiptychError, match="the source sealed"):

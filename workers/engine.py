@@ -154,7 +154,7 @@ class Engine:
         """The hand-off is over (released, expired or aborted): its leased blocks are free. Idempotent."""
         sequence = self.handoffs.still_computing(handoff_id)
         if sequence is not None:
-            sequence.handoff_id = None
+            sequence.handoff_id, sequence.is_held = None, False
             if self.handoffs.still_running(handoff_id) is None:
                 message = "no worker held the hand-off's lease while its prompt was being computed"
                 self._fail(sequence, LeaseLost(message))
@@ -267,7 +267,7 @@ class Engine:
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED
             self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) before it was handed off"))
-        elif sequence.handoff_id is not None and self.handoffs.is_due(sequence):
+        elif sequence.handoff_id is not None and self.handoffs.must_seal(sequence):
             self._seal(sequence)
 
     def _seal(self, sequence: Sequence) -> None:

@@ -2,8 +2,8 @@
 
 Source:  open -> announce* -> seal -> (blocks leased only) -> end_lease
                     └─ end (finished, failed, aborted) ──────┘   the leases stay until end_lease
-         open_live: the sequence decodes on between announcements, and is sealed once its sink has caught up, or has
-         all that was offered; if the hand-off ends before, it simply runs on here
+         open_live: the sequence decodes on between announcements, at most as far as was offered, and is sealed once
+         its sink has caught up; if the hand-off ends before, it simply runs on here
          open_prefix: blocks of the prefix cache, sealed at once; no sequence
 Sink:    expect -> reserve -> commit (the sequence runs here)
               └─────────┴──> fail [-> quarantined -> settle]     give_up: the request is gone, the pull is not yet
@@ -31,7 +31,7 @@ LIVE_SLACK_BLOCKS = 2  # that a running sequence may fill between its offer and 
 class _Outgoing:
     handoff_id: str
     sequence: Sequence | None  # None: a prefix
-    max_computed: int | None = None  # of a running sequence: with so many tokens computed it is sealed at the latest
+    max_computed: int | None = None  # of a running sequence: with so many tokens computed it waits for its sink
     leased: list[int] = field(default_factory=list[int])
     is_sealed: bool = False
     has_ended: bool = False
@@ -113,10 +113,11 @@ class HandoffLedger:
         num_readable = self._num_blocks(sequence.num_computed) if is_whole else self._num_full(sequence)
         return self._lease(outgoing, sequence.block_table[len(outgoing.leased) : num_readable])
 
-    def is_due(self, sequence: Sequence) -> bool:
-        """Whether an offered sequence that has just got a token must be sealed."""
+    def must_seal(self, sequence: Sequence) -> bool:
+        """Whether an offered sequence stops here with the token that it has just got; one that ran may have to wait."""
         outgoing = self._outgoing_of(sequence)
-        return outgoing.max_computed is None or sequence.num_computed >= outgoing.max_computed
+        sequence.is_held = outgoing.max_computed is not None and sequence.num_computed >= outgoing.max_computed
+        return outgoing.max_computed is None
 
     def seal(self, sequence: Sequence) -> list[HandoffEvent]:
         """All tokens but the last have their KV: from here on only the leases hold the blocks."""
@@ -129,6 +130,7 @@ class HandoffLedger:
         outgoing.is_sealed = True
         self._sealed[sequence.key] = outgoing.handoff_id
         sequence.status = SequenceStatus.HANDED_OFF
+        sequence.is_held = False
         self._manager.release(sequence.block_table)
         sequence.block_table = []
         self.num_sent += 1

@@ -99,7 +99,7 @@ class Scheduler:
             if budget == 0:
                 break
             # One scheduled before us may have preempted us.
-            if not sequence.is_decoding or sequence.status is not SequenceStatus.RUNNING:
+            if not sequence.is_decoding or sequence.is_held or sequence.status is not SequenceStatus.RUNNING:
                 continue
             if self._grow(sequence, entries):
                 entries.append(ScheduledSequence(sequence, 1))

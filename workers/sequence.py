@@ -42,6 +42,7 @@ class Sequence:
     deadline: float  # on the worker's monotonic clock, seconds
     arrival: int  # admission order; smaller is older
     handoff_id: str | None = None  # the source side of a hand-off
+    is_held: bool = False  # it has made what was offered, and waits for its sink
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # of those, found in the prefix cache at first admission

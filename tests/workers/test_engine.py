@@ -5,7 +5,7 @@ import random
 import pytest
 
 from diptych.workers.engine import Engine
-from diptych.workers.engine_events import HandoffEnded, HandoffSealed, SegmentReady, StepOutput, TokenEvent
+from diptych.workers.engine_events import HandoffEnded, HandoffSealed, SegmentReady, StepOutput
 from diptych.workers.errors import (
     DeadlineExceeded,
     DiptychError,
@@ -21,43 +21,8 @@ from diptych.workers.scheduler import SchedulerConfig
 from diptych.workers.sequence import Batch, FinishReason, SampledToken
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
+from .engines import HANDOFF, Clock, assert_clean, copy_blocks, make, reserve, run, tokens
 from .sequences import make_request
-
-HANDOFF = "handoff-1"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make(num_blocks: int = 64, *, prefix_cache: bool = True, clock: Clock | None = None, **config: int) -> Engine:
-    runner = FakeRunner(num_blocks=num_blocks)
-    return Engine(runner, SchedulerConfig(**config), prefix_cache=prefix_cache, clock=clock or Clock())
-
-
-def run(engine: Engine, limit: int = 1000) -> list[StepOutput]:
-    """Step until nothing is left to compute."""
-    outputs = [engine.step()]
-    while engine.scheduler.has_work:
-        outputs.append(engine.step())
-        assert len(outputs) < limit
-    return outputs
-
-
-def tokens(outputs: list[StepOutput], key: str) -> list[TokenEvent]:
-    return [t for o in outputs for t in o.tokens if t.key == key]
-
-
-def assert_clean(engine: Engine) -> None:
-    state = engine.check_integrity()
-    assert state.num_unaccounted_blocks == 0
-    assert state.num_open_handoffs == 0
-    assert state.load.num_free_blocks == state.load.num_blocks
-    assert state.load.num_leased_blocks == state.load.num_quarantined_blocks == 0
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 3, 16])
@@ -175,19 +140,6 @@ def test_a_failed_step_fails_its_sequences_and_leaves_the_engine_usable() -> Non
 
 
 # -- hand-off ---------------------------------------------------------------------------------------
-
-
-def copy_blocks(source: Engine, sink: Engine, segment: SegmentReady, reservation: Reservation) -> None:
-    """What a transport does."""
-    for i, block in enumerate(segment.block_ids, segment.first_block):
-        if i * source.cache.block_size >= reservation.num_held_tokens:
-            sink._runner._kv[reservation.block_ids[i]] = source._runner._kv[block]
-
-
-def reserve(sink: Engine, key: str, num_tokens: int) -> Reservation | DiptychError | None:
-    answers: list[Reservation | DiptychError] = []
-    sink.handoffs.reserve(key, num_tokens, answers.append)
-    return answers[0] if answers else None
 
 
 def hand_off(source: Engine, sink: Engine, key: str, request: Request, resumed: list[int]) -> list[StepOutput]:

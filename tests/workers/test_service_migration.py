@@ -1,0 +1,161 @@
+"""Running sequences and cached prefixes move between two worker services, over real sockets."""
+
+import pytest
+
+from diptych.proto import kv_pb2, kv_pb2_grpc, worker_pb2
+from diptych.workers.channel import open_channel
+from diptych.workers.fake_runner import FakeRunner, fake_output
+from diptych.workers.service import WorkerService
+
+from .sequences import make_request
+from .test_service import TIMEOUT_S, Router, assert_clean, run, worker
+
+PROMPT = [1, 2, 3, 5, 7, 11] * 3  # no sum on its way is a multiple of 1000: only max_tokens ends it
+STEP_S = 0.003
+
+
+def source_of(service: WorkerService, address: str, handoff_id: str) -> worker_pb2.HandoffSource:
+    return worker_pb2.HandoffSource(handoff_id=handoff_id, address=address, incarnation=service.incarnation)
+
+
+async def some_tokens(router: Router, handle: int, num: int) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    while len(found) < num:
+        found += await router.tokens(handle, until_finished=False)
+    return found
+
+
+async def until_handed_off(router: Router, handle: int) -> tuple[list[tuple[int, int]], int]:
+    """Tokens until the source lets go, and how many it says that there are."""
+    found: list[tuple[int, int]] = []
+    while True:
+        message = await router.call.read()
+        match message.WhichOneof("message"):
+            case "step":
+                step = message.step
+                found += [
+                    (p, t) for h, p, t in zip(step.handles, step.positions, step.token_ids, strict=True) if h == handle
+                ]
+            case "handed_off":
+                assert message.handed_off.handle == handle
+                return found, message.handed_off.num_output_tokens
+            case "failed":
+                raise AssertionError(message)
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_running_sequence_moves_to_another_worker(draining: bool) -> None:
+    async def test() -> None:
+        async with worker(step_s=STEP_S) as (source, source_at), worker() as (_, sink_at):
+            here, there = Router(source_at), Router(sink_at)
+            request, expected = make_request(PROMPT, 200), list(enumerate(fake_output(PROMPT, 200)))
+            await here.submit(1, request)
+            made = await some_tokens(here, 1, 5)
+            if draining:
+                await here.send(drain=worker_pb2.Drain())
+            await here.send(offer=worker_pb2.Offer(handle=1, handoff_id="h"))
+            await there.submit(7, request, [t for _, t in made], source=source_of(source, source_at, "h"))
+            more, num_outputs = await until_handed_off(here, 1)
+            made += more
+            assert len(made) == num_outputs < 200
+            assert made + await there.tokens(7) == expected
+            states = [await here.idle_state(), await there.idle_state()]
+            for state in states:
+                assert_clean(state)
+            assert states[0].load.num_migrated_out == states[1].load.num_handoffs_received == 1
+            assert states[0].load.prefill_s > 0
+            await here.close()
+            await there.close()
+
+    run(test)
+
+
+def test_a_sink_that_dies_costs_the_source_nothing() -> None:
+    """It has been told of blocks, and is never heard of again."""
+
+    async def test() -> None:
+        async with worker(step_s=STEP_S, lease_s=0.2) as (source, source_at), open_channel(source_at) as channel:
+            router = Router(source_at)
+            expected = list(enumerate(fake_output(PROMPT, 200)))
+            await router.submit(1, make_request(PROMPT, 200))
+            made = await some_tokens(router, 1, 3)
+            for handoff_id in ("h1", "h2"):
+                await router.send(offer=worker_pb2.Offer(handle=1, handoff_id=handoff_id))
+                subscription = kv_pb2_grpc.KVHandoffStub(channel).Subscribe(
+                    kv_pb2.SubscribeRequest(
+                        handoff_id=handoff_id,
+                        source_incarnation=source.incarnation,
+                        sink_incarnation="sink",
+                        layout=FakeRunner().layout.to_proto(),
+                        transports=["grpc"],
+                        wait_s=TIMEOUT_S,
+                    )
+                )
+                assert (await subscription.read()).opened.is_live
+                assert (await subscription.read()).segment.first_block == 0
+                while (announcement := await subscription.read()).WhichOneof("event") != "aborted":
+                    assert announcement.HasField("segment")
+                assert announcement.aborted.error == "LeaseLost"
+            made += await router.tokens(1)
+            assert made == expected
+            state = await router.idle_state()
+            assert_clean(state)
+            assert state.load.num_migrated_out == 0
+            await router.close()
+
+    run(test)
+
+
+def test_what_cannot_be_handed_off_is_told_to_the_sink_at_once() -> None:
+    async def test() -> None:
+        async with worker(step_s=STEP_S) as (source, source_at), worker() as (_, sink_at):
+            here, there = Router(source_at), Router(sink_at)
+            await here.send(offer=worker_pb2.Offer(handle=1, handoff_id="unknown"))
+            await here.send(offer_prefix=worker_pb2.OfferPrefix(handoff_id="cold", token_ids=PROMPT))
+            await there.submit(1, make_request(PROMPT, 9), [5], source=source_of(source, source_at, "unknown"))
+            failed = (await there.read("failed")).failed
+            assert (failed.handle, failed.handoff, failed.retryable) == (1, True, True)
+            await there.submit(2, make_request(PROMPT, 9), prefix=source_of(source, source_at, "cold"))
+            assert await there.tokens(2) == list(enumerate(fake_output(PROMPT, 9)))
+            for router in (here, there):
+                assert_clean(await router.idle_state())
+                await router.close()
+
+    run(test)
+
+
+def test_a_cached_prefix_moves_to_another_worker() -> None:
+    async def test() -> None:
+        async with worker() as (source, source_at), worker() as (_, sink_at):
+            here, there = Router(source_at), Router(sink_at)
+            turn = PROMPT + fake_output(PROMPT, 9)
+            await here.submit(1, make_request(PROMPT, 9))
+            await here.tokens(1)
+            prompt = [*turn, 9, 9, 9, 9, 9]
+            await here.send(offer_prefix=worker_pb2.OfferPrefix(handoff_id="p", token_ids=prompt))
+            await there.submit(2, make_request(prompt, 9), prefix=source_of(source, source_at, "p"))
+            assert await there.tokens(2) == list(enumerate(fake_output(prompt, 9)))
+            state = await there.idle_state()
+            assert (state.load.num_prefixes_pulled, state.load.num_prefill_tokens) == (1, len(prompt) - 24)
+            assert_clean(state)
+            assert_clean(await here.idle_state())
+            await here.close()
+            await there.close()
+
+    run(test)
+
+
+def test_a_prefix_whose_source_is_gone_is_computed() -> None:
+    async def test() -> None:
+        async with worker() as (_, address):
+            router = Router(address)
+            where = worker_pb2.HandoffSource(handoff_id="x", address="127.0.0.1:1", incarnation="nobody")
+            await router.submit(1, make_request(PROMPT, 9), prefix=where)
+            assert await router.tokens(1) == list(enumerate(fake_output(PROMPT, 9)))
+            await router.submit(2, make_request(PROMPT, 9), prefix=where, source=where)
+            failed = (await router.read("failed")).failed
+            assert (failed.handle, failed.error) == (2, "InvalidRequest")
+            assert_clean(await router.idle_state())
+            await router.close()
+
+    run(test)

@@ -43,6 +43,7 @@ class Completion:
     usage: inference_pb2.Usage
     logprobs: tuple[inference_pb2.TokenLogprob, ...]  # one a token, where asked for
     request_id: str
+    timings: inference_pb2.Timings | None  # where the time went
 
 
 class Answer:
@@ -69,6 +70,7 @@ class Answer:
             usage=last.usage,
             logprobs=tuple(entry for r in self._responses for entry in r.logprobs),
             request_id=last.request_id,
+            timings=last.timings[0] if last.timings else None,
         )
 
 

@@ -17,6 +17,7 @@ from ..workers.runner import ModelInfo
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_FROM_PROTO
 from .generation import Health
+from .links import Link, read_links
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class WorkerView:
     kv_token_bytes: float = 0.0  # of KV, over all ranks
     max_context_tokens: int = 0
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
+    links: tuple[Link, ...] = ()  # of that report
     num_in_flight: int = 0  # legs of this router that run there
     pending_tokens: int = 0  # of those, tokens whose prefill has not shown a result yet
     held_blocks: int = 0  # of those, blocks that their tokens fill
@@ -150,18 +152,20 @@ class Fleet:
         view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
         view.kv_token_bytes = layout.block_bytes / layout.block_size
         view.max_context_tokens = model.max_context_tokens
+        view.links = ()
         view.load = worker_pb2.LoadReport(
             num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role
         )
 
     def report(self, incarnation: str, load: worker_pb2.LoadReport) -> None:
-        """Raises InternalError for counts that cannot be."""
+        """Raises InternalError for counts and links that cannot be."""
         view = self._views[incarnation]
         if load.num_blocks != view.num_blocks or load.num_free_blocks > load.num_blocks:
             raise InternalError(
                 f"a load report tells of {load.num_free_blocks} free blocks of {load.num_blocks}; "
                 f"the worker has {view.num_blocks}"
             )
+        view.links = read_links(load)
         view.load = load
         view.is_draining = view.is_draining or load.draining
 

@@ -14,7 +14,7 @@ of any ends all | the caller closes batches(). However it ends, every token stre
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from ..workers.runner import ModelInfo
 from ..workers.sequence import FinishReason
 from .detokenizer import Detokenizer
 from .stop_strings import StopStrings
+from .timings import RequestTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()  # parallel to token_ids; empty unless asked for
     finish_reason: FinishReason | None = None  # set on the last delta
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache; set on the first delta
+    elapsed_s: float = field(default=0.0, compare=False)  # since the router got the request
+    timings: RequestTimings | None = field(default=None, compare=False)  # with the first two tokens and the last delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class Completion:
         self.request = request
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.timings: RequestTimings | None = None  # complete once it has ended
         self._detokenizer = detokenizer
         self._stops = stops
         self._num_chars = 0  # of detokenised text, held back or not
@@ -118,6 +122,7 @@ class Completion:
         """The delta's text. On a stop string the text ends before it, the tokens with the one that completed it."""
         if not self.num_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
+        self.timings = delta.timings or self.timings
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")
         text: list[str] = []
@@ -152,6 +157,8 @@ class Completion:
 
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
+        # A stop string ends it here: the router does not know that this was the last delta.
+        self.timings = self.timings and replace(self.timings, total_s=delta.elapsed_s)
         return TextDelta(
             self.index,
             text,
@@ -182,6 +189,11 @@ class Generation:
             completion_tokens=sum(c.num_tokens for c in self.completions),
             cached_tokens=sum(c.num_cached_tokens for c in self._firsts),
         )
+
+    @property
+    def timings(self) -> list[tuple[int, RequestTimings]]:
+        """Of each completion that has any, by its index."""
+        return [(c.index, c.timings) for c in self.completions if c.timings is not None]
 
     async def batches(self) -> AsyncGenerator[list[TextDelta], None]:
         """All that is new, as soon as something is. Use it within `aclosing`: to close it aborts what still runs.

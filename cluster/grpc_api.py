@@ -22,7 +22,7 @@ from ..workers.errors import ConfigError, DiptychError, InvalidRequest
 from ..workers.wire import FINISH_TO_PROTO, sampling_from_proto
 from .config import TlsConfig
 from .front_door import Chat, FrontDoor, GenerationSpec, Prompt
-from .generation import TextDelta, Usage
+from .generation import Generation, TextDelta
 from .grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
 from .tokenizer import Tokenizer
 
@@ -91,8 +91,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 async for batch in batches:
                     for delta in batch:
                         num_running -= delta.finish_reason is not None
-                        usage = None if num_running else generation.usage
-                        yield _response(request_id, delta, usage, self._door.tokenizer)
+                        response = _response(request_id, delta, self._door.tokenizer)
+                        if num_running == 0:
+                            _conclude(response, generation)
+                        yield response
         except DiptychError as e:
             await _abort(context, e, request_id)
 
@@ -132,9 +134,7 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
     raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
 
 
-def _response(
-    request_id: str, delta: TextDelta, usage: Usage | None, tokenizer: Tokenizer
-) -> inference_pb2.GenerateResponse:
+def _response(request_id: str, delta: TextDelta, tokenizer: Tokenizer) -> inference_pb2.GenerateResponse:
     def text(token_id: int) -> str:
         return tokenizer.token_bytes(token_id).decode(errors="replace")
 
@@ -149,11 +149,16 @@ def _response(
     for entry in delta.logprobs:
         top = [inference_pb2.TopLogprob(token_id=i, logprob=p, token=text(i)) for i, p in entry.top]
         response.logprobs.add(token_id=entry.token_id, logprob=entry.logprob, token=text(entry.token_id), top=top)
-    if usage is not None:
-        response.usage.prompt_tokens = usage.prompt_tokens
-        response.usage.completion_tokens = usage.completion_tokens
-        response.usage.cached_tokens = usage.cached_tokens
     return response
+
+
+def _conclude(last: inference_pb2.GenerateResponse, generation: Generation) -> None:
+    """What the last message of a call tells besides."""
+    usage = generation.usage
+    last.usage.prompt_tokens = usage.prompt_tokens
+    last.usage.completion_tokens = usage.completion_tokens
+    last.usage.cached_tokens = usage.cached_tokens
+    last.timings.extend(timings.to_proto(index) for index, timings in generation.timings)
 
 
 async def _abort(context: "Context", error: DiptychError, request_id: str) -> NoReturn:

@@ -30,6 +30,7 @@ from .generation import Generation, TextDelta
 from .http_stream import EventStream, read_json, while_connected
 from .openai_format import ChatFormat, CompletionFormat, Format, to_event
 from .openai_types import ChatBody, CompletionBody, parse
+from .timings import server_timing
 
 OPEN_PATHS = frozenset({"/health", "/version"})  # asked by orchestrators, which hold no key
 
@@ -64,13 +65,13 @@ class HttpApi:
         generation = await self._door.start(spec, f"cmpl-{_call_id(request)}")
         echo = self._echo(spec, generation) if body.echo else ()
         name = self._door.model().name
-        form = CompletionFormat(generation, self._door.tokenizer, name, body.include_usage, echo)
+        form = CompletionFormat(generation, self._door.tokenizer, name, body.include, echo)
         return await self._answer(request, generation, form, bool(body.stream))
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
         body = parse(ChatBody, await read_json(request, self._door.limits.max_body_bytes))
         generation = await self._door.start(body.spec(), f"chatcmpl-{_call_id(request)}")
-        form = ChatFormat(generation, self._door.tokenizer, self._door.model().name, body.include_usage)
+        form = ChatFormat(generation, self._door.tokenizer, self._door.model().name, body.include)
         return await self._answer(request, generation, form, bool(body.stream))
 
     async def models(self, _: Request) -> Response:
@@ -105,7 +106,7 @@ class HttpApi:
             request_id = _request_id(request)
             return EventStream(_events(generation, form), lambda e: to_event(error_object(e, request_id)))
         deltas = await while_connected(request.receive, _collect(generation))
-        return JSONResponse(form.whole(deltas))
+        return JSONResponse(form.whole(deltas), headers=_server_timing(generation))
 
     def _echo(self, spec: GenerationSpec, generation: Generation) -> list[str]:
         """The prompt's text, for each choice."""
@@ -134,6 +135,12 @@ async def _events(generation: Generation, form: Format) -> AsyncGenerator[str, N
 async def _collect(generation: Generation) -> list[TextDelta]:
     async with aclosing(generation.batches()) as batches:
         return [delta async for batch in batches for delta in batch]
+
+
+def _server_timing(generation: Generation) -> dict[str, str]:
+    """Of the completion that took longest, for that is what the client waited for."""
+    timings = max((t for _, t in generation.timings), key=lambda t: t.total_s, default=None)
+    return {} if timings is None else {"server-timing": server_timing(timings)}
 
 
 class _Edge:

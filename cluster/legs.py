@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..workers.sequence import FinishReason
+from ..workers.timings import SequenceTimings
 from .generation import TokenLogprob
 
 
@@ -29,6 +30,7 @@ class LegToken(NamedTuple):
     finish: FinishReason | None = None
     logprob: TokenLogprob | None = None
     num_cached: int | None = None
+    timings: SequenceTimings | None = None  # with its leg's first
 
 
 @dataclass(frozen=True, slots=True)

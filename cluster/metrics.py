@@ -4,7 +4,6 @@ Names and units follow vLLM's where they mean the same, under the prefix `diptyc
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,11 +12,16 @@ from prometheus_client.registry import Collector
 
 from ..workers.errors import Overloaded
 from .fleet import WorkerView
+from .links import Link
+from .timings import RequestTimes, RequestTimings
 
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+HANDOFF_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
 _LABELS = ("worker", "pool", "role")
+_LINK_LABELS = ("worker", "source", "transport")
 _GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_up", "1 while this router has a link to the worker", lambda w: w.is_up),
     ("worker_draining", "1 when the worker takes nothing new", lambda w: w.is_draining),
@@ -40,16 +44,22 @@ _COUNTERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),
     ("worker_handoffs_failed", "Hand-offs that failed at the sink", lambda w: w.load.num_handoffs_failed),
     ("worker_handoff_bytes", "KV bytes pulled", lambda w: w.load.handoff_bytes),
+    ("worker_checksum_failures", "Segments whose content was wrong", lambda w: w.load.num_checksum_failures),
+    ("worker_migrations_out", "Running sequences handed to another worker", lambda w: w.load.num_migrated_out),
+    ("worker_prefixes_pulled", "Cached prefixes from another worker", lambda w: w.load.num_prefixes_pulled),
 )
-
-
-@dataclass(slots=True)
-class RequestTimes:
-    """Seconds on one monotonic clock."""
-
-    started_at: float
-    routed_at: float | None = None
-    last_token_at: float | None = None
+_LINK_COUNTERS: tuple[tuple[str, str, Callable[[Link], float]], ...] = (
+    ("link_bytes", "KV bytes that the worker read from the source", lambda link: link.num_bytes),
+    ("link_read_seconds", "Time in which a read was under way", lambda link: link.read_s),
+    ("link_reads", "Reads that succeeded", lambda link: link.num_reads),
+    ("link_failures", "Pulls that failed", lambda link: link.num_failed),
+)
+_HANDOFF_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] = (
+    ("handoff_announce_to_pull", "From the first announcement to the first read", lambda t: t.announce_to_pull_s),
+    ("handoff_pull", "With a read under way", lambda t: t.pull_s),
+    ("handoff_last_segment", "From the first token to the last read", lambda t: t.last_segment_s),
+    ("handoff_commit", "From the last read to the first decode step", lambda t: t.commit_s),
+)
 
 
 class RouterMetrics:
@@ -68,7 +78,10 @@ class RouterMetrics:
         self._ttft = _histogram("time_to_first_token", "From receipt to the first token", REQUEST_BUCKETS_S, r)
         self._itl = _histogram("inter_token_latency", "Between two deliveries of tokens", TOKEN_BUCKETS_S, r)
         self._e2e = _histogram("request", "From receipt to the end", REQUEST_BUCKETS_S, r)
-        self._queue = _histogram("request_queue", "From receipt to a worker", REQUEST_BUCKETS_S, r)
+        self._queue = _histogram("request_queue", "From receipt to the first step", REQUEST_BUCKETS_S, r)
+        self._prefill = _histogram("request_prefill", "From the first step to the first token", REQUEST_BUCKETS_S, r)
+        self._first_decode = _histogram("request_first_decode", "Making the second token", TOKEN_BUCKETS_S, r)
+        self._handoff = [(_histogram(name, what, HANDOFF_BUCKETS_S, r), value) for name, what, value in _HANDOFF_PHASES]
         r.register(_Workers(views))
 
     def exposition(self) -> bytes:
@@ -87,11 +100,21 @@ class RouterMetrics:
         times.last_token_at = now
         self.generation_tokens.inc(num_tokens)
 
-    def ended(self, times: RequestTimes, outcome: str, now: float) -> None:
+    def ended(self, times: RequestTimes, outcome: str, now: float, timings: RequestTimings | None = None) -> None:
+        """`timings`: where there was a first token."""
         self.in_flight.dec()
         self.requests.labels(outcome).inc()
         self._e2e.observe(now - times.started_at)
-        self._queue.observe((now if times.routed_at is None else times.routed_at) - times.started_at)
+        if timings is None:
+            self._queue.observe((now if times.routed_at is None else times.routed_at) - times.started_at)
+            return
+        self._queue.observe(timings.queue_s)
+        self._prefill.observe(timings.prefill_s)
+        if times.num_delivered > 1:
+            self._first_decode.observe(timings.first_decode_s)
+        if timings.transport:
+            for histogram, value in self._handoff:
+                histogram.observe(value(timings))
 
     def refused(self, num_sequences: int) -> None:
         self.requests.labels(Overloaded.code).inc(num_sequences)
@@ -113,6 +136,12 @@ class _Workers(Collector):
             yield _filled(GaugeMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
         for name, what, value in _COUNTERS:
             yield _filled(CounterMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
+        for name, what, count in _LINK_COUNTERS:
+            family = CounterMetricFamily(f"diptych_{name}", what, labels=_LINK_LABELS)
+            for view in views:
+                for link in view.links:
+                    family.add_metric([view.incarnation, link.source, link.transport], count(link))
+            yield family
 
 
 def _filled(

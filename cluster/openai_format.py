@@ -8,6 +8,7 @@ import json
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .generation import Generation, TextDelta, TokenLogprob, Usage
@@ -20,18 +21,26 @@ _TEXT = "\0"  # stands for the text in a chunk that is made once
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Include:
+    """What an answer tells besides, because it was asked for. A whole answer always has its usage."""
+
+    usage: bool = False
+    timings: bool = False
+
+
 class Format:
     """One endpoint's answers to one call. `kind` and `chunk_kind` are OpenAI's names of the objects."""
 
     kind: str
     chunk_kind: str
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include_usage: bool) -> None:
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
         self._created = int(time.time())
         self._model = model
-        self._include_usage = include_usage
+        self._include = include
         self._indices = range(len(generation.completions))
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
 
@@ -41,10 +50,10 @@ class Format:
 
     def last_events(self) -> str:
         """What ends a stream."""
-        if not self._include_usage:
+        if not (self._include.usage or self._include.timings):
             return DONE
-        usage = _usage(self._generation.usage)
-        return to_event(self._head(self.chunk_kind) | {"choices": [], "usage": usage}) + DONE
+        usage: Json = {"usage": _usage(self._generation.usage)} if self._include.usage else {}
+        return to_event(self._head(self.chunk_kind) | {"choices": []} | usage | self._timings()) + DONE
 
     def whole(self, deltas: Sequence[TextDelta]) -> Json:
         """The answer in one piece."""
@@ -53,13 +62,18 @@ class Format:
             own[delta.index].append(delta)
         choices = [self._choice(i, own[i]) for i in self._indices]
         usage = _usage(self._generation.usage)
-        return self._head(self.kind) | {"choices": choices, "usage": usage}
+        return self._head(self.kind) | {"choices": choices, "usage": usage} | self._timings()
+
+    def _timings(self) -> Json:
+        if not self._include.timings:
+            return {}
+        return {"timings": [timings.to_json(index) for index, timings in self._generation.timings]}
 
     def _head(self, kind: str) -> Json:
         return {"id": self._generation.request_id, "object": kind, "created": self._created, "model": self._model}
 
     def _chunk(self, choice: Json) -> str:
-        usage = {"usage": None} if self._include_usage else {}
+        usage = {"usage": None} if self._include.usage else {}
         return to_event(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
 
     def _around_text(self, choice: Json) -> tuple[str, str]:
@@ -82,9 +96,9 @@ class CompletionFormat(Format):
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, model: str, include_usage: bool, echo: Sequence[str] = ()
+        self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, echo: Sequence[str] = ()
     ) -> None:
-        super().__init__(generation, tokenizer, model, include_usage)
+        super().__init__(generation, tokenizer, model, include)
         self._echo = list(echo) or [""] * len(self._indices)
         plain: Json = {"text": _TEXT, "logprobs": None, "finish_reason": None}
         self._around = [self._around_text({"index": i} | plain) for i in self._indices]
@@ -112,8 +126,8 @@ class ChatFormat(Format):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include_usage: bool) -> None:
-        super().__init__(generation, tokenizer, model, include_usage)
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
+        super().__init__(generation, tokenizer, model, include)
         self._around = [self._around_text(_chat_chunk(i, {"content": _TEXT})) for i in self._indices]
         self._opening = [self._chunk(_chat_chunk(i, {"role": "assistant", "content": ""})) for i in self._indices]
 

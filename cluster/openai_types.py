@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..workers.errors import InvalidRequest
 from ..workers.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from .front_door import Chat, GenerationSpec, Prompt
+from .openai_format import Include
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -104,10 +105,11 @@ class _Body(BaseModel):
     ignore_eos: bool | None = None
     # Diptych's
     timeout_s: float | None = None
+    timings: bool | None = None  # tell where the time went
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def include(self) -> Include:
+        return Include(bool(self.stream_options and self.stream_options.include_usage), bool(self.timings))
 
     def check(self) -> None:
         """Raise InvalidRequest for what is known and not served, and for what contradicts itself."""

@@ -49,6 +49,7 @@ from ..workers.errors import (
 )
 from ..workers.request import Request
 from ..workers.sequence import FinishReason
+from ..workers.timings import SequenceTimings
 from .generation import TokenDelta, TokenLogprob
 from .leg_handoff import Gap, LegHandoff
 from .legs import (
@@ -86,6 +87,7 @@ class RequestRecord:
         self.num_attempts = 0  # begun, and offers that another sink was sent to
         self.num_migrations = 0
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
+        self.timings: list[SequenceTimings | None] = []  # that came with the first two tokens
         self._num_failed_migrations = 0
         self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
@@ -134,8 +136,8 @@ class RequestRecord:
         handoff = self._handoff
         return handoff.source if handoff is not None and handoff.is_live and handoff.sink is not None else None
 
-    def take(self) -> TokenDelta | None:
-        """The tokens since the last call, if any."""
+    def take(self, elapsed_s: float = 0.0) -> TokenDelta | None:
+        """The tokens since the last call, if any; so long after receipt."""
         first = self._num_taken
         if first == len(self.token_ids):
             return None
@@ -145,6 +147,7 @@ class RequestRecord:
             logprobs=tuple(self._logprobs[first:]),
             finish_reason=self.finish,
             num_cached_tokens=0 if first else self.num_cached_tokens,
+            elapsed_s=elapsed_s,
         )
 
     # -- attempts ---------------------------------------------------------------------------------------------------
@@ -265,6 +268,8 @@ class RequestRecord:
             self._logprobs.append(token.logprob)
         if expected == 0 and token.num_cached is not None:
             self.num_cached_tokens = min(token.num_cached, len(self.request.prompt_token_ids))
+        if expected < 2:
+            self.timings.append(token.timings)
         self.token_ids.append(token.token_id)
         if token.finish is not None:
             return self._finish(token.finish)

@@ -8,6 +8,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from ..workers.errors import DeadlineExceeded, DiptychError, RequestAborted, Unavailable, WorkerDraining
@@ -26,9 +27,9 @@ from .legs import (
     Spoke,
     Submit,
 )
-from .metrics import RequestTimes
 from .policy import RequestFacts, Route
 from .request_record import RequestRecord
+from .timings import RequestTimes, RequestTimings
 
 
 class RunPort(Protocol):
@@ -102,13 +103,18 @@ class RequestRun:
     async def next(self) -> TokenDelta:
         """The tokens since the last call, at least one. Raises what ended the request."""
         while True:
-            delta = self.record.take()
+            delta = self.record.take(self._loop.time() - self.times.started_at)
             if delta is not None:
-                return delta
+                return self._timed(delta)
             if self.record.error is not None:
                 raise self.record.error
             self._waiter = self._loop.create_future()
             await self._waiter
+
+    def timings(self) -> RequestTimings | None:
+        """Until the last token that `next` gave; None before the first."""
+        last, record = self.times.last_token_at, self.record
+        return None if last is None else self.times.timings(last, record.num_attempts, record.num_migrations)
 
     def fail(self, error: DiptychError) -> None:
         self._do(self.record.fail(error))
@@ -123,29 +129,33 @@ class RequestRun:
     # -- LegListener ------------------------------------------------------------------------------------------------
 
     def on_token(self, handle: int, token: LegToken) -> None:
-        actions = self.record.token(handle, token)
-        if actions:
-            self._do(actions)
-        self._wake()
+        self._after(self.record.token(handle, token))
 
     def on_handed_off(self, handle: int, num_output_tokens: int) -> None:
-        self._do(self.record.handed_off(handle, num_output_tokens))
-        self._wake()
+        self._after(self.record.handed_off(handle, num_output_tokens))
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         if isinstance(error, WorkerDraining):
             for leg in self.record.legs():
                 if leg.handle == handle:
                     self._port.drains(leg.worker)
-        self._do(self.record.failed(handle, error, handoff=handoff))
-        self._wake()
+        self._after(self.record.failed(handle, error, handoff=handoff))
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _after(self, actions: Actions) -> None:
+        """An event was heard: it may have brought tokens."""
+        if len(self.times.words) < 2:
+            self.times.accepted(self.record.timings)
+        if actions:
+            self._do(actions)
+        self._wake()
 
     def _do(self, actions: Actions) -> None:
         for action in actions:
             match action:
                 case Submit():
+                    self.times.submitted_at = self._loop.time()
                     self._port.submit(self, action)
                 case Offer():
                     self._port.offer(action)
@@ -162,6 +172,13 @@ class RequestRun:
                 case ChooseSink():
                     sink = self._port.choose_sink(self._port.facts(self.record), action.source)
                     self._do(self.record.begin_sink(sink, self._port.handles))
+
+    def _timed(self, delta: TokenDelta) -> TokenDelta:
+        """With the request's timings where they have changed by more than their total."""
+        now, record = self.times.started_at + delta.elapsed_s, self.record
+        if self.times.delivered(len(delta.token_ids), now) or delta.finish_reason is not None:
+            return replace(delta, timings=self.times.timings(now, record.num_attempts, record.num_migrations))
+        return delta
 
     def _wake(self) -> None:
         waiter = self._waiter

@@ -114,17 +114,16 @@ class Router:
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """The completion's tokens; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""
         run = self._open(request)
-        now = asyncio.get_running_loop().time
         try:
             run.route()
             while True:
                 delta = await run.next()
-                self._metrics.delivered(run.times, len(delta.token_ids), now())
+                self._metrics.delivered(run.times, len(delta.token_ids), run.times.started_at + delta.elapsed_s)
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
-            self._close(run, now())
+            self._close(run, asyncio.get_running_loop().time())
 
     def health(self) -> Health:
         return self._fleet.health(len(self._runs))
@@ -151,7 +150,7 @@ class Router:
         self._metrics.resumes.inc(max(record.num_attempts - 1, 0))
         self._metrics.migrations.inc(record.num_migrations)
         self._metrics.cached_tokens.inc(record.num_cached_tokens)
-        self._metrics.ended(run.times, _outcome(record), now)
+        self._metrics.ended(run.times, _outcome(record), now, run.timings())
 
     # -- RunPort ----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,23 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """KV that `sink` pulled from `source`, since the sink's start."""
+
+    sink: str  # worker ids; of a source that is gone, its incarnation
+    source: str
+    transport: str  # the last used
+    num_bytes: int
+    read_s: float  # in which at least one read was under way
+    num_reads: int
+    num_failed: int  # pulls
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.read_s if self.read_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     name: str
     target: int
@@ -70,6 +87,7 @@ class ClusterStatus:
     workers: tuple[WorkerStatus, ...]
     routers: tuple[RouterStatus, ...]
     failure: Failure | None = None
+    links: tuple[LinkStatus, ...] = ()
 
     @property
     def state(self) -> str:
@@ -85,4 +103,5 @@ class ClusterStatus:
 
     def to_json(self) -> dict[str, Any]:
         workers = [asdict(w) | {"kv_use": round(w.kv_use, 4)} for w in self.workers]
-        return {"state": self.state} | asdict(self) | {"workers": workers}
+        links = [asdict(link) | {"bytes_per_s": round(link.bytes_per_s)} for link in self.links]
+        return {"state": self.state} | asdict(self) | {"workers": workers, "links": links}

@@ -14,6 +14,8 @@ def render(status: ClusterStatus) -> RenderableType:
         (status.name, "bold"), "  ", _coloured(status.state), f"  {status.model}", no_wrap=True, overflow="ellipsis"
     )
     parts: list[RenderableType] = [head, _pools(status), _workers(status), _routers(status)]
+    if status.links:
+        parts.append(_links(status))
     parts += [
         Text(f"{w.worker_id}: waits for {w.waiting_for}", style="yellow") for w in status.workers if w.waiting_for
     ]
@@ -60,6 +62,21 @@ def _routers(status: ClusterStatus) -> Table:
         http = f"{r.host}:{r.http_port}" if r.http_port else ""
         grpc = f"{r.host}:{r.grpc_port}" if r.grpc_port else ""
         table.add_row(r.router_id, _coloured(r.phase), http, grpc, str(r.pid or ""))
+    return table
+
+
+def _links(status: ClusterStatus) -> Table:
+    table = _table("sink", "source", "transport", "GB", "GB/s", "reads", "failed pulls")
+    for link in sorted(status.links, key=lambda link: (link.sink, link.source)):
+        table.add_row(
+            link.sink,
+            f"<- {link.source}",
+            link.transport,
+            f"{link.num_bytes / 1e9:.3f}",
+            f"{link.bytes_per_s / 1e9:.2f}",
+            str(link.num_reads),
+            str(link.num_failed),
+        )
     return table
 
 

@@ -329,14 +329,17 @@ class Supervisor:
 
     def status(self) -> ClusterStatus:
         now = time.monotonic()
+        workers = self._workers.values()
+        ids = {w.started.incarnation: w.worker_id for w in workers if w.started}
         return ClusterStatus(
             name=self._config.name,
             model=self._config.model,
             supervisor_pid=os.getpid(),
             pools=tuple(self._pool_status(pool, now) for pool in self._replicas),
-            workers=tuple(w.status(now) for w in self._workers.values()),
+            workers=tuple(w.status(now) for w in workers),
             routers=tuple(self._routers.values()),
             failure=self._failure,
+            links=tuple(link for w in workers for link in w.links(ids)),
         )
 
     async def audit(self) -> dict[str, str]:

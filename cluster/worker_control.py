@@ -15,6 +15,7 @@ from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
+from .links import Link, read_links
 
 REPLY_S = 5.0
 RECONNECT_S = 0.5
@@ -28,6 +29,7 @@ class WorkerControl:
     def __init__(self, address: str, token: str | None) -> None:
         self.address = address
         self.load = worker_pb2.LoadReport()
+        self.links: tuple[Link, ...] = ()  # of that report
         self.num_received = 0
         self._metadata = auth_metadata(token)
         self._channel = open_channel(address)
@@ -111,9 +113,17 @@ class WorkerControl:
                 case "hello":
                     self._is_known.set()
                 case "load":
-                    self.load = message.load
+                    self._on_load(message.load)
                 case _:
                     pass
+
+    def _on_load(self, load: worker_pb2.LoadReport) -> None:
+        try:
+            self.links = read_links(load)
+        except InternalError as e:
+            log.warning("a report of %s is dropped: %s", self.address, e.message)
+            return
+        self.load = load
 
     async def _write(self, call: Any) -> None:
         while True:

@@ -18,6 +18,7 @@ import grpc.aio
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
+from ..workers.timings import SequenceTimings
 from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .fleet import WorkerInfo
 from .generation import TokenLogprob
@@ -255,13 +256,14 @@ class WorkerLink:
             raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
         logprobs = {p.entry: _logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
         cached = {c.entry: c.num_tokens for c in step.cached}
+        timings = {t.entry: SequenceTimings.from_proto(t) for t in step.timings}
         columns = zip(step.handles, ids, step.positions, step.finish_reasons, strict=True)
         for entry, (handle, token_id, position, reason) in enumerate(columns):
             listener = self._listeners.get(handle)
             if listener is None:
                 continue
             finish = FINISH_FROM_PROTO[reason]
-            token = LegToken(position, token_id, finish, logprobs.get(entry), cached.get(entry))
+            token = LegToken(position, token_id, finish, logprobs.get(entry), cached.get(entry), timings.get(entry))
             listener.on_token(handle, token)
 
     def _on_failed(self, failed: worker_pb2.RequestFailed) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..proto.worker_pb2 import LoadReport
@@ -9,7 +10,7 @@ from ..workers.wire import ROLE_FROM_PROTO
 from .fleet import WorkerInfo
 from .handles import WorkerStarted
 from .plan import Phase, WorkerView
-from .status import WorkerStatus
+from .status import LinkStatus, WorkerStatus
 from .worker_control import WorkerControl
 
 
@@ -31,6 +32,22 @@ class WorkerRecord:
     @property
     def load(self) -> LoadReport:
         return self.control.load if self.control else LoadReport()
+
+    def links(self, worker_ids: Mapping[str, str]) -> list[LinkStatus]:
+        """For a person. `worker_ids`: by incarnation, of the workers that live."""
+        links = self.control.links if self.control else ()
+        return [
+            LinkStatus(
+                self.worker_id,
+                worker_ids.get(link.source, link.source),
+                link.transport,
+                link.num_bytes,
+                link.read_s,
+                link.num_reads,
+                link.num_failed,
+            )
+            for link in links
+        ]
 
     def view(self) -> WorkerView:
         """For the plan."""

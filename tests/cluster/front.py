@@ -14,6 +14,7 @@ from diptych.cluster.generation import Health, TokenDelta, TokenLogprob
 from diptych.cluster.grpc_api import InferenceServer
 from diptych.cluster.http_api import make_app
 from diptych.cluster.http_server import bind, serve_http
+from diptych.cluster.timings import RequestTimings
 from diptych.cluster.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.errors import DiptychError, Overloaded
 from diptych.workers.request import Request
@@ -26,6 +27,7 @@ TEMPLATE = (
 )
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 END, CONTEXT = 256, 512
+TIMINGS = RequestTimings(0.25, 0.5, 0.25, 0.125, 0.25, 0.5, 0.125, 0.0625, 0.5, 0.0, 4096, "nixl")
 
 
 def byte_tokenizer() -> DiptychTokenizer:
@@ -107,7 +109,9 @@ class Echo:
                     finish = FinishReason.LENGTH
                 self.num_delivered += 1
                 cached = 3 if made == len(tokens) else 0
-                yield TokenDelta(tuple(tokens), _logprobs(request, tokens), finish, cached)
+                # It takes a second a token.
+                timings = TIMINGS if made == len(tokens) or finish is not None else None
+                yield TokenDelta(tuple(tokens), _logprobs(request, tokens), finish, cached, made, timings)
                 await asyncio.sleep(0)
         finally:
             self.closed.append(request.request_id)

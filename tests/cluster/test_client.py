@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -25,7 +26,7 @@ from diptych.workers.errors import (
     WorkerLost,
 )
 
-from .front import CONTEXT, Echo, Served, served
+from .front import CONTEXT, TIMINGS, Echo, Served, served
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -53,6 +54,7 @@ def test_generate(client: Client) -> None:
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (4, 5)
     assert [entry.token_id for entry in got.logprobs] == list(got.token_ids)
     assert got.request_id.startswith("gen-")
+    assert got.timings == replace(TIMINGS, total_s=5).to_proto(0)
     assert client.generate([104, 105], max_tokens=1).finish_reason == "length"
 
 

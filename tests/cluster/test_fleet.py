@@ -91,6 +91,10 @@ def test_a_load_report_that_cannot_be_is_refused() -> None:
     for bad in (load(num_free=11), worker_pb2.LoadReport(num_blocks=11, num_free_blocks=1)):
         with pytest.raises(InternalError, match="load report"):
             fleet.report("a", bad)
+    bad = load(links=[worker_pb2.PeerLink(incarnation="b", read_s=-1)])
+    with pytest.raises(InternalError, match="duration"):
+        fleet.report("a", bad)
+    assert fleet.view("a").load.num_free_blocks == 10
 
 
 def test_the_workers_own_word_on_its_role_counts() -> None:

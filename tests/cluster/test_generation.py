@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
 from diptych.cluster.generation import Completion, Generation, TextDelta, TokenDelta, TokenLogprob
 from diptych.cluster.stop_strings import StopStrings
+from diptych.cluster.timings import RequestTimings
 from diptych.workers.errors import (
     DeadlineExceeded,
     DiptychError,
@@ -68,6 +70,17 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it() -> None:
     last = c.push(delta("def", FinishReason.LENGTH))
     assert last == TextDelta(0, "", (ord("d"),), finish_reason=FinishReason.STOP, stop_string="cd")
     assert c.num_tokens == 4
+
+
+def test_timings_are_the_newest_ones_and_end_with_it() -> None:
+    c = completion(stop=("d",))
+    assert c.timings is None
+    c.push(replace(delta("a"), elapsed_s=1.0, timings=RequestTimings(0.5, 0.5, 0)))
+    second = RequestTimings(0.5, 0.5, 0, first_decode_s=1)
+    c.push(replace(delta("b"), elapsed_s=2.0, timings=second))
+    c.push(replace(delta("c"), elapsed_s=3.0))
+    c.push(replace(delta("d"), elapsed_s=4.0))
+    assert c.timings == replace(second, total_s=4.0)
 
 
 def test_held_text_is_shown_when_nothing_follows() -> None:

@@ -1,6 +1,7 @@
 """diptych.v1.Inference on a real socket, with plain stubs."""
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -22,7 +23,7 @@ from diptych.workers.errors import (
     WorkerLost,
 )
 
-from .front import CONTEXT, Echo, Served, served
+from .front import CONTEXT, TIMINGS, Echo, Served, served
 
 
 @pytest.fixture
@@ -56,6 +57,8 @@ def test_generate(stub: inference_pb2_grpc.InferenceStub, server: Served) -> Non
     assert [a.finish_reason for a in answers] == [pb.FINISH_REASON_UNSPECIFIED] * 4 + [pb.FINISH_REASON_STOP]
     assert [a.HasField("usage") for a in answers] == [False] * 4 + [True]
     assert answers[-1].usage == pb.Usage(prompt_tokens=4, completion_tokens=5, cached_tokens=3)
+    assert [len(a.timings) for a in answers] == [0] * 4 + [1]
+    assert answers[-1].timings[0] == replace(TIMINGS, total_s=5).to_proto(0)
     (request,) = server.source.requests
     assert request.request_id == f"{answers[0].request_id}-0"
     assert request.sampling.max_tokens == CONTEXT - 4
@@ -70,6 +73,7 @@ def test_tokens_chat_and_choices(stub: inference_pb2_grpc.InferenceStub) -> None
     for i in range(3):
         assert "".join(a.text for a in answers if a.index == i) == "hi"
     assert [a.HasField("usage") for a in answers].count(True) == 1 and answers[-1].HasField("usage")
+    assert [t.index for a in answers for t in a.timings] == [t.index for t in answers[-1].timings] == [0, 1, 2]
 
 
 def test_sampling_parameters_arrive(stub: inference_pb2_grpc.InferenceStub, server: Served) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,8 +13,9 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from diptych import __version__
 from diptych.cluster.front_door import choice_seed
+from diptych.cluster.timings import server_timing
 
-from .front import CONTEXT, Echo, Served, served
+from .front import CONTEXT, TIMINGS, Echo, Served, served
 
 USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
@@ -93,6 +95,41 @@ def test_stop_strings_cut_the_text_and_close_the_stream(client: openai.OpenAI, s
     assert server.source.all_closed.wait(10)
     text = client.completions.create(model="echo", prompt="abc. ", max_tokens=400, stop="c. a", stream=True)
     assert [c.choices[0].text for c in text] == ["a", "b", ""]
+
+
+@pytest.mark.parametrize("stop", [None, "cd"])
+def test_timings_are_in_a_header_and_in_the_body_when_asked_for(server: Served, stop: str | None) -> None:
+    total_s = 7 if stop is None else 4
+    header = server_timing(replace(TIMINGS, total_s=total_s))
+    plain = post(server, prompt="abcdef", stop=stop)
+    assert plain.headers["server-timing"] == header and "timings" not in plain.json()
+    asked = post(server, prompt="abcdef", stop=stop, timings=True)
+    assert asked.headers["server-timing"] == header
+    assert asked.json()["timings"] == [replace(TIMINGS, total_s=total_s).to_json(0)]
+
+
+def test_the_header_is_of_the_longest_completion(server: Served) -> None:
+    answer = post(server, prompt=["a", "bcd"], timings=True)
+    assert [t["total_s"] for t in answer.json()["timings"]] == [2, 4]
+    assert answer.headers["server-timing"] == server_timing(replace(TIMINGS, total_s=4))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("usage", [False, True])
+def test_streamed_timings_come_in_the_last_chunk(server: Served, path: str, usage: bool) -> None:
+    prompt: dict[str, Any] = {"messages": USER} if "chat" in path else {"prompt": "hi"}
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    response = post(server, path, stream=True, timings=True, **prompt, **options)
+    *chunks, last = events(response)
+    assert not any("timings" in chunk for chunk in chunks)
+    assert (last["choices"], last["timings"]) == ([], [replace(TIMINGS, total_s=3).to_json(0)])
+    assert ("usage" in last) == usage
+    assert "server-timing" not in response.headers
+
+
+def test_the_official_client_passes_timings_on(client: openai.OpenAI) -> None:
+    answer: Any = client.completions.create(model="echo", prompt="hi", extra_body={"timings": True})
+    assert answer.timings[0]["transport"] == "nixl"
 
 
 def test_streamed_completion(client: openai.OpenAI) -> None:

@@ -1,9 +1,12 @@
 """What Prometheus reads."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.cluster.fleet import WorkerInfo, WorkerView
-from diptych.cluster.metrics import RequestTimes, RouterMetrics
+from diptych.cluster.links import Link
+from diptych.cluster.metrics import RouterMetrics
+from diptych.cluster.timings import RequestTimes, RequestTimings
 from diptych.proto import worker_pb2
 
 
@@ -44,9 +47,56 @@ def test_a_request_that_never_reached_a_worker_waited_all_its_life() -> None:
     assert samples(metrics)["diptych_request_queue_seconds_sum", ()] == 3.0
 
 
+@pytest.mark.parametrize("transport", ["", "nixl"])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_phases_of_a_request(num_tokens: int, transport: str) -> None:
+    metrics = RouterMetrics(list)
+    times = RequestTimes(started_at=10.0)
+    metrics.began(1)
+    times.delivered(num_tokens, now=11.0)
+    timings = RequestTimings(0.5, 1.5, 0.25, 2.0, 3.0, 4.0, 0.25, 5.0, 6.0, 99.0, 7, transport)
+    metrics.ended(times, "stop", 12.0, timings)
+    found = samples(metrics)
+    for name, seconds, is_there in (
+        ("request_queue", 0.5, True),
+        ("request_prefill", 1.5, True),
+        ("request_first_decode", 4.0, num_tokens > 1),
+        ("handoff_last_segment", 2.0, bool(transport)),
+        ("handoff_commit", 3.0, bool(transport)),
+        ("handoff_announce_to_pull", 5.0, bool(transport)),
+        ("handoff_pull", 6.0, bool(transport)),
+    ):
+        assert found[f"diptych_{name}_seconds_count", ()] == is_there
+        assert found[f"diptych_{name}_seconds_sum", ()] == seconds * is_there
+
+
+def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
+    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode"))
+    view.links = (Link("a", "nixl", 640, 0.5, 3, 0), Link("b", "grpc", 1, 0.25, 1, 2))
+    views = [view]
+    metrics = RouterMetrics(lambda: views)
+    found = samples(metrics)
+    for link in view.links:
+        labels = (("source", link.source), ("transport", link.transport), ("worker", "w"))
+        assert found["diptych_link_bytes_total", labels] == link.num_bytes
+        assert found["diptych_link_read_seconds_total", labels] == link.read_s
+        assert found["diptych_link_reads_total", labels] == link.num_reads
+        assert found["diptych_link_failures_total", labels] == link.num_failed
+    views.clear()
+    assert not [key for key in samples(metrics) if "link" in key[0]]
+
+
 def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
     view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode"), is_up=True, num_blocks=10, num_in_flight=2)
-    view.load = worker_pb2.LoadReport(num_running=3, num_free_blocks=4, num_leased_blocks=1, num_handoffs_received=9)
+    view.load = worker_pb2.LoadReport(
+        num_running=3,
+        num_free_blocks=4,
+        num_leased_blocks=1,
+        num_handoffs_received=9,
+        num_checksum_failures=5,
+        num_migrated_out=6,
+        num_prefixes_pulled=7,
+    )
     views = [view]
     metrics = RouterMetrics(lambda: views)
     labels = (("pool", "decode"), ("role", "decode"), ("worker", "w"))
@@ -59,6 +109,9 @@ def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
         ("kv_blocks_free", 4),
         ("kv_blocks_leased", 1),
         ("handoffs_received_total", 9),
+        ("checksum_failures_total", 5),
+        ("migrations_out_total", 6),
+        ("prefixes_pulled_total", 7),
     ):
         assert found[f"diptych_worker_{name}", labels] == value
     views.clear()

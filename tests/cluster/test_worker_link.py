@@ -15,6 +15,7 @@ from diptych.cluster.worker_link import WorkerLink
 from diptych.proto import worker_pb2
 from diptych.workers.errors import ConfigError, DiptychError, InternalError, OutOfBlocks, WorkerLost
 from diptych.workers.sequence import FinishReason
+from diptych.workers.timings import SequenceTimings
 
 from .scripted_worker import ScriptedWorker, scripted
 
@@ -95,10 +96,14 @@ def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
                 finish_reasons=[0, 0, 0, 2],
                 logprobs=[worker_pb2.TokenLogprobs(entry=1, logprob=-1.5, top_token_ids=[6], top_logprobs=[-1.5])],
                 cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4)],
+                timings=[SequenceTimings(0.5, 2).to_proto(3)],
             )
             worker.send(step=step)
             assert await listener.hears("token") == (1, LegToken(0, 5, None, None, 4))
-            assert await listener.hears("token") == (1, LegToken(1, 8, FinishReason.LENGTH))
+            assert await listener.hears("token") == (
+                1,
+                LegToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2)),
+            )
             logprob = TokenLogprob(6, -1.5, ((6, -1.5),))
             assert await other.hears("token") == (2, LegToken(3, 6, None, logprob))
             worker.load(num_running=3)
@@ -271,6 +276,15 @@ BAD_MESSAGES = {
             positions=[0],
             finish_reasons=[0],
             logprobs=[worker_pb2.TokenLogprobs(entry=0, top_token_ids=[1])],
+        )
+    },
+    "finite and not negative": {
+        "step": Step(
+            handles=[1],
+            token_ids=[1],
+            positions=[0],
+            finish_reasons=[0],
+            timings=[worker_pb2.SequenceTimings(entry=0, queue_s=-1)],
         )
     },
     "out of place \\(hello\\)": {"hello": worker_pb2.Hello()},

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.worker_control import WorkerControl
 from diptych.proto import worker_pb2
-from diptych.workers.errors import DiptychError
+from diptych.workers.errors import DiptychError, WorkerLost
 
 CHUNK_BYTES = 1 << 16
 START_S = 120.0
@@ -130,14 +130,14 @@ class Worker:
             await self.process.wait()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Ask it to take nothing new and wait until it holds nothing. False: it still held something."""
+        """Ask it to take nothing new and wait until it holds nothing. False: it still did, or did not say."""
         control = await WorkerControl.open(self.direct_address, None)
         try:
             await control.drain()
             async with asyncio.timeout(timeout_s):
                 while not await control.is_drained():
                     await asyncio.sleep(0.05)
-        except TimeoutError:
+        except (TimeoutError, WorkerLost):
             return False
         finally:
             await control.close()

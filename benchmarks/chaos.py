@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults import Worker, leaked, worker_command
@@ -281,7 +281,7 @@ def main() -> int:
     given = parser.parse_args()
     report = asyncio.run(run(given.seconds, given.seed, given.transport, given.clients, given.interval))
     if given.json:
-        print(json.dumps(asdict(report)))
+        print(json.dumps(vars(report)))
     else:
         show(report)
     return 0 if report.is_clean else 1

@@ -81,8 +81,9 @@ class WorkerActor:
             return Refused.because(e)
         return WorkerStarted(at.address, at.incarnation, at.pid, platform.node())
 
-    async def run_until_stopped(self) -> None:
-        await asyncio.Event().wait()
+    async def run_until_stopped(self) -> str:
+        """After `start`. Why it ended."""
+        return await asyncio.wrap_future(self._process.ended)
 
     async def stop(self) -> None:
         if self._process is not None:
@@ -224,10 +225,9 @@ class _Placed:
 
     async def wait(self) -> str:
         try:
-            await self.ask("run_until_stopped")
+            return await self.ask("run_until_stopped") or "it ended"
         except DiptychError as e:
             return e.message
-        return "it ended"
 
     async def kill(self) -> None:
         with suppress(TimeoutError, DiptychError):

@@ -64,6 +64,8 @@ class WorkerProcess:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
+        self.ended: Future[str] = Future()  # why, once nothing serves any more
+        self.ended.set_running_or_notify_cancel()  # whoever waits for it may go
         self._ready: Future[WorkerAddress] = Future()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -81,12 +83,14 @@ class WorkerProcess:
             self._thread.join()
 
     def _run(self) -> None:
+        reason = "it was stopped"
         try:
             self._loop.run_until_complete(run_worker(self._config, self._ready, self._stop))
-        except DiptychError:
-            return  # `start_in_thread` raises it
+        except DiptychError as e:
+            reason = e.message  # while loading, `start_in_thread` raises it
         finally:
             self._loop.close()
+            self.ended.set_result(reason)
 
 
 def parse_args(argv: list[str]) -> WorkerConfig:

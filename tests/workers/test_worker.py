@@ -1,0 +1,34 @@
+"""A worker on a thread of a process that has other things to do."""
+
+import pytest
+
+from diptych.workers import worker
+from diptych.workers.engine import Engine
+from diptych.workers.fake_runner import FakeRunner
+from diptych.workers.worker import WorkerProcess
+from diptych.workers.worker_config import WorkerConfig
+
+
+def start(monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
+    monkeypatch.setattr(worker, "load_runner", lambda _: FakeRunner())
+    process = WorkerProcess(WorkerConfig(model="fake", transports=("grpc",)))
+    process.start_in_thread()
+    return process
+
+
+def test_a_worker_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start(monkeypatch)
+    assert not process.ended.done()
+    process.stop()
+    assert process.ended.result() == "it was stopped"
+
+
+def test_a_worker_whose_engine_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step and then the failing of its sequences go wrong: nothing is left to trust."""
+
+    def fault(*_: object) -> None:
+        raise KeyError("no such block")
+
+    monkeypatch.setattr(Engine, "step", fault)
+    monkeypatch.setattr(Engine, "fail_all", fault)
+    assert "no such block" in start(monkeypatch).ended.result()

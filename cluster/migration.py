@@ -17,6 +17,7 @@ from .kv_costs import compute_s, pull_s
 
 # Of a leg between two moves for relief, and after one that failed: its offer stands until its lease has ended.
 REST_S = 10.0
+BLOCKS_AHEAD = 2  # free ones for each running sequence: time for a move before the first has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Move:
 
 
 def is_short_of_blocks(worker: WorkerView) -> bool:
-    """Each running sequence may need a block soon."""
-    return worker.load.num_free_blocks < worker.load.num_running
+    """Its running sequences may soon need more than it has."""
+    return worker.load.num_free_blocks < BLOCKS_AHEAD * worker.load.num_running
 
 
 def drain_move(
@@ -86,8 +87,9 @@ def _blocks_left(worker: WorkerView, num_tokens: int) -> int:
 
 
 def _has_room_for_all(worker: WorkerView, leg: MovableLeg) -> bool:
-    """To its end, and one block more for each that runs there, so that the target will not want relief in turn."""
-    return _blocks_left(worker, leg.num_tokens + leg.num_remaining) > worker.num_sequences
+    """To its end, and what those that run need there, so that the target will not want relief in turn."""
+    reserve = BLOCKS_AHEAD * (worker.num_sequences + 1)
+    return _blocks_left(worker, leg.num_tokens + leg.num_remaining) >= reserve
 
 
 def _use(worker: WorkerView, leg: MovableLeg) -> float:

@@ -71,9 +71,9 @@ def test_after_a_move_that_failed_a_leg_rests() -> None:
 # -- relief --------------------------------------------------------------------------------------------------------
 
 
-def test_short_is_less_than_a_block_for_each_that_runs() -> None:
-    assert is_short_of_blocks(worker("a", free=3, num_running=4))
-    assert not is_short_of_blocks(worker("a", free=4, num_running=4))
+def test_short_is_less_than_two_blocks_for_each_that_runs() -> None:
+    assert is_short_of_blocks(worker("a", free=7, num_running=4))
+    assert not is_short_of_blocks(worker("a", free=8, num_running=4))
     assert not is_short_of_blocks(worker("a", free=0))
 
 
@@ -82,9 +82,9 @@ def test_the_youngest_goes_where_there_is_room_for_all_of_it() -> None:
     workers = [source, worker("b", free=60), worker("c", free=50)]
     assert relief(workers, source, [leg(1), leg(3), leg(2), leg(9, "b")], NOW) == Move(3, "b")
     assert relief(workers, source, [leg(1), leg(3, num_remaining=300)], NOW) == Move(1, "b")
-    assert relief([source, worker("b", free=15)], source, [leg(1)], NOW) is None
-    assert relief([source, worker("b", free=16)], source, [leg(1)], NOW) == Move(1, "b")
-    assert relief([source, worker("b", free=16, num_running=1)], source, [leg(1)], NOW) is None
+    assert relief([source, worker("b", free=16)], source, [leg(1)], NOW) is None
+    assert relief([source, worker("b", free=17)], source, [leg(1)], NOW) == Move(1, "b")
+    assert relief([source, worker("b", free=17, num_running=1)], source, [leg(1)], NOW) is None
     assert relief([source, worker("p", "prefill")], source, [leg(1)], NOW) is None
 
 

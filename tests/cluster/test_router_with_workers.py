@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ class Cluster:
         self.announce()
 
 
-async def start_worker(role: str, step_s: float, **settings: object) -> LiveWorker:
+async def start_worker(role: str, step_s: float, *, num_blocks: int = 1024, **settings: object) -> LiveWorker:
     config = WorkerConfig(
         model="fake",
         role=role,
@@ -81,14 +82,14 @@ async def start_worker(role: str, step_s: float, **settings: object) -> LiveWork
         transports=("grpc",),
         auth_token=TOKEN,
     )
-    service = WorkerService(replace(config, **settings), FakeRunner(num_blocks=1024, step_s=step_s))  # type: ignore[arg-type]
+    service = WorkerService(replace(config, **settings), FakeRunner(num_blocks=num_blocks, step_s=step_s))  # type: ignore[arg-type]
     where = await service.start()
     return LiveWorker(service, WorkerInfo(where.incarnation, where.address, role, role))
 
 
 @asynccontextmanager
 async def cluster(
-    *roles: str, config: RoutingConfig = CONFIG, step_s: float = 0.0, **settings: object
+    *roles: str, config: RoutingConfig = CONFIG, step_s: float = 0.0, **settings: Any
 ) -> AsyncIterator[Cluster]:
     """Workers and a router; afterwards every worker alive accounts for every block."""
     router = Router(config, TOKEN)

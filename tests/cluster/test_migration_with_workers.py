@@ -1,0 +1,143 @@
+"""The router moves KV between real workers in one process; tokens can be computed by hand, and every block is accounted
+for at the end."""
+
+import asyncio
+
+import pytest
+
+from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.workers.channel import auth_metadata, open_channel
+from diptych.workers.fake_runner import fake_output
+
+from .test_router_with_workers import (
+    TOKEN,
+    Cluster,
+    LiveWorker,
+    answer,
+    check_answers,
+    cluster,
+    prompts,
+    run,
+    start_worker,
+)
+
+STEP_S = 0.01
+
+
+async def drain(worker: LiveWorker) -> None:
+    """As the supervisor does: on a stream of its own. Returns once the worker says that it drains."""
+    async with open_channel(worker.info.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(TOKEN))
+        await call.write(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
+        async for message in call:
+            if message.load.draining:
+                call.cancel()
+                return
+
+
+async def loads(workers: list[LiveWorker]) -> list[worker_pb2.LoadReport]:
+    return [(await w.settled_state()).load for w in workers]
+
+
+def count(running: Cluster, name: str) -> float:
+    lines = running.router.metrics().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int) -> None:
+    """Returns once so many are there, and tokens flow."""
+    while not any(w.info == worker.info and w.num_in_flight >= num_requests for w in running.router.snapshot()) or (
+        count(running, "diptych_generation_tokens_total") < 50
+    ):
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("mixed", "mixed")], ids="+".join)
+def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_twice(roles: tuple[str, ...]) -> None:
+    async def test() -> None:
+        async with cluster(*roles, step_s=STEP_S) as running:
+            asked = prompts(12, 30, seed=1)
+            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=150))
+            leaving = running.workers[-1]
+            await running.busy(leaving)
+            await drain(leaving)
+            await leaving.settled_state()  # long before the answers end
+            assert not answers.done()
+            await answers
+            assert count(running, "diptych_request_migrations_total") > 3
+            assert count(running, "diptych_request_resumes_total") == 0
+            reports = await loads(running.workers)
+            assert sum(load.num_preemptions for load in reports) == 0
+            assert sum(load.num_prefill_tokens for load in reports) <= sum(map(len, asked))
+            assert reports[-1].num_migrated_out == count(running, "diptych_request_migrations_total")
+
+    run(test)
+
+
+def test_workers_drain_one_after_the_other_under_load() -> None:
+    """A sequence moves more than once."""
+
+    async def test() -> None:
+        async with cluster("prefill", "decode", "decode", "decode", step_s=STEP_S) as running:
+            asked = prompts(9, 30, seed=2)
+            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=200))
+            for worker in running.of("decode")[:2]:
+                await busy_with(running, worker, 1)
+                await drain(worker)
+                await worker.settled_state()
+            assert not answers.done()
+            await answers
+            reports = await loads(running.workers)
+            assert all(load.num_migrated_out for load in reports[1:3])
+            assert count(running, "diptych_request_resumes_total") == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("victim", ["source", "sink"])
+def test_a_worker_killed_while_sequences_move_costs_no_token(victim: str) -> None:
+    async def test() -> None:
+        async with cluster("prefill", "decode", "decode", "decode", step_s=STEP_S) as running:
+            answers = asyncio.create_task(check_answers(running.router, prompts(20, 30, seed=3), max_tokens=60))
+            source, sink, _ = running.of("decode")
+            await running.busy(source)
+            await drain(source)
+            while not any(run.record.moving() for run in running.router._runs):
+                await asyncio.sleep(0)
+            await running.lose(source if victim == "source" else sink)
+            await answers
+
+    run(test)
+
+
+def test_a_worker_short_of_blocks_gives_sequences_away_instead_of_preempting_them() -> None:
+    async def test() -> None:
+        async with cluster("mixed", step_s=0.04, num_blocks=96) as running:
+            asked = [[7 + i] * (70 + i) for i in range(4)]  # 96 blocks hold 384 tokens; they grow to 446
+            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=40))
+            await busy_with(running, running.workers[0], 4)
+            running.workers.append(await start_worker("mixed", 0.04))
+            running.announce()
+            await answers
+            reports = await loads(running.workers)
+            assert 1 <= reports[0].num_migrated_out <= 2
+            assert [load.num_preemptions for load in reports] == [0, 0]
+            assert count(running, "diptych_request_resumes_total") == 0
+
+    run(test)
+
+
+def test_the_next_turn_pulls_what_the_decode_worker_wrote() -> None:
+    async def test() -> None:
+        async with cluster("prefill", "decode", step_s=0.02) as running:
+            prompt = [5, 6, 7] * 90
+            said = await answer(running.router, prompt, 40)
+            assert said == fake_output(prompt, 40)
+            await loads(running.workers)
+            turn = [*prompt, *said, 8, 9]
+            assert await answer(running.router, turn, 5) == fake_output(turn, 5)
+            reports = await loads(running.workers)
+            assert reports[0].num_prefixes_pulled == 1
+            assert reports[0].num_prefill_tokens < len(prompt) + 40
+
+    run(test)

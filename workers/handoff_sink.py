@@ -14,7 +14,7 @@ from .channel import auth_metadata, open_channel
 from .errors import DiptychError, RequestAborted, Unavailable, WorkerLost
 from .handoff_pull import Errand, Pull, PullResult, SinkPort, Surroundings
 from .kv_layout import KVMemory
-from .timings import PeerTraffic
+from .timings import PeerTraffic, is_name
 from .transport.base import Transport
 
 __all__ = ["HandoffSink", "PullResult", "SinkPort"]
@@ -121,6 +121,8 @@ class HandoffSink:
 
     def _traffic_of(self, incarnation: str) -> PeerTraffic:
         traffic = self._traffic.pop(incarnation, None) or PeerTraffic()
+        if not is_name(incarnation):  # a router's mistake: the others must not stumble over our reports
+            return traffic
         self._traffic[incarnation] = traffic
         if len(self._traffic) > MAX_PEERS:
             del self._traffic[next(iter(self._traffic))]

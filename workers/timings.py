@@ -75,9 +75,14 @@ def check_duration(seconds: float) -> float:
     return seconds
 
 
+def is_name(name: str) -> bool:
+    """Whether every peer will take it for the name of a transport or a process."""
+    return len(name) <= MAX_NAME_CHARS and name.isascii() and name.isprintable()
+
+
 def check_name(name: str) -> str:
     """A transport's or a process's name, as a peer tells it. Raises InternalError for what could be none."""
-    if len(name) > MAX_NAME_CHARS or not (name.isascii() and name.isprintable()):
+    if not is_name(name):
         raise InternalError(f"a worker uses the name {name[:MAX_NAME_CHARS]!r}: at most {MAX_NAME_CHARS} plain letters")
     return name
 

@@ -250,6 +250,7 @@ def test_traffic_is_counted_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
             assert mine.read_s > 0
             assert other == worker_pb2.PeerLink(incarnation="other", num_failed=1)
             await failure(start(sink, served, incarnation="third"))
+            await failure(start(sink, served, incarnation="x" * 65))
             assert [link.incarnation for link in sink.links()] == ["other", "third"]
             await until_quiet(sink)
 

@@ -28,7 +28,7 @@ e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "e2e and not gpu"
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/handoff.py
+	$(BIN)/python benchmarks/transfer.py
 	$(BIN)/python benchmarks/engine.py
 
 proto: $(VENV)/.installed-dev

@@ -12,7 +12,7 @@ from ...proto import kv_pb2
 from ..errors import TransportError
 from ..kv_layout import Copies, Region
 from .base import Reader, Source, Transport
-from .nixl_thread import Endpoint, NixlThread
+from .nixl_thread import Endpoint, NixlThread, memory_type
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 20.0
@@ -36,11 +36,13 @@ class NixlReader(Reader):
         self._landing.add(landing)
         landing.add_done_callback(self._landing.discard)
         timeout = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S
-        try:
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(landing)), timeout)
-        except TimeoutError as e:
+        landed = asyncio.wrap_future(landing)
+        landed.add_done_callback(asyncio.Future.exception)  # no loss when nobody asks any more
+        await asyncio.wait([landed], timeout=timeout)  # unlike wait_for, it leaves the read alone when it is cancelled
+        if not landed.done():
             message = f"a NIXL read of {num_bytes:,} bytes did not end in {timeout:.0f} s"
-            raise TransportError(message, may_still_land=True) from e
+            raise TransportError(message, may_still_land=True)
+        landed.result()
 
     async def settled(self) -> None:
         landing = [asyncio.wrap_future(future) for future in list(self._landing)]
@@ -72,7 +74,7 @@ class NixlTransport(Transport):
             base_address=self._pool.address,
             num_bytes=self._pool.num_bytes,
             device_id=self._pool.device_id,
-            memory=self._thread.memory_type,
+            memory=memory_type(self._pool),
         )
 
     async def connect(self, source: Source) -> Reader:

@@ -4,7 +4,8 @@
     hand-offs of ours open     makes progress every SERVE_POLL_S: else peers cannot connect nor, on some links, read
     reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted
 
-NIXL copies inside `post` and holds the interpreter's lock meanwhile: hence small posts, and a pause after each round.
+Within a machine NIXL copies inside `post`, without the interpreter's lock: a post is large enough for the Python around
+it not to count, and small enough for a command, or another read, not to wait long.
 A read's future is done only when no byte of it can land any more: every transfer has ended, or the connection is cut.
 """
 
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,23 @@ import numpy as np
 from ..errors import DiptychError, TransportError
 from ..kv_layout import Copies, Offsets, Region
 
-POST_BYTES = 4 << 20
+POST_BYTES = 16 << 20
 MAX_POSTED = 4  # transfers of one read at a time
 MAX_PEERS = 256
 SERVE_POLL_S = 0.001
 READ_POLL_S = 0.0001
-PAUSE_S = 0.00002  # after a round that moved bytes: lets other threads have the interpreter
+UCX_SETTINGS = {
+    "UCX_LOG_LEVEL": "fatal",  # what fails is raised, and logged by us
+    "UCX_CMA_SEG_SIZE": "16m",  # bytes a system call copies at most: of 512 KiB, as UCX has it, the calls are seen
+    "UCX_CMA_TX_QUOTA": "32",  # copies between two looks at everything else: matters for small ones
+}
 
 log = logging.getLogger("diptych.nixl")
+
+
+def memory_type(region: Region) -> str:
+    """NIXL's word for where it lies."""
+    return "DRAM" if region.view is not None else "VRAM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,6 @@ class NixlThread:
     """Starts at once; raises ImportError or TransportError when NIXL is not usable here."""
 
     def __init__(self, regions: Sequence[Region], *, loopback_only: bool) -> None:
-        self.memory_type = "DRAM" if regions[0].view is not None else "VRAM"
         self.agent_name = f"diptych-{uuid.uuid4()}"
         self.metadata = b""
         self._regions = regions
@@ -73,6 +83,7 @@ class NixlThread:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
+        self._registered: list[Any] = []
         self._is_serving = False
         self._is_stopping = False
         ready: Future[None] = Future()
@@ -151,7 +162,8 @@ class NixlThread:
                 log.exception("NIXL's thread failed by our own fault; its connections are cut")
                 self._drop_all(repr(e))
         self._drop_all("the worker is stopping")
-        self._quietly(lambda: self._agent.deregister_memory(self._registered))
+        for registered in self._registered:
+            self._quietly(partial(self._agent.deregister_memory, registered))
         del self._agent
 
     def _turn(self, wait: float | None) -> float | None:
@@ -160,7 +172,7 @@ class NixlThread:
         if self._is_serving:
             self._progress()
         if self._advance_all():
-            return PAUSE_S
+            return 0
         return READ_POLL_S if self._reads else SERVE_POLL_S if self._is_serving else None
 
     def _run_commands(self, wait: float | None) -> None:
@@ -172,8 +184,9 @@ class NixlThread:
             return
 
     def _open_agent(self) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what fails is raised, and logged by us
-        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+        for name, value in UCX_SETTINGS.items():
+            os.environ.setdefault(name, value)
         if self._loopback_only:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         from nixl import _api as nixl
@@ -183,8 +196,9 @@ class NixlThread:
         try:
             config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent = nixl.nixl_agent(self.agent_name, config)
-            rows = [(own.address, own.num_bytes, own.device_id, "") for own in self._regions]
-            self._registered = self._agent.register_memory(rows, self.memory_type)
+            for own in self._regions:
+                row = (own.address, own.num_bytes, own.device_id, "")
+                self._registered.append(self._agent.register_memory([row], memory_type(own)))
             self.metadata = self._agent.get_agent_metadata()
         except self._errors as e:
             raise TransportError(f"NIXL does not work on this machine: {e!r}") from e
@@ -251,7 +265,7 @@ class NixlThread:
         self._reads.append(_Read(peer, into, deque(_in_posts(copies)), future))
 
     def _advance_all(self) -> bool:
-        """One round over all reads; True if bytes moved."""
+        """One round over all reads; True if any could be advanced."""
         has_moved = False
         for read in list(self._reads):
             if self._peers.get(read.peer.incarnation) is not read.peer:
@@ -264,11 +278,12 @@ class NixlThread:
         return has_moved
 
     def _advance(self, read: _Read) -> bool:
-        num_ended = 0
-        while read.to_post and len(read.posted) < MAX_POSTED:
+        num_posted = num_ended = 0
+        if read.to_post and len(read.posted) < MAX_POSTED:
             handle = self._transfer_of(read, read.to_post.popleft())
             read.posted.append(handle)
             _is_done(self._agent.transfer(handle))
+            num_posted = 1
         for _ in range(len(read.posted)):
             handle = read.posted.popleft()
             read.posted.append(handle)
@@ -278,7 +293,7 @@ class NixlThread:
         if not read.to_post and not read.posted:
             self._reads.remove(read)
             read.future.set_result(None)
-        return num_ended > 0
+        return num_posted + num_ended > 0
 
     def _transfer_of(self, read: _Read, copies: Copies) -> Any:
         own, far = read.into, read.peer.endpoint
@@ -290,13 +305,16 @@ class NixlThread:
             rows[:, 2] = device_id
             return self._agent.get_xfer_descs(rows, memory)
 
-        local = descriptors(own.address, copies.local, own.device_id, self.memory_type)
+        local = descriptors(own.address, copies.local, own.device_id, memory_type(own))
         remote = descriptors(far.base_address, copies.remote, far.device_id, far.memory)
         return self._agent.initialize_xfer("READ", local, remote, far.agent_name)
 
 
 def _in_posts(copies: Copies) -> Iterator[Copies]:
     """Parts of about POST_BYTES each; longer runs are cut."""
+    if copies.num_bytes <= POST_BYTES:
+        yield copies
+        return
     counts = -(-copies.lengths // POST_BYTES)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     skips = (np.arange(len(firsts)) - firsts) * POST_BYTES

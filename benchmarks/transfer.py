@@ -173,7 +173,7 @@ class RawNixl:
 class Engine:
     """Blocks for one small hand-off at a time."""
 
-    async def reserve(self, key: str, num_prompt_tokens: int) -> Reservation:
+    async def reserve(self, key: str, num_tokens: int) -> Reservation:
         return Reservation((0,), 0)
 
     async def commit(self, key: str, *rest: object) -> None: ...

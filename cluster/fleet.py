@@ -112,11 +112,9 @@ class Fleet:
     def view(self, incarnation: str) -> WorkerView:
         return self._views[incarnation]
 
-    @property
-    def block_size(self) -> int:
-        """Tokens a block. Only after a worker was welcomed."""
-        assert self._layout is not None
-        return self._layout.block_size
+    def block_sizes(self) -> set[int]:
+        """Tokens a block: those of the workers that are up."""
+        return {v.block_size for v in self._views.values() if v.is_up}
 
     def model(self) -> ModelInfo:
         """The served model, with the smallest context of the workers that are up. Raises Unavailable before the
@@ -139,14 +137,14 @@ class Fleet:
     # -- what they say ----------------------------------------------------------------------------------------------
 
     def welcome(self, incarnation: str, hello: worker_pb2.Hello) -> None:
-        """Raises ConfigError or LayoutMismatch for a worker that serves something else than the first one."""
+        """Raises ConfigError for a worker that serves something else than the first one, LayoutMismatch for one whose
+        KV cannot be converted to the first one's."""
         model, layout = _model_info(hello.model), KVLayout.from_proto(hello.layout)
         if min(hello.num_blocks, layout.block_size, model.vocab_size, model.max_context_tokens) < 1:
             raise ConfigError("the worker's hello has a count of 0 where there must be at least 1")
-        if self._model is None or self._layout is None:
-            self._model, self._layout = model, layout
-        self._check_model(self._model, model)
-        self._layout.check_same(layout)
+        self._check_model(self._model or model, model)
+        (self._layout or layout).check_bridge(layout)
+        self._model, self._layout = self._model or model, self._layout or layout
         view = self._views[incarnation]
         view.is_up, view.problem = True, ""
         view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
@@ -210,11 +208,11 @@ class Fleet:
 
     @staticmethod
     def _check_model(served: ModelInfo, other: ModelInfo) -> None:
-        """All but the context's length, which each worker's memory bounds."""
+        """All but the context's length, which each worker's memory bounds, and the dtype, which KV is converted to."""
         rows = [
             f"{f.name}: {getattr(other, f.name)}, served: {getattr(served, f.name)}"
             for f in fields(ModelInfo)
-            if f.name != "max_context_tokens" and getattr(other, f.name) != getattr(served, f.name)
+            if f.name not in ("max_context_tokens", "dtype") and getattr(other, f.name) != getattr(served, f.name)
         ]
         if rows:
             raise ConfigError(

@@ -51,16 +51,14 @@ class RoutingConfig:
 class RequestFacts:
     num_tokens: int  # whose KV is needed: prompt, and output so far
     max_new_tokens: int
-    block_size: int
     cached_tokens: Mapping[str, int]  # by worker: leading tokens that its prefix cache holds
     excluded: frozenset[str] = frozenset()  # workers that failed this request; taken only when nobody else is left
     failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink that could not hand this request off
     may_hand_off: bool = True
 
-    @property
-    def num_blocks(self) -> int:
-        """With room for the next token."""
-        return -(-(self.num_tokens + 1) // self.block_size)
+    def num_blocks(self, worker: WorkerView) -> int:
+        """Of that worker's size, with room for the next token."""
+        return -(-(self.num_tokens + 1) // worker.block_size)
 
     def uncached_tokens(self, worker: str) -> int:
         """At least one: its logits are needed."""
@@ -171,10 +169,10 @@ def _best_to_prefill(workers: Iterable[WorkerView], facts: RequestFacts, config:
 
 def _best_to_decode(workers: Iterable[WorkerView], facts: RequestFacts) -> str:
     def cost(w: WorkerView) -> tuple[float, ...]:
-        return _is_full(w, facts), (w.used_blocks + facts.num_blocks) / w.num_blocks, w.num_in_flight
+        return _is_full(w, facts), (w.used_blocks + facts.num_blocks(w)) / w.num_blocks, w.num_in_flight
 
     return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
 
 
 def _is_full(worker: WorkerView, facts: RequestFacts) -> bool:
-    return worker.used_blocks + facts.num_blocks > worker.num_blocks
+    return worker.used_blocks + facts.num_blocks(worker) > worker.num_blocks

@@ -158,15 +158,14 @@ class Router:
         """Raises Unavailable before the first worker is known."""
         self._fleet.model()
         tokens = [*record.request.prompt_token_ids, *record.token_ids]
-        block_size = self._fleet.block_size
         cached: dict[str, int] = {}
         if self._index:
-            held = self._index.match(block_hashes(tokens, block_size, record.request.cache_salt))
-            cached = {worker: num_blocks * block_size for worker, num_blocks in held.items()}
+            for block_size in self._fleet.block_sizes():  # a block's name is of its tokens: one of another size differs
+                held = self._index.match(block_hashes(tokens, block_size, record.request.cache_salt))
+                cached |= {worker: num_blocks * block_size for worker, num_blocks in held.items()}
         return RequestFacts(
             num_tokens=len(tokens),
             max_new_tokens=record.num_remaining,
-            block_size=block_size,
             cached_tokens=cached,
             excluded=frozenset(record.excluded),
             failed_pairs=frozenset(record.failed_pairs),
@@ -191,7 +190,8 @@ class Router:
         elif submit.handoff_id is not None:
             message.offer.handoff_id = submit.handoff_id
         num_tokens = 0 if leg.part is Part.DECODE else facts.uncached_tokens(leg.worker)
-        self._fleet.open_leg(leg.handle, LegLoad(leg.worker, num_tokens, facts.num_blocks))
+        num_blocks = facts.num_blocks(self._fleet.view(leg.worker))
+        self._fleet.open_leg(leg.handle, LegLoad(leg.worker, num_tokens, num_blocks))
         self._links[leg.worker].submit(message, run)
 
     def offer(self, offer: Offer) -> None:

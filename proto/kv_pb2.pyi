@@ -89,7 +89,10 @@ class SubscribeRequest(_message.Message):
     checksums: _builtins.bool
     """name each segment's content (--verify-kv)"""
     wire_dtype: _builtins.str
-    """narrower than the source's cache, over gRPC only; empty: as in the cache"""
+    """Empty, or as in the source's cache if that is no wider: as it is there. Else over gRPC only: "bfloat16", rounded to
+    nearest even; "int8": each vector of head_dim numbers is a float32 scale (little-endian) and head_dim int8, the
+    numbers being scale x int8; scale = the vector's largest magnitude / 127.
+    """
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
     @_builtins.property
@@ -259,7 +262,7 @@ class Segment(_message.Message):
     first_layer: _builtins.int
     num_layers: _builtins.int
     checksum: _builtins.bytes
-    """blake3 of its bytes in the order of Pull, 16 bytes; empty unless asked for"""
+    """Empty unless asked for. 16 bytes a block: blake3 of what Pull sends of it, rank by rank, in each layer by layer."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the source"""

@@ -74,8 +74,9 @@ class KVHandoffServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """The gRPC transport: bytes of announced blocks, in the order asked for: block by block, in each rank by rank (the
-        first that holds a head), in each layer by layer; in the subscription's wire_dtype.
+        """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
+        first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
+        subscription's wire_dtype.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

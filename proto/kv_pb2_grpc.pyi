@@ -37,8 +37,9 @@ class KVHandoffStub:
     NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
     """
     Pull: _grpc.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]
-    """The gRPC transport: bytes of announced blocks, in the order asked for: block by block, in each rank by rank (the
-    first that holds a head), in each layer by layer; in the subscription's wire_dtype.
+    """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
+    first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
+    subscription's wire_dtype.
     """
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]
     Release: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]
@@ -57,8 +58,9 @@ class KVHandoffAsyncStub(KVHandoffStub):
     NOT_FOUND: the id was not offered within wait_s. FAILED_PRECONDITION: another incarnation, layout or state.
     """
     Pull: _aio.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]  # type: ignore[assignment]
-    """The gRPC transport: bytes of announced blocks, in the order asked for: block by block, in each rank by rank (the
-    first that holds a head), in each layer by layer; in the subscription's wire_dtype.
+    """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
+    first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
+    subscription's wire_dtype.
     """
     Renew: _aio.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]  # type: ignore[assignment]
@@ -86,8 +88,9 @@ class KVHandoffServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.PullChunk], _abc.AsyncIterator[_kv_pb2.PullChunk]]:
-        """The gRPC transport: bytes of announced blocks, in the order asked for: block by block, in each rank by rank (the
-        first that holds a head), in each layer by layer; in the subscription's wire_dtype.
+        """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
+        first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
+        subscription's wire_dtype.
         """
 
     @_abc_1.abstractmethod

@@ -17,6 +17,7 @@
     │   ├── LeaseLost                500
     │   ├── LayoutMismatch           500        the operator (the pools' settings)
     │   └── TransportError           500
+    │       └── ChecksumMismatch     500        the router; the operator (a link or memory that corrupts)
     ├── ConfigError                  (start)    the operator
     │   └── PortInUse                (start)
     ├── CheckpointError              (start)    the operator
@@ -111,6 +112,10 @@ class TransportError(HandoffError):
     def __init__(self, message: str, *, may_still_land: bool = False) -> None:
         super().__init__(message)
         self.may_still_land = may_still_land  # bytes of the failed read may arrive later
+
+
+class ChecksumMismatch(TransportError):
+    code = "checksum_mismatch"
 
 
 class ConfigError(DiptychError):

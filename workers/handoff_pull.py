@@ -30,6 +30,7 @@ from .errors import (
     from_wire,
 )
 from .handoff import SinkHandoff
+from .handoff_intake import AS_IT_IS, Intake, PullSettings
 from .handoff_types import (
     Abandon,
     Commit,
@@ -45,9 +46,11 @@ from .handoff_types import (
     Settle,
     SinkAction,
 )
-from .kv_layout import Copies, KVLayout, KVMemory
+from .kv_bridge import Bridge
+from .kv_layout import KVLayout, KVMemory
+from .staging import Staging
 from .timings import PeerTraffic, PullClock, PullTimes
-from .transport.base import Reader, Source, Transport
+from .transport.base import Source, Transport
 
 WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
 ANSWER_S = 5.0  # beyond that, until the source has answered the subscription
@@ -92,6 +95,8 @@ class Surroundings:
     memory: KVMemory
     transports: Mapping[str, Transport]
     port: SinkPort
+    staging: Staging  # a region that the transports know
+    settings: PullSettings = AS_IT_IS
     metadata: Metadata = ()  # of every call to a source
 
 
@@ -125,9 +130,9 @@ class Pull:
         self._cleaners: set[asyncio.Task[None]] = set()  # begin then
         self._finished = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._connecting: asyncio.Task[tuple[str, Reader]] | None = None
+        self._connecting: asyncio.Task[tuple[str, Intake]] | None = None
         self._read_slots = asyncio.Semaphore(MAX_READS)
-        self._num_pool_blocks = 0  # of the source
+        self._bridge: Bridge | None = None  # once the source has opened
         self._clock = PullClock(errand.traffic)
 
     async def run(self) -> None:
@@ -199,6 +204,8 @@ class Pull:
             layout=self._around.memory.layout.to_proto(),
             transports=list(self._around.transports),
             wait_s=self._wait_s,
+            checksums=self._around.settings.verify,
+            wire_dtype=self._around.settings.wire_dtype,
         )
         call = self._stub.Subscribe(request, timeout=self._errand.timeout_s, metadata=self._around.metadata)
         try:
@@ -233,32 +240,39 @@ class Pull:
         try:
             if opened.source_incarnation != self._errand.source.incarnation:
                 raise WorkerLost("the source worker is gone: another process answers at its address")
-            self._around.memory.layout.check_same(KVLayout.from_proto(opened.layout))
+            layout, asked = KVLayout.from_proto(opened.layout), self._around.settings.wire_dtype
+            bridge = Bridge(self._around.memory, layout, opened.num_pool_blocks, asked)
             if opened.transport not in self._around.transports:
                 raise TransportError(f"the source chose the transport {opened.transport!r}, which we do not have")
+            if bridge.wire != layout.dtype and opened.transport != "grpc":
+                raise HandoffError(f"the source sends {bridge.wire} over {opened.transport}: only gRPC can narrow")
         except DiptychError as error:
             self.give_up(error)
             return
         now = self._now()
-        self._num_pool_blocks = opened.num_pool_blocks
+        self._bridge = bridge
         offer = Offer(opened.num_tokens, opened.num_blocks, opened.layout.block_size, opened.lease_s, opened.is_live)
         self._carry_out(self._machine.opened(offer, now))
         if not self._machine.is_over:
-            self._connecting = self._loop.create_task(self._connect(opened))
+            self._connecting = self._loop.create_task(self._connect(opened, bridge))
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())  # reads raise it
 
     # -- our doings -------------------------------------------------------------------------------------------------
 
-    async def _connect(self, opened: kv_pb2.Opened) -> tuple[str, Reader]:
-        """The source's choice of transport, or gRPC where that one cannot reach it."""
+    async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, Intake]:
+        """Over the source's choice of transport, or gRPC where that one cannot reach it."""
         source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, self._around.metadata)
         names = [opened.transport, *(["grpc"] if "grpc" in self._around.transports else [])]
         for name in names[:-1]:
             try:
-                return name, await self._around.transports[name].connect(source)
+                return name, await self._intake(name, source, bridge)
             except TransportError as e:
                 log.warning("the source cannot be read over %s (%s): using %s", name, e, names[-1])
-        return names[-1], await self._around.transports[names[-1]].connect(source)
+        return names[-1], await self._intake(names[-1], source, bridge)
+
+    async def _intake(self, transport: str, source: Source, bridge: Bridge) -> Intake:
+        reader, around = await self._around.transports[transport].connect(source), self._around
+        return Intake(reader, bridge, around.memory.region, around.staging, verify=around.settings.verify)
 
     async def _reserve(self, num_tokens: int) -> None:
         try:
@@ -269,27 +283,18 @@ class Pull:
             self._carry_out(self._machine.reserved(reservation.block_ids, reservation.num_held_tokens, self._now()))
 
     async def _read(self, read: Read) -> None:
-        assert self._connecting is not None
+        assert self._connecting is not None and self._bridge is not None
         try:
             async with self._read_slots:
-                name, reader = await asyncio.shield(self._connecting)
-                copies = self._copies(read)
-                with self._clock.reading(name, copies.num_bytes):
-                    await reader.read(read.segment.to_proto(), copies, self._around.memory.region)
+                name, intake = await asyncio.shield(self._connecting)
+                with self._clock.reading(name, self._bridge.num_bytes(read.segment)):
+                    await intake.take(read)
         except (TransportError, WorkerLost) as e:
             may_still_land = isinstance(e, TransportError) and e.may_still_land
             actions = self._machine.read_failed(read.number, e, self._now(), may_still_land=may_still_land)
         else:
             actions = self._machine.read_done(read.number, self._now())
         self._carry_out(actions)
-
-    def _copies(self, read: Read) -> Copies:
-        segment, ours = read.segment, self._around.memory
-        blocks = read.table[segment.first_block : segment.first_block + len(segment.block_ids)]
-        layers = segment.first_layer, segment.num_layers
-        return Copies.of(
-            ours.layout.runs(self._num_pool_blocks, segment.block_ids, *layers), ours.runs(blocks, *layers)
-        )
 
     async def _renew(self, num_read: int) -> None:
         request = kv_pb2.RenewRequest(
@@ -337,9 +342,9 @@ class Pull:
                 transport.forget(self._errand.source.incarnation)
         if stopped:
             await asyncio.wait(stopped)
+        if (connected := self._connected()) is not None:
+            await connected[1].settled()
         if fail.quarantine:
-            if (connected := self._connected()) is not None:
-                await connected[1].settled()
             self._carry_out(self._machine.settled())
 
     async def _abandon(self) -> None:
@@ -349,7 +354,7 @@ class Pull:
         except grpc.aio.AioRpcError as e:
             log.debug("the source did not hear that we gave up: %s", e.details())
 
-    def _connected(self) -> tuple[str, Reader] | None:
+    def _connected(self) -> tuple[str, Intake] | None:
         task = self._connecting
         return None if task is None or not task.done() or task.cancelled() or task.exception() else task.result()
 

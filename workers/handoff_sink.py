@@ -11,9 +11,11 @@ import grpc.aio
 
 from ..proto import kv_pb2_grpc, worker_pb2
 from .channel import auth_metadata, open_channel
-from .errors import DiptychError, RequestAborted, Unavailable, WorkerLost
+from .errors import ChecksumMismatch, DiptychError, RequestAborted, Unavailable, WorkerLost
+from .handoff_intake import AS_IT_IS, PullSettings
 from .handoff_pull import Errand, Pull, PullResult, SinkPort, Surroundings
 from .kv_layout import KVMemory
+from .staging import Staging
 from .timings import PeerTraffic, is_name
 from .transport.base import Transport
 
@@ -72,7 +74,8 @@ class _Lines:
 
 
 class HandoffSink:
-    """Every method runs on the worker's event loop. `token`: the cluster's, carried by every call to a source."""
+    """Every method runs on the worker's event loop. `token`: the cluster's, carried by every call to a source.
+    `staging`: where KV is converted, a region of `transports`; gRPC alone takes any."""
 
     def __init__(
         self,
@@ -81,9 +84,12 @@ class HandoffSink:
         transports: Mapping[str, Transport],
         port: SinkPort,
         token: str | None = None,
+        settings: PullSettings = AS_IT_IS,
+        staging: Staging | None = None,
     ) -> None:
         self._incarnation = incarnation
-        self._around = Surroundings(memory, transports, port, auth_metadata(token))
+        self._around = Surroundings(memory, transports, port, staging or Staging(), settings, auth_metadata(token))
+        self.num_checksum_failures = 0
         self._lines = _Lines()
         self._traffic: dict[str, PeerTraffic] = {}  # by incarnation, the last used at the end
         self._num_pulls = 0
@@ -108,6 +114,7 @@ class HandoffSink:
             return await asyncio.shield(pull.done)
         except DiptychError as e:
             traffic.num_failed += not isinstance(e, RequestAborted)
+            self.num_checksum_failures += isinstance(e, ChecksumMismatch)
             if isinstance(e, WorkerLost):
                 self._lines.retire(line)
             raise

@@ -9,6 +9,7 @@ Knows no engine and no torch: bytes come from a memoryview.
 """
 
 import asyncio
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import grpc.aio
 
 from ..proto import kv_pb2, kv_pb2_grpc
 from .channel import ERROR_KEY
-from .errors import DiptychError, HandoffError, LayoutMismatch, TransportError, Unavailable, UnknownHandoff, WorkerLost
+from .errors import DiptychError, HandoffError, TransportError, Unavailable, UnknownHandoff, WorkerLost
 from .handoff import SourceHandoff
 from .handoff_types import (
     Aborted,
@@ -35,6 +36,7 @@ from .handoff_types import (
     Tell,
 )
 from .kv_layout import KVLayout, KVMemory
+from .kv_wire import checksums, narrow, on_the_wire, vector_bytes
 from .transport.base import Transport
 from .transport.runs import gather
 
@@ -63,6 +65,7 @@ class _Outgoing:
     num_tokens: int
     machine: SourceHandoff
     outbox: "asyncio.Queue[kv_pb2.Announcement | None] | None" = None  # of the present sink; None ends its stream
+    wire: str = ""  # dtype that the present sink pulls
     timer: asyncio.TimerHandle | None = None
 
 
@@ -149,7 +152,8 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     async def Subscribe(self, request: kv_pb2.SubscribeRequest, context: Context) -> AsyncIterator[kv_pb2.Announcement]:
         try:
-            transport = self._check(request)
+            wire = self._wire(request)
+            transport = self._check(request, wire)
             outgoing = await self._offered(request.handoff_id, request.wait_s)
         except DiptychError as error:
             await _refuse(context, error)
@@ -160,10 +164,13 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         if actions and isinstance(refusal := actions[-1], Refuse):
             self._carry_out(outgoing, actions)
             await _refuse(context, refusal.error)
-        outgoing.outbox = outbox
+        outgoing.outbox, outgoing.wire = outbox, wire
         self._carry_out(outgoing, actions)
         try:
             while (announcement := await outbox.get()) is not None:
+                if request.checksums and announcement.HasField("segment"):
+                    # The blocks are leased meanwhile; what follows waits its turn.
+                    announcement.segment.checksum = await asyncio.to_thread(self._checksums, announcement.segment, wire)
                 yield announcement
         finally:
             self._carry_out(outgoing, outgoing.machine.leave(sink, self._now()))
@@ -173,13 +180,18 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
-        view = self._memory.region.view
+        view, layout, wire = self._memory.region.view, self._layout, outgoing.wire
         if view is None:
             await _refuse(context, TransportError("KV in device memory cannot be pulled over gRPC"))
+        chunk_bytes = CHUNK_BYTES - CHUNK_BYTES % vector_bytes(layout.dtype, layout.head_dim)
         runs = self._memory.runs(segment.block_ids, segment.first_layer, segment.num_layers).merged()
         # A piece is copied only right after a check, with nothing awaited in between: blocks are freed on this loop.
-        for piece in gather(view, runs, CHUNK_BYTES):
-            yield kv_pb2.PullChunk(data=piece)
+        for piece in gather(view, runs, chunk_bytes):
+            if wire == layout.dtype:
+                yield kv_pb2.PullChunk(data=piece)
+            else:
+                narrowed = await asyncio.to_thread(narrow, piece, layout.dtype, wire, layout.head_dim)
+                yield kv_pb2.PullChunk(data=narrowed)
             if not outgoing.machine.is_held_by(request.sink_incarnation):
                 await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
 
@@ -256,15 +268,35 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     def _find(self, handoff_id: str) -> _Outgoing | None:
         return self._open.get(handoff_id) or self._ended.get(handoff_id)
 
-    def _check(self, request: kv_pb2.SubscribeRequest) -> str:
+    def _checksums(self, segment: kv_pb2.Segment, wire: str) -> bytes:
+        """On a thread."""
+        layout, view = self._layout, self._memory.region.view
+        assert view is not None
+        offsets = layout.offsets(self._memory.num_blocks, segment.block_ids, segment.first_layer, segment.num_layers)
+        change = functools.partial(narrow, cache=layout.dtype, wire=wire, head_dim=layout.head_dim)
+        return checksums(view, offsets, layout.layer_bytes, None if wire == layout.dtype else change)
+
+    def _wire(self, request: kv_pb2.SubscribeRequest) -> str:
+        """The dtype to send. Raises LayoutMismatch, or TransportError where only host memory would do."""
+        wire = on_the_wire(self._layout.dtype, request.wire_dtype)
+        if self._memory.region.view is None and (wire != self._layout.dtype or request.checksums):
+            raise TransportError(
+                "the source's KV is in device memory, which can be neither narrowed nor named by checksums: unset "
+                "wire_dtype and verify_kv"
+            )
+        return wire
+
+    def _check(self, request: kv_pb2.SubscribeRequest, wire: str) -> str:
         """The name of the transport to use. Raises what makes a hand-off to this sink impossible."""
         if request.source_incarnation != self._incarnation:
             raise WorkerLost("the source worker is gone: another process answers at its address")
-        layout = KVLayout.from_proto(request.layout)
-        try:
-            self._layout.check_same(layout)
-        except LayoutMismatch as e:
-            raise LayoutMismatch(f"{e.message}. The source has {self._layout}, the sink {layout}") from e
+        self._layout.check_bridge(KVLayout.from_proto(request.layout))
+        if wire != self._layout.dtype:
+            if "grpc" in self._transports and "grpc" in request.transports:
+                return "grpc"
+            raise TransportError(
+                f"KV is narrowed to {wire} over gRPC alone: let both workers have grpc, or unset wire_dtype"
+            )
         for name in request.transports:
             if name in self._transports:
                 return name

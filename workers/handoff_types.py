@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from ..proto import kv_pb2
 from .errors import DiptychError
 
+CHECKSUM_BYTES = 16  # a block
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -15,7 +17,7 @@ class Segment:
     generations: tuple[int, ...]
     first_layer: int
     num_layers: int
-    checksum: bytes = b""  # of its bytes, as proto/kv.proto says; empty unless asked for
+    checksum: bytes = b""  # CHECKSUM_BYTES a block, as proto/kv.proto says; empty unless asked for
 
     @property
     def positions(self) -> range:
@@ -42,7 +44,7 @@ class Segment:
             self.generations[skip:],
             self.first_layer,
             self.num_layers,
-            self.checksum if skip == 0 else b"",
+            self.checksum[skip * CHECKSUM_BYTES :],
         )
 
     def to_proto(self) -> kv_pb2.Segment:

@@ -1,8 +1,9 @@
 """Owner of the KV tensors of one worker. Knows bytes and blocks; which block holds what is BlockManager's.
 
-    tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; index 0 of the third axis is K, 1 is V
+    block-major   [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]   a block is one run on the wire
+    layer-major   [num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]   as other engines have it
 
-Block-major, so that a block is one run of bytes on the wire. On CPU the pool is an anonymous mapping that asks for
+Index 0 of the third axis is K, 1 is V. On CPU the pool is an anonymous mapping that asks for
 huge pages: reading it over NIXL is several times faster, and pages that are never written cost no memory.
 """
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .kv_layout import KVLayout, KVMemory, Region
+from .kv_layout import BLOCK_MAJOR, KVLayout, KVMemory, Region
+from .memory import huge_page_mapping
 from .models.weights import DTYPES
 
 MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
@@ -24,10 +26,12 @@ class KVCache:
         assert num_blocks > 0
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        self._is_block_major = layout.axis_order == BLOCK_MAJOR
+        outer = (num_blocks, layout.num_layers) if self._is_block_major else (layout.num_layers, num_blocks)
+        shape = (*outer, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         dtype = DTYPES[layout.dtype]
         if device.type == "cpu":
-            self._mapping: mmap.mmap | None = _huge_page_mapping(num_blocks * layout.block_bytes)
+            self._mapping: mmap.mmap | None = huge_page_mapping(num_blocks * layout.block_bytes)
             self.tensor = torch.frombuffer(
                 self._mapping, dtype=dtype, count=num_blocks * layout.block_bytes // dtype.itemsize
             ).view(shape)
@@ -49,7 +53,7 @@ class KVCache:
 
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
-        return self.tensor[:, index]
+        return self.tensor[:, index] if self._is_block_major else self.tensor[index]
 
 
 def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -> int:
@@ -72,18 +76,3 @@ def available_bytes(device: torch.device) -> int:
         return psutil.virtual_memory().available
     free, _ = torch.cuda.mem_get_info(device)
     return free
-
-
-def _huge_page_mapping(num_bytes: int) -> mmap.mmap:
-    try:
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as e:
-        raise ConfigError(
-            f"{num_bytes:,} bytes of KV memory cannot be mapped ({e.strerror}): lower kv_memory_bytes"
-        ) from e
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            return mapping  # a kernel without transparent huge pages: slower transfers, same bytes
-    return mapping

@@ -18,7 +18,16 @@ from .errors import LayoutMismatch
 
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
+AXIS_ORDERS = {"block": BLOCK_MAJOR, "layer": LAYER_MAJOR}  # as settings name them
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim")  # of two layouts; the rest is converted
+LARGEST = {
+    "block_size": 1 << 16,
+    "num_layers": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 16,
+    "tensor_parallel": 1 << 12,
+}
 Offsets = NDArray[np.int64]
 
 
@@ -81,6 +90,15 @@ class KVLayout:
         offsets = (ranks[:, None] + starts).reshape(-1)
         return Runs(offsets, np.full(len(offsets), length, dtype=np.int64))
 
+    def offsets(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Offsets:
+        """[distinct ranks, blocks, layers] int64: where each one's `layer_bytes` lie in a pool of `num_pool_blocks`."""
+        ranks = np.asarray(self.distinct_ranks, dtype=np.int64)[:, None, None] * num_pool_blocks * self.num_layers
+        blocks = np.asarray(block_ids, dtype=np.int64)[:, None]
+        layers = np.arange(first_layer, first_layer + num_layers, dtype=np.int64)
+        if self.axis_order == BLOCK_MAJOR:
+            return (ranks + blocks * self.num_layers + layers) * self.layer_bytes
+        return (ranks + layers * num_pool_blocks + blocks) * self.layer_bytes
+
     def to_proto(self) -> kv_pb2.KVLayout:
         return kv_pb2.KVLayout(**{f.name: getattr(self, f.name) for f in fields(self)})
 
@@ -88,17 +106,36 @@ class KVLayout:
     def from_proto(cls, message: kv_pb2.KVLayout) -> "KVLayout":
         return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
 
-    def check_same(self, peer: "KVLayout") -> None:
-        """Raise LayoutMismatch, showing the two layouts side by side, unless KV can move between them."""
-        rows = [
-            f"{f.name}: {getattr(self, f.name)} here, {getattr(peer, f.name)} there"
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(peer, f.name)
-        ]
-        if rows:
+    def check_bridge(self, peer: "KVLayout") -> None:
+        """Raise LayoutMismatch, showing the two layouts side by side, unless KV can move between them, converted where
+        they differ. `peer` may hold anything."""
+        faults = [
+            f"{name}: {getattr(self, name)} here, {getattr(peer, name)} there"
+            for name in MUST_AGREE
+            if getattr(self, name) != getattr(peer, name)
+        ] + peer._faults()
+        if faults:
+            rows = "; ".join(f"{f.name} {getattr(self, f.name)} | {getattr(peer, f.name)}" for f in fields(self))
             raise LayoutMismatch(
-                "the two workers' KV caches differ (" + "; ".join(rows) + "): give both pools the same settings"
+                f"KV cannot move between these two workers ({'; '.join(faults)}): serve one checkpoint with settings "
+                f"that both can read. Here | there: {rows}"
             )
+
+    def _faults(self) -> list[str]:
+        """What no KV cache of ours can be."""
+        faults = [
+            f"{name}: {getattr(self, name)} there is not in 1..{largest}"
+            for name, largest in LARGEST.items()
+            if not 1 <= getattr(self, name) <= largest
+        ]
+        if self.dtype not in DTYPE_BYTES:
+            faults.append(f"dtype: {self.dtype!r} there is unknown")
+        if self.axis_order not in AXIS_ORDERS.values():
+            faults.append(f"axis_order: {self.axis_order!r} there is unknown")
+        more, less = max(self.num_kv_heads, self.tensor_parallel), min(self.num_kv_heads, self.tensor_parallel)
+        if less > 0 and more % less:
+            faults.append(f"{self.num_kv_heads} heads there do not divide over {self.tensor_parallel} ranks")
+        return faults
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.paged_attention import PagedBatch
 from .errors import ConfigError
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
-from .kv_layout import KVLayout, KVMemory
+from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .models.attention import StepMeta
 from .models.decoder import Decoder
 from .models.rope import rope_table
@@ -31,6 +31,7 @@ class ModelRunnerConfig:
     dtype: str = "bfloat16"
     device: str = "cpu"
     block_size: int = 16
+    kv_axis_order: str = "block"  # or "layer"
     kv_memory_bytes: int | None = None  # None: kv_memory_fraction of what is free once the weights are read
     kv_memory_fraction: float = 0.3
     max_context_tokens: int | None = None  # None: all that the model was made for
@@ -41,6 +42,8 @@ class ModelRunnerConfig:
         """Raise ConfigError for a value outside its range."""
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.kv_axis_order not in AXIS_ORDERS:
+            raise ConfigError(f"kv_axis_order must be block or layer, got {self.kv_axis_order!r}")
         if not 1 <= self.block_size <= 1024:
             raise ConfigError(f"block_size must be in [1, 1024], got {self.block_size}")
         if not 0.0 < self.kv_memory_fraction < 1.0:
@@ -81,6 +84,7 @@ class ModelRunner:
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
                 model_id=checkpoint.fingerprint(),
+                axis_order=AXIS_ORDERS[config.kv_axis_order],
             )
             weights = checkpoint.load(DTYPES[config.dtype], device, progress)
         num_blocks = _num_blocks(config, layout, max_context_tokens, device)

@@ -27,12 +27,14 @@ from .engine import Engine
 from .engine_events import StepOutput, TokenEvent
 from .engine_thread import EngineThread
 from .errors import DiptychError, InternalError, InvalidRequest, WorkerDraining
+from .handoff_intake import PullSettings
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
 from .runner import Runner
 from .scheduler import Role
 from .service_handoffs import ServiceHandoffs
 from .service_links import Links, RouterLink, handle_of
+from .staging import Staging
 from .transport.select import make_transports
 from .wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
 from .worker_config import WorkerConfig
@@ -76,12 +78,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._broken.add_done_callback(lambda f: f.cancelled() or f.exception())
-        self._transports = make_transports(self._config.transports, [self._runner.memory.region], self._config.host)
-        memory = self._runner.memory
+        memory, staging = self._runner.memory, Staging()
+        # Device memory needs no buffer: between equal layouts nothing is converted, and others are refused.
+        regions = [memory.region] if memory.region.view is None else [memory.region, staging.region]
+        self._transports = make_transports(self._config.transports, regions, self._config.host)
         source = HandoffSource(
             self.incarnation, memory, self._transports, port=self._handoffs, lease_s=self._config.lease_s
         )
-        sink = HandoffSink(self.incarnation, memory, self._transports, port=self._engine, token=self._config.auth_token)
+        sink = HandoffSink(
+            self.incarnation,
+            memory,
+            self._transports,
+            port=self._engine,
+            token=self._config.auth_token,
+            settings=PullSettings(self._config.wire_dtype or "", self._config.verify_kv),
+            staging=staging,
+        )
         self._handoffs.attach(source, sink)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         kv_pb2_grpc.add_KVHandoffServicer_to_server(source, self._server)

@@ -108,6 +108,7 @@ class ServiceHandoffs:
     def complete(self, load: worker_pb2.LoadReport) -> None:
         """Add what the pulls know."""
         load.handoff_bytes = self._num_bytes
+        load.num_checksum_failures = self._sink.num_checksum_failures
         del load.links[:]  # it may be a report that is sent again
         load.links.extend(self._sink.links())
 

@@ -35,6 +35,7 @@ def load_runner(config: WorkerConfig) -> Runner:
         device=config.device,
         num_threads=config.threads,
         block_size=config.block_size,
+        kv_axis_order=config.kv_axis_order,
         kv_memory_bytes=config.kv_memory_bytes,
         kv_memory_fraction=config.kv_memory_fraction,
         max_context_tokens=config.max_context_tokens,

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ConfigError
+from .kv_layout import AXIS_ORDERS
+from .kv_wire import WIRE_DTYPES
 from .scheduler import Role, SchedulerConfig
 
 
@@ -25,6 +27,9 @@ class WorkerConfig:
     prefix_cache: bool = True
     transports: tuple[str, ...] | Literal["auto"] = "auto"
     lease_s: float = 10.0
+    kv_axis_order: str = "block"  # or "layer": the outer axis of the KV cache
+    wire_dtype: str | None = None  # "bfloat16", "int8": pull KV narrower than the source has it, over gRPC
+    verify_kv: bool = False  # compare what was pulled with the source's checksums
     host: str = "127.0.0.1"
     port: int = 0  # 0: the kernel chooses
     auth_token: str | None = None
@@ -35,6 +40,12 @@ class WorkerConfig:
             raise ConfigError(f"role must be prefill, decode or mixed, got {self.role!r}")
         if self.dtype not in ("bfloat16", "float32"):
             raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
+        if self.kv_axis_order not in AXIS_ORDERS:
+            raise ConfigError(f"kv_axis_order must be block or layer, got {self.kv_axis_order!r}")
+        if self.wire_dtype not in (None, *WIRE_DTYPES):
+            raise ConfigError(f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}")
+        if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:
+            raise ConfigError(f"wire_dtype {self.wire_dtype} needs the transport grpc, which alone can narrow KV")
         for name, low in (("block_size", 1), ("max_batch_tokens", 1), ("chunk_tokens", 0), ("max_running", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")

@@ -7,7 +7,7 @@ import pytest
 from diptych.cluster.fleet import Fleet, LegLoad, WorkerInfo
 from diptych.proto import worker_pb2
 from diptych.workers.errors import ConfigError, InternalError, LayoutMismatch, Unavailable
-from diptych.workers.kv_layout import KVLayout
+from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout
 from diptych.workers.runner import ModelInfo
 from diptych.workers.scheduler import Role
 from diptych.workers.wire import ROLE_TO_PROTO
@@ -68,7 +68,25 @@ def test_the_model_is_the_first_workers_and_its_context_the_smallest() -> None:
     assert fleet.model().max_context_tokens == 512
     fleet.down("a", "")
     assert fleet.model() == MODEL
-    assert fleet.block_size == 4
+
+
+def test_workers_whose_kv_can_be_converted_are_welcome() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b")])
+    fleet.welcome("a", hello())
+    other = replace(LAYOUT, block_size=8, dtype="bfloat16", axis_order=LAYER_MAJOR)
+    fleet.welcome("b", hello(replace(MODEL, dtype="bfloat16"), layout=other))
+    assert (fleet.view("a").block_size, fleet.view("b").block_size) == (4, 8)
+    assert fleet.block_sizes() == {4, 8}
+    assert fleet.model() == MODEL
+
+
+def test_a_layout_that_cannot_be_is_refused_even_from_the_first() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b")])
+    with pytest.raises(LayoutMismatch, match="head_dim: 0 there is not in"):
+        fleet.welcome("a", hello(layout=replace(LAYOUT, head_dim=0)))
+    fleet.welcome("b", hello())
 
 
 def test_another_model_or_layout_is_refused_side_by_side() -> None:
@@ -77,8 +95,8 @@ def test_another_model_or_layout_is_refused_side_by_side() -> None:
     fleet.welcome("a", hello())
     with pytest.raises(ConfigError, match="name: other, served: fake"):
         fleet.welcome("b", hello(replace(MODEL, name="other")))
-    with pytest.raises(LayoutMismatch, match="block_size"):
-        fleet.welcome("b", hello(layout=replace(LAYOUT, block_size=8)))
+    with pytest.raises(LayoutMismatch, match=r"num_layers: 1 here, 2 there.*block_size 4 \| 8"):
+        fleet.welcome("b", hello(layout=replace(LAYOUT, block_size=8, num_layers=2)))
     with pytest.raises(ConfigError, match="count of 0"):
         fleet.welcome("b", hello(num_blocks=0))
     assert not fleet.view("b").is_up

@@ -16,7 +16,7 @@ NUM_BLOCKS = 100
 
 def worker(name: str, role: str = "mixed", *, free: int = NUM_BLOCKS, waiting: int = 0, **fields: object) -> WorkerView:
     view = WorkerView(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
-    view.max_context_tokens = 1000
+    view.max_context_tokens, view.block_size = 1000, 4
     view.load = worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, num_waiting_tokens=waiting)
     for key, value in fields.items():
         setattr(view, key, value)
@@ -25,7 +25,7 @@ def worker(name: str, role: str = "mixed", *, free: int = NUM_BLOCKS, waiting: i
 
 def facts(num_tokens: int = 40, max_new: int = 10, **fields: object) -> RequestFacts:
     given = {"cached_tokens": {}} | fields
-    return RequestFacts(num_tokens=num_tokens, max_new_tokens=max_new, block_size=4, **given)  # type: ignore[arg-type]
+    return RequestFacts(num_tokens=num_tokens, max_new_tokens=max_new, **given)  # type: ignore[arg-type]
 
 
 P1, P2, D1, D2 = worker("p1", "prefill"), worker("p2", "prefill"), worker("d1", "decode"), worker("d2", "decode")
@@ -56,6 +56,13 @@ def test_a_shared_prefix_does_not_draw_every_request_to_one_worker() -> None:
 def test_decode_goes_where_the_most_kv_memory_is_left() -> None:
     assert choose([P1, worker("d1", "decode", free=50), D2], facts(), CONFIG) == Route("p1", "d2")
     assert choose([P1, worker("d1", "decode", held_blocks=50), D2], facts(), CONFIG) == Route("p1", "d2")
+
+
+def test_a_sequence_fills_blocks_of_each_workers_own_size() -> None:
+    coarse = worker("d1", "decode", block_size=40)  # 41 tokens fill 2 of its 100 blocks, and 11 of d2's
+    assert choose([P1, coarse, D2], facts(), CONFIG) == Route("p1", "d1")
+    assert facts().num_blocks(coarse) == 2 and facts().num_blocks(D2) == 11
+    assert choose([P1, worker("d1", "decode", block_size=40, free=1), D2], facts(), CONFIG) == Route("p1", "d2")
 
 
 def test_a_full_worker_is_taken_last() -> None:

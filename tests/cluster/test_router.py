@@ -411,9 +411,9 @@ def test_a_worker_with_another_model_is_refused_and_reported() -> None:
     async def test() -> None:
         async with scripted("mixed", "mixed") as (worker, stranger), routing(worker) as router:
             assert stranger.hello is not None
-            stranger.hello.layout.block_size = 32
+            stranger.hello.layout.num_layers = 32
             router.update_fleet([worker.info, stranger.info])
-            await settled(router, lambda: any("block_size" in w.problem for w in router.snapshot()))
+            await settled(router, lambda: any("num_layers: 1 here, 32 there" in w.problem for w in router.snapshot()))
             assert router.health().num_mixed_workers == 1
             answer = reading(router.stream(request()))
             worker.tokens((await worker.submitted()).handle, [50], finish=FinishReason.STOP)

@@ -145,11 +145,11 @@ def test_an_address_where_nobody_listens_is_a_lost_worker() -> None:
 def test_another_layout_is_told() -> None:
     async def test() -> None:
         engine = SinkEngine()
-        other = KVLayout("float32", 8, 3, 2, 8, "m")
+        other = KVLayout("float32", 8, 4, 2, 8, "m")
         async with serve() as served, receive(engine, layout=other) as (sink, _):
             served.hand_off()
             error = await failure(start(sink, served))
-            assert isinstance(error, LayoutMismatch) and "block_size: 4 here, 8 there" in error.message
+            assert isinstance(error, LayoutMismatch) and "num_layers: 3 here, 4 there" in error.message
             assert engine.calls == [("fail", "k", False)]
 
     run(test)

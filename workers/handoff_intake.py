@@ -1,0 +1,119 @@
+"""Brings the segments of one source into our pool: straight, or by way of the staging buffer. One event loop, no torch.
+
+    direct   read into the pool -> check
+    staged   for each part: slice -> read -> (on a thread) check, convert into the pool -> slice back; while one part is
+             converted the next is read
+
+A read that failed or was cancelled keeps its slice, and a conversion that has begun ends, until `settled` returns: only
+then does nothing write into the pool, nor into a slice that another pull may get.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from .errors import ChecksumMismatch, DiptychError, TransportError
+from .handoff_types import CHECKSUM_BYTES, Read, Segment
+from .kv_bridge import Bridge
+from .kv_layout import Region
+from .staging import Slice, Staging
+from .transport.base import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class PullSettings:
+    """How a worker wants its KV."""
+
+    wire_dtype: str = ""  # narrower than in the source's cache, over gRPC; "": as it is
+    verify: bool = False  # compare what arrived with the source's checksums
+
+
+AS_IT_IS = PullSettings()
+
+
+class Intake:
+    """`pool`: our region, as the bridge knows it."""
+
+    def __init__(self, reader: Reader, bridge: Bridge, pool: Region, staging: Staging, *, verify: bool) -> None:
+        self._reader = reader
+        self._bridge = bridge
+        self._pool = pool
+        self._staging = staging
+        self._verify = verify
+        self._converting: set[asyncio.Future[None]] = set()
+        self._loose: list[Slice] = []  # bytes may land there yet
+
+    async def take(self, read: Read) -> None:
+        """Every byte of it is in our pool when this returns. Raises TransportError or WorkerLost: from `reader`, or a
+        ChecksumMismatch."""
+        if self._verify and len(read.segment.checksum) != CHECKSUM_BYTES * len(read.segment.block_ids):
+            raise TransportError("the source announced a segment without the checksums that were asked for")
+        if self._bridge.is_direct(read):
+            await self._take_direct(read)
+        else:
+            await self._take_staged(read)
+
+    async def settled(self) -> None:
+        """Return once nothing of failed or cancelled calls can land any more."""
+        if self._converting:
+            await asyncio.wait(self._converting)
+        await self._reader.settled()
+        while self._loose:
+            self._staging.give_back(self._loose.pop())
+
+    async def _take_direct(self, read: Read) -> None:
+        await self._reader.read(read.segment.to_proto(), self._bridge.direct(read), self._pool)
+        if self._verify:
+            _compare(read.segment, await asyncio.to_thread(self._bridge.direct_checksums, read))
+
+    async def _take_staged(self, read: Read) -> None:
+        last: asyncio.Future[None] | None = None
+        try:
+            for part in self._bridge.parts(read.segment, whole_blocks=self._verify):
+                piece = await self._staging.take(self._bridge.num_bytes(part))
+                try:
+                    copies = self._bridge.staged(part, piece.start)
+                    await self._reader.read(part.to_proto(), copies, self._staging.region)
+                except BaseException:
+                    self._loose.append(piece)
+                    raise
+                before, last = last, self._start_conversion(read, part, piece)
+                if before is not None:
+                    await asyncio.shield(before)
+            if last is not None:
+                await asyncio.shield(last)
+        except DiptychError:
+            if self._converting:
+                await asyncio.wait(self._converting)  # so that from here on nothing writes into the pool
+            raise
+
+    def _start_conversion(self, read: Read, part: Segment, piece: Slice) -> "asyncio.Future[None]":
+        data = self._staging.view[piece.start : piece.start + self._bridge.num_bytes(part)]
+        loop = asyncio.get_running_loop()
+        conversion = loop.run_in_executor(None, self._convert, data, read, part)
+        self._converting.add(conversion)
+
+        def end(conversion: "asyncio.Future[None]") -> None:
+            self._converting.discard(conversion)
+            self._staging.give_back(piece)
+            if not conversion.cancelled():
+                conversion.exception()  # whoever waits raises it; after a failure nobody does
+
+        conversion.add_done_callback(end)
+        return conversion
+
+    def _convert(self, data: memoryview, read: Read, part: Segment) -> None:
+        """On a thread."""
+        if self._verify:
+            _compare(part, self._bridge.staged_checksums(data, part))
+        self._bridge.convert(data, part, read.table, read.first_token)
+
+
+def _compare(segment: Segment, found: bytes) -> None:
+    for i, block in enumerate(segment.block_ids):
+        place = slice(i * CHECKSUM_BYTES, (i + 1) * CHECKSUM_BYTES)
+        if found[place] != segment.checksum[place]:
+            last = segment.first_layer + segment.num_layers - 1
+            raise ChecksumMismatch(
+                f"block {block} (position {segment.first_block + i}, layers {segment.first_layer}..{last}) arrived "
+                "with other bytes than the source had: what was pulled is thrown away"
+            )

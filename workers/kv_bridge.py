@@ -1,0 +1,214 @@
+"""From a source's KV layout to ours: what to read, and how to make blocks of our pool of it. numpy, no torch, no I/O.
+
+    direct   same dtype, block size and ranks: runs of the source's pool go straight into ours, in either order of axes
+    staged   else: the bytes of some blocks are read, in the wire's order, into a buffer; `convert` then writes them
+             where they belong: blocks cut anew by token, heads by rank, numbers in our dtype
+
+The source's layout is the wire's. A staged part, of the source's distinct ranks:
+
+    [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [k, v][slot][head][dim]
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .errors import LayoutMismatch, TransportError
+from .handoff_types import CHECKSUM_BYTES, Read, Segment
+from .kv_layout import BLOCK_MAJOR, Copies, KVLayout, KVMemory, Offsets, Runs
+from .kv_wire import STORAGE, Numbers, checksums, on_the_wire, piece_bytes, widen
+
+PART_BYTES = 4 << 20  # read at once: large enough for the wire, small enough that reading and converting overlap
+LARGEST_POOL = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadCopy:
+    """Heads of one of our ranks, and where in the wire's ranks they are."""
+
+    rank: int
+    heads: slice
+    wire_rank: int
+    wire_heads: slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A run of tokens within one block of either side."""
+
+    block: int  # id, ours
+    slot: int
+    wire_block: int  # of the part
+    wire_slot: int
+    num_tokens: int
+
+
+class Bridge:
+    def __init__(self, ours: KVMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
+        """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Raises LayoutMismatch, showing
+        the two layouts side by side, for what cannot be bridged."""
+        ours.layout.check_bridge(source)
+        if not 0 < num_pool_blocks * source.block_bytes <= LARGEST_POOL:
+            raise LayoutMismatch(f"the source claims a pool of {num_pool_blocks:,} blocks: {source}")
+        self.source = source
+        self.wire = on_the_wire(source.dtype, asked)
+        self._ours = ours
+        self._num_pool_blocks = num_pool_blocks
+        self._piece_bytes = piece_bytes(source, self.wire)
+        layout = ours.layout
+        self._is_direct = (
+            self.wire == layout.dtype
+            and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
+            and len(layout.distinct_ranks) == layout.tensor_parallel
+        )
+        self._pool = None if ours.region.view is None else _as_array(ours)
+        self._head_copies = list(_head_copies(source, layout))
+        if not self._is_direct and self._pool is None:
+            raise LayoutMismatch(
+                f"KV in device memory moves between equal layouts only: {layout} here, {source} there; give both pools "
+                "the same dtype, block_size and number of ranks"
+            )
+
+    def num_bytes(self, segment: Segment) -> int:
+        """That travel."""
+        num_pieces = len(self.source.distinct_ranks) * len(segment.block_ids) * segment.num_layers
+        return num_pieces * self._piece_bytes
+
+    def is_direct(self, read: Read) -> bool:
+        return self._is_direct and read.first_token <= read.segment.first_block * self.source.block_size
+
+    def direct(self, read: Read) -> Copies:
+        """From the source's pool into ours; runs that touch on both sides are one. Raises TransportError."""
+        self._check_blocks(read.segment)
+        segment, layout = read.segment, self._ours.layout
+        theirs, layers = segment.block_ids, (segment.first_layer, segment.num_layers)
+        blocks = _own_blocks(read)
+        if self.source.axis_order == layout.axis_order:
+            return Copies.of(self.source.runs(self._num_pool_blocks, theirs, *layers), self._ours.runs(blocks, *layers))
+        remote = self._in_wire_order(self.source.offsets(self._num_pool_blocks, theirs, *layers))
+        local = self._in_wire_order(layout.offsets(self._ours.num_blocks, blocks, *layers))
+        lengths = np.full(len(remote), layout.layer_bytes, dtype=np.int64)
+        return Copies.of(Runs(remote, lengths), Runs(local, lengths))
+
+    def parts(self, segment: Segment, *, whole_blocks: bool) -> Iterator[Segment]:
+        """Of about PART_BYTES, or what one block needs; a block larger than that is cut by layers unless
+        `whole_blocks`."""
+        block_bytes = self.num_bytes(segment) // len(segment.block_ids)
+        step = max(PART_BYTES // block_bytes, 1)
+        layer_step = segment.num_layers
+        if block_bytes > PART_BYTES and not whole_blocks:
+            layer_step = max(PART_BYTES * segment.num_layers // block_bytes, 1)
+        for first in range(0, len(segment.block_ids), step):
+            some = replace(
+                segment,
+                first_block=segment.first_block + first,
+                block_ids=segment.block_ids[first : first + step],
+                generations=segment.generations[first : first + step],
+                checksum=segment.checksum[first * CHECKSUM_BYTES : (first + step) * CHECKSUM_BYTES],
+            )
+            for layer in range(0, segment.num_layers, layer_step):
+                num_layers = min(layer_step, segment.num_layers - layer)
+                yield replace(some, first_layer=segment.first_layer + layer, num_layers=num_layers)
+
+    def staged(self, part: Segment, start: int) -> Copies:
+        """From the source's pool into a buffer, from byte `start` of it on. In a narrower dtype the source sends what
+        is asked for by block, and where that lies in its pool is its own affair. Raises TransportError."""
+        self._check_blocks(part)
+        if self.wire != self.source.dtype:
+            zero = np.zeros(1, dtype=np.int64)
+            return Copies(zero, zero + start, zero + self.num_bytes(part))
+        remote = self.source.runs(self._num_pool_blocks, part.block_ids, part.first_layer, part.num_layers)
+        local = start + np.cumsum(remote.lengths) - remote.lengths
+        return Copies.of(remote, Runs(local, remote.lengths))
+
+    def convert(self, data: memoryview, part: Segment, table: Sequence[int], first_token: int) -> None:
+        """Write a part's bytes into our pool: its tokens from `first_token` on, as far as `table` reaches."""
+        assert self._pool is not None
+        wire = self._of_part(data, part)
+        layers = slice(part.first_layer, part.first_layer + part.num_layers)
+        for span in _spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token):
+            slots = slice(span.slot, span.slot + span.num_tokens)
+            wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
+            for copy in self._head_copies:
+                self._pool[copy.rank, span.block, layers, :, slots, copy.heads] = wire[
+                    copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads
+                ]
+
+    def staged_checksums(self, data: memoryview, part: Segment) -> bytes:
+        ranks, blocks, layers = len(self.source.distinct_ranks), len(part.block_ids), part.num_layers
+        places = np.arange(ranks * blocks * layers, dtype=np.int64) * self._piece_bytes
+        if self.source.axis_order == BLOCK_MAJOR:
+            offsets = places.reshape(ranks, blocks, layers)
+        else:
+            offsets = places.reshape(ranks, layers, blocks).transpose(0, 2, 1)
+        return checksums(data, offsets, self._piece_bytes, None)
+
+    def direct_checksums(self, read: Read) -> bytes:
+        """Of what our pool holds now."""
+        assert self._ours.region.view is not None
+        segment, layout = read.segment, self._ours.layout
+        layers = segment.first_layer, segment.num_layers
+        offsets = layout.offsets(self._ours.num_blocks, _own_blocks(read), *layers)
+        return checksums(self._ours.region.view, offsets, layout.layer_bytes, None)
+
+    def _of_part(self, data: memoryview, part: Segment) -> Numbers:
+        """[rank, block, layer, 2, slot, head, dim] of our dtype."""
+        source, ranks = self.source, len(self.source.distinct_ranks)
+        numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
+        inner = (2, source.block_size, source.heads_per_rank, source.head_dim)
+        blocks, layers = len(part.block_ids), part.num_layers
+        if source.axis_order == BLOCK_MAJOR:
+            return numbers.reshape(ranks, blocks, layers, *inner)
+        return numbers.reshape(ranks, layers, blocks, *inner).swapaxes(1, 2)
+
+    def _in_wire_order(self, offsets: Offsets) -> Offsets:
+        """offsets: [ranks, blocks, layers]."""
+        return (offsets if self.source.axis_order == BLOCK_MAJOR else offsets.swapaxes(1, 2)).reshape(-1)
+
+    def _check_blocks(self, segment: Segment) -> None:
+        if max(segment.block_ids) >= self._num_pool_blocks:
+            raise TransportError("the source announced a block that it does not have")
+
+
+def _own_blocks(read: Read) -> tuple[int, ...]:
+    """Of a direct read."""
+    blocks = read.table[read.segment.first_block :][: len(read.segment.block_ids)]
+    assert len(blocks) == len(read.segment.block_ids), "the table is shorter than the offer"
+    return blocks
+
+
+def _as_array(memory: KVMemory) -> Numbers:
+    """The pool as [rank, block, layer, 2, slot, head, dim], a view."""
+    layout = memory.layout
+    assert memory.region.view is not None
+    numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
+    inner = (2, layout.block_size, layout.heads_per_rank, layout.head_dim)
+    if layout.axis_order == BLOCK_MAJOR:
+        return numbers.reshape(layout.tensor_parallel, memory.num_blocks, layout.num_layers, *inner)
+    return numbers.reshape(layout.tensor_parallel, layout.num_layers, memory.num_blocks, *inner).swapaxes(1, 2)
+
+
+def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[_HeadCopy]:
+    """Each of our ranks gets its heads, also those that another rank has too."""
+    per_wire_rank = source.heads_per_rank
+    for rank in range(ours.tensor_parallel):
+        head, end = ours.first_head(rank), ours.first_head(rank) + ours.heads_per_rank
+        first = head
+        while head < end:
+            wire_rank, wire_head = divmod(head, per_wire_rank)
+            num = min(end - head, per_wire_rank - wire_head)
+            yield _HeadCopy(rank, slice(head - first, head - first + num), wire_rank, slice(wire_head, wire_head + num))
+            head += num
+
+
+def _spans(part: Segment, wire_size: int, own_size: int, table: Sequence[int], first_token: int) -> Iterator[_Span]:
+    start = part.first_block * wire_size
+    token = max(start, first_token)
+    end = min(start + len(part.block_ids) * wire_size, len(table) * own_size)
+    while token < end:
+        position, slot = divmod(token, own_size)
+        wire_block, wire_slot = divmod(token - start, wire_size)
+        num_tokens = min(own_size - slot, wire_size - wire_slot, end - token)
+        yield _Span(table[position], slot, wire_block, wire_slot, num_tokens)
+        token += num_tokens

@@ -10,6 +10,7 @@ from diptych.workers.timings import HandoffTimings, SequenceTimings
 
 from .scripted_worker import scripted
 from .test_router import request, routing, run, settled
+from .test_router_migration import hand_off, offered
 
 HANDOFF = HandoffTimings(0, 0, last_segment_s=1e-6, release_s=2e-6, num_bytes=64, transport="grpc")
 
@@ -72,5 +73,35 @@ def test_a_resumed_requests_timings_are_of_the_attempt_that_spoke() -> None:
             assert timings is not None and (timings.last_segment_s, timings.commit_s, timings.transport) == (0, 0, "")
             assert timings.first_decode_s > 0 and timings.deliver_second_s == 0
             await stream.aclose()
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_a_migration_is_counted_and_its_pull_told_where_the_second_token_waited_for_it(num_before: int) -> None:
+    async def test() -> None:
+        async with scripted("mixed", "mixed") as (old, new), routing(old) as router:
+            stream = router.stream(request(max_tokens=3))
+            first = asyncio.create_task(anext(stream))
+            handle = (await old.submitted()).handle
+            word = SequenceTimings(1e-6, 3e-6).to_proto(0)
+            old.tokens(handle, range(50, 50 + num_before), timings=[word])
+            deltas = [await first]
+            router.update_fleet([old.info, new.info])
+            old.load(draining=True, num_running=1)
+            await offered(old)
+            submit = await new.submitted()
+            hand_off(old, handle, num_before)
+            word = SequenceTimings(0.5e-6, 4e-6, HANDOFF).to_proto(0)
+            rest = range(50 + num_before, 53)
+            new.tokens(submit.handle, rest, start=num_before, finish=FinishReason.LENGTH, timings=[word])
+            deltas += [delta async for delta in stream]
+            assert [t for d in deltas for t in d.token_ids] == [50, 51, 52]
+            timings = deltas[-1].timings
+            assert timings is not None and (timings.num_attempts, timings.num_migrations) == (1, 1)
+            assert timings.prefill_s == pytest.approx(3e-6, abs=1e-9)
+            if num_before == 1:
+                assert timings.commit_s > 2.5e-6 and timings.first_decode_s == pytest.approx(4e-6, abs=1e-9)
+            assert timings.transport == ("grpc" if num_before == 1 else "")
 
     run(test)

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 
 from ..proto import worker_pb2
 from .block_manager import BlockManager
-from .engine_events import FailureEvent, HandoffEnded, HandoffRefused, StepOutput, TokenEvent
+from .engine_events import FailureEvent, HandoffEnded, HandoffHeld, HandoffRefused, StepOutput, TokenEvent
 from .engine_handoff import HandoffLedger
 from .errors import (
     DeadlineExceeded,
@@ -269,6 +269,8 @@ class Engine:
             self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) before it was handed off"))
         elif sequence.handoff_id is not None and self.handoffs.must_seal(sequence):
             self._seal(sequence)
+        elif sequence.is_held and sequence.handoff_id is not None:
+            self._output.handoffs.append(HandoffHeld(sequence.handoff_id))
 
     def _seal(self, sequence: Sequence) -> None:
         self.scheduler.detach(sequence)

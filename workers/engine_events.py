@@ -55,6 +55,13 @@ class SegmentReady:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoffHeld:
+    """A running sequence has made all that was offered: it waits, for its sink or for the end of the hand-off."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class HandoffSealed:
     handoff_id: str
     key: str | None  # of the sequence; None for a prefix
@@ -71,7 +78,7 @@ class HandoffEnded:
     error: DiptychError
 
 
-HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffSealed | HandoffEnded
+HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffHeld | HandoffSealed | HandoffEnded
 
 
 @dataclass(slots=True)

@@ -137,13 +137,15 @@ class SourceHandoff:
         return actions
 
     def leave(self, sink: str, now: float) -> list[SourceAction]:
-        """The sink abandons, or its stream ended. Another has one lease's time to take over."""
+        """The sink abandons, or its stream ended. Another has one lease's time to take over; nobody has to for a
+        sequence that still runs here, whose hand-off ends."""
         actions = self.tick(now)
         if not self.is_held_by(sink):
             return actions
         self.sink = None
         self._deadline = now + self._lease_s
-        return [*actions, EndStream(sink)]
+        over = self._end(SourceState.ABORTED, None) if self.runs_on and self.state is SourceState.OPEN else []
+        return [*actions, EndStream(sink), *over]
 
     def renew(self, sink: str, now: float, num_read: int = 0) -> list[SourceAction]:
         """`num_read`: segments of which the sink has nothing left to read."""

@@ -137,6 +137,10 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         if outgoing is not None:
             self._carry_out(outgoing, outgoing.machine.abort(error, self._now()))
 
+    def has_sink(self, handoff_id: str) -> bool:
+        outgoing = self._open.get(handoff_id)
+        return outgoing is not None and outgoing.machine.sink is not None
+
     def refuse(self, handoff_id: str, error: DiptychError) -> None:
         """This will not be offered: its sink is told why, when it comes. Ignored for an id that was offered."""
         if self._find(handoff_id) is None:

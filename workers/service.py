@@ -66,7 +66,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         engine.set_role(Role(config.role))
         self._engine = EngineThread(engine, self._on_step, self._on_broken)
         self._links = Links()
-        self._handoffs = ServiceHandoffs(self._engine, self._links, runner.layout.num_layers)
+        self._handoffs = ServiceHandoffs(self._engine, self._links, runner.layout.num_layers, config.lease_s)
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._is_draining = False
         self._server = make_server(config.auth_token)

@@ -12,7 +12,15 @@ import logging
 from dataclasses import dataclass
 
 from ..proto import worker_pb2
-from .engine_events import HandoffEnded, HandoffEvent, HandoffOpened, HandoffRefused, HandoffSealed, SegmentReady
+from .engine_events import (
+    HandoffEnded,
+    HandoffEvent,
+    HandoffHeld,
+    HandoffOpened,
+    HandoffRefused,
+    HandoffSealed,
+    SegmentReady,
+)
 from .engine_thread import EngineThread
 from .errors import DiptychError, HandoffError
 from .handoff_sink import HandoffSink
@@ -20,6 +28,9 @@ from .handoff_source import HandoffSource
 from .service_links import Links, handle_of
 
 PREFIX_TIMEOUT_S = 3.0  # a prefix that takes longer is computed
+# Of a lease: so long a running sequence waits for its sink when it has made all that was offered. Then it runs on.
+HOLD_FOR_SINK = 1 / 2
+HOLD_WITHOUT_SINK = 1 / 10
 
 log = logging.getLogger("diptych.worker")
 
@@ -33,10 +44,11 @@ class _Offered:
 class ServiceHandoffs:
     """`attach` the two ends before anything else."""
 
-    def __init__(self, engine: EngineThread, links: Links, num_layers: int) -> None:
+    def __init__(self, engine: EngineThread, links: Links, num_layers: int, lease_s: float) -> None:
         self._engine = engine
         self._links = links
         self._num_layers = num_layers
+        self._lease_s = lease_s
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._offered: dict[str, _Offered] = {}  # by hand-off id
         self._num_bytes = 0  # pulled
@@ -142,6 +154,8 @@ class ServiceHandoffs:
                     first_layer=0,
                     num_layers=self._num_layers,
                 )
+            case HandoffHeld():
+                self._hold(event.handoff_id, self._source.has_sink(event.handoff_id))
             case HandoffSealed():
                 self._seal(event)
             case HandoffEnded():
@@ -156,6 +170,20 @@ class ServiceHandoffs:
             return
         if event.key is not None:
             self._offered[event.handoff_id] = _Offered(event.key, runs_on=True)
+
+    def _hold(self, handoff_id: str, has_sink: bool) -> None:
+        wait_s = self._lease_s * (HOLD_FOR_SINK if has_sink else HOLD_WITHOUT_SINK)
+        asyncio.get_running_loop().call_later(wait_s, self._end_hold, handoff_id, has_sink)
+
+    def _end_hold(self, handoff_id: str, had_sink: bool) -> None:
+        offered = self._offered.get(handoff_id)
+        if offered is None or not offered.runs_on:
+            return  # it has ended, or is sealed
+        if not had_sink and self._source.has_sink(handoff_id):
+            self._hold(handoff_id, True)
+        else:
+            error = HandoffError("the sink did not catch up in time with the sequence, which runs on at its source")
+            self._source.abort(handoff_id, error)
 
     def _seal(self, event: HandoffSealed) -> None:
         """The router is told after all the sequence's tokens, which went before."""

@@ -3,6 +3,7 @@
 import pytest
 
 from diptych.workers.engine import Engine
+from diptych.workers.engine_events import HandoffHeld
 from diptych.workers.engine_handoff import LIVE_SLACK_BLOCKS
 from diptych.workers.errors import HandoffError, InternalError, OutOfBlocks, RequestAborted
 from diptych.workers.fake_runner import fake_output
@@ -76,7 +77,9 @@ def test_it_runs_on_when_what_it_waited_for_does_not_come() -> None:
     source = make()
     made = decode(source, 3)
     source.offer("0/1", HANDOFF)
-    made += [e.token_id for e in tokens([source.step() for _ in range(20)], "0/1")]
+    outputs = [source.step() for _ in range(20)]
+    assert [e for o in outputs for e in o.handoffs if isinstance(e, HandoffHeld)] == [HandoffHeld(HANDOFF)]
+    made += [e.token_id for e in tokens(outputs, "0/1")]
     assert len(made) < 20
     source.end_lease(HANDOFF)
     assert made + [e.token_id for e in tokens(run(source), "0/1")] == fake_output(PROMPT, 40)

@@ -8,6 +8,7 @@ from diptych.workers.handoff_types import (
     Abandon,
     Aborted,
     Answer,
+    CaughtUp,
     Commit,
     EndLease,
     EndStream,
@@ -136,6 +137,26 @@ def test_one_sink_at_a_time_and_another_once_it_left() -> None:
     assert machine.subscribe("b", 6.0) == [Tell("b", FIRST), Tell("b", LAST), Tell("b", SEAL)]
     assert machine.leave("a", 6.0) == [], "the first one's stream ends only now"
     assert machine.release("b", 7.0)[-1] == Answer(True)
+
+
+def test_a_running_sequences_handoff_ends_with_its_sink_until_it_is_sealed() -> None:
+    def live() -> SourceHandoff:
+        machine = SourceHandoff(num_blocks=3, num_layers=NUM_LAYERS, lease_s=10.0, now=0.0, is_live=True)
+        machine.announce(FIRST, 1.0)
+        machine.subscribe("a", 1.0)
+        return machine
+
+    machine = live()
+    assert machine.renew("a", 2.0, 0) == [Answer(True)]
+    assert machine.renew("a", 2.0, 1) == [CaughtUp(), Answer(True)]
+    assert machine.leave("a", 2.0) == [EndStream("a"), EndLease()]
+    assert machine.state is SourceState.ABORTED
+    assert machine.leave("a", 2.0) == []
+    machine = live()
+    machine.announce(LAST, 2.0)
+    machine.seal(11, [7], 2.0)
+    assert machine.leave("a", 2.0) == [EndStream("a")]
+    assert machine.state is SourceState.SEALED
 
 
 def test_an_abort_tells_the_sink_and_is_idempotent() -> None:

@@ -1,5 +1,6 @@
 """Running sequences and cached prefixes move between two worker services, over real sockets."""
 
+import grpc.aio
 import pytest
 
 from diptych.proto import kv_pb2, kv_pb2_grpc, worker_pb2
@@ -70,33 +71,40 @@ def test_a_running_sequence_moves_to_another_worker(draining: bool) -> None:
     run(test)
 
 
-def test_a_sink_that_dies_costs_the_source_nothing() -> None:
-    """It has been told of blocks, and is never heard of again."""
+def test_a_sink_that_fails_costs_the_source_nothing() -> None:
+    """It is told of blocks, and then hangs up, or never catches up; or it never comes."""
 
     async def test() -> None:
-        async with worker(step_s=STEP_S, lease_s=0.2) as (source, source_at), open_channel(source_at) as channel:
-            router = Router(source_at)
+        async with worker(step_s=STEP_S, lease_s=1.0) as (source, source_at), open_channel(source_at) as channel:
+            router, stub = Router(source_at), kv_pb2_grpc.KVHandoffStub(channel)
             expected = list(enumerate(fake_output(PROMPT, 200)))
             await router.submit(1, make_request(PROMPT, 200))
             made = await some_tokens(router, 1, 3)
-            for handoff_id in ("h1", "h2"):
-                await router.send(offer=worker_pb2.Offer(handle=1, handoff_id=handoff_id))
-                subscription = kv_pb2_grpc.KVHandoffStub(channel).Subscribe(
-                    kv_pb2.SubscribeRequest(
-                        handoff_id=handoff_id,
-                        source_incarnation=source.incarnation,
-                        sink_incarnation="sink",
-                        layout=FakeRunner().layout.to_proto(),
-                        transports=["grpc"],
-                        wait_s=TIMEOUT_S,
-                    )
+            for number, fate in enumerate(("hangs up", "lags", "never comes")):
+                await router.send(offer=worker_pb2.Offer(handle=1, handoff_id=fate))
+                request = kv_pb2.SubscribeRequest(
+                    handoff_id=fate,
+                    source_incarnation=source.incarnation,
+                    sink_incarnation=f"sink-{number}",
+                    layout=FakeRunner().layout.to_proto(),
+                    transports=["grpc"],
+                    wait_s=TIMEOUT_S,
                 )
-                assert (await subscription.read()).opened.is_live
-                assert (await subscription.read()).segment.first_block == 0
-                while (announcement := await subscription.read()).WhichOneof("event") != "aborted":
-                    assert announcement.HasField("segment")
-                assert announcement.aborted.error == "LeaseLost"
-            made += await router.tokens(1)
+                if fate == "never comes":
+                    made += await router.tokens(1)
+                else:
+                    stream = stub.Subscribe(request)
+                    assert (await stream.read()).opened.is_live
+                    assert (await stream.read()).segment.first_block == 0
+                if fate == "hangs up":
+                    stream.cancel()
+                    made += await some_tokens(router, 1, 20)  # more than were offered
+                elif fate == "lags":
+                    while not (said := await stream.read()).HasField("aborted"):
+                        assert said.HasField("segment")
+                    assert said.aborted.error == "HandoffError" and "catch up" in said.aborted.message
+                with pytest.raises(grpc.aio.AioRpcError, match="aborted"):
+                    await stub.Subscribe(request).read()
             assert made == expected
             state = await router.idle_state()
             assert_clean(state)

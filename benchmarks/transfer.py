@@ -3,10 +3,10 @@
     python benchmarks/transfer.py [--seconds 0.3] [--json] [--no-decode]
 
 Segments: one run of bytes each, through the Readers that hand-offs use, beside one thread's memmove (huge pages), a TCP
-socket on the loopback interface, and a NIXL agent without Diptych that reads one descriptor. Pieces: 16 MiB in runs
-that lie in order at the source and shuffled here. All take turns at each size, over pools too large for the caches;
-figures are medians. Then: notifications of NIXL there and back, a renewal of a lease, a whole hand-off of one block,
-and decode steps while the same process reads without a pause.
+socket on the loopback interface, and a NIXL agent without Diptych that reads one descriptor. Pieces: four reads at
+once, as a pull has them, of 16 MiB each in runs that lie in order at the source and shuffled here. All take turns at
+each size, over pools too large for the caches; figures are medians. Then: notifications of NIXL there and back, a
+renewal of a lease, a whole hand-off of one block, and decode steps while the same process reads without a pause.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from transfer_source import LAYOUT, POOL_BYTES, SLEEP, SPIN, make_pool, raw_agen
 
 from diptych.proto import kv_pb2, kv_pb2_grpc, worker_pb2
 from diptych.workers.channel import open_channel
+from diptych.workers.handoff_pull import MAX_READS
 from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.kv_layout import Copies, KVMemory
@@ -39,7 +40,7 @@ from diptych.workers.transport.select import make_transports
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB, 64 KiB, ... 64 MiB
 PIECES = [4 << 10 << 2 * i for i in range(5)]  # 4 KiB, 16 KiB, ... 1 MiB
-TOTAL = 16 << 20  # bytes in pieces
+TOTAL = 16 << 20  # bytes of a read in pieces
 BURST = 5
 SOURCE = str(Path(__file__).with_name("transfer_source.py"))
 
@@ -103,6 +104,15 @@ def segment_of(copies: Copies) -> kv_pb2.Segment:
 
 
 # Who reads
+
+
+def at_once(once: Once) -> Once:
+    """MAX_READS of them, as in a pull."""
+
+    async def all_of_them(number: int) -> None:
+        await asyncio.gather(*(once(number * MAX_READS + i) for i in range(MAX_READS)))
+
+    return all_of_them
 
 
 def memmove(ours: KVMemory, theirs: KVMemory, reads: Sequence[Copies]) -> Once:
@@ -252,9 +262,9 @@ async def measure(seconds: float, with_decode: bool) -> Results:
         for size in PIECES:
             reads = in_pieces(size)
             contenders = {
-                "memmove": memmove(ours, theirs, reads),
-                "NIXL": through(nixl.reader, ours, reads),
-                "gRPC": through(grpc.reader, ours, reads),
+                "memmove": at_once(memmove(ours, theirs, reads)),
+                "NIXL": at_once(through(nixl.reader, ours, reads)),
+                "gRPC": at_once(through(grpc.reader, ours, reads)),
             }
             note(pieces, size, await take_turns(contenders, seconds))
         once = {
@@ -306,8 +316,8 @@ def show_all(results: Results) -> None:
     print(results.machine)
     show("segments, GB/s", segments, lambda name, size: speed(segments, name, size, size))
     show("segments, µs", segments, lambda name, size: f"{segments[name][size] * 1e6:.0f}")
-    show("pieces, GB/s", pieces, lambda name, size: speed(pieces, name, TOTAL, size))
-    show("µs a piece", pieces, lambda name, size: f"{pieces[name][size] / (TOTAL // size) * 1e6:.2f}")
+    show("pieces, GB/s", pieces, lambda name, size: speed(pieces, name, MAX_READS * TOTAL, size))
+    show("µs a piece", pieces, lambda name, size: f"{pieces[name][size] / (MAX_READS * TOTAL // size) * 1e6:.2f}")
     print()
     for name, seconds in results.round_trips.items():
         print(f"{name}: {seconds * 1e6:.0f} µs")

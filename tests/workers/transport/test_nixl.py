@@ -8,7 +8,7 @@ import pytest
 
 from diptych.proto import kv_pb2
 from diptych.workers.errors import TransportError
-from diptych.workers.kv_layout import Copies, KVMemory
+from diptych.workers.kv_layout import Copies, KVMemory, Region
 from diptych.workers.transport import nixl_thread
 from diptych.workers.transport.base import Reader, Source
 from diptych.workers.transport.nixl import NixlTransport
@@ -130,3 +130,57 @@ def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(monkeyp
             await far.close()
 
     run(test)
+
+
+def test_a_read_goes_into_whichever_region_it_names() -> None:
+    """The second of two: a buffer beside the pool. Nothing else is written."""
+
+    async def test() -> None:
+        theirs, ours, buffer = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4), make_memory(SMALL, 2)
+        far, near = NixlTransport([theirs.region]), NixlTransport([ours.region, buffer.region])
+        try:
+            far.serve(1)
+            reader = await near.connect(source_of(far.endpoint()))
+            copies = Copies.of(theirs.runs([3], 0, 3), buffer.runs([1], 0, 3))
+            await reader.read(kv_pb2.Segment(), copies, buffer.region)
+            assert buffer.region.view is not None and theirs.region.view is not None
+            size = SMALL.block_bytes
+            assert buffer.region.view[size:] == theirs.region.view[3 * size :]
+            assert buffer.region.view[:size] == bytes(size) and ours.region.view == bytes(4 * size)
+        finally:
+            await near.close()
+            await far.close()
+
+    run(test)
+
+
+def test_forgetting_one_source_leaves_another_alone() -> None:
+    async def test() -> None:
+        first, second, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4, seed=2), make_memory(SMALL, 4)
+        fars, near = [NixlTransport([first.region]), NixlTransport([second.region])], NixlTransport([ours.region])
+        try:
+            readers: list[Reader] = []
+            for incarnation, far in zip("ab", fars, strict=True):
+                far.serve(1)
+                opened = kv_pb2.Opened(source_incarnation=incarnation, transport="nixl", nixl=far.endpoint())
+                readers.append(await near.connect(Source("h", "sink/1", opened, stub=None)))  # type: ignore[arg-type]
+            copies = Copies.of(first.runs([2], 0, 3), ours.runs([1], 0, 3))
+            await readers[0].read(kv_pb2.Segment(), copies, ours.region)
+            near.forget("a")
+            with pytest.raises(TransportError, match="gone"):
+                await readers[0].read(kv_pb2.Segment(), copies, ours.region)
+            await readers[1].read(kv_pb2.Segment(), copies, ours.region)
+            size = SMALL.block_bytes
+            assert ours.region.view is not None and second.region.view is not None
+            assert ours.region.view[size : 2 * size] == second.region.view[2 * size : 3 * size]
+        finally:
+            for transport in (near, *fars):
+                await transport.close()
+
+    run(test)
+
+
+def test_host_and_device_memory_are_told_apart_region_by_region() -> None:
+    pool = make_memory(SMALL, 1).region
+    assert nixl_thread.memory_type(pool) == "DRAM"
+    assert nixl_thread.memory_type(Region(pool.address, pool.num_bytes, None, device_id=1)) == "VRAM"

@@ -75,6 +75,9 @@ class RouterMetrics:
         self.cached_tokens = Counter("diptych_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
         self.resumes = Counter("diptych_request_resumes", "Attempts after the first, where workers failed", registry=r)
         self.migrations = Counter("diptych_request_migrations", "Moves of running sequences", registry=r)
+        self.failed_migrations = Counter(
+            "diptych_request_migrations_failed", "Of which nothing came: the sequence ran on where it was", registry=r
+        )
         self._ttft = _histogram("time_to_first_token", "From receipt to the first token", REQUEST_BUCKETS_S, r)
         self._itl = _histogram("inter_token_latency", "Between two deliveries of tokens", TOKEN_BUCKETS_S, r)
         self._e2e = _histogram("request", "From receipt to the end", REQUEST_BUCKETS_S, r)

@@ -86,9 +86,9 @@ class RequestRecord:
         self.num_failures = 0
         self.num_attempts = 0  # begun, and offers that another sink was sent to
         self.num_migrations = 0
+        self.num_failed_migrations = 0
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
         self.timings: list[SequenceTimings | None] = []  # that came with the first two tokens
-        self._num_failed_migrations = 0
         self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
         self._wants_logprobs = request.sampling.logprobs is not None
@@ -125,7 +125,7 @@ class RequestRecord:
     def movable(self) -> Leg | None:
         """The leg that may migrate now: it decodes, and is not on its way already."""
         handoff = self._handoff
-        if self.is_over or self._num_failed_migrations >= MAX_FAILED_MIGRATIONS:
+        if self.is_over or self.num_failed_migrations >= MAX_FAILED_MIGRATIONS:
             return None
         if handoff is not None and not (handoff.runs_on and handoff.sink is None):
             return None
@@ -323,7 +323,7 @@ class RequestRecord:
         handoff.may_send_another_sink &= not sink.has_spoken and (not is_handoff or _is_on_the_way(error))
         if handoff.runs_on:
             self.failed_pairs.add((handoff.source.worker, sink.worker))
-            self._num_failed_migrations += not isinstance(error, WorkerDraining)
+            self.num_failed_migrations += not isinstance(error, WorkerDraining)
             return _NOTHING
         if not (error.retryable or is_handoff):
             return self.fail(error)

@@ -149,6 +149,7 @@ class Router:
         self._mean_duration_s += DURATION_WEIGHT * (now - run.times.started_at - self._mean_duration_s)
         self._metrics.resumes.inc(max(record.num_attempts - 1, 0))
         self._metrics.migrations.inc(record.num_migrations)
+        self._metrics.failed_migrations.inc(record.num_failed_migrations)
         self._metrics.cached_tokens.inc(record.num_cached_tokens)
         self._metrics.ended(run.times, _outcome(record), now, run.timings())
 

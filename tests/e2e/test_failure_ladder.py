@@ -17,6 +17,7 @@ import pytest
 
 from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
+from diptych.cluster.worker_control import WorkerControl
 from diptych.workers.request import Request, SamplingParams
 
 from ..checkpoints import make_checkpoint, untied_prompts
@@ -147,9 +148,35 @@ def test_every_fault_leaves_every_answer_exact(transport: str, tmp_path: Path) -
                 ):
                     await cluster.check(cases, fault, strike_at)
                     await cluster.all_up()
+            await check_drain(cluster, cases)
             assert await faults.leaked(cluster.workers) == {}
 
     asyncio.run(test())
+
+
+async def check_drain(cluster: Cluster, cases: Cases) -> None:
+    """A decode worker drains: it is empty long before its requests end elsewhere, and nothing is computed again."""
+    leaving = cluster.workers[-1]
+    control = await WorkerControl.open(leaving.direct_address, None)
+    num_left = 0
+
+    async def drain() -> None:
+        nonlocal num_left
+        await control.drain()
+        while not await control.is_drained():
+            await asyncio.sleep(0.02)
+        num_left = cluster.router.health().num_requests
+
+    def count(name: bytes) -> float:
+        lines = cluster.router.metrics().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    num_resumes = count(b"diptych_request_resumes_total")
+    await cluster.check(cases, drain, WHILE_DECODING)
+    assert num_left > 0
+    assert count(b"diptych_request_migrations_total") > 0
+    assert count(b"diptych_request_resumes_total") == num_resumes
+    await control.close()
 
 
 def test_chaos() -> None:

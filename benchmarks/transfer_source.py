@@ -17,6 +17,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from diptych.proto import kv_pb2_grpc
@@ -47,6 +48,7 @@ class Leases:
 
     def end_lease(self, handoff_id: str) -> None: ...
     def caught_up(self, handoff_id: str) -> None: ...
+    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None: ...
 
 
 async def serve_handoffs(transport: str) -> None:

@@ -13,7 +13,16 @@ from collections.abc import Sequence as SequenceOf
 
 from ..proto import worker_pb2
 from .block_manager import BlockManager
-from .engine_events import FailureEvent, HandoffEnded, HandoffHeld, HandoffRefused, StepOutput, TokenEvent
+from .engine_announcer import StepAnnouncer
+from .engine_events import (
+    FailureEvent,
+    HandoffEnded,
+    HandoffEvent,
+    HandoffHeld,
+    HandoffRefused,
+    StepOutput,
+    TokenEvent,
+)
 from .engine_handoff import HandoffLedger
 from .errors import (
     DeadlineExceeded,
@@ -36,7 +45,7 @@ LOAD_INTERVAL_S = 0.1
 
 
 class Engine:
-    """`clock` gives monotonic seconds. Every method must be called on one thread."""
+    """`clock` gives monotonic seconds; `layer_groups` is StepAnnouncer's. Every method must be called on one thread."""
 
     def __init__(
         self,
@@ -44,6 +53,7 @@ class Engine:
         config: SchedulerConfig,
         *,
         prefix_cache: bool = True,
+        layer_groups: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -51,7 +61,8 @@ class Engine:
         self.manager = BlockManager(runner.memory.num_blocks)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
         self.scheduler = Scheduler(config, self.manager, self.cache)
-        self.handoffs = HandoffLedger(self.manager, self.cache, self.scheduler)
+        self.handoffs = HandoffLedger(self.manager, self.cache, self.scheduler, runner.layout.num_layers)
+        self.announcer = StepAnnouncer(self.handoffs, runner.layout, clock, layer_groups)
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._output = StepOutput(0)
@@ -183,14 +194,18 @@ class Engine:
             self._fail(sequence, error)
         self.cache.clear()
 
-    def step(self) -> StepOutput:
-        """Compute one batch and return everything that happened since the last call."""
+    def step(self, publish: Callable[[StepOutput], object] | None = None) -> StepOutput:
+        """Compute one batch and return everything that happened since the last call.
+
+        `publish` gets what hand-offs have to say while the batch is computed; without it, that is returned too.
+        """
         self._expire()
         batch = self.scheduler.schedule()
         self._output.handoffs += self.handoffs.end_preempted()
         if batch:
             began = self._clock()
-            sampled = self._runner.run(batch)
+            sampled = self._runner.run(batch, self.announcer.begin(batch, lambda events: self._tell(events, publish)))
+            self.announcer.end()
             self._count(batch, self._clock() - began)
             self._advance(batch, began)
             for token in sampled:
@@ -245,7 +260,14 @@ class Engine:
             sequence.num_computed += entry.num_new
             self.cache.insert(sequence, first_new_block)
             if sequence.handoff_id is not None:
-                self._output.handoffs += self.handoffs.announce(sequence)
+                self.handoffs.keep_replaced(sequence, first_new_block)
+
+    def _tell(self, events: SequenceOf[HandoffEvent], publish: Callable[[StepOutput], object] | None) -> None:
+        """While a step runs: `events`, after those that wait to be told."""
+        self._output.handoffs += events
+        if publish is not None and self._output.handoffs:
+            handoffs, self._output.handoffs = self._output.handoffs, []
+            publish(StepOutput(self._output.step, handoffs=handoffs))
 
     def _accept(self, token: SampledToken) -> None:
         sequence = token.sequence

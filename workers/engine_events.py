@@ -46,12 +46,14 @@ class HandoffRefused:
 
 @dataclass(frozen=True, slots=True)
 class SegmentReady:
-    """Blocks of an offered sequence hold their KV and are leased from now on."""
+    """Blocks of an offered sequence hold the KV of these layers, and are leased until the hand-off ends."""
 
     handoff_id: str
     first_block: int  # position in the block table
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
+    first_layer: int
+    num_layers: int
 
 
 @dataclass(frozen=True, slots=True)

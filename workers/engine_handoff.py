@@ -22,7 +22,7 @@ from .errors import DiptychError, HandoffError, OutOfBlocks, RequestAborted
 from .handoff_types import Reservation
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
-from .sequence import Sequence, SequenceStatus
+from .sequence import ScheduledSequence, Sequence, SequenceStatus
 
 LIVE_SLACK_BLOCKS = 2  # that a running sequence may fill between its offer and its seal
 
@@ -32,7 +32,8 @@ class _Outgoing:
     handoff_id: str
     sequence: Sequence | None  # None: a prefix
     max_computed: int | None = None  # of a running sequence: with so many tokens computed it waits for its sink
-    leased: list[int] = field(default_factory=list[int])
+    leased: list[int] = field(default_factory=list[int])  # by position in the table
+    replaced: dict[int, int] = field(default_factory=dict[int, int])  # position -> the cache's equal block, leased too
     is_sealed: bool = False
     has_ended: bool = False
 
@@ -50,10 +51,11 @@ Grant = Callable[[Reservation | DiptychError], object]
 
 
 class HandoffLedger:
-    def __init__(self, manager: BlockManager, cache: PrefixCache, scheduler: Scheduler) -> None:
+    def __init__(self, manager: BlockManager, cache: PrefixCache, scheduler: Scheduler, num_layers: int) -> None:
         self._manager = manager
         self._cache = cache
         self._scheduler = scheduler
+        self._num_layers = num_layers
         self._outgoing: dict[str, _Outgoing] = {}
         self._sealed: dict[str, str] = {}  # sequence key -> hand-off id
         self._incoming: dict[str, _Incoming] = {}
@@ -105,13 +107,30 @@ class HandoffLedger:
     def is_open(self, handoff_id: str) -> bool:
         return handoff_id in self._outgoing
 
-    def announce(self, sequence: Sequence) -> list[HandoffEvent]:
-        """Lease and announce what became readable: full blocks, and, of a sequence that stops here with its next token,
-        the last one once every token is computed."""
+    def announce(self, sequence: Sequence) -> list[SegmentReady]:
+        """Lease and announce the full blocks that are computed and were not announced yet."""
         outgoing = self._outgoing_of(sequence)
-        is_whole = outgoing.max_computed is None and sequence.num_uncomputed == 0
-        num_readable = self._num_blocks(sequence.num_computed) if is_whole else self._num_full(sequence)
-        return self._lease(outgoing, sequence.block_table[len(outgoing.leased) : num_readable])
+        return self._lease(outgoing, sequence.block_table[len(outgoing.leased) : self._num_full(sequence)])
+
+    def lease_next(self, entry: ScheduledSequence) -> SegmentReady | None:
+        """Lease what this step makes readable, after `announce`: full blocks, and the last one of a sequence that stops
+        here with its next token. The segment is the caller's to announce, a few layers at a time."""
+        outgoing = self._outgoing_of(entry.sequence)
+        num_computed = entry.sequence.num_computed + entry.num_new
+        is_whole = outgoing.max_computed is None and entry.samples
+        num_readable = self._num_blocks(num_computed) if is_whole else num_computed // self._cache.block_size
+        leased = self._lease(outgoing, entry.sequence.block_table[len(outgoing.leased) : num_readable])
+        return leased[0] if leased else None
+
+    def keep_replaced(self, sequence: Sequence, first_block: int) -> None:
+        """The prefix cache may have put equal blocks into the table, from `first_block` on. The announced ones stay,
+        and the cache's are leased too, for who holds a block of its tree holds that block's ancestors."""
+        outgoing = self._outgoing_of(sequence)
+        for position in range(first_block, len(outgoing.leased)):
+            block = sequence.block_table[position]
+            if block != outgoing.leased[position]:
+                self._manager.lease((block,))
+                outgoing.replaced[position] = block
 
     def must_seal(self, sequence: Sequence) -> bool:
         """Whether an offered sequence stops here with the token that it has just got; one that ran may have to wait."""
@@ -174,7 +193,8 @@ class HandoffLedger:
         if outgoing is not None:
             if outgoing.is_sealed and outgoing.sequence is not None:
                 self._sealed.pop(outgoing.sequence.key, None)
-            self._manager.end_lease(outgoing.leased)
+            by_position = [(block, outgoing.replaced.get(i)) for i, block in enumerate(outgoing.leased)]
+            self._manager.end_lease([block for pair in by_position for block in pair if block is not None])
 
     def _outgoing_of(self, sequence: Sequence) -> _Outgoing:
         assert sequence.handoff_id is not None
@@ -184,14 +204,14 @@ class HandoffLedger:
         is_live = outgoing.max_computed is not None and not (outgoing.is_sealed or outgoing.has_ended)
         return outgoing.sequence if is_live else None
 
-    def _lease(self, outgoing: _Outgoing, blocks: list[int]) -> list[HandoffEvent]:
+    def _lease(self, outgoing: _Outgoing, blocks: list[int]) -> list[SegmentReady]:
         if not blocks:
             return []
         first = len(outgoing.leased)
         self._manager.lease(blocks)
         outgoing.leased += blocks
         generations = tuple(self._manager.generations[b] for b in blocks)
-        return [SegmentReady(outgoing.handoff_id, first, tuple(blocks), generations)]
+        return [SegmentReady(outgoing.handoff_id, first, tuple(blocks), generations, 0, self._num_layers)]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.block_size)

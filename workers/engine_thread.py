@@ -22,8 +22,9 @@ log = logging.getLogger("diptych.engine")
 
 
 class EngineThread:
-    """`listener` is called on the engine's thread with every non-empty StepOutput; it must not block. `on_broken` is
-    called there when the thread ends by a fault of ours: the books are in doubt, and the worker should end."""
+    """`listener` is called on the engine's thread with every non-empty StepOutput, also while a step runs, with what
+    hand-offs have to say; it must not block. `on_broken` is called there when the thread ends by a fault of ours: the
+    books are in doubt, and the worker should end."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class EngineThread:
         while not self._is_stopping:
             self._run_commands(wait=idle)
             try:
-                output = self._engine.step()
+                output = self._engine.step(self._listener)
             except Exception as e:
                 # The top loop: one bad batch must not take the worker's other requests with it.
                 log.exception("a step failed; its sequences are failed")

@@ -1,8 +1,8 @@
 """A Runner that a person can compute by hand, with a real KV memory.
 
-The KV of a token is its id, stored in the slot as K (and its position as V). The next token is the sum of the ids that
-are *read back* from the sequence's blocks, modulo the vocabulary, so a block that was lost, reused or moved wrongly
-gives a wrong token. Token 0 ends a sequence.
+The KV of a token is its id, stored in the slot of every layer as K (and its position as V). The next token is the sum
+of the ids that are *read back* from the sequence's blocks, each from one of the layers in turn, modulo the vocabulary,
+so a block or a layer that was lost, reused or moved wrongly gives a wrong token. Token 0 ends a sequence.
 """
 
 import mmap
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .kv_layout import KVLayout, KVMemory, Region
-from .runner import ModelInfo
+from .runner import LayerWatch, ModelInfo
 from .sequence import Batch, SampledToken, Sequence
 
 
@@ -40,31 +40,42 @@ class FakeRunner:
         vocab_size: int = 1000,
         max_context: int = 512,
         step_s: float = 0.0,
+        num_layers: int = 1,
     ) -> None:
         max_context = min(max_context, num_blocks * block_size)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
-        self.layout = KVLayout("float32", block_size, num_layers=1, num_kv_heads=1, head_dim=1, model_id="fake")
+        self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
         self._step_s = step_s
         self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
-        # [block, kv, slot] int32: the layout's axes with its single layer, head and dimension left out.
-        self._kv: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32).reshape(num_blocks, 2, block_size)
+        # [block, layer, kv, slot] int32: the layout's axes with its single head and dimension left out.
+        shape = (num_blocks, num_layers, 2, block_size)
+        self._kv: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32).reshape(shape)
         region = Region(self._kv.ctypes.data, len(self._buffer), memoryview(self._buffer))
         self.memory = KVMemory(self.layout, num_blocks, region)
 
-    def run(self, batch: Batch) -> list[SampledToken]:
+    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
         if self._step_s:
             time.sleep(self._step_s)
-        sampled: list[SampledToken] = []
+        for layer in range(self.layout.num_layers):
+            self._store(batch, layer)
+            if watch is not None and layer + 1 in watch.ends:
+                watch.reached(layer + 1)
+        return [self._sample(entry.sequence) for entry in batch.entries if entry.samples]
+
+    def _store(self, batch: Batch, layer: int) -> None:
         for entry in batch.entries:
             sequence = entry.sequence
             end = sequence.num_computed + entry.num_new
             for position in range(sequence.num_computed, end):
                 block, slot = self._slot(sequence, position)
-                self._kv[block, :, slot] = sequence.token_ids[position], position
-            if entry.samples:
-                read = [int(self._kv[block, 0, slot]) for block, slot in (self._slot(sequence, i) for i in range(end))]
-                sampled.append(SampledToken(sequence, fake_next(read, self.info.vocab_size)))
-        return sampled
+                self._kv[block, layer, :, slot] = sequence.token_ids[position], position
+
+    def _sample(self, sequence: Sequence) -> SampledToken:
+        read: list[int] = []
+        for position in range(sequence.num_tokens):
+            block, slot = self._slot(sequence, position)
+            read.append(int(self._kv[block, position % self.layout.num_layers, 0, slot]))
+        return SampledToken(sequence, fake_next(read, self.info.vocab_size))
 
     def close(self) -> None:
         """The memory goes with the process: transports may still hold views of it."""

@@ -308,7 +308,11 @@ class Pull:
             self._carry_out(self._machine.renewed(answer.held, self._now()))
 
     async def _release(self) -> None:
-        request = kv_pb2.ReleaseRequest(handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink)
+        request = kv_pb2.ReleaseRequest(
+            handoff_id=self._errand.source.handoff_id,
+            sink_incarnation=self._errand.sink,
+            reads=[kv_pb2.ReadTime(num_bytes=num_bytes, seconds=seconds) for num_bytes, seconds in self._clock.reads],
+        )
         try:
             answer = await self._stub.Release(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
         except grpc.aio.AioRpcError as e:

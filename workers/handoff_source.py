@@ -42,6 +42,7 @@ from .transport.runs import gather
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
 MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
+MAX_READ_TIMES = 32  # looked at, of one release
 CHUNK_BYTES = 1 << 18  # larger ones make the two sides wait for each other
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -56,6 +57,10 @@ class SourcePort(Protocol):
 
     def caught_up(self, handoff_id: str) -> None:
         """The sink of a live hand-off has read all that was announced. May come often; must not block."""
+        ...
+
+    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:
+        """(bytes, seconds), at most MAX_READ_TIMES, that a sink reports with its release; unchecked. Must not block."""
         ...
 
 
@@ -210,8 +215,10 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._find(request.handoff_id)
         if outgoing is None:
             return kv_pb2.ReleaseResponse(held=False)
-        actions = outgoing.machine.release(request.sink_incarnation, self._now())
-        return kv_pb2.ReleaseResponse(held=self._carry_out(outgoing, actions))
+        held = self._carry_out(outgoing, outgoing.machine.release(request.sink_incarnation, self._now()))
+        if held and request.reads:
+            self._port.reads_took([(read.num_bytes, read.seconds) for read in request.reads[:MAX_READ_TIMES]])
+        return kv_pb2.ReleaseResponse(held=held)
 
     async def Abandon(self, request: kv_pb2.AbandonRequest, context: Context) -> kv_pb2.AbandonResponse:
         outgoing = self._open.get(request.handoff_id)

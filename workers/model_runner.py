@@ -3,6 +3,7 @@
 Life: load (config and weights checked, then read; KV memory reserved) -> run, once a step -> close.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from .models.decoder import Decoder
 from .models.rope import rope_table
 from .models.spec import ModelSpec, load_spec
 from .models.weights import DTYPES, Checkpoint, Progress
-from .runner import ModelInfo
+from .runner import LayerWatch, ModelInfo
 from .sampler import Sampler
 from .sequence import Batch, SampledToken, ScheduledSequence
 
@@ -114,7 +115,7 @@ class ModelRunner:
         """Nothing is held but memory, which goes with the object."""
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[SampledToken]:
+    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
         """Compute the batch's new tokens into the cache; one sampled token for each entry that `samples`, in order."""
         if not batch:
             return []
@@ -122,7 +123,7 @@ class ModelRunner:
         order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
         entries = [batch.entries[i] for i in order]
         token_ids, meta = self._inputs(entries)
-        hidden = self._decoder.forward(token_ids, self._cache, meta)
+        hidden = self._decoder.forward(token_ids, self._cache, meta, self._stored(watch))
         last_rows = np.cumsum([e.num_new for e in entries]) - 1
         rows = {id(e): row for e, row in zip(entries, last_rows.tolist(), strict=True)}
         sampled = [e for e in batch.entries if e.samples]
@@ -130,6 +131,18 @@ class ModelRunner:
             return []
         logits = self._decoder.logits(hidden[self._tensor(np.array([rows[id(e)] for e in sampled]))])
         return self._sampler.sample(logits, [e.sequence for e in sampled])
+
+    def _stored(self, watch: LayerWatch | None) -> Callable[[int], None]:
+        """Passes on the layers that `watch` waits for, once the device has really stored them."""
+        ends = set(watch.ends if watch else ())
+
+        def stored(num_layers: int) -> None:
+            if watch is not None and num_layers in ends:
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                watch.reached(num_layers)
+
+        return stored
 
     def _inputs(self, entries: SequenceOf[ScheduledSequence]) -> tuple[Tensor, StepMeta]:
         """(token ids [T] int64, what the layers need)."""

@@ -1,5 +1,6 @@
 """What an engine needs of the thing that computes: ModelRunner (torch) and FakeRunner (by hand) both are Runners."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,14 @@ class ModelInfo:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWatch:
+    """Wants to hear, while a step runs, how many of the layers hold the KV of all of the step's tokens."""
+
+    ends: Sequence[int]  # layers, ascending; the last is all of them
+    reached: Callable[[int], object]  # called once with each of `ends`, in order, on the engine's thread
+
+
 class Runner(Protocol):
     """Owns weights and KV memory. `max_context_tokens` never exceeds what the KV memory can hold."""
 
@@ -41,8 +50,11 @@ class Runner(Protocol):
     @property
     def memory(self) -> KVMemory: ...
 
-    def run(self, batch: Batch) -> list[SampledToken]:
-        """Compute the batch's new tokens into the cache; one sampled token for each entry that `samples`, in order."""
+    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
+        """Compute the batch's new tokens into the cache; one sampled token for each entry that `samples`, in order.
+
+        When `watch` is told, the KV of those layers is in memory that transports may read, of every rank.
+        """
         ...
 
     def close(self) -> None: ...

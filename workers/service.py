@@ -62,11 +62,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.incarnation = str(uuid.uuid4())
         self._config = config
         self._runner = runner
-        engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache)
+        engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache, layer_groups=config.layer_groups)
         engine.set_role(Role(config.role))
         self._engine = EngineThread(engine, self._on_step, self._on_broken)
         self._links = Links()
-        self._handoffs = ServiceHandoffs(self._engine, self._links, runner.layout.num_layers, config.lease_s)
+        self._handoffs = ServiceHandoffs(self._engine, self._links, config.lease_s)
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._is_draining = False
         self._server = make_server(config.auth_token)

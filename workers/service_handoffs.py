@@ -9,6 +9,7 @@ word, which alone knows how much there is.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..proto import worker_pb2
@@ -44,10 +45,9 @@ class _Offered:
 class ServiceHandoffs:
     """`attach` the two ends before anything else."""
 
-    def __init__(self, engine: EngineThread, links: Links, num_layers: int, lease_s: float) -> None:
+    def __init__(self, engine: EngineThread, links: Links, lease_s: float) -> None:
         self._engine = engine
         self._links = links
-        self._num_layers = num_layers
         self._lease_s = lease_s
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._offered: dict[str, _Offered] = {}  # by hand-off id
@@ -137,6 +137,10 @@ class ServiceHandoffs:
         """A running sequence that is handed off may stop."""
         self._engine.caught_up(handoff_id)
 
+    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:
+        """A sink's reads, by which the engine chooses the size of later segments."""
+        self._engine.post(lambda engine: engine.announcer.add_reads(reads))
+
     # -- from the engine --------------------------------------------------------------------------------------------
 
     def carry(self, event: HandoffEvent) -> None:
@@ -151,8 +155,8 @@ class ServiceHandoffs:
                     event.first_block,
                     event.block_ids,
                     event.generations,
-                    first_layer=0,
-                    num_layers=self._num_layers,
+                    event.first_layer,
+                    event.num_layers,
                 )
             case HandoffHeld():
                 self._hold(event.handoff_id, self._source.has_sink(event.handoff_id))

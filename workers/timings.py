@@ -10,6 +10,7 @@ the engine's thread.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from ..proto import worker_pb2
 from .errors import InternalError
 
+MAX_READS = 16  # that a sink tells its source of
 MAX_NAME_CHARS = 64  # of a transport or an incarnation that a peer names
 
 
@@ -168,6 +170,8 @@ class PullClock:
 
     def __init__(self, traffic: PeerTraffic, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_bytes = 0
+        self.reads: deque[tuple[int, float]] = deque(maxlen=MAX_READS)  # (bytes, seconds) of one, the latest
+        self._together: list[int] = []  # bytes of the reads since one was last alone
         self._traffic = traffic
         self._clock = clock
         self._reading = _Busy()
@@ -194,13 +198,22 @@ class PullClock:
         traffic.reading.begin(now)
         try:
             yield
+            self._together.append(num_bytes)
             self.num_bytes += num_bytes
             traffic.num_bytes += num_bytes
             traffic.num_reads += 1
         finally:
             self._last_read_at = self._clock()
             self._reading.end(self._last_read_at)
+            self._count_together()
             traffic.reading.end(self._last_read_at)
+
+    def _count_together(self) -> None:
+        """Reads that were under way at once shared the link: each counts as their mean."""
+        if self._reading.num == 0 and self._together:
+            num, num_bytes = len(self._together), sum(self._together)
+            self.reads.append((num_bytes // num, (self._last_read_at - self._reading.since) / num))
+            self._together.clear()
 
     def times(self, transport: str) -> PullTimes:
         """After the last read, and the seal."""

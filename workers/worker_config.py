@@ -30,6 +30,7 @@ class WorkerConfig:
     kv_axis_order: str = "block"  # or "layer": the outer axis of the KV cache
     wire_dtype: str | None = None  # "bfloat16", "int8": pull KV narrower than the source has it, over gRPC
     verify_kv: bool = False  # compare what was pulled with the source's checksums
+    layer_groups: int = 0  # in which a step's KV is handed off; 0: chosen by what reads were measured to cost
     host: str = "127.0.0.1"
     port: int = 0  # 0: the kernel chooses
     auth_token: str | None = None
@@ -46,7 +47,8 @@ class WorkerConfig:
             raise ConfigError(f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}")
         if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:
             raise ConfigError(f"wire_dtype {self.wire_dtype} needs the transport grpc, which alone can narrow KV")
-        for name, low in (("block_size", 1), ("max_batch_tokens", 1), ("chunk_tokens", 0), ("max_running", 1)):
+        least = {"block_size": 1, "max_batch_tokens": 1, "chunk_tokens": 0, "max_running": 1, "layer_groups": 0}
+        for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if not 0 < self.kv_memory_fraction <= 0.95:

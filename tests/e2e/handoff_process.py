@@ -9,6 +9,7 @@ import json
 import mmap
 import random
 import sys
+from collections.abc import Sequence
 
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.channel import bind, make_server
@@ -25,6 +26,9 @@ class Port:
 
     def caught_up(self, handoff_id: str) -> None:
         raise AssertionError("no hand-off here is live")
+
+    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:
+        """Every segment here is of one size."""
 
 
 async def main() -> None:

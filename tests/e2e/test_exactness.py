@@ -72,12 +72,21 @@ async def routed(infos: list[WorkerInfo]) -> AsyncIterator[Router]:
 
 
 @asynccontextmanager
-async def services(path: Path, roles: list[str], transport: str, chunk_tokens: int) -> AsyncIterator[list[WorkerInfo]]:
+async def services(
+    path: Path, roles: list[str], transport: str, chunk_tokens: int, layer_groups: int = 0
+) -> AsyncIterator[list[WorkerInfo]]:
     """Workers in this process: each its own engine thread, KV memory and sockets."""
     async with AsyncExitStack() as stack:
         infos: list[WorkerInfo] = []
         for role in roles:
-            config = WorkerConfig(str(path), role, chunk_tokens=chunk_tokens, transports=(transport,), dtype="float32")
+            config = WorkerConfig(
+                str(path),
+                role,
+                chunk_tokens=chunk_tokens,
+                transports=(transport,),
+                dtype="float32",
+                layer_groups=layer_groups,
+            )
             runner = ModelRunner.load(ModelRunnerConfig(path, dtype="float32", num_threads=1, kv_memory_bytes=64 << 20))
             service = WorkerService(config, runner)
             where = await service.start()
@@ -96,6 +105,22 @@ def test_greedy_equals_transformers(
     async def test() -> None:
         async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
             await compare(router, cases)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+def test_greedy_equals_transformers_where_layers_go_in_groups(checkpoint: tuple[Path, Cases], transport: str) -> None:
+    path, cases = checkpoint
+
+    async def test() -> None:
+        async with (
+            services(path, TOPOLOGIES["1P1D"], transport, 64, layer_groups=3) as infos,
+            routed(infos) as router,
+        ):
+            few = cases[::3]
+            calls = [answer(router, f"groups-{i}", p, b"") for i, (p, _) in enumerate(few)]
+            assert await asyncio.gather(*calls) == [tokens for _, tokens in few]
 
     asyncio.run(test())
 

@@ -55,6 +55,7 @@ class SourceEngine:
 
     ended: list[str] = field(default_factory=list[str])
     num_caught_up: int = 0
+    reads: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end_lease(self, handoff_id: str) -> None:
@@ -64,6 +65,9 @@ class SourceEngine:
     def caught_up(self, handoff_id: str) -> None:
         self.num_caught_up += 1
         self.changed.set()
+
+    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:
+        self.reads += reads
 
     async def until_ended(self, count: int = 1) -> None:
         while len(self.ended) < count:

@@ -17,6 +17,7 @@ from diptych.workers.errors import (
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.request import Request, SamplingParams
+from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
 from diptych.workers.sequence import Batch, FinishReason, SampledToken
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
@@ -167,9 +168,9 @@ class SlowRunner(FakeRunner):
         super().__init__()
         self._clock = clock
 
-    def run(self, batch: Batch) -> list[SampledToken]:
+    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
         self._clock.now += 2
-        return super().run(batch)
+        return super().run(batch, watch)
 
 
 def make_slow(clock: Clock, chunk_tokens: int = 0) -> Engine:

@@ -51,6 +51,8 @@ def test_a_pull_brings_every_byte_and_commits() -> None:
             assert times is not None and (times.num_bytes, times.transport) == (3 * SMALL.block_bytes, "grpc")
             assert 0 < times.pull_s < result.waited_s and 0 <= times.last_segment_s < result.waited_s
             assert served.engine.ended == ["h"]
+            [(num_bytes, seconds)] = served.engine.reads  # told with the release
+            assert num_bytes == 3 * SMALL.block_bytes and 0 < seconds <= times.pull_s
 
     run(test)
 

@@ -68,6 +68,19 @@ def test_a_pull_that_had_nothing_to_read_waited_for_the_release_alone() -> None:
     assert times.committed(now() + 2) == HandoffTimings(0, 0, 0, release_s=2, num_bytes=0, transport="none")
 
 
+def test_reads_at_once_count_as_their_mean() -> None:
+    now = Clock()
+    pull = PullClock(PeerTraffic(), now)
+    with pull.reading("grpc", 70):
+        now.pass_s(3)
+    now.pass_s(9)
+    with pull.reading("grpc", 100):
+        now.pass_s(2)
+        with pull.reading("grpc", 50):
+            now.pass_s(4)
+    assert list(pull.reads) == [(70, 3), (75, 3)]
+
+
 def test_a_read_that_fails_took_its_time_and_brought_nothing() -> None:
     now = Clock()
     traffic = PeerTraffic()
@@ -76,6 +89,7 @@ def test_a_read_that_fails_took_its_time_and_brought_nothing() -> None:
         now.pass_s(2)
         raise ZeroDivisionError
     assert (traffic.num_bytes, traffic.num_reads, traffic.reading.total_s) == (0, 0, 2)
+    assert not pull.reads
 
 
 def test_pulls_from_one_peer_at_a_time_share_its_time() -> None:

@@ -1,5 +1,6 @@
 """The decoder that a ModelSpec describes. Knows tensors; knows neither sequences nor sampling."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,8 +19,13 @@ class Decoder:
     spec: ModelSpec
     weights: DecoderWeights
 
-    def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta) -> Tensor:
-        """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states [T, H]."""
+    def forward(
+        self, token_ids: Tensor, cache: KVCache, meta: StepMeta, stored: Callable[[int], object] = lambda _: None
+    ) -> Tensor:
+        """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states [T, H].
+
+        `stored` is told how many layers were asked to store theirs, after each.
+        """
         spec, eps = self.spec, self.spec.rms_norm_eps
         residual = embedding(token_ids, self.weights.embed)
         hidden = rms_norm(residual, self.weights.layers[0].input_norm, eps)
@@ -27,6 +33,7 @@ class Decoder:
             if i:
                 hidden = add_rms_norm(hidden, residual, layer.input_norm, eps)
             hidden = attention(spec, layer, hidden, cache.layer(i), meta)
+            stored(i + 1)
             hidden = add_rms_norm(hidden, residual, layer.post_norm, eps)
             hidden = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
             hidden = linear(hidden, layer.down, layer.down_bias)

@@ -15,7 +15,8 @@ from ..workers.scheduler import Role
 from .fleet import WorkerView
 from .kv_costs import compute_s, pull_s
 
-# Of a leg between two moves for relief, and after one that failed: its offer stands until its lease has ended.
+# Of a leg between two moves for relief, and after one that failed: an offer that no sink came for stands so long, and
+# a sequence is offered once at a time.
 REST_S = 10.0
 BLOCKS_AHEAD = 2  # free ones for each running sequence: time for a move before the first has none
 

@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\ufffd"
 NUM_CONTEXT_TOKENS = 6  # of the prompt, for decoders that write a word's first space only after something
+MAX_CHARACTER_BYTES = 4
 MAX_HELD_TOKENS = 8  # a character has four bytes at most: a longer run that is no text will never become one
 
 
@@ -45,7 +46,9 @@ class StreamDetokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._backend = backend
-        self._restart(list(prompt_token_ids[-NUM_CONTEXT_TOKENS:]))
+        # A context that begins within a character reads as none: up to three tokens more have its other bytes.
+        contexts = [list(prompt_token_ids[-NUM_CONTEXT_TOKENS - n :]) for n in range(MAX_CHARACTER_BYTES)]
+        self._restart(next((c for c in contexts if not self._decode(c).endswith(REPLACEMENT)), []))
 
     def push(self, token_id: int) -> str:
         self._held.append(token_id)

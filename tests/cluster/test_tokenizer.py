@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -150,6 +150,7 @@ PIECES = DiptychTokenizer(sentencepiece(), {}, None)
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text("ab é€🙂", max_size=30), cut=st.integers(0, 30))
+@example(text="€🙂 ", cut=8)  # the last tokens of the prompt begin within a character
 def test_pieces_join_to_the_whole_text_sentencepiece(text: str, cut: int) -> None:
     ids = PIECES.encode(text)
     # Cut between characters: a prompt does not end within one.

@@ -243,8 +243,11 @@ def test_no_hello_and_no_token() -> None:
     async def test() -> None:
         async with scripted("mixed") as (silent,), scripted("mixed", token="secret") as (guarded,):
             silent.hello = None
-            config = replace(CONFIG, hello_timeout_s=0.05)
-            for worker, reason in ((silent, "no hello within 0.05 s"), (guarded, "UNAUTHENTICATED")):
+            hasty = replace(CONFIG, hello_timeout_s=0.05)
+            for worker, config, reason in (
+                (silent, hasty, "no hello within 0.05 s"),
+                (guarded, CONFIG, "UNAUTHENTICATED"),
+            ):
                 listener = Listener()
                 link = WorkerLink(worker.info, None, config, listener)
                 assert reason in (await listener.hears("down"))[0]

@@ -44,6 +44,12 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
+Dtype = Literal["bfloat16", "float32"]
+BlockSize = Annotated[int, Field(ge=1, le=1024)]
+AxisOrder = Literal["block", "layer"]
+WireDtype = Literal["bfloat16", "int8"]
+
+
 class PoolConfig(_Settings):
     """One pool: its size, Ray's placement of each worker, and each worker's share of its machine."""
 
@@ -55,6 +61,10 @@ class PoolConfig(_Settings):
     resources: dict[str, float] = Field(default_factory=dict[str, float])  # Ray custom resources of each worker
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])  # Ray node labels that each worker needs
     threads: Annotated[int, Field(ge=1)] | None = None  # None: the worker's share of the cores
+    dtype: Dtype | None = None  # None, here and for the next three: the cluster's
+    block_size: BlockSize | None = None
+    kv_axis_order: AxisOrder | None = None
+    wire_dtype: WireDtype | None = None
     kv_memory_bytes: NumBytes | None = None  # None: kv_memory_fraction of the memory that is free at start
     kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.3
     chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
@@ -146,9 +156,12 @@ class ClusterConfig(_Settings):
     model: Annotated[str, Field(min_length=1)]  # folder of a Hugging Face checkpoint, the same on every machine
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = "default"
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     device: str = "cpu"
-    block_size: Annotated[int, Field(ge=1, le=1024)] = 16  # tokens a block
+    block_size: BlockSize = 16  # tokens a block
+    kv_axis_order: AxisOrder = "block"  # the outer axis of the KV cache
+    wire_dtype: WireDtype | None = None  # workers pull KV narrower than it is at the source, over gRPC
+    verify_kv: bool = False  # workers compare what they pulled with the source's checksums
     max_context_tokens: Annotated[int, Field(ge=1)] | None = None  # None: the model's
     prefix_cache: bool = True
     transports: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "auto"

@@ -22,6 +22,7 @@ class WorkerStatus:
     num_leased_blocks: int = 0
     num_prefill_tokens: int = 0  # since its start
     num_decode_tokens: int = 0
+    num_checksum_failures: int = 0  # pulls whose KV was not what the source had
 
     @property
     def kv_use(self) -> float:

@@ -19,6 +19,11 @@ def render(status: ClusterStatus) -> RenderableType:
     parts += [
         Text(f"{w.worker_id}: waits for {w.waiting_for}", style="yellow") for w in status.workers if w.waiting_for
     ]
+    parts += [
+        Text(f"{w.worker_id}: {w.num_checksum_failures} pulls brought other KV than the source had", style="red")
+        for w in status.workers
+        if w.num_checksum_failures
+    ]
     parts += [Text(f"{p.name}: {_trouble(p)}", style="yellow") for p in status.pools if p.last_error]
     if status.failure:
         parts.append(Text(f"{status.failure.error}: {status.failure.message}", style="red"))

@@ -80,4 +80,5 @@ class WorkerRecord:
             num_leased_blocks=load.num_leased_blocks,
             num_prefill_tokens=load.num_prefill_tokens,
             num_decode_tokens=load.num_decode_tokens,
+            num_checksum_failures=load.num_checksum_failures,
         )

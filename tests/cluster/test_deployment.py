@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from diptych.cluster.config import interchangeable
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import Deployment
 from diptych.cluster.handles import RouterStarted
@@ -49,6 +50,18 @@ def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
 
 def test_threads_that_are_given_stay() -> None:
     assert deployment(decode={"threads": 3}).worker_config("decode", "").threads == 3
+
+
+def test_a_pool_may_lay_its_kv_out_in_its_own_way() -> None:
+    cluster = {"model": "m", "dtype": "float32", "block_size": 32, "verify_kv": True, "wire_dtype": "bfloat16"}
+    own = {"dtype": "bfloat16", "block_size": 64, "kv_axis_order": "layer", "wire_dtype": "int8"}
+    config = build(cluster | {"pools": {"prefill": {}, "decode": own}})
+    found = [Deployment(config, "secret", True).worker_config(pool, "") for pool in ("prefill", "decode")]
+    settings = [(c.dtype, c.block_size, c.kv_axis_order, c.wire_dtype, c.verify_kv) for c in found]
+    assert settings == [("float32", 32, "block", "bfloat16", True), ("bfloat16", 64, "layer", "int8", True)]
+    for worker in found:
+        worker.validate()
+    assert not any(group >= {"prefill", "decode"} for group in interchangeable(config.pools))
 
 
 def test_a_router_is_replaced_where_it_listened() -> None:

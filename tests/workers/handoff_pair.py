@@ -13,10 +13,12 @@ import pytest
 from diptych.proto import kv_pb2_grpc, worker_pb2
 from diptych.workers.channel import bind, make_server
 from diptych.workers.errors import DiptychError
+from diptych.workers.handoff_intake import AS_IT_IS, PullSettings
 from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.handoff_source import HandoffSource
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.kv_layout import KVLayout, KVMemory, Region, Runs
+from diptych.workers.staging import Staging
 from diptych.workers.timings import PullTimes
 from diptych.workers.transport.base import Transport
 from diptych.workers.transport.grpc import GrpcTransport
@@ -180,9 +182,12 @@ async def receive(
     num_blocks: int = 8,
     transports: dict[str, Transport] | None = None,
     memory: KVMemory | None = None,
+    settings: PullSettings = AS_IT_IS,
+    staging: Staging | None = None,
 ) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
     memory = memory or make_memory(layout, num_blocks)
-    sink = HandoffSink("sink-incarnation", memory, transports or {"grpc": GrpcTransport()}, engine)
+    transports = transports or {"grpc": GrpcTransport()}
+    sink = HandoffSink("sink-incarnation", memory, transports, engine, settings=settings, staging=staging)
     try:
         yield sink, memory
     finally:

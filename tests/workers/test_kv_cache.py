@@ -1,11 +1,13 @@
 """The KV pool: its bytes are where KVMemory says, and its size is what was asked, within reason."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from diptych.workers.errors import ConfigError
 from diptych.workers.kv_cache import MAX_CONTEXTS, KVCache, plan_num_blocks
-from diptych.workers.kv_layout import KVLayout
+from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout
 
 LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
 
@@ -46,3 +48,18 @@ def test_a_pool_that_cannot_hold_one_context_is_refused() -> None:
 def test_a_pool_that_cannot_be_mapped_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be mapped"):
         KVCache(LAYOUT, (1 << 60) // LAYOUT.block_bytes, torch.device("cpu"))
+
+
+def test_layer_major_is_the_same_cache_with_another_outer_axis() -> None:
+    layout = replace(LAYOUT, axis_order=LAYER_MAJOR)
+    cache, other = KVCache(layout, 5, torch.device("cpu")), KVCache(LAYOUT, 5, torch.device("cpu"))
+    assert cache.tensor.shape == (3, 5, 2, 4, 2, 8)
+    for i in range(3):
+        assert cache.layer(i).shape == other.layer(i).shape == (5, 2, 4, 2, 8)
+    cache.layer(2)[4].fill_(1.0)
+    runs = cache.memory.runs([4], 2, 1)
+    view = cache.memory.region.view
+    assert view is not None and len(runs.offsets) == 1
+    start, length = int(runs.offsets[0]), int(runs.lengths[0])
+    assert bytes(view[start : start + length]) == torch.ones(length // 4).numpy().tobytes()
+    assert cache.tensor.count_nonzero() == length // 4

@@ -1,0 +1,117 @@
+"""Greedy tokens are one worker's, whatever the two pools' layouts: block size, axis order and KV dtype, both ways.
+
+Where both pools compute in float32 the tokens must be transformers' (prompts without ties, as in test_exactness.py).
+Where one computes in bfloat16 its weights are rounded too, so tokens may differ for reasons that no hand-off has: a
+prompt is used only if a worker alone in bfloat16 gives the reference's float32 tokens, and in the reference the best
+two logits lie more than WIDE_GAP apart at every position. Then any mixture of the two dtypes must give those tokens.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.cluster.fleet import WorkerInfo
+from diptych.cluster.policy import RoutingConfig
+from diptych.cluster.router import Router
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.request import Request, SamplingParams
+from diptych.workers.service import WorkerService
+from diptych.workers.worker_config import WorkerConfig
+
+from ..checkpoints import random_prompts, reference_greedy, untied_prompts
+from .harness import TINY
+
+NEW_TOKENS = 16
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 200)
+WIDE_GAP = 0.05
+Cases = list[tuple[list[int], list[int]]]
+Layout = dict[str, Any]
+
+PLAIN: Layout = {"dtype": "float32", "block_size": 16}
+EXACT_PAIRS: dict[str, tuple[Layout, Layout]] = {
+    "16 to 64": (PLAIN, PLAIN | {"block_size": 64}),
+    "64 to 16": (PLAIN | {"block_size": 64}, PLAIN),
+    "block to layer": (PLAIN, PLAIN | {"kv_axis_order": "layer"}),
+    "layer to block": (PLAIN | {"kv_axis_order": "layer"}, PLAIN),
+    "layer 64 to block 16, verified": (
+        PLAIN | {"kv_axis_order": "layer", "block_size": 64},
+        PLAIN | {"verify_kv": True},
+    ),
+}
+MIXED_PAIRS: dict[str, tuple[Layout, Layout]] = {
+    "bfloat16 to float32": (PLAIN | {"dtype": "bfloat16"}, PLAIN),
+    "float32 to bfloat16": (PLAIN, PLAIN | {"dtype": "bfloat16", "block_size": 64, "kv_axis_order": "layer"}),
+}
+
+pytestmark = pytest.mark.e2e
+
+
+async def answers(
+    layouts: list[tuple[str, Layout]], transport: str, prompts: list[list[int]]
+) -> tuple[list[list[int]], int]:
+    """The tokens of each prompt, cold and then with a warm prefix cache, and how many hand-offs were committed."""
+    async with AsyncExitStack() as stack:
+        infos: list[WorkerInfo] = []
+        services: list[WorkerService] = []
+        for role, layout in layouts:
+            config = WorkerConfig(str(TINY), role, chunk_tokens=48, transports=(transport,), **layout)
+            computing = {name: layout[name] for name in ("dtype", "block_size", "kv_axis_order") if name in layout}
+            settings = ModelRunnerConfig(Path(TINY), num_threads=1, kv_memory_bytes=32 << 20, **computing)
+            service = WorkerService(config, ModelRunner.load(settings))
+            where = await service.start()
+            stack.push_async_callback(service.stop, 0.0)
+            services.append(service)
+            infos.append(WorkerInfo(where.incarnation, where.address, role, role))
+        router = Router(RoutingConfig())
+        await router.start()
+        stack.push_async_callback(router.stop)
+        router.update_fleet(infos)
+
+        async def answer(name: str, prompt: list[int]) -> list[int]:
+            sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+            request = Request(name, tuple(prompt), sampling, timeout_s=60.0)
+            return [token async for delta in router.stream(request) for token in delta.token_ids]
+
+        cold = [await answer(f"cold-{i}", prompt) for i, prompt in enumerate(prompts)]
+        warm = await asyncio.gather(*(answer(f"warm-{i}", prompt) for i, prompt in enumerate(prompts)))
+        assert warm == cold
+        states = [await service._engine.call(lambda engine: engine.check_integrity()) for service in services]  # pyright: ignore[reportPrivateUsage]
+        return cold, sum(state.load.num_handoffs_received for state in states)
+
+
+def through(pair: tuple[Layout, Layout], transport: str, cases: Cases) -> None:
+    layouts = list(zip(("prefill", "decode"), pair, strict=True))
+    found, num_handoffs = asyncio.run(answers(layouts, transport, [prompt for prompt, _ in cases]))
+    assert found == [tokens for _, tokens in cases]
+    assert num_handoffs >= len(cases)
+
+
+@pytest.fixture(scope="module")
+def exact_cases() -> Cases:
+    return untied_prompts(TINY, seed=21, lengths=LENGTHS, max_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def mixed_cases() -> Cases:
+    prompts = random_prompts(31, [n for n in LENGTHS for _ in range(6)])
+    found = reference_greedy(TINY, prompts, NEW_TOKENS)
+    wide = [(p, tokens) for p, (tokens, gap) in zip(prompts, found, strict=True) if gap > WIDE_GAP]
+    alone, _ = asyncio.run(answers([("mixed", PLAIN | {"dtype": "bfloat16"})], "grpc", [p for p, _ in wide]))
+    cases = [case for case, tokens in zip(wide, alone, strict=True) if case[1] == tokens]
+    assert len(cases) >= 4
+    return cases
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+@pytest.mark.parametrize("pair", EXACT_PAIRS)
+def test_tokens_are_the_references_between_unlike_pools(exact_cases: Cases, pair: str, transport: str) -> None:
+    through(EXACT_PAIRS[pair], transport, exact_cases)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+@pytest.mark.parametrize("pair", MIXED_PAIRS)
+def test_tokens_are_one_workers_between_two_dtypes(mixed_cases: Cases, pair: str, transport: str) -> None:
+    through(MIXED_PAIRS[pair], transport, mixed_cases)

@@ -91,6 +91,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     kv_memory: Annotated[str | None, typer.Option(help="KV cache of each worker, as 2GiB.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
     transport: Annotated[list[str] | None, typer.Option(help="How KV travels, best first; may repeat.")] = None,
+    verify_kv: Annotated[bool | None, typer.Option(help="Check by checksums what hand-offs bring.")] = None,
     dashboard: Annotated[bool | None, typer.Option(help="Start Ray's dashboard, on loopback.")] = None,
 ) -> None:
     """Serve MODEL until Ctrl-C. Starts Ray on this machine, or joins the one named by RAY_ADDRESS."""
@@ -102,6 +103,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         "device": device,
         "max_context_tokens": max_context_tokens,
         "transports": transport or None,
+        "verify_kv": verify_kv,
         "dashboard": dashboard,
         "router": {"host": host, "http_port": http_port, "grpc_port": grpc_port, "api_key": api_key},
     }

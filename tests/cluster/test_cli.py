@@ -52,7 +52,7 @@ def test_help_imports_neither_ray_nor_torch() -> None:
 def test_flags_say_what_the_file_says(settings: list[ClusterConfig], tmp_path: Path) -> None:
     flags = "--prefill 2 --decode 3 --mixed 1 --name x --http-port 1 --grpc-port 2 --dtype float32 --chunk-tokens 64"
     more = "--kv-memory 1GiB --threads 2 --transport grpc --transport nixl --served-model-name m --max-context-tokens 9"
-    assert call("serve", str(tmp_path), *flags.split(), *more.split()).exit_code == 0
+    assert call("serve", str(tmp_path), *flags.split(), *more.split(), "--verify-kv").exit_code == 0
     pool = "{replicas: %d, chunk_tokens: 64, threads: 2, kv_memory_bytes: 1GiB}"
     (tmp_path / "cluster.yaml").write_text(
         f"""
@@ -62,6 +62,7 @@ dtype: float32
 transports: [grpc, nixl]
 served_model_name: m
 max_context_tokens: 9
+verify_kv: true
 router: {{http_port: 1, grpc_port: 2}}
 pools:
   prefill: {pool % 2}

@@ -117,14 +117,19 @@ def test_the_first_token_does_not_wait_for_the_second_and_the_last_says_why_it_i
     run(test)
 
 
-def test_a_prefix_that_the_decode_worker_holds_is_not_prefilled_elsewhere() -> None:
+@pytest.mark.parametrize("block_size", [4, 2])  # the prefill worker's is 4
+def test_a_prefix_that_the_decode_worker_holds_is_not_prefilled_elsewhere(block_size: int) -> None:
     async def test() -> None:
         config = replace(CONFIG, alone_below_tokens=4)
         async with (
             scripted("prefill", "decode") as (prefill, decode),
-            routing(prefill, decode, config=config) as router,
+            routing(prefill, config=config) as router,
         ):
-            decode.send(blocks=worker_pb2.BlockEvents(stored=block_hashes(PROMPT, 4), cleared=True))
+            assert decode.hello is not None
+            decode.hello.layout.block_size = block_size
+            router.update_fleet([prefill.info, decode.info])
+            await settled(router, lambda: sum(w.is_up for w in router.snapshot()) == 2)
+            decode.send(blocks=worker_pb2.BlockEvents(stored=block_hashes(PROMPT, block_size), cleared=True))
             decode.load(num_running=5)
             await settled(router, lambda: any(w.load.num_running for w in router.snapshot()))
             answer = reading(router.stream(request()))

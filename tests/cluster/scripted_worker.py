@@ -27,7 +27,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self, role: str = "mixed", token: str | None = None) -> None:
         self.role = role
-        self.incarnation = f"{role}-{next(_numbers)}"
+        self.incarnation = f"{role}-{next(_numbers):04}"  # ties go by name: the order of text is that of numbers
         self.received: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self.ended: asyncio.Queue[int] = asyncio.Queue()  # numbers of links that broke
         self.num_links = 0

@@ -90,7 +90,8 @@ class ServiceHandoffs:
     def cancel_pull(self, key: str) -> None:
         task = self._pulls.get(key)
         if task is not None:
-            task.cancel()
+            # Not before its first step: a task that never began cleans nothing up.
+            asyncio.get_running_loop().call_soon(task.cancel)
 
     # -- pulls ------------------------------------------------------------------------------------------------------
 

@@ -169,6 +169,23 @@ def test_abort_and_a_broken_link_free_the_blocks() -> None:
     run(test)
 
 
+def test_an_abort_right_behind_its_submit_leaves_nothing_behind() -> None:
+    """Both may be read in one go, before the pull's task has begun."""
+
+    async def test() -> None:
+        async with worker(role="decode") as (service, address):
+            link = service._links.open()  # pyright: ignore[reportPrivateUsage]
+            submit = submit_from_request(1, make_request([5] * 9, 4), [])
+            submit.source.handoff_id, submit.source.address = "secret", address
+            service._submit(link, submit)  # pyright: ignore[reportPrivateUsage]
+            service._abort(link, link.key(1))  # pyright: ignore[reportPrivateUsage]
+            router = Router(address)
+            assert_clean(await router.idle_state())
+            await router.close()
+
+    run(test)
+
+
 def test_hand_off_between_two_workers() -> None:
     async def test() -> None:
         async with worker(role="prefill", chunk_tokens=7) as (source, source_at), worker(role="decode") as (_, sink_at):

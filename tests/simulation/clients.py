@@ -1,0 +1,102 @@
+"""Who asks: clients that may go away, and somebody who asks for blocks that are not his."""
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from diptych.proto import kv_pb2
+from diptych.workers.errors import DiptychError
+from diptych.workers.fake_runner import fake_output
+from diptych.workers.request import Request, SamplingParams
+from diptych.workers.sequence import FinishReason
+
+from .faults import Weather
+from .rpc import ClientCall, SimChannel
+from .worker import VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from .world import World
+
+TRAFFIC_S = 3.0  # in which the requests come
+
+
+@dataclass(eq=False)
+class Client:
+    """One request, and what its client saw."""
+
+    request: Request
+    arrives_at: float
+    leaves_at: float | None
+    tokens: list[int] = field(default_factory=list[int])
+    finish: FinishReason | None = None
+    error: DiptychError | None = None
+    has_left: bool = False
+    ended_at: float | None = None
+
+    @property
+    def expected(self) -> list[int]:
+        return fake_output(list(self.request.prompt_token_ids), self.request.sampling.max_tokens, VOCAB_SIZE)
+
+    @property
+    def outcome(self) -> str:
+        if self.error is not None:
+            return self.error.code
+        return "left" if self.has_left else "done"
+
+
+def plan_clients(rng: random.Random, weather: Weather) -> list[Client]:
+    """Prompts often begin alike, and come at once; some go on where an earlier one ended."""
+    clients: list[Client] = []
+    for number in range(rng.randint(3, 10)):
+        arrives_at = rng.choice((0.5, rng.uniform(0.2, TRAFFIC_S)))
+        earlier = [c for c in clients if c.arrives_at + 0.5 < arrives_at and len(c.request.prompt_token_ids) < 30]
+        if earlier and rng.random() < 0.5:
+            turn = rng.choice(earlier)
+            shared = [*turn.request.prompt_token_ids, *turn.expected[:12]]
+        else:
+            shared = [(7 * i + 3) % VOCAB_SIZE for i in range(rng.choice((0, 8, 17)))]
+        own = [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(1, 5 if earlier else 11))]
+        sampling = SamplingParams(temperature=0.0, max_tokens=rng.choice((1, 2, 6, 12, 24, 24)))
+        timeout_s = 60.0 if weather.name == "calm" else rng.choice((4.0, 15.0, 30.0))
+        leaves_at = arrives_at + rng.random() if rng.random() < weather.leave else None
+        request = Request(f"request-{number}", (*shared, *own), sampling, timeout_s)
+        clients.append(Client(request, arrives_at, leaves_at))
+    return clients
+
+
+def forge_a_pull(world: "World") -> None:
+    """Somebody asks for blocks that are not his: of another sink, reused since, or never announced."""
+    offers = [
+        (worker.process.name, handoff_id, outgoing.machine)
+        for worker in world.living()
+        if worker.has_started and worker.service is not None
+        for handoff_id, outgoing in worker.service._handoffs._source._open.items()
+        if outgoing.machine.sink is not None and outgoing.machine._segments
+    ]
+    if not offers:
+        return
+    host, handoff_id, machine = world.rng.choice(offers)
+    forged = kv_pb2.PullRequest(
+        handoff_id=handoff_id, sink_incarnation=machine.sink, segment=world.rng.choice(machine._segments).to_proto()
+    )
+    kind = world.rng.choice(("sink", "generation", "block"))
+    if kind == "sink":
+        forged.sink_incarnation += "0"
+    elif kind == "generation":
+        forged.segment.generations[0] += 1
+    else:
+        forged.segment.block_ids[0] = (forged.segment.block_ids[0] + 1) % 8
+    world.note(f"a forged pull from {host}: another {kind}")
+
+    async def pull() -> None:
+        channel = SimChannel(world.network, Weather(), f"{host}:1")
+        try:
+            async for _ in ClientCall(channel, "/diptych.v1.KVHandoff/Pull", forged, 5.0):
+                world.bug(f"{host} answered a forged pull (another {kind})")
+        except grpc.aio.AioRpcError:
+            world.note("a forged pull was refused")
+        await channel.close()
+
+    world.supervisor.call_soon(lambda: world.supervisor.create_task(pull()))

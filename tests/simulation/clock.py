@@ -1,0 +1,255 @@
+"""Virtual time, and an asyncio event loop for each simulated process. No thread, no socket, no sleep.
+
+    Clock        one queue of events for the whole world; `now` jumps from one to the next
+    ProcessLoop  what asyncio sees in one process: it can be killed (nothing of it ever runs again), and stopped for a
+                 while (what falls due meanwhile runs afterwards, timers before or after what arrived)
+
+Everything that asyncio orders by hash is ordered by number here: a seed gives the same run in every process.
+"""
+
+import asyncio
+import heapq
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context
+from typing import Any
+
+MAX_EVENTS = 200_000
+
+
+class Hang(AssertionError):
+    """The run does not end."""
+
+
+class Timer:
+    __slots__ = ("act", "args", "context", "due")
+
+    def __init__(self, due: float, act: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> None:
+        self.due = due
+        self.act: Callable[..., object] | None = act
+        self.args = args
+        self.context = context
+
+    def when(self) -> float:
+        return self.due
+
+    def cancel(self) -> None:
+        self.act = None
+        self.args = ()
+
+    def cancelled(self) -> bool:
+        return self.act is None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._queue: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
+
+    def at(self, when: float, act: Callable[..., object], *args: Any) -> Timer:
+        timer = Timer(max(when, self.now), act, args, None)
+        heapq.heappush(self._queue, (timer.due, next(self._numbers), timer))
+        return timer
+
+    def after(self, delay: float, act: Callable[..., object], *args: Any) -> Timer:
+        return self.at(self.now + delay, act, *args)
+
+    def run_until(self, end: float) -> None:
+        queue = self._queue
+        while queue and queue[0][0] <= end:
+            self.now, _, timer = heapq.heappop(queue)
+            if timer.act is not None:
+                self.num_events += 1
+                if self.num_events > MAX_EVENTS:
+                    raise Hang(f"{MAX_EVENTS} events, and no end")
+                timer.act(*timer.args)
+        self.now = max(self.now, end)
+
+
+class SimTask(asyncio.Task[Any]):
+    """Sets of tasks iterate in the order of these numbers, not of addresses."""
+
+    def __init__(self, coro: Coroutine[Any, Any, Any], loop: "ProcessLoop", **kwargs: Any) -> None:
+        self._number = loop.next_number()
+        super().__init__(coro, loop=loop, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class SimFuture(asyncio.Future[Any]):
+    def __init__(self, loop: "ProcessLoop") -> None:
+        self._number = loop.next_number()
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class ProcessLoop(asyncio.AbstractEventLoop):
+    """The event loop of one process. `on_bug` hears of exceptions that nobody caught."""
+
+    def __init__(self, clock: Clock, rng: random.Random, name: str, on_bug: Callable[[str], None]) -> None:
+        self.clock = clock
+        self.name = name
+        self.is_dead = False
+        self.stalled_until = 0.0
+        self.tasks: list[SimTask] = []
+        self.on_go_on: list[Callable[[], object]] = []  # of what else runs in this process
+        self._rng = rng
+        self._on_bug = on_bug
+        self._ready: deque[Timer] = deque()
+        self._late_timers: deque[Timer] = deque()  # fell due while the process was stopped
+        self._is_due = False
+        self._next = 0
+
+    def next_number(self) -> int:
+        self._next += 1
+        return self._next
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        self.is_dead = True
+        self._ready.clear()
+        self._late_timers.clear()
+
+    def stall(self, until: float) -> None:
+        self.stalled_until = max(self.stalled_until, until)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.stalled_until = min(self.stalled_until, self.clock.now)
+        self.clock.at(self.clock.now, self._run)
+        for act in self.on_go_on:
+            self.clock.at(self.clock.now, act)
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.clock.now < self.stalled_until
+
+    def dispose(self) -> None:
+        """Close what is left, so that nothing runs when it is collected."""
+        self.kill()
+        asyncio._set_running_loop(self)
+        for task in self.tasks:
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                try:
+                    task.get_coro().close()  # type: ignore[union-attr]
+                except RuntimeError:
+                    continue  # a cleanup that awaits, in a process that is gone
+        asyncio._set_running_loop(None)
+
+    # -- asyncio ----------------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.clock.now
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Timer:
+        timer = Timer(self.clock.now, callback, args, context)
+        self._ready.append(timer)
+        self._make_due()
+        return timer
+
+    call_soon_threadsafe = call_soon
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Timer:
+        timer = Timer(when, callback, args, context)
+        self.clock.at(when, self._fire, timer)
+        return timer
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Timer:
+        return self.call_at(self.clock.now + delay, callback, *args, context=context)
+
+    def create_future(self) -> SimFuture:
+        return SimFuture(self)
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], *, name: Any = None, context: Any = None) -> SimTask:
+        task = SimTask(coro, self, context=context)
+        self.tasks.append(task)
+        if len(self.tasks) > 256:
+            self.tasks = [t for t in self.tasks if not t.done()]
+        return task
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> SimFuture:
+        future = self.create_future()
+        future.set_result(func(*args))
+        return future
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self.is_dead:
+            self._on_bug(f"{self.name}: {context['message']}: {context.get('exception')!r}")
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _fire(self, timer: Timer) -> None:
+        if self.is_dead or timer.act is None:
+            return
+        (self._late_timers if self.is_stalled else self._ready).append(timer)
+        self._make_due()
+
+    def _make_due(self) -> None:
+        if not self._is_due and not self.is_dead:
+            self._is_due = True
+            self.clock.at(self.stalled_until, self._run)
+
+    def _run(self) -> None:
+        if self.is_dead:
+            return
+        if self.is_stalled:
+            self.clock.at(self.stalled_until, self._run)
+            return
+        if self._late_timers:
+            late, self._late_timers = self._late_timers, deque()
+            timers_first = self._rng.random() < 0.5  # select() may tell either first
+            self._ready = deque([*late, *self._ready]) if timers_first else deque([*self._ready, *late])
+        asyncio._set_running_loop(self)
+        try:
+            ready = self._ready
+            while ready and not self.is_dead and not self.is_stalled:
+                timer = ready.popleft()
+                if timer.act is None:
+                    continue
+                self._call(timer)
+        finally:
+            asyncio._set_running_loop(None)
+        self._is_due = False
+        if self._ready:
+            self._make_due()
+
+    def _call(self, timer: Timer) -> None:
+        act = timer.act
+        assert act is not None
+        try:
+            if timer.context is None:
+                act(*timer.args)
+            else:
+                timer.context.run(act, *timer.args)
+        except Exception as e:
+            self._on_bug(f"{self.name}: {type(e).__name__} in {act!r}: {e}")
+            raise
+
+
+def dispose(processes: Sequence[ProcessLoop]) -> None:
+    """End what is left of a world, so that nothing of it runs, or complains, when it is collected."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        for process in processes:
+            process.dispose()
+    finally:
+        sys.unraisablehook = hook

@@ -1,0 +1,186 @@
+"""What can go wrong, chosen by the seed. A fault strikes at the n-th packet of the run, so between any two steps of any
+protocol, or at a time, if there are not that many packets by then.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from diptych.workers.sequence import Sequence
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+@dataclass(frozen=True)
+class Weather:
+    """Probabilities of single mishaps, and how many faults strike. A kind day by default."""
+
+    name: str = "calm"
+    num_faults: int = 0
+    stream_break: float = 0.0  # of a stream while both ends live
+    lose_call: float = 0.0  # of a unary call: the request or its answer
+    double_call: float = 0.0  # carried out twice
+    straggle: float = 0.0  # of a packet that takes long
+    read_error: float = 0.0  # of an RDMA read that fails and lands later all the same
+    leave: float = 0.2  # of a client that goes away
+    forge: float = 0.05  # of somebody asking for blocks that are not his, every eighth packet
+    latency_s: float = 0.002  # of a packet, at most
+    lease_s: tuple[float, float] = (0.5, 3.0)
+
+    STREAMS: ClassVar[tuple[str, ...]] = ("/Subscribe", "/Pull", "/Link")
+
+
+CALM = Weather(lease_s=(0.15, 0.8))
+BREEZE = Weather("breeze", 1, 0.02, 0.03, 0.05, 0.01, 0.02)
+GALE = Weather("gale", 3, 0.07, 0.08, 0.1, 0.03, 0.06, forge=0.1)
+STORM = Weather("storm", 8, 0.15, 0.15, 0.15, 0.06, 0.12, forge=0.1)
+# Nobody hears or sees in time.
+FOG = Weather("fog", 8, 0.2, straggle=0.15, double_call=0.1, latency_s=0.05, lease_s=(0.25, 0.6))
+WEATHERS = ((CALM, 20), (BREEZE, 15), (GALE, 25), (STORM, 20), (FOG, 20))
+
+
+def choose_weather(rng: random.Random) -> Weather:
+    kinds, weights = zip(*WEATHERS, strict=True)
+    return rng.choices(kinds, weights)[0]
+
+
+@dataclass(frozen=True)
+class Fault:
+    at_packet: int
+    at_s: float  # at the latest
+    strike: Callable[["World"], None]
+
+
+def plan(rng: random.Random, weather: Weather) -> list[Fault]:
+    """In the order in which they strike."""
+    kinds, weights = zip(*(FOG_KINDS if weather is FOG else KINDS), strict=True)
+    num = rng.randint(1, weather.num_faults) if weather.num_faults else 0
+    faults = [Fault(rng.randint(20, 700), rng.uniform(1.0, 6.0), rng.choices(kinds, weights)[0]) for _ in range(num)]
+    return sorted(faults, key=lambda f: f.at_packet)
+
+
+def _hosts(world: "World") -> list[str]:
+    return list(world.workers)
+
+
+def kill(world: "World") -> None:
+    """SIGKILL; mostly a new process at the same address soon, sometimes none if others live."""
+    rng = world.rng
+    host = rng.choice(_hosts(world))
+    world.kill(host)
+    if rng.random() < 0.8 or world.num_living == 0:
+        world.clock.after(rng.uniform(0.05, 3.0), world.start_worker, host)
+
+
+def stall(world: "World") -> None:
+    """SIGSTOP, and SIGCONT later; now and then the router."""
+    rng = world.rng
+    about_a_lease = rng.uniform(0.3, 2.0) * world.lease_s
+    seconds = rng.choice((rng.uniform(0.01, 0.5), about_a_lease, about_a_lease, rng.uniform(3.0, 8.0)))
+    if rng.random() < 0.1:
+        world.stall(world.router_process, min(seconds, 3.0))
+        return
+    worker = world.workers[rng.choice(_hosts(world))]
+    if worker is not None:
+        world.stall(worker.process, seconds)
+
+
+def partition(world: "World") -> None:
+    """Between two hosts, one way or both ways."""
+    rng = world.rng
+    a, b = rng.sample([*_hosts(world), "router"], 2)
+    seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(1.0, 6.0)))
+    world.note(f"partition {a} -> {b} for {seconds:.2f} s")
+    world.network.block(a, b, seconds)
+    if rng.random() < 0.6:
+        world.note(f"partition {b} -> {a} too")
+        world.network.block(b, a, seconds)
+
+
+def cut(world: "World") -> None:
+    """A connection breaks, and both its ends live."""
+    connections = list(world.network.connections)
+    if connections:
+        connection = world.rng.choice(connections)
+        world.note(f"cut {connection.client.name} - {connection.host}")
+        world.network.cut(connection)
+
+
+def slow_link(world: "World") -> None:
+    rng = world.rng
+    a, b = rng.sample([*_hosts(world), "router"], 2)
+    if rng.random() < 0.5:
+        b = "router"  # tokens overtake each other
+    factor = 10 ** rng.uniform(1, 2.5) * 0.002 / world.network.latency_s
+    world.note(f"slow {a} -> {b}: {factor:.0f} times")
+    world.network.slowness[a, b] = factor
+
+
+def terminate(world: "World") -> None:
+    """SIGTERM: the process stops in good order, and another comes."""
+    rng = world.rng
+    host = rng.choice(_hosts(world))
+    world.terminate(host)
+    world.clock.after(rng.uniform(1.0, 4.0), world.start_worker, host)
+
+
+def _has_far_to_go(sequence: Sequence) -> bool:
+    return sequence.is_decoding and sequence.request.sampling.max_tokens - sequence.num_output > 8
+
+
+def drain(world: "World") -> None:
+    """A worker with running sequences, as soon as there is one: they can only move."""
+    busy = [w for w in world.living() if w.has_started and any(map(_has_far_to_go, w.engine._sequences.values()))]
+    if busy:
+        world.drain(world.rng.choice(busy).process.name)
+    elif world.clock.now < 6.0:
+        world.clock.after(0.02, drain, world)
+
+
+def freeze_a_pull(world: "World") -> None:
+    """Reads become slow, and one of the two stops, or is not heard: the lease may lapse meanwhile."""
+    rng = world.rng
+    pulling = [
+        w for w in world.living() if w.has_started and w.service is not None and w.service._handoffs._sink._pulls
+    ]
+    if not pulling:
+        if world.clock.now < 8.0:
+            world.clock.after(0.02, freeze_a_pull, world)
+        return
+    sink = rng.choice(pulling)
+    pull = rng.choice(sink.pulls)
+    source = world.worker_of(pull._errand.source.incarnation)
+    if source is None:
+        return
+    factor = rng.uniform(0.2, 0.8) * world.lease_s / world.network.latency_s
+    there, here = source.process.name, sink.process.name
+    world.network.slowness[there, here] = factor
+    seconds = rng.uniform(0.6, 1.8) * world.lease_s
+    world.note(f"slow {there} -> {here}: {factor:.0f} times")
+    soon = rng.random() * 0.3 * world.lease_s
+    kind = rng.choice(("deaf", "deaf", "source", "sink"))
+    if kind == "deaf":
+        world.clock.after(soon, world.network.block, here, there, seconds)
+    else:
+        world.clock.after(soon, world.stall, (source if kind == "source" else sink).process, seconds)
+
+
+def supervisor_away(world: "World") -> None:
+    """The router keeps its last view of the fleet."""
+    world.note("the supervisor is away")
+    world.supervisor_back_at = world.clock.now + world.rng.uniform(0.5, 5.0)
+
+
+KINDS: tuple[tuple[Callable[["World"], None], int], ...] = (
+    (kill, 6),
+    (stall, 6),
+    (partition, 5),
+    (cut, 5),
+    (slow_link, 3),
+    (terminate, 2),
+    (drain, 12),
+    (supervisor_away, 2),
+)
+FOG_KINDS = ((stall, 5), (freeze_a_pull, 6), (drain, 3), (slow_link, 3), (partition, 2))

@@ -1,0 +1,101 @@
+"""What must hold at the end of a run, whatever happened in it."""
+
+from typing import TYPE_CHECKING
+
+from diptych.workers.errors import DeadlineExceeded, Unavailable
+
+if TYPE_CHECKING:
+    from .worker import Worker
+    from .world import Client, World
+
+SLACK_S = 0.5
+CALM_QUIET_S = 0.5
+
+
+def what_is_held(world: "World") -> str:
+    """The first thing that some live process still holds, or nothing."""
+    assert world.router is not None
+    for view in world.router._fleet.views():
+        if view.num_in_flight or view.pending_tokens or view.held_blocks:
+            return f"the router counts {view.num_in_flight} legs at {view.incarnation}"
+    if world.router._runs:
+        return f"{len(world.router._runs)} runs"
+    for worker in world.living():
+        service = worker.service
+        if service is None or not worker.has_started:
+            return f"{worker.incarnation} has not started"
+        state = worker.engine.check_integrity()
+        load = state.load
+        for what, count in (
+            ("unaccounted blocks", state.num_unaccounted_blocks),
+            ("leased blocks", load.num_leased_blocks),
+            ("quarantined blocks", load.num_quarantined_blocks),
+            ("blocks", load.num_blocks - load.num_free_blocks),
+            ("open hand-offs", state.num_open_handoffs),
+            ("sequences", load.num_running + load.num_waiting + len(worker.engine._sequences)),
+            ("offers", service._handoffs._source.num_open + len(service._handoffs._offered)),
+            ("pulls", len(service._handoffs._pulls) + len(service._handoffs._sink._pulls)),
+            ("keys", sum(len(link.keys) for link in service._links)),
+        ):
+            if count:
+                return f"{worker.incarnation} holds {count} {what}"
+    return ""
+
+
+def check_worker(world: "World", worker: "Worker") -> None:
+    """What must hold at any time in a process that runs."""
+    now = world.clock.now
+    service = worker.service
+    assert service is not None
+    name = worker.incarnation
+    holders = {c.request.sink_incarnation for c in service._server.calls if c.path.endswith("/Subscribe")}
+    for handoff_id, outgoing in service._handoffs._source._open.items():
+        machine = outgoing.machine
+        wake_at = machine.wake_at
+        overdue = wake_at is not None and wake_at < now - 1e-6 and worker.process.stalled_until < now - 1e-6
+        assert not overdue, f"{name}: the lease of {handoff_id} outlives its deadline"
+        assert machine.sink is None or machine.sink in holders, (
+            f"{name}: {machine.sink} holds {handoff_id} and has gone"
+        )
+    given_up = {i for i in service._handoffs._source._open if _is_given_up(worker, i)}
+    worker.check_for(given_up, now, "is open, and the engine gave it up")
+    worker.check_for({k for k in worker.engine._sequences if service._links.of(k) is None}, now, "runs without a link")
+    link = None if world.router is None else world.router._links.get(worker.incarnation)
+    if link is not None and world.weather.name == "calm":
+        unheard = {k for k in worker.engine._sequences if int(k.partition("/")[2]) not in link._listeners}
+        worker.check_for(unheard, now, "runs, and nobody listens")
+
+
+def _is_given_up(worker: "Worker", handoff_id: str) -> bool:
+    outgoing = worker.engine.handoffs._outgoing.get(handoff_id)
+    return outgoing is not None and outgoing.has_ended
+
+
+def check_end(world: "World") -> None:
+    for client in world.clients:
+        _check_client(world, client)
+    if world.weather.name == "calm":
+        num_failed = sum(worker.engine.handoffs.num_failed for worker in world.living())
+        # A sink may hear of an end from its source before its router tells it.
+        ends_early = world.num_drains or any(c.has_left or c.expected[-1] == 0 for c in world.clients)
+        assert ends_early or not num_failed, f"{num_failed} hand-offs failed on a calm day"
+        assert world.quiet_after_s <= CALM_QUIET_S, f"things were held for {world.quiet_after_s:.1f} s on a calm day"
+
+
+def _check_client(world: "World", client: "Client") -> None:
+    name, expected = client.request.request_id, client.expected
+    if world.weather.name == "calm":
+        record = world.records[name]
+        assert record.num_failures == 0, f"{name} was failed {record.num_failures} times on a calm day"
+    assert client.tokens == expected[: len(client.tokens)], f"{name}: wrong tokens {client.tokens}, not {expected}"
+    if client.finish is not None:
+        assert client.tokens == expected, f"{name}: finished after {len(client.tokens)} of {len(expected)} tokens"
+        assert client.error is None
+        return
+    if client.has_left:
+        return
+    assert isinstance(client.error, DeadlineExceeded | Unavailable), f"{name}: {client.error!r}"
+    assert world.weather.name != "calm", f"{name} failed on a calm day: {client.error!r}"
+    assert client.ended_at is not None
+    latest = client.arrives_at + client.request.timeout_s + world.stall_s + SLACK_S
+    assert client.ended_at <= latest, f"{name} ended {client.ended_at - latest:.1f} s after its deadline"

@@ -1,0 +1,114 @@
+"""The seams between the code that is shipped and the simulated world: names in its modules, replaced for one run."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from diptych.cluster import kv_costs, request_run, router, worker_link
+from diptych.workers import handoff_sink, handoff_source, service
+from diptych.workers.engine import Engine
+from diptych.workers.transport.grpc import GrpcTransport
+
+from .rpc import SimChannel, SimServer
+from .worker import SimEngineThread, SimRdma
+
+if TYPE_CHECKING:
+    from .world import World
+
+LOAD_REPEAT_S = 1.0
+CHUNK_BYTES = 24  # of KV over gRPC: less than a block
+
+
+def _silent(*_: object, **__: object) -> None:
+    """In place of what a simulated process does not do."""
+
+
+class _Health:
+    class HealthServicer:
+        async def set(self, *_: object) -> None:
+            pass
+
+
+@contextmanager
+def replaced(world: "World") -> Iterator[None]:
+    """The seams between the real code and this world."""
+    clock = world.clock
+    number = itertools.count()
+
+    def transports(names: Any, regions: Any, host: str) -> dict[str, Any]:
+        worker = world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
+        made: dict[str, Any] = {"nixl": SimRdma(world, regions[0], worker.runner)} if "nixl" in names else {}
+        return made | {"grpc": GrpcTransport()}
+
+    def incarnation() -> str:
+        worker = world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
+        return worker.incarnation
+
+    health = SimpleNamespace(aio=_Health, SERVICE_NAME="health")
+    channel = partial(SimChannel, world.network, world.weather)
+    seams: list[tuple[Any, str, Any]] = [
+        (service, "make_server", lambda token: SimServer(world.network, world.on_release)),
+        (service, "bind", lambda server, host, port: 1),
+        (service, "make_transports", transports),
+        (service, "EngineThread", partial(SimEngineThread, world)),
+        (service, "Engine", partial(Engine, clock=lambda: clock.now)),
+        (service, "health", health),
+        (service, "health_pb2_grpc", SimpleNamespace(add_HealthServicer_to_server=_silent)),
+        (service, "reflection", SimpleNamespace(enable_server_reflection=_silent, SERVICE_NAME="reflection")),
+        (service, "uuid", SimpleNamespace(uuid4=incarnation)),
+        (service, "LOAD_REPEAT_S", LOAD_REPEAT_S),
+        (handoff_source, "CHUNK_BYTES", CHUNK_BYTES),
+        (handoff_sink, "open_channel", channel),
+        (worker_link, "open_channel", channel),
+        (request_run, "secrets", SimpleNamespace(token_hex=lambda _: f"handoff-{next(number)}")),
+        (request_run, "RequestRecord", world.make_record),
+        (router, "RouterMetrics", _NoMetrics),
+        (kv_costs, "MIN_MEASURED_TOKENS", 1 << 30),  # computing takes no virtual time within a step
+        (kv_costs, "DEFAULT_PREFILL_TOKENS_S", world.prefill_tokens_s),
+        (time, "monotonic", lambda: clock.now),
+    ]
+    kept = [(where, name, getattr(where, name)) for where, name, _ in seams]
+    log, handler = logging.getLogger("diptych"), _BugLog(world.bug)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.ERROR)
+    for where, name, new in seams:
+        setattr(where, name, new)
+    try:
+        yield
+    finally:
+        for where, name, old in kept:
+            setattr(where, name, old)
+        log.setLevel(level)
+        log.removeHandler(handler)
+
+
+class _BugLog(logging.Handler):
+    """What the code under test logs as an error is a bug: nothing here is anybody else's fault."""
+
+    def __init__(self, bug: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._bug = bug
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._bug(f"logged: {record.getMessage()} {error!r}")
+
+
+class _NoMetrics:
+    """Prometheus costs more than a run."""
+
+    def __init__(self, views: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> "_NoMetrics":
+        return self
+
+    def __call__(self, *_: object) -> None:
+        pass

@@ -1,0 +1,21 @@
+"""The simulation finds bugs: each of mutations.py within its first NUM_SEEDS seeds."""
+
+from collections.abc import Callable
+
+import pytest
+
+from .mutations import MUTATIONS, Replacement, planted
+from .world import simulate
+
+NUM_SEEDS = 300
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_planted_bug_is_found(mutation: Callable[[], list[Replacement]]) -> None:
+    with planted(mutation()):
+        for seed in range(NUM_SEEDS):
+            try:
+                simulate(seed)
+            except Exception:
+                return
+    raise AssertionError(f"{NUM_SEEDS} seeds did not find it")

@@ -1,0 +1,55 @@
+"""A cluster through kills, stops, cuts and fog, 2,000 times. `make soak` runs as many as you like.
+
+Two processes share the work; a failure shows the seed and its schedule.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .faults import CALM
+from .world import World, simulate
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_SEEDS = 2000
+NUM_PROCESSES = 2
+
+
+def soak(start: int, seeds: int, hash_seed: str = "random") -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.simulation.soak", "--start", str(start), "--seeds", str(seeds)]
+    env = os.environ | {"PYTHONHASHSEED": hash_seed}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_any_fault_at_any_step_costs_time_and_never_a_token() -> None:
+    share = NUM_SEEDS // NUM_PROCESSES
+    running = [soak(number * share, share) for number in range(NUM_PROCESSES)]
+    outputs = [process.communicate()[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        assert process.returncode == 0, output
+    text = "\n".join(outputs)
+    for must_occur in ("calm: done", "storm: done", "fog: done", "gale: left"):
+        assert must_occur in text
+
+
+def test_a_seed_decides_everything() -> None:
+    def fingerprint(seed: int) -> tuple[object, ...]:
+        world = World(seed, trace=True)
+        world.run()
+        return world.schedule, world.clock.num_events, world.clock.now, world.rng.random()
+
+    for seed in range(1000, 1020):
+        assert fingerprint(seed) == fingerprint(seed)
+
+
+def test_the_hash_seed_decides_nothing() -> None:
+    outputs = [soak(0, 60, hash_seed).communicate()[0].splitlines()[1:] for hash_seed in ("1", "2")]
+    assert outputs[0] == outputs[1]
+    assert outputs[0]
+
+
+def test_on_a_calm_day_everything_is_answered_at_once() -> None:
+    for seed in range(40):
+        world = simulate(seed, CALM)
+        assert {client.outcome for client in world.clients} <= {"done", "left"}

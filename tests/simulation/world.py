@@ -1,0 +1,356 @@
+"""A whole cluster in one thread: the real router and the real workers, over a simulated network, clock and memory.
+
+Replaced are sockets (network.py, rpc.py), time and event loops (clock.py), the engine's thread and RDMA (worker.py),
+Ray's supervisor and the clients (here). All else is the code that is shipped, drivers included. A seed decides
+everything; `simulate` runs one and raises AssertionError for whatever must never happen.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import aclosing
+
+from diptych.cluster.fleet import WorkerInfo
+from diptych.cluster.policy import RoutingConfig
+from diptych.cluster.request_record import RequestRecord
+from diptych.cluster.router import Router
+from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.workers import service
+from diptych.workers.block_manager import BlockManager
+from diptych.workers.errors import DiptychError
+from diptych.workers.handoff import SourceState
+from diptych.workers.request import Request
+from diptych.workers.worker_config import WorkerConfig
+
+from .clients import Client, forge_a_pull, plan_clients
+from .clock import Clock, ProcessLoop, dispose
+from .faults import Fault, Weather, choose_weather, drain, plan
+from .invariants import check_end, check_worker, what_is_held
+from .network import Network
+from .rpc import SimChannel
+from .seams import replaced
+from .worker import VOCAB_SIZE, CheckedRunner, PoisonedList, Worker
+
+QUIET_LIMIT_S = 60.0  # after the last request has ended and all is well again: by then nothing is held any more
+BLOCK_SIZE = 4
+
+
+class World:
+    def __init__(self, seed: int, weather: Weather | None = None, *, trace: bool = False) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.weather = weather or choose_weather(rng)
+        self.clock = Clock()
+        self.network = Network(self.clock, rng)
+        self.network.straggle = self.weather.straggle
+        self.network.latency_s = self.weather.latency_s
+        self.lease_s = rng.uniform(*self.weather.lease_s)
+        self.network.on_delivery = self._on_delivery
+        self.bugs: list[str] = []
+        self.schedule: list[str] = []
+        self.is_tracing = trace
+        self.is_over = False
+        self.workers: dict[str, Worker | None] = {}
+        self.processes: list[ProcessLoop] = []
+        self.supervisor_back_at = 0.0
+        self.num_drains = 0
+        self.stall_s = 0.0  # of the router
+        self.prefill_tokens_s = rng.choice((50.0, 50.0, 1e6))  # for the policy: moving KV is cheap, or is not
+        self.has_fabric = rng.random() < 0.5  # RDMA has a network of its own
+        self.read_timeout_s = rng.uniform(1.0, 3.0)
+        self._num_incarnations = itertools.count(1)
+        self._faults = plan(rng, self.weather)
+        self._pools: dict[str, str] = {}
+        self._steps: dict[str, float] = {}
+        self._configs: dict[str, WorkerConfig] = {}
+        self._num_blocks: dict[str, int] = {}
+        self._num_layers = rng.randint(1, 3)
+        self._plan_workers()
+        self.clients = plan_clients(rng, self.weather)
+        self.router_process = self._process("router")
+        self.supervisor = self._process("supervisor")
+        self.router: Router | None = None
+        self.released: dict[str, str] = {}  # hand-off -> the sink that it was released to
+        self.records: dict[str, RequestRecord] = {}
+
+    # -- the cluster ------------------------------------------------------------------------------------------------
+
+    def _plan_workers(self) -> None:
+        rng = self.rng
+        pools = ["prefill"] * rng.randint(1, 2) + ["decode"] * rng.randint(1, 3) + ["mixed"] * (rng.random() < 0.2)
+        transports = rng.choice((("nixl", "grpc"), ("nixl", "grpc"), ("grpc",)))
+        for number, pool in enumerate(pools):
+            host = f"{pool}{pools[:number].count(pool)}"
+            self._pools[host] = pool
+            self._steps[host] = 10 ** rng.uniform(-3, -1.2)
+            self._num_blocks[host] = rng.randint(18, 30)
+            self.workers[host] = None
+            self._configs[host] = WorkerConfig(
+                model="fake",
+                role=pool,
+                chunk_tokens=rng.choice((4, 6, 12, 0)),
+                max_batch_tokens=rng.choice((8, 16, 64)),
+                prefix_cache=rng.random() < 0.85,
+                transports=transports,
+                lease_s=self.lease_s,
+                layer_groups=self.rng.choice((0, 1, 2, 3)),
+                verify_kv=self.rng.random() < 0.3,
+            )
+
+    def _process(self, name: str) -> ProcessLoop:
+        process = ProcessLoop(self.clock, self.rng, name, self.bug)
+        self.processes.append(process)
+        return process
+
+    def step_s(self, host: str) -> float:
+        return self._steps[host] * self.rng.uniform(0.5, 1.5)
+
+    def read_delay(self, incarnation: str, sink: str) -> float:
+        source = self.worker_of(incarnation)
+        return self.network.delay(source.process.name if source else "", sink) * 2
+
+    def worker_of(self, incarnation: str) -> Worker | None:
+        return next((w for w in self.workers.values() if w is not None and w.incarnation == incarnation), None)
+
+    def manager_of(self, process: ProcessLoop) -> BlockManager:
+        worker = self.workers[process.name]
+        assert worker is not None and worker.process is process
+        return worker.engine.manager
+
+    @property
+    def num_living(self) -> int:
+        return sum(w is not None for w in self.workers.values())
+
+    def living(self) -> Iterator[Worker]:
+        return (w for w in self.workers.values() if w is not None)
+
+    def start_worker(self, host: str) -> None:
+        if self.workers[host] is not None:
+            return
+        process = self._process(host)
+        runner = CheckedRunner(
+            num_blocks=self._num_blocks[host],
+            num_layers=self._num_layers,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+        )
+        worker = Worker(process, f"{host}.{next(self._num_incarnations)}", self._pools[host], runner)
+        self.note(f"start {worker.incarnation}")
+        self.workers[host] = worker
+
+        async def main() -> None:
+            worker.service = service.WorkerService(self._configs[host], runner)
+            manager = worker.engine.manager
+            manager._free = PoisonedList(manager._free, runner)
+            await worker.service.start()
+
+        process.call_soon(lambda: process.create_task(main()))
+        self.tell_fleet()
+
+    def kill(self, host: str) -> None:
+        worker = self.workers[host]
+        if worker is None:
+            return
+        self.note(f"kill {worker.incarnation}")
+        self.workers[host] = None
+        worker.process.kill()
+        self.network.servers.pop(host, None)
+        self.network.on_kill(worker.process)
+        self.tell_fleet()
+
+    def terminate(self, host: str) -> None:
+        worker = self.workers[host]
+        if worker is None or worker.service is None:
+            return
+        self.note(f"terminate {worker.incarnation}")
+
+        async def stop() -> None:
+            assert worker.service is not None
+            await worker.service.stop(0.2)
+            self.clock.after(0.0, self.kill, host)
+
+        worker.process.call_soon(lambda: worker.process.create_task(stop()))
+
+    def drain(self, host: str) -> None:
+        """By the supervisor, over a Link of its own; later it ends the process, and starts another."""
+        worker, rng = self.workers[host], self.rng
+        if worker is None:
+            return
+        self.note(f"drain {worker.incarnation}")
+        self.num_drains += 1
+
+        async def tell() -> None:
+            channel = SimChannel(self.network, Weather(), worker.address)
+            call = worker_pb2_grpc.WorkerStub(channel).Link()  # type: ignore[arg-type]
+            await call.write(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
+            await asyncio.sleep(stay_s)
+            call.cancel()
+            await channel.close()
+
+        stay_s = rng.uniform(0.3, 4.0)
+        self.supervisor.call_soon(lambda: self.supervisor.create_task(tell()))
+        if self.weather.name != "calm":
+            self.clock.after(stay_s, self.terminate, host)
+            self.clock.after(stay_s + rng.uniform(0.5, 2.0), self.start_worker, host)
+
+    def stall(self, process: ProcessLoop, seconds: float) -> None:
+        self.note(f"stop {process.name} for {seconds:.2f} s")
+        if process is self.router_process:
+            self.stall_s += seconds
+        process.stall(self.clock.now + seconds)
+        self.network.on_stall(process)
+
+    def tell_fleet(self) -> None:
+        """The supervisor notices in a while, and the router hears of it."""
+        when = max(self.clock.now + self.rng.uniform(0.01, 0.5), self.supervisor_back_at)
+        self.clock.at(when, self._send_fleet)
+
+    def _send_fleet(self) -> None:
+        if self.clock.now < self.supervisor_back_at:
+            self.clock.at(self.supervisor_back_at, self._send_fleet)
+            return
+        infos = [WorkerInfo(w.incarnation, w.address, w.pool, w.pool) for w in self.living()]
+        self.router_process.call_soon(self._take_fleet, infos)
+
+    def _take_fleet(self, infos: list[WorkerInfo]) -> None:
+        assert self.router is not None
+        self.router.update_fleet(infos)
+
+    def on_release(self, handoff_id: str, sink: str) -> None:
+        """A source said that it held the lease for `sink` throughout."""
+        machine = next(
+            found.machine
+            for worker in self.living()
+            if worker.service is not None and (found := worker.service._handoffs._source._find(handoff_id)) is not None
+        )
+        if machine.state is not SourceState.RELEASED or machine.sink != sink:
+            self.bug(f"{handoff_id} is {machine.state.value} for {machine.sink}, and was said to be held for {sink}")
+        first = self.released.setdefault(handoff_id, sink)
+        if first != sink:
+            self.bug(f"{handoff_id} was released to {first} and to {sink}")
+
+    # -- clients ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, client: Client) -> None:
+        task = self.router_process.create_task(self._ask(client))
+        if client.leaves_at is not None:
+            self.router_process.call_at(client.leaves_at, task.cancel)
+
+    async def _ask(self, client: Client) -> None:
+        assert self.router is not None
+        try:
+            async with aclosing(self.router.stream(client.request)) as deltas:
+                async for delta in deltas:
+                    client.tokens += delta.token_ids
+                    client.finish = delta.finish_reason
+                    self.note(f"{client.request.request_id} +{len(delta.token_ids)} = {len(client.tokens)}")
+        except DiptychError as e:
+            client.error = e
+        except asyncio.CancelledError:
+            client.has_left = True
+        except Exception as e:
+            self.bug(f"{client.request.request_id}: {e!r}")
+        client.ended_at = self.clock.now
+        self.note(f"{client.request.request_id} ends: {client.outcome} {client.error or ''}")
+
+    def make_record(self, request: Request, max_attempts: int) -> RequestRecord:
+        record = self.records[request.request_id] = RequestRecord(request, max_attempts)
+        return record
+
+    # -- a run ------------------------------------------------------------------------------------------------------
+
+    def note(self, what: str) -> None:
+        if self.is_tracing:
+            self.schedule.append(f"{self.clock.now:9.4f}  {what}")
+
+    def bug(self, what: str) -> None:
+        if not self.is_over:
+            self.note(f"BUG {what}")
+            self.bugs.append(what)
+
+    def _on_delivery(self) -> None:
+        faults = self._faults
+        while faults and faults[0].at_packet <= self.network.num_delivered:
+            faults.pop(0).strike(self)
+        if self.network.num_delivered % 8 == 0 and self.rng.random() < self.weather.forge:
+            forge_a_pull(self)
+
+    def _strike_late(self, fault: Fault) -> None:
+        if fault in self._faults:
+            self._faults.remove(fault)
+            fault.strike(self)
+
+    def run(self) -> None:
+        """Until every client has its answer, and then until all is quiet."""
+        with replaced(self):
+            try:
+                self._start()
+                self._wait_for_clients()
+                self._settle()
+            finally:
+                self.is_over = True
+                dispose(self.processes)
+
+    def _start(self) -> None:
+        rng = self.rng
+        config = RoutingConfig(
+            worker_timeout_s=3.0, hello_timeout_s=3.0, no_worker_wait_s=10.0, max_attempts=rng.randint(3, 5)
+        )
+
+        async def main() -> None:
+            self.router = Router(config)
+            await self.router.start()
+
+        self.router_process.call_soon(lambda: self.router_process.create_task(main()))
+        for host in self.workers:
+            self.start_worker(host)
+        if self.weather.name == "calm":
+            for _ in range(rng.randint(0, 2)):
+                a, b = rng.sample(list(self.workers), 2)
+                self.network.slowness[a, b] = 10 ** rng.uniform(0, 0.8)
+            if rng.random() < 0.7 and list(self._pools.values()).count("decode") > 1:
+                self.clock.at(rng.uniform(0.5, 1.5), drain, self)
+        for client in self.clients:
+            self.clock.at(client.arrives_at, self.router_process.call_soon, self._admit, client)
+        for fault in self._faults:
+            self.clock.at(fault.at_s, self._strike_late, fault)
+
+    def _wait_for_clients(self) -> None:
+        last = max(c.arrives_at + c.request.timeout_s for c in self.clients)
+        while any(c.ended_at is None for c in self.clients):
+            assert self.clock.now <= last + self.stall_s + 1.0, self._hang()
+            self.clock.run_until(self.clock.now + 0.25)
+            self._check()
+
+    def _hang(self) -> str:
+        late = [c.request.request_id for c in self.clients if c.ended_at is None]
+        return f"hang: {late} have neither ended nor failed at {self.clock.now:.2f} s"
+
+    def _check(self) -> None:
+        assert not self.bugs, self.bugs[0]
+        for worker in self.living():
+            if not worker.process.is_stalled and worker.has_started:
+                check_worker(self, worker)
+
+    def _settle(self) -> None:
+        """All is well again: everything that was held must come back."""
+        self._faults.clear()
+        self.supervisor_back_at = 0.0
+        self.network.heal()
+        for process in self.processes:
+            process.go_on()
+        began = self.clock.now
+        while held := what_is_held(self):
+            assert self.clock.now <= began + QUIET_LIMIT_S, f"never given back: {held}"
+            self.clock.run_until(self.clock.now + 0.1)
+            self._check()
+        self.quiet_after_s = self.clock.now - began
+        self._check()
+
+
+def simulate(seed: int, weather: Weather | None = None, *, trace: bool = False) -> World:
+    world = World(seed, weather, trace=trace)
+    world.run()
+    check_end(world)
+    return world

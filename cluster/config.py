@@ -65,6 +65,7 @@ class PoolConfig(_Settings):
     block_size: BlockSize | None = None
     kv_axis_order: AxisOrder | None = None
     wire_dtype: WireDtype | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of each worker
     kv_memory_bytes: NumBytes | None = None  # None: kv_memory_fraction of the memory that is free at start
     kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.3
     chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
@@ -175,6 +176,12 @@ class ClusterConfig(_Settings):
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
         check_targets(self.pools.targets)
+        for name, pool in self.pools.items():
+            if pool.tensor_parallel > 1 and self.device != "cpu":
+                raise ValueError(
+                    f"pools.{name}.tensor_parallel ({pool.tensor_parallel}) works on cpu alone for now, not on "
+                    f"{self.device}: use 1"
+                )
         return self
 
 

@@ -54,6 +54,7 @@ class Deployment:
             kv_axis_order=settings.kv_axis_order or config.kv_axis_order,
             wire_dtype=settings.wire_dtype or config.wire_dtype,
             verify_kv=config.verify_kv,
+            tensor_parallel=settings.tensor_parallel,
             kv_memory_bytes=settings.kv_memory_bytes,
             kv_memory_fraction=settings.kv_memory_fraction / share,
             max_context_tokens=config.max_context_tokens,

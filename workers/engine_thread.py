@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from .engine import Engine, internal
 from .engine_events import StepOutput
-from .errors import DiptychError, InternalError, Unavailable
+from .errors import DiptychError, RankLost, Unavailable
 from .handoff_types import Reservation
 from .timings import PullTimes
 
@@ -23,14 +23,14 @@ log = logging.getLogger("diptych.engine")
 
 class EngineThread:
     """`listener` is called on the engine's thread with every non-empty StepOutput, also while a step runs, with what
-    hand-offs have to say; it must not block. `on_broken` is called there when the thread ends by a fault of ours: the
-    books are in doubt, and the worker should end."""
+    hand-offs have to say; it must not block. `on_broken` is called there when the thread ends by a fault of ours, the
+    books being in doubt, or because it lost what computes: then the worker should end."""
 
     def __init__(
         self,
         engine: Engine,
         listener: Callable[[StepOutput], None],
-        on_broken: Callable[[InternalError], object],
+        on_broken: Callable[[DiptychError], object],
     ) -> None:
         self._engine = engine
         self._listener = listener
@@ -111,6 +111,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._run_until_stopped()
+        except RankLost as e:
+            self._on_broken(e)
         except Exception as e:
             log.exception("the engine's thread failed by our own fault")
             self._on_broken(internal(e))
@@ -121,6 +123,8 @@ class EngineThread:
             self._run_commands(wait=idle)
             try:
                 output = self._engine.step(self._listener)
+            except RankLost:
+                raise  # no further step is possible
             except Exception as e:
                 # The top loop: one bad batch must not take the worker's other requests with it.
                 log.exception("a step failed; its sequences are failed")

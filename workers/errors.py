@@ -10,6 +10,7 @@
     ├── DeadlineExceeded             504        the client (a longer time-out) or the operator (more workers)
     ├── Unavailable                  503        time, or the operator
     │   ├── WorkerLost               503        the router (resumes elsewhere)
+    │   │   └── RankLost             503        the supervisor (starts the worker again)
     │   ├── WorkerDraining           503        the router (submits elsewhere)
     │   └── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
     ├── HandoffError                 500        the router (prefills again)
@@ -80,6 +81,10 @@ class Unavailable(DiptychError):
 
 class WorkerLost(Unavailable):
     code = "worker_lost"
+
+
+class RankLost(WorkerLost):
+    code = "rank_lost"
 
 
 class WorkerDraining(Unavailable):

@@ -1,10 +1,11 @@
 """Owner of the KV tensors of one worker. Knows bytes and blocks; which block holds what is BlockManager's.
 
-    block-major   [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]   a block is one run on the wire
-    layer-major   [num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]   as other engines have it
+    block-major   [num_blocks, num_layers, 2, block_size, heads of this rank, head_dim]   a block is one run on the wire
+    layer-major   [num_layers, num_blocks, 2, block_size, heads of this rank, head_dim]   as other engines have it
 
-Index 0 of the third axis is K, 1 is V. On CPU the pool is an anonymous mapping that asks for
-huge pages: reading it over NIXL is several times faster, and pages that are never written cost no memory.
+Index 0 of the third axis is K, 1 is V. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is
+several times faster, and pages that are never written cost no memory. Several ranks share one mapping, each its own
+part of it, so that rank 0's transports reach them all.
 """
 
 import mmap
@@ -15,33 +16,39 @@ from torch import Tensor
 
 from .errors import ConfigError
 from .kv_layout import BLOCK_MAJOR, KVLayout, KVMemory, Region
-from .memory import huge_page_mapping
+from .memory import huge_page_mapping, shared_mapping
 from .models.weights import DTYPES
 
 MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
 
 
 class KVCache:
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, *, rank: int = 0, shared_fd: int | None = None
+    ) -> None:
+        """`shared_fd`: a memory file that all ranks have open; it is grown to the size of the pool where it is smaller.
+        Raises ConfigError if the memory is not to be had."""
         assert num_blocks > 0
+        assert (shared_fd is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
         self.num_blocks = num_blocks
         self._is_block_major = layout.axis_order == BLOCK_MAJOR
         outer = (num_blocks, layout.num_layers) if self._is_block_major else (layout.num_layers, num_blocks)
-        shape = (*outer, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (*outer, 2, layout.block_size, layout.heads_per_rank, layout.head_dim)
         dtype = DTYPES[layout.dtype]
         if device.type == "cpu":
-            self._mapping: mmap.mmap | None = huge_page_mapping(num_blocks * layout.block_bytes)
-            self.tensor = torch.frombuffer(
-                self._mapping, dtype=dtype, count=num_blocks * layout.block_bytes // dtype.itemsize
-            ).view(shape)
+            num_bytes = num_blocks * layout.block_bytes
+            mapping = huge_page_mapping(num_bytes) if shared_fd is None else shared_mapping(shared_fd, num_bytes)
+            self._mapping: mmap.mmap | None = mapping
+            pool = torch.frombuffer(mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
+            self.tensor = pool.view(layout.tensor_parallel, *shape)[rank]
         else:
             self._mapping = None
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def memory(self) -> KVMemory:
-        """What transports read and write. Valid while this object lives."""
+        """What transports read and write: the pool of all ranks, as rank 0 sees it. Valid while this object lives."""
         num_bytes = self.num_blocks * self.layout.block_bytes
         region = Region(
             address=self.tensor.data_ptr(),
@@ -52,7 +59,7 @@ class KVCache:
         return KVMemory(self.layout, self.num_blocks, region)
 
     def layer(self, index: int) -> Tensor:
-        """View of one layer: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+        """View of one layer: [num_blocks, 2, block_size, heads of this rank, head_dim]."""
         return self.tensor[:, index] if self._is_block_major else self.tensor[index]
 
 

@@ -1,21 +1,40 @@
-"""Anonymous memory that asks for huge pages: transports read and write it several times faster. No torch."""
+"""Memory that asks for huge pages: transports read and write it several times faster. No torch."""
 
 import mmap
+import os
 
 from .errors import ConfigError
 
 
 def huge_page_mapping(num_bytes: int) -> mmap.mmap:
-    """Zeros; pages that are never written cost no memory. Raises ConfigError."""
+    """Of this process alone. Zeros; pages that are never written cost no memory. Raises ConfigError."""
     try:
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return _with_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     except OSError as e:
-        raise ConfigError(
-            f"{num_bytes:,} bytes of KV memory cannot be mapped ({e.strerror}): lower kv_memory_bytes"
-        ) from e
+        raise _refused(num_bytes, e) from e
+
+
+def shared_mapping(memory_fd: int, num_bytes: int) -> mmap.mmap:
+    """The first `num_bytes` of a memory file, which is grown with zeros where it is smaller. Raises ConfigError.
+
+    The kernel gives it huge pages only where /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise or more.
+    """
+    try:
+        if os.fstat(memory_fd).st_size < num_bytes:
+            os.ftruncate(memory_fd, num_bytes)
+        return _with_huge_pages(mmap.mmap(memory_fd, num_bytes, flags=mmap.MAP_SHARED))
+    except OSError as e:
+        raise _refused(num_bytes, e) from e
+
+
+def _with_huge_pages(mapping: mmap.mmap) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             return mapping  # a kernel without transparent huge pages: slower transfers, same bytes
     return mapping
+
+
+def _refused(num_bytes: int, error: OSError) -> ConfigError:
+    return ConfigError(f"{num_bytes:,} bytes of KV memory cannot be mapped ({error.strerror}): lower kv_memory_bytes")

@@ -1,10 +1,14 @@
 """Batch -> tensors -> logits -> tokens: the Runner that computes with torch.
 
 Life: load (config and weights checked, then read; KV memory reserved) -> run, once a step -> close.
+
+With `tensor_parallel` above 1 this is rank 0 of as many: the others are processes of their own (rank_processes.py)
+that compute each step with it. If one is lost, `run` raises RankLost and the runner is of no more use.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.paged_attention import PagedBatch
-from .errors import ConfigError
+from .errors import ConfigError, RankLost
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
-from .models.attention import StepMeta
 from .models.decoder import Decoder
 from .models.rope import rope_table
+from .models.sharding import Share, check_divides, spec_of
 from .models.spec import ModelSpec, load_spec
 from .models.weights import DTYPES, Checkpoint, Progress
+from .parallel import Alone
+from .rank import RankSettings
+from .rank_processes import OnLoss, RankProcesses
 from .runner import LayerWatch, ModelInfo
 from .sampler import Sampler
 from .sequence import Batch, SampledToken, ScheduledSequence
+from .step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,8 @@ class ModelRunnerConfig:
     kv_memory_fraction: float = 0.3
     max_context_tokens: int | None = None  # None: all that the model was made for
     served_model_name: str | None = None  # None: the name of the checkpoint's directory
-    num_threads: int | None = None  # None: torch's own choice
+    num_threads: int | None = None  # of all ranks together; None: torch's own choice
+    tensor_parallel: int = 1  # ranks
 
     def validate(self) -> None:
         """Raise ConfigError for a value outside its range."""
@@ -53,42 +61,66 @@ class ModelRunnerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.tensor_parallel < 1:
+            raise ConfigError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
+        if self.tensor_parallel > 1 and not self.device.startswith("cpu"):
+            raise ConfigError(
+                f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
+            )
+
+    @property
+    def threads_per_rank(self) -> int | None:
+        if self.num_threads is None and self.tensor_parallel == 1:
+            return None
+        return max((self.num_threads or torch.get_num_threads()) // self.tensor_parallel, 1)
 
 
 class ModelRunner:
     """A Runner (see runner.py). Make it with `load`."""
 
-    def __init__(self, info: ModelInfo, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(
+        self, info: ModelInfo, decoder: Decoder, cache: KVCache, cos_sin: Tensor, ranks: RankProcesses | None = None
+    ) -> None:
         self._info, self._decoder, self._cache = info, decoder, cache
         self._memory = cache.memory
         self._device = cache.tensor.device
-        self._cos_sin = rope_table(decoder.spec, info.max_context_tokens, self._device)
+        self._cos_sin = cos_sin
         self._sampler = Sampler(info.eos_token_ids)
+        self._ranks = ranks
 
     @classmethod
-    def load(cls, config: ModelRunnerConfig, progress: Progress = lambda _done, _total: None) -> "ModelRunner":
-        """Read the checkpoint and reserve KV memory; `progress` hears of bytes read.
+    def load(
+        cls,
+        config: ModelRunnerConfig,
+        progress: Progress = lambda _done, _total: None,
+        on_loss: OnLoss = lambda _error: None,
+    ) -> "ModelRunner":
+        """Read the checkpoint and reserve KV memory; `progress` hears of bytes read. `on_loss` is called, on another
+        thread, if a rank is lost later.
 
-        Raises CheckpointError for what is wrong with the checkpoint, ConfigError for what is wrong with `config`.
+        Raises CheckpointError for what is wrong with the checkpoint, ConfigError for what is wrong with `config`,
+        RankLost for a rank that ends.
         """
         config.validate()
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         path, device = Path(config.model_path), _device(config.device)
-        spec = load_spec(path)
+        spec, share = load_spec(path), Share(0, config.tensor_parallel)
+        check_divides(spec, share.size)
         max_context_tokens = _max_context_tokens(config, spec)
-        with Checkpoint(path, spec) as checkpoint:
-            layout = KVLayout(
-                dtype=config.dtype,
-                block_size=config.block_size,
-                num_layers=spec.num_layers,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                model_id=checkpoint.fingerprint(),
-                axis_order=AXIS_ORDERS[config.kv_axis_order],
-            )
-            weights = checkpoint.load(DTYPES[config.dtype], device, progress)
-        num_blocks = _num_blocks(config, layout, max_context_tokens, device)
+        threads = config.threads_per_rank
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
+            layout = _layout(config, spec, checkpoint.fingerprint())
+            ranks = _start_ranks(config, max_context_tokens, on_loss)
+            if ranks is not None:
+                stack.callback(ranks.close)
+            weights = checkpoint.load(DTYPES[config.dtype], device, progress, share)
+            group = ranks.join() if ranks is not None else Alone()
+            num_blocks = _num_blocks(config, layout, max_context_tokens, device)
+            cache = KVCache(layout, num_blocks, device, shared_fd=ranks.memory_fd if ranks is not None else None)
+            if ranks is not None:
+                ranks.begin(num_blocks)
+            stack.pop_all()
         info = ModelInfo(
             name=config.served_model_name or path.resolve().name,
             architecture=spec.architecture,
@@ -97,7 +129,8 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             dtype=config.dtype,
         )
-        return cls(info, Decoder(spec, weights), KVCache(layout, num_blocks, device))
+        decoder = Decoder(spec_of(spec, share), weights, group)
+        return cls(info, decoder, cache, rope_table(spec, max_context_tokens, device), ranks)
 
     @property
     def info(self) -> ModelInfo:
@@ -112,7 +145,9 @@ class ModelRunner:
         return self._memory
 
     def close(self) -> None:
-        """Nothing is held but memory, which goes with the object."""
+        """End the other ranks; what else is held is memory, which goes with the object. Idempotent."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     @torch.inference_mode()
     def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
@@ -122,8 +157,11 @@ class ModelRunner:
         # Attention wants sequences with one new token first; order is restored by sampling in the batch's own order.
         order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
         entries = [batch.entries[i] for i in order]
-        token_ids, meta = self._inputs(entries)
-        hidden = self._decoder.forward(token_ids, self._cache, meta, self._stored(watch))
+        try:
+            hidden = self._forward(entries, self._stored(watch))
+        except RankLost as e:
+            assert self._ranks is not None
+            raise self._ranks.fail(e) from e
         last_rows = np.cumsum([e.num_new for e in entries]) - 1
         rows = {id(e): row for e, row in zip(entries, last_rows.tolist(), strict=True)}
         sampled = [e for e in batch.entries if e.samples]
@@ -144,34 +182,18 @@ class ModelRunner:
 
         return stored
 
-    def _inputs(self, entries: SequenceOf[ScheduledSequence]) -> tuple[Tensor, StepMeta]:
-        """(token ids [T] int64, what the layers need)."""
+    def _forward(self, entries: SequenceOf[ScheduledSequence], stored: Callable[[int], None]) -> Tensor:
+        """Final hidden states of all new tokens, [T, H]."""
         block_size = self.layout.block_size
-        num_new = [e.num_new for e in entries]
-        starts = [e.sequence.num_computed for e in entries]
-        context_lens = [start + num for start, num in zip(starts, num_new, strict=True)]
+        step = Step.of(entries, block_size)
         tokens: list[int] = []
-        for entry, start, end in zip(entries, starts, context_lens, strict=True):
-            tokens += entry.sequence.token_ids[start:end]
-        tables = np.zeros((len(entries), max(-(-n // block_size) for n in context_lens)), dtype=np.int32)
-        for row, entry, end in zip(tables, entries, context_lens, strict=True):
-            num_blocks = -(-end // block_size)
-            row[:num_blocks] = entry.sequence.block_table[:num_blocks]
-        owner = np.repeat(np.arange(len(entries)), num_new)
-        query_starts = np.concatenate(([0], np.cumsum(num_new)))
-        positions = np.arange(len(tokens)) - query_starts[owner] + np.array(starts)[owner]
-        slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        paged = PagedBatch(
-            block_tables=self._tensor(tables),
-            context_lens=self._tensor(np.array(context_lens, dtype=np.int32)),
-            query_starts=self._tensor(query_starts.astype(np.int32)),
-            host_context_lens=context_lens,
-            host_num_new=num_new,
-            num_decodes=sum(num == 1 for num in num_new),
-            block_size=block_size,
-        )
-        cos_sin = self._cos_sin[self._tensor(positions)]
-        return self._tensor(np.array(tokens)), StepMeta(cos_sin, self._tensor(slots), paged)
+        for entry in entries:
+            start = entry.sequence.num_computed
+            tokens += entry.sequence.token_ids[start : start + entry.num_new]
+        if self._ranks is not None:
+            self._ranks.tell(step)
+        meta = step.meta(self._cos_sin, block_size)
+        return self._decoder.forward(self._tensor(np.array(tokens)), self._cache, meta, stored)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -189,6 +211,34 @@ def _device(name: str) -> torch.device:
             f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
         )
     return device
+
+
+def _start_ranks(config: ModelRunnerConfig, max_context_tokens: int, on_loss: OnLoss) -> RankProcesses | None:
+    if config.tensor_parallel == 1:
+        return None
+    settings = RankSettings(
+        model_path=str(config.model_path),
+        dtype=config.dtype,
+        block_size=config.block_size,
+        axis_order=AXIS_ORDERS[config.kv_axis_order],
+        max_context_tokens=max_context_tokens,
+        num_threads=torch.get_num_threads(),
+        size=config.tensor_parallel,
+    )
+    return RankProcesses(settings, on_loss)
+
+
+def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str) -> KVLayout:
+    return KVLayout(
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        model_id=model_id,
+        axis_order=AXIS_ORDERS[config.kv_axis_order],
+        tensor_parallel=config.tensor_parallel,
+    )
 
 
 def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens: int, device: torch.device) -> int:

@@ -26,7 +26,7 @@ from .channel import bind, make_server
 from .engine import Engine
 from .engine_events import StepOutput, TokenEvent
 from .engine_thread import EngineThread
-from .errors import DiptychError, InternalError, InvalidRequest, WorkerDraining
+from .errors import DiptychError, InvalidRequest, WorkerDraining
 from .handoff_intake import PullSettings
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
@@ -64,7 +64,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._runner = runner
         engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache, layer_groups=config.layer_groups)
         engine.set_role(Role(config.role))
-        self._engine = EngineThread(engine, self._on_step, self._on_broken)
+        self._engine = EngineThread(engine, self._on_step, self.end_with)
         self._links = Links()
         self._handoffs = ServiceHandoffs(self._engine, self._links, config.lease_s)
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
@@ -113,7 +113,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return WorkerAddress(f"{self._config.host}:{port}", self.incarnation, os.getpid())
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set. Raises InternalError when the engine fails by a fault of ours."""
+        """Serve until `stop` is set. Raises InternalError when the engine fails by a fault of ours, and what
+        `end_with` was given."""
         stopping = asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait([stopping, self._broken], return_when=asyncio.FIRST_COMPLETED)
@@ -233,9 +234,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """On the engine's thread."""
         self._loop.call_soon_threadsafe(self._publish, output)
 
-    def _on_broken(self, error: InternalError) -> None:
-        """On the engine's thread."""
-        self._loop.call_soon_threadsafe(self._broken.set_exception, error)
+    def end_with(self, error: DiptychError) -> None:
+        """The worker is of no more use: have `run` raise `error`. On any thread; the first one counts."""
+        self._loop.call_soon_threadsafe(lambda: self._broken.done() or self._broken.set_exception(error))
 
     def _publish(self, output: StepOutput) -> None:
         self._send_tokens(output)

@@ -10,19 +10,20 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from .errors import DiptychError
+from .errors import DiptychError, RankLost
 from .load_bar import load_bar
 from .runner import Runner
 from .service import WorkerAddress, WorkerService
 from .worker_config import WorkerConfig
 
 
-def load_runner(config: WorkerConfig) -> Runner:
-    """Raises CheckpointError or ConfigError."""
+def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> Runner:
+    """`on_loss`: called on another thread if a rank is lost later. Raises CheckpointError, ConfigError or RankLost."""
     # Read when torch is first imported. Threads that spin while they wait take the cores from the other workers of the
     # machine: a step took up to a hundred times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -34,6 +35,7 @@ def load_runner(config: WorkerConfig) -> Runner:
         dtype=config.dtype,
         device=config.device,
         num_threads=config.threads,
+        tensor_parallel=config.tensor_parallel,
         block_size=config.block_size,
         kv_axis_order=config.kv_axis_order,
         kv_memory_bytes=config.kv_memory_bytes,
@@ -41,19 +43,29 @@ def load_runner(config: WorkerConfig) -> Runner:
         max_context_tokens=config.max_context_tokens,
     )
     with load_bar(config.model) as progress:
-        return ModelRunner.load(settings, progress)
+        return ModelRunner.load(settings, progress, on_loss)
 
 
 async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop: asyncio.Event) -> None:
-    """Load, serve, and resolve `ready`; return once `stop` is set and everything is closed."""
+    """Load, serve, and resolve `ready`; return once `stop` is set and everything is closed.
+
+    Raises RankLost, once everything is closed, if a rank ended: the worker is to be started again.
+    """
+    lost: Future[RankLost] = Future()
     try:
         config.validate()
-        runner = await asyncio.to_thread(load_runner, config)
-        service = WorkerService(config, runner)
-        ready.set_result(await service.start())
+        runner = await asyncio.to_thread(load_runner, config, lost.set_result)
+        try:
+            service = WorkerService(config, runner)
+            where = await service.start()
+        except BaseException:
+            runner.close()
+            raise
+        ready.set_result(where)
     except BaseException as e:
         ready.set_exception(e)
         raise
+    lost.add_done_callback(lambda loss: service.end_with(loss.result()))
     try:
         await service.run(stop)
     finally:

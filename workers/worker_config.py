@@ -8,6 +8,8 @@ from .kv_layout import AXIS_ORDERS
 from .kv_wire import WIRE_DTYPES
 from .scheduler import Role, SchedulerConfig
 
+MAX_RANKS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -16,7 +18,8 @@ class WorkerConfig:
     served_model_name: str | None = None  # None: the folder's name
     dtype: str = "bfloat16"  # or "float32"
     device: str = "cpu"
-    threads: int | None = None  # None: torch's choice
+    threads: int | None = None  # of all its ranks together; None: torch's choice
+    tensor_parallel: int = 1  # ranks: processes that share the model's heads and MLP, on this machine
     block_size: int = 16  # tokens a block
     kv_memory_bytes: int | None = None  # None: by fraction
     kv_memory_fraction: float = 0.3  # of the memory that is free at start
@@ -51,6 +54,12 @@ class WorkerConfig:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 1 <= self.tensor_parallel <= MAX_RANKS:
+            raise ConfigError(f"tensor_parallel must be in [1, {MAX_RANKS}], got {self.tensor_parallel}")
+        if self.tensor_parallel > 1 and self.device != "cpu":
+            raise ConfigError(
+                f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
+            )
         if not 0 < self.kv_memory_fraction <= 0.95:
             raise ConfigError(f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}")
         if self.auth_token is None and self.host not in ("127.0.0.1", "localhost", "::1"):

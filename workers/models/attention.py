@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 from ...kernels.paged_attention import PagedBatch, paged_attention
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope_kv_write import rope_kv_write
+from ..parallel import Group
 from .spec import ModelSpec
 from .weights import LayerWeights
 
@@ -21,8 +22,13 @@ class StepMeta:
     paged: PagedBatch
 
 
-def attention(spec: ModelSpec, weights: LayerWeights, hidden: Tensor, cache: Tensor, meta: StepMeta) -> Tensor:
-    """hidden: [T, H]; cache: [num_blocks, 2, block_size, K, D], gains the KV of the T tokens. Returns [T, H]."""
+def attention(
+    spec: ModelSpec, weights: LayerWeights, hidden: Tensor, cache: Tensor, meta: StepMeta, group: Group
+) -> Tensor:
+    """hidden: [T, H]; cache: [num_blocks, 2, block_size, K, D], gains the KV of the T tokens. Returns [T, H].
+
+    spec, weights and cache: of this rank's heads alone; the result is of all heads, the same on every rank.
+    """
     num_tokens = hidden.shape[0]
     qkv = linear(hidden, weights.qkv, weights.qkv_bias).view(num_tokens, -1, spec.head_dim)
     q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
@@ -31,4 +37,4 @@ def attention(spec: ModelSpec, weights: LayerWeights, hidden: Tensor, cache: Ten
         k = rms_norm(k, weights.k_norm, spec.rms_norm_eps)
     q = rope_kv_write(q, k, v, meta.cos_sin, cache, meta.slots)
     attended = paged_attention(q, cache, meta.paged)
-    return linear(attended.view(num_tokens, -1), weights.o, weights.o_bias)
+    return group.all_reduce(linear(attended.view(num_tokens, -1), weights.o, weights.o_bias))

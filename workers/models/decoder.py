@@ -1,7 +1,7 @@
 """The decoder that a ModelSpec describes. Knows tensors; knows neither sequences nor sampling."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn.functional import embedding, linear
@@ -9,15 +9,19 @@ from torch.nn.functional import embedding, linear
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from ...kernels.silu_mul import silu_mul
 from ..kv_cache import KVCache
+from ..parallel import Alone, Group
 from .attention import StepMeta, attention
 from .spec import ModelSpec
-from .weights import DecoderWeights
+from .weights import DecoderWeights, LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    spec: ModelSpec
+    """All of it on the only rank of a worker; on the first of several, all but the others' shares of the layers."""
+
+    spec: ModelSpec  # of this rank's share
     weights: DecoderWeights
+    group: Group = field(default_factory=Alone)
 
     def forward(
         self, token_ids: Tensor, cache: KVCache, meta: StepMeta, stored: Callable[[int], object] = lambda _: None
@@ -26,19 +30,37 @@ class Decoder:
 
         `stored` is told how many layers were asked to store theirs, after each.
         """
-        spec, eps = self.spec, self.spec.rms_norm_eps
         residual = embedding(token_ids, self.weights.embed)
-        hidden = rms_norm(residual, self.weights.layers[0].input_norm, eps)
-        for i, layer in enumerate(self.weights.layers):
-            if i:
-                hidden = add_rms_norm(hidden, residual, layer.input_norm, eps)
-            hidden = attention(spec, layer, hidden, cache.layer(i), meta)
-            stored(i + 1)
-            hidden = add_rms_norm(hidden, residual, layer.post_norm, eps)
-            hidden = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
-            hidden = linear(hidden, layer.down, layer.down_bias)
-        return add_rms_norm(hidden, residual, self.weights.norm, eps)
+        self.group.broadcast(residual)
+        hidden = run_layers(self.spec, self.weights.layers, residual, cache, meta, self.group, stored)
+        return add_rms_norm(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, H]. Returns [R, vocab] float32."""
         return linear(hidden, self.weights.lm_head).float()
+
+
+def run_layers(
+    spec: ModelSpec,
+    layers: list[LayerWeights],
+    residual: Tensor,
+    cache: KVCache,
+    meta: StepMeta,
+    group: Group,
+    stored: Callable[[int], object] = lambda _: None,
+) -> Tensor:
+    """residual: [T, H], overwritten. Returns what the last layer adds to it, [T, H]: the same on every rank.
+
+    spec, layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV.
+    """
+    eps = spec.rms_norm_eps
+    hidden = rms_norm(residual, layers[0].input_norm, eps)
+    for i, layer in enumerate(layers):
+        if i:
+            hidden = add_rms_norm(hidden, residual, layer.input_norm, eps)
+        hidden = attention(spec, layer, hidden, cache.layer(i), meta, group)
+        stored(i + 1)
+        hidden = add_rms_norm(hidden, residual, layer.post_norm, eps)
+        hidden = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
+        hidden = group.all_reduce(linear(hidden, layer.down, layer.down_bias))
+    return hidden

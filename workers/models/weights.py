@@ -6,6 +6,7 @@ with a checkpoint is found before a weight is read, and named.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .sharding import WHOLE, Share, part_of_tensor
 from .spec import ModelSpec, read_json_object
 
 Shape = tuple[int, ...]
@@ -83,7 +85,7 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored."""
-        return sum(self._stored_bytes(name) for name in self._files)
+        return sum(self.stored_bytes(name) for name in self._files)
 
     def fingerprint(self) -> str:
         """Hex name of the weights: blake3 over the spec, names, shapes, dtypes and a sample of each tensor's bytes.
@@ -102,50 +104,41 @@ class Checkpoint:
         return digest.hexdigest(length=16)
 
     def load(
-        self, dtype: torch.dtype, device: torch.device, progress: Progress = lambda _done, _total: None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress = lambda _done, _total: None,
+        share: Share = WHOLE,
     ) -> DecoderWeights:
-        """Copy every tensor to `device` as `dtype`, those of a fused weight below one another."""
-        done, total = 0, self.num_bytes
-        progress(0, total)
-
-        def fused(sources: dict[str, Shape]) -> Tensor:
-            nonlocal done
-            rows = sum(shape[0] for shape in sources.values())
-            target = torch.empty((rows, *next(iter(sources.values()))[1:]), dtype=dtype, device=device)
-            start = 0
-            for name, shape in sources.items():
-                target[start : start + shape[0]].copy_(self._read(name))
-                start += shape[0]
-                done += self._stored_bytes(name)
-                progress(done, total)
-            return target
-
-        layers: list[LayerWeights] = []
-        for i in range(self.spec.num_layers):
-            layers.append(
-                LayerWeights(**{field: fused(sources) for field, sources in layer_tensors(self.spec, i).items()})
-            )
-        outer = {
-            field: fused(sources)
-            for field, sources in outer_tensors(self.spec).items()
-            if next(iter(sources)) in self._files
+        """Copy every tensor to `device` as `dtype`, those of a fused weight below one another; of the layers' tensors
+        only what `share` holds."""
+        outer_sources = {
+            field: sources for field, sources in outer_tensors(self.spec).items() if next(iter(sources)) in self._files
         }
+        reader = _Reader(self, dtype, device, progress, share)
+        reader.expect(outer_sources)
+        layers = reader.layers()
+        outer = {field: reader.fused(sources) for field, sources in outer_sources.items()}
         return DecoderWeights(outer["embed"], layers, outer["norm"], outer.get("lm_head", outer["embed"]))
 
-    def _read(self, name: str) -> Tensor:
+    def load_layers(self, dtype: torch.dtype, device: torch.device, share: Share) -> list[LayerWeights]:
+        """The same without what is outside the layers: all that a rank other than the first needs."""
+        return _Reader(self, dtype, device, lambda _done, _total: None, share).layers()
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Tensor `name`, or a part of it, as stored; on CPU."""
         try:
-            return self._files[name].get_tensor(name)
+            if part == (slice(None),):
+                return self._files[name].get_tensor(name)
+            return self._files[name].get_slice(name)[part]
         except (SafetensorError, OSError) as e:
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} cannot be read ({e}): fetch the file again"
             ) from e
 
-    def _stored_bytes(self, name: str) -> int:
+    def stored_bytes(self, name: str) -> int:
         stored = self._files[name].get_slice(name)
-        num = 1
-        for size in stored.get_shape():
-            num *= size
-        return num * STORED_BYTES[stored.get_dtype()]
+        return math.prod(stored.get_shape()) * STORED_BYTES[stored.get_dtype()]
 
     def _open(self, model_path: Path) -> None:
         index = _read_index(model_path)
@@ -195,6 +188,57 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} must have dtype {', '.join(STORED_BYTES)}, found {dtype}"
             )
+
+
+class _Reader:
+    """Copies what one share of a decoder needs out of a checkpoint, and counts."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress, share: Share
+    ) -> None:
+        self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
+        self._progress = progress
+        self._done, self._total = 0, 0
+        self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
+        if share.rank:  # what is added once is added by rank 0
+            for fields in self._layers:
+                fields.pop("o_bias", None)
+                fields.pop("down_bias", None)
+        for fields in self._layers:
+            self.expect(fields)
+
+    def expect(self, fields: dict[str, dict[str, Shape]]) -> None:
+        """Count these among what is to be read."""
+        self._total += sum(self._bytes(name, shape) for sources in fields.values() for name, shape in sources.items())
+
+    def layers(self) -> list[LayerWeights]:
+        self._progress(0, self._total)
+        return [
+            LayerWeights(**{field: self.fused(sources) for field, sources in fields.items()}) for fields in self._layers
+        ]
+
+    def fused(self, sources: dict[str, Shape]) -> Tensor:
+        parts = {name: self._shape(name, shape) for name, shape in sources.items()}
+        rows = sum(shape[0] for shape in parts.values())
+        target = torch.empty((rows, *next(iter(parts.values()))[1:]), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, shape in parts.items():
+            target[start : start + shape[0]].copy_(self._checkpoint.read(name, self._part(name)))
+            start += shape[0]
+            self._done += self._bytes(name, sources[name])
+            self._progress(self._done, self._total)
+        return target
+
+    def _part(self, name: str) -> tuple[slice, ...]:
+        return (slice(None),) if self._share == WHOLE else part_of_tensor(self._checkpoint.spec, name, self._share)
+
+    def _shape(self, name: str, shape: Shape) -> Shape:
+        part = self._part(name)
+        cut = tuple(len(range(size)[where]) for size, where in zip(shape, part, strict=False))
+        return cut + shape[len(part) :]
+
+    def _bytes(self, name: str, shape: Shape) -> int:
+        return self._checkpoint.stored_bytes(name) * math.prod(self._shape(name, shape)) // math.prod(shape)
 
 
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, dict[str, Shape]]:

@@ -1,0 +1,61 @@
+"""Groups: sums and broadcasts over gloo, between threads of this process, and a rank that is gone."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.workers.errors import RankLost
+from diptych.workers.parallel import Alone, GlooGroup
+
+
+def as_ranks(size: int, meeting: Path, work: Callable[[GlooGroup], object]) -> list[object]:
+    """`work` on every rank, each a thread; their results in rank order."""
+    with ThreadPoolExecutor(size) as pool:
+        calls = [pool.submit(lambda rank: work(GlooGroup.join(rank, size, meeting)), rank) for rank in range(size)]
+        return [call.result() for call in calls]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_gets_the_same_sum(size: int, tmp_path: Path) -> None:
+    parts = torch.randn(size, 7, 33, generator=torch.Generator().manual_seed(1))
+    sums = as_ranks(size, tmp_path / "meeting", lambda group: group.all_reduce(parts[group.rank].clone()))
+    assert all(isinstance(s, torch.Tensor) and torch.equal(s, torch.as_tensor(sums[0])) for s in sums)
+    torch.testing.assert_close(sums[0], parts.sum(0))
+
+
+def test_bfloat16_is_added_in_float32(tmp_path: Path) -> None:
+    """In bfloat16, 256 + 1 is 256: the order of additions would show."""
+    parts = torch.tensor([256.0, 1.0, 1.0, 0.0]).bfloat16()
+    sums = as_ranks(4, tmp_path / "meeting", lambda group: group.all_reduce(parts[group.rank : group.rank + 1]))
+    assert [(s.item(), s.dtype) for s in sums if isinstance(s, torch.Tensor)] == [(258.0, torch.bfloat16)] * 4
+
+
+def test_everybody_gets_what_rank_0_has(tmp_path: Path) -> None:
+    def work(group: GlooGroup) -> list[int]:
+        tensor = torch.arange(5, dtype=torch.int32) if group.rank == 0 else torch.zeros(5, dtype=torch.int32)
+        group.broadcast(tensor, patient=group.rank == 1)
+        return tensor.tolist()
+
+    assert as_ranks(3, tmp_path / "meeting", work) == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
+    def work(group: GlooGroup) -> str:
+        group.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            return "left"  # and with the last reference goes the connection
+        with pytest.raises(RankLost, match="rank 0 of 2 lost another rank"):
+            group.all_reduce(torch.ones(3))
+        return "missed it"
+
+    assert as_ranks(2, tmp_path / "meeting", work) == ["missed it", "left"]
+
+
+def test_alone() -> None:
+    part = torch.ones(3)
+    assert Alone().all_reduce(part) is part
+    Alone().broadcast(part)
+    assert (Alone().rank, Alone().size) == (0, 1)

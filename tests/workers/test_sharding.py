@@ -1,0 +1,112 @@
+"""Shares of a decoder: those of all ranks together are the whole, and what cannot be shared is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.workers.errors import ConfigError
+from diptych.workers.models.sharding import Share, check_divides, spec_of
+from diptych.workers.models.spec import ModelSpec, load_spec
+from diptych.workers.models.weights import Checkpoint, LayerWeights
+
+from ..checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8 query heads, 4 key-value heads, a bias everywhere."""
+    changes = {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    return make_checkpoint(tmp_path_factory.mktemp("biased") / "llama", "llama", 5, **changes)
+
+
+def projections(fused: Tensor, spec: ModelSpec) -> list[Tensor]:
+    """Queries, keys and values of a fused weight or bias."""
+    return list(fused.split([n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]))
+
+
+def shares(path: Path, size: int) -> list[list[LayerWeights]]:
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        return [checkpoint.load_layers(torch.float32, CPU, Share(rank, size)) for rank in range(size)]
+
+
+def assert_joined(whole: LayerWeights, parts: list[LayerWeights], spec: ModelSpec) -> None:
+    """`parts`, in rank order, are `whole`; repeated key-value heads are equal."""
+    size = len(parts)
+    part_spec = spec_of(spec, Share(0, size))
+    copies = max(size // spec.num_kv_heads, 1)
+    for name in ("qkv", "qkv_bias"):
+        q, k, v = projections(getattr(whole, name), spec)
+        split = [projections(getattr(part, name), part_spec) for part in parts]
+        assert torch.equal(q, torch.cat([p[0] for p in split]))
+        for which, full in ((1, k), (2, v)):
+            assert torch.equal(full, torch.cat([p[which] for p in split[::copies]]))
+            assert all(torch.equal(p[which], split[i // copies * copies][which]) for i, p in enumerate(split))
+    for name in ("gate_up", "gate_up_bias"):
+        halves = [getattr(part, name).chunk(2) for part in parts]
+        assert torch.equal(getattr(whole, name), torch.cat([h[0] for h in halves] + [h[1] for h in halves]))
+    for name in ("o", "down"):
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts], dim=1))
+        bias = f"{name}_bias"
+        assert torch.equal(getattr(whole, bias), getattr(parts[0], bias))
+        assert all(getattr(part, bias) is None for part in parts[1:])
+    for name in ("input_norm", "post_norm"):
+        assert all(torch.equal(getattr(whole, name), getattr(part, name)) for part in parts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_all_shares_together_are_the_whole(biased: Path, size: int) -> None:
+    spec = load_spec(biased)
+    with Checkpoint(biased, spec) as checkpoint:
+        whole = checkpoint.load(torch.float32, CPU).layers
+    for i, parts in enumerate(zip(*shares(biased, size), strict=True)):
+        assert_joined(whole[i], list(parts), spec)
+
+
+def test_ranks_that_share_a_key_value_head_hold_it_whole(qwen3: Path) -> None:
+    """Two KV heads over eight ranks; the norms of single heads are everybody's."""
+    parts = shares(qwen3, 8)
+    whole = shares(qwen3, 1)[0]
+    spec = load_spec(qwen3)
+    ours = spec_of(spec, Share(5, 8))
+    assert (ours.num_heads, ours.num_kv_heads, ours.intermediate_size) == (1, 1, spec.intermediate_size // 8)
+    assert torch.equal(projections(parts[5][0].qkv, ours)[1], projections(whole[0].qkv, spec)[1][spec.head_dim :])
+    norms = [part[0].q_norm for part in parts]
+    assert whole[0].q_norm is not None
+    assert all(norm is not None and torch.equal(norm, whole[0].q_norm) for norm in norms)
+
+
+def test_progress_counts_what_the_share_reads(biased: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with Checkpoint(biased, load_spec(biased)) as checkpoint:
+        weights = checkpoint.load(torch.float32, CPU, lambda done, total: seen.append((done, total)), Share(0, 4))
+    tensors = [weights.embed, weights.norm, weights.lm_head]
+    for layer in weights.layers:
+        tensors += [t for name in LayerWeights.__slots__ if (t := getattr(layer, name)) is not None]
+    total = sum(t.nbytes for t in tensors)
+    assert seen[0] == (0, total)
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 3, "8 attention heads: use one of 1, 2, 4, 8"),
+        ({}, 16, "8 attention heads"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "3 key-value heads, nor they it"),
+        ({"intermediate_size": 164}, 8, "intermediate size of 164: use one of 1, 2, 4$"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(biased: Path, changes: dict[str, int], size: int, message: str) -> None:
+    spec = replace(load_spec(biased), **changes)
+    with pytest.raises(ConfigError, match=message):
+        check_divides(spec, size)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 1), (4, 2), (4, 8), (1, 8), (8, 4)])
+def test_what_can_be_shared_is_taken(biased: Path, num_kv_heads: int, size: int) -> None:
+    check_divides(replace(load_spec(biased), num_kv_heads=num_kv_heads), size)

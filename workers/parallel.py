@@ -1,0 +1,97 @@
+"""The ranks of one worker, as each of them sees the others. Knows tensors; knows neither layers nor processes.
+
+A worker of `tensor_parallel` n is n ranks: each holds an equal share of the heads and of the MLP, computes every token
+of a step with its share, and adds its part to the others' twice a layer (Shoeybi et al. 2019, section 3). Whatever is
+not in a layer (embedding, final norm, head, sampling) is rank 0's alone.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, distributed
+from torch.distributed import BroadcastOptions
+
+from .errors import RankLost
+
+STALL = timedelta(seconds=60)  # the ranks of a step are milliseconds apart: one that is so late is stuck
+IDLE = timedelta(days=365)  # between two steps; the processes' own ends are watched elsewhere (rank_processes.py)
+LOOPBACK = "127.0.0.1"
+
+
+class Group(Protocol):
+    """A method returns when this rank's part is done. Raises RankLost where another rank does not do its own."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """part: the same shape on every rank. Returns the sum, of part's dtype; may overwrite `part`."""
+        ...
+
+    def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
+        """Rank 0's `tensor` into that of every other rank, contiguous and of the same shape and dtype.
+
+        `patient`: rank 0 may have nothing to say for as long as it likes.
+        """
+        ...
+
+
+class Alone:
+    """The group of a worker that is one process."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        return part
+
+    def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
+        return
+
+
+class GlooGroup:
+    """Ranks on one machine, over TCP on its loopback interface; ports are the kernel's choice. Make it with `join`."""
+
+    def __init__(self, rank: int, size: int, gloo: Any) -> None:
+        self.rank, self.size = rank, size
+        self._gloo = gloo
+
+    @classmethod
+    def join(cls, rank: int, size: int, meeting: Path) -> "GlooGroup":
+        """Waits until all ranks are here. `meeting`: a file, the same for all, in a folder that others cannot read."""
+        torch_gloo: Any = distributed.ProcessGroupGloo  # its type stubs lack what binds it to an address
+        options = torch_gloo._Options()
+        options._devices = [torch_gloo.create_device(hostname=LOOPBACK)]
+        options._timeout = STALL
+        options._threads = 1  # one call at a time
+        try:
+            store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
+            return cls(rank, size, torch_gloo(store, rank, size, options))
+        except RuntimeError as e:
+            raise RankLost(f"rank {rank} of {size} could not join the others: {_first_line(e)}") from e
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        # Parts in bfloat16 are added in float32 and rounded once.
+        wide = part.float().contiguous()
+        self._wait(lambda: self._gloo.allreduce([wide]))
+        return wide.to(part.dtype)
+
+    def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
+        assert tensor.is_contiguous()
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = IDLE if patient else STALL
+        self._wait(lambda: self._gloo.broadcast([tensor], options))
+
+    def _wait(self, start: Any) -> None:
+        try:
+            start().wait()
+        except RuntimeError as e:
+            raise RankLost(f"rank {self.rank} of {self.size} lost another rank: {_first_line(e)}") from e
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]

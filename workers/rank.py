@@ -1,0 +1,107 @@
+"""One rank of a worker, other than its first: `python -m diptych.workers.rank SETTINGS`, started by rank_processes.py.
+
+    read our share of the layers -> say READY -> join the others -> map the shared KV memory
+        -> for ever: hear a step, receive the embedded tokens, run the layers
+
+It serves nobody: it ends when it is killed, when the worker's own process is gone, or when a rank does not do its part.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from .errors import CheckpointError, ConfigError, RankLost
+from .kv_cache import KVCache
+from .kv_layout import KVLayout
+from .models.decoder import run_layers
+from .models.rope import rope_table
+from .models.sharding import Share, spec_of
+from .models.spec import load_spec
+from .models.weights import DTYPES, Checkpoint
+from .parallel import GlooGroup
+from .step import Step, StepLimits, hear
+
+READY = b"ready\n"  # on standard output, once the weights are read
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    model_path: str
+    dtype: str
+    block_size: int
+    axis_order: str  # of kv_layout.py
+    max_context_tokens: int
+    num_threads: int
+    size: int
+    rank: int = 0
+    memory_fd: int = -1
+    meeting: str = ""
+    parent_pid: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def follow(settings: RankSettings) -> None:
+    """Does not return. Raises RankLost, or what reading a checkpoint raises."""
+    torch.set_num_threads(settings.num_threads)
+    cpu, dtype = torch.device("cpu"), DTYPES[settings.dtype]
+    path, share = Path(settings.model_path), Share(settings.rank, settings.size)
+    spec = load_spec(path)
+    with Checkpoint(path, spec) as checkpoint:
+        layers = checkpoint.load_layers(dtype, cpu, share)
+    os.write(sys.stdout.fileno(), READY)
+    group = GlooGroup.join(settings.rank, settings.size, Path(settings.meeting))
+    [num_blocks] = hear(group).tolist()
+    limits = StepLimits(settings.block_size, num_blocks, settings.max_context_tokens)
+    layout = KVLayout(
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        model_id="",
+        axis_order=settings.axis_order,
+        tensor_parallel=settings.size,
+    )
+    cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared_fd=settings.memory_fd)
+    cos_sin = rope_table(spec, settings.max_context_tokens, cpu)
+    ours = spec_of(spec, share)
+    group.all_reduce(torch.ones(1))  # everyone is here: rank 0 may serve
+    while True:
+        step = Step.from_words(hear(group), limits)
+        residual = torch.empty((step.num_tokens, spec.hidden_size), dtype=dtype)
+        group.broadcast(residual)
+        run_layers(ours, layers, residual, cache, step.meta(cos_sin, settings.block_size), group)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we asked
+        raise RankLost("the worker of this rank is gone")
+
+
+def main(argv: list[str]) -> int:
+    # A signal to the whole process group is for rank 0 to act on, which then ends us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    settings = RankSettings(**json.loads(argv[1]))
+    try:
+        end_with_parent(settings.parent_pid)
+        with torch.inference_mode():
+            follow(settings)
+    except (RankLost, CheckpointError, ConfigError) as e:
+        print(f"error: rank {settings.rank}: {e}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,165 @@
+"""Rank 0's side of the other ranks: their processes, and the memory and the meeting place that they share.
+
+    start -> join (each has read its weights) -> begin -> ... -> close
+      └────────┴────────┴── one ends, or `fail` ──> all are killed ──> on_loss(why)
+
+A worker is whole or it is not: the first rank that ends takes the others with it, and then the worker ends itself, so
+that whoever started it can start all of it again. Ranks own nothing that outlives them, so killing them is enough.
+If rank 0 dies the kernel kills them: each asks for that (rank.py), and means by it the death of the *thread* that
+started it, so that this is a thread which lives as long as they do.
+"""
+
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .errors import ConfigError, RankLost
+from .parallel import GlooGroup
+from .rank import READY, RankSettings
+from .step import Step, tell
+
+OnLoss = Callable[[RankLost], object]
+EXIT_S = 1.0  # between a rank's last sign of life and its exit status
+
+log = logging.getLogger("diptych.worker")
+
+
+class RankProcesses:
+    """Ranks 1 to size - 1 of a worker. `on_loss` is called once at most, on a thread of ours, not after `close`."""
+
+    def __init__(self, settings: RankSettings, on_loss: OnLoss) -> None:
+        """`settings`: what they have in common; the rest is filled in here. Raises ConfigError."""
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("tensor_parallel > 1 needs Linux, whose memory files the ranks share: use 1")
+        self.memory_fd = os.memfd_create("diptych-kv")
+        self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
+        self._meeting = Path(self._folder) / "meeting"
+        self._settings = replace(settings, memory_fd=self.memory_fd, meeting=str(self._meeting), parent_pid=os.getpid())
+        self._on_loss = on_loss
+        self._ready: Future[None] = Future()
+        self._wake_read, self._wake_write = os.pipe()
+        self._is_closing = False
+        self._failure: RankLost | None = None
+        self._error = RankLost("the worker is closing")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._thread = threading.Thread(target=self._run, name="diptych-ranks", daemon=True)
+        self._thread.start()
+
+    def join(self) -> GlooGroup:
+        """Waits until every rank has read its weights. Raises RankLost if one ends instead."""
+        self._ready.result()
+        self._group = GlooGroup.join(0, self._settings.size, self._meeting)
+        return self._group
+
+    def begin(self, num_blocks: int) -> None:
+        """Have all map the KV memory, which now has its size. Then they wait for steps."""
+        tell(self._group, np.array([num_blocks], dtype=np.int32))
+        self._group.all_reduce(torch.ones(1))
+        self._end_meeting()
+
+    def tell(self, step: Step) -> None:
+        """What they are to compute with us next."""
+        tell(self._group, step.to_words())
+
+    def fail(self, error: RankLost) -> RankLost:
+        """A rank does not do its part, as others see it: end them all. Returns what is to be said of it."""
+        self._failure = error
+        os.write(self._wake_write, b"f")
+        self._thread.join()
+        return self._error
+
+    def close(self) -> None:
+        """End them; returns when they have ended. Idempotent."""
+        self._is_closing = True
+        os.write(self._wake_write, b"c")
+        self._thread.join()
+
+    def __del__(self) -> None:
+        for descriptor in (self.memory_fd, self._wake_read, self._wake_write):
+            os.close(descriptor)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            for rank in range(1, self._settings.size):
+                self._processes.append(self._start(rank))
+            self._error = self._watch() or self._error
+        except OSError as e:
+            self._error = RankLost(f"a rank could not be started ({e.strerror}): free memory, or allow more processes")
+        finally:
+            self._end()
+        if not self._ready.done():
+            self._ready.set_exception(self._error)
+        elif not self._is_closing:
+            log.error("%s", self._error)
+            self._on_loss(self._error)
+
+    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
+        module = __name__.rpartition(".")[0] + ".rank"
+        command = [sys.executable, "-m", module, replace(self._settings, rank=rank).to_json()]
+        env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ  # as for the worker itself
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[self.memory_fd], env=env
+        )
+
+    def _watch(self) -> RankLost | None:
+        """Until `close` (None), `fail`, or the end of a process, which is the end of its output."""
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        for process in self._processes:
+            assert process.stdout is not None
+            poll.register(process.stdout, select.POLLIN)
+        num_ready = 0
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake_read:
+                    return None if self._is_closing else self._loss()
+                if os.read(descriptor, len(READY)) != READY:
+                    return None if self._is_closing else self._loss()
+                num_ready += 1
+            if num_ready == len(self._processes) and not self._ready.done():
+                self._ready.set_result(None)
+
+    def _loss(self) -> RankLost:
+        """Who ended and how. Where one was killed, the others' own ends are its consequence."""
+        until = time.monotonic() + EXIT_S
+        while all(p.poll() is None for p in self._processes) and time.monotonic() < until:
+            time.sleep(0.01)
+        statuses = {rank: process.returncode for rank, process in enumerate(self._processes, 1)}
+        ended = {rank: status for rank, status in statuses.items() if status is not None}
+        killed = {rank: status for rank, status in ended.items() if status < 0}
+        how = [
+            f"rank {rank} was killed by {signal.Signals(-status).name}"
+            if status < 0
+            else f"rank {rank} ended with status {status}"
+            for rank, status in (killed or ended).items()
+        ]
+        why = ", ".join(how) or str(self._failure)
+        return RankLost(f"{why}: all {self._settings.size} ranks of the worker end with it")
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self._end_meeting()
+
+    def _end_meeting(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

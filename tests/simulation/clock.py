@@ -48,6 +48,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
+        self.running: ProcessLoop | None = None  # the last to run: setting it costs a system call
         self._queue: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
 
@@ -144,7 +145,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                     task.get_coro().close()  # type: ignore[union-attr]
                 except RuntimeError:
                     continue  # a cleanup that awaits, in a process that is gone
-        asyncio._set_running_loop(None)
 
     # -- asyncio ----------------------------------------------------------------------------------------------------
 
@@ -218,16 +218,14 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             late, self._late_timers = self._late_timers, deque()
             timers_first = self._rng.random() < 0.5  # select() may tell either first
             self._ready = deque([*late, *self._ready]) if timers_first else deque([*self._ready, *late])
-        asyncio._set_running_loop(self)
-        try:
-            ready = self._ready
-            while ready and not self.is_dead and not self.is_stalled:
-                timer = ready.popleft()
-                if timer.act is None:
-                    continue
+        if self.clock.running is not self:
+            self.clock.running = self
+            asyncio._set_running_loop(self)
+        ready = self._ready
+        while ready and not self.is_dead and not self.is_stalled:
+            timer = ready.popleft()
+            if timer.act is not None:
                 self._call(timer)
-        finally:
-            asyncio._set_running_loop(None)
         self._is_due = False
         if self._ready:
             self._make_due()
@@ -252,4 +250,5 @@ def dispose(processes: Sequence[ProcessLoop]) -> None:
         for process in processes:
             process.dispose()
     finally:
+        asyncio._set_running_loop(None)
         sys.unraisablehook = hook

@@ -68,12 +68,17 @@ class SourceState(enum.Enum):
 
 
 class SourceHandoff:
-    def __init__(self, num_blocks: int, num_layers: int, lease_s: float, now: float, *, is_live: bool = False) -> None:
+    """`is_live`: its sequence runs on while it is OPEN; `prefix`: a cached one, for one sink alone."""
+
+    def __init__(
+        self, num_blocks: int, num_layers: int, lease_s: float, now: float, is_live: bool = False, prefix: bool = False
+    ) -> None:
         assert num_blocks > 0 and lease_s > 0
         self.state = SourceState.OPEN
-        self.runs_on = is_live  # its sequence, while it is OPEN
+        self.runs_on = is_live
         self.sink: str | None = None  # who may read, renew and release
         self._num_blocks = num_blocks
+        self._is_prefix = prefix
         self._num_layers = num_layers
         self._lease_s = lease_s
         self._deadline = now + lease_s
@@ -138,14 +143,14 @@ class SourceHandoff:
 
     def leave(self, sink: str, now: float) -> list[SourceAction]:
         """The sink abandons, or its stream ended. Another has one lease's time to take over; nobody has to for a
-        sequence that still runs here, whose hand-off ends."""
+        sequence that still runs here, nor for a prefix, which is computed instead: that hand-off ends."""
         actions = self.tick(now)
         if not self.is_held_by(sink):
             return actions
         self.sink = None
         self._deadline = now + self._lease_s
-        over = self._end(SourceState.ABORTED, None) if self.runs_on and self.state is SourceState.OPEN else []
-        return [*actions, EndStream(sink), *over]
+        is_over = self._is_prefix or (self.runs_on and self.state is SourceState.OPEN)
+        return [*actions, EndStream(sink), *(self._end(SourceState.ABORTED, None) if is_over else [])]
 
     def renew(self, sink: str, now: float, num_read: int = 0) -> list[SourceAction]:
         """`num_read`: segments of which the sink has nothing left to read."""

@@ -101,13 +101,14 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     # -- from the engine --------------------------------------------------------------------------------------------
 
-    def offer(self, handoff_id: str, num_tokens: int, *, is_live: bool = False) -> None:
-        """Open a hand-off of that many tokens at most. `is_live`: its sequence runs on, see `SourcePort.caught_up`.
-        Raises HandoffError when the id was used before: ids are single-use."""
+    def offer(self, handoff_id: str, num_tokens: int, *, is_live: bool = False, prefix: bool = False) -> None:
+        """Open a hand-off of that many tokens at most. `is_live`: its sequence runs on, see `SourcePort.caught_up`;
+        `prefix`: over with its first sink. Raises HandoffError when the id was used before: ids are single-use."""
         if self._find(handoff_id) is not None:
             raise HandoffError(f"the hand-off id {handoff_id!r} was used before: ids are single-use")
         num_blocks = self._layout.num_blocks_for(num_tokens)
-        machine = SourceHandoff(num_blocks, self._layout.num_layers, self._lease_s, self._now(), is_live=is_live)
+        num_layers, now = self._layout.num_layers, self._now()
+        machine = SourceHandoff(num_blocks, num_layers, self._lease_s, now, is_live=is_live, prefix=prefix)
         outgoing = self._open[handoff_id] = _Outgoing(handoff_id, num_tokens, machine)
         self._arm(outgoing)
         self._serve()

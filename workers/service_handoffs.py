@@ -168,7 +168,8 @@ class ServiceHandoffs:
 
     def _open(self, event: HandoffOpened) -> None:
         try:
-            self._source.offer(event.handoff_id, event.num_tokens, is_live=event.is_live)
+            is_prefix = event.key is None
+            self._source.offer(event.handoff_id, event.num_tokens, is_live=event.is_live, prefix=is_prefix)
         except HandoffError as e:
             log.warning("a router offered what cannot be: %s", e)
             self._engine.end_lease(event.handoff_id)

@@ -159,6 +159,18 @@ def test_a_running_sequences_handoff_ends_with_its_sink_until_it_is_sealed() -> 
     assert machine.state is SourceState.SEALED
 
 
+def test_a_prefixs_handoff_ends_with_its_sink() -> None:
+    machine = SourceHandoff(num_blocks=3, num_layers=NUM_LAYERS, lease_s=10.0, now=0.0, prefix=True)
+    machine.announce(FIRST, 0.0)
+    machine.announce(LAST, 0.0)
+    machine.seal(11, [], 0.0)
+    machine.subscribe("a", 1.0)
+    assert machine.leave("b", 2.0) == []
+    assert machine.leave("a", 2.0) == [EndStream("a"), EndLease()]
+    assert machine.state is SourceState.ABORTED
+    assert machine.release("a", 2.0) == [Answer(False)]
+
+
 def test_an_abort_tells_the_sink_and_is_idempotent() -> None:
     machine = source()
     machine.subscribe("a", 1.0)

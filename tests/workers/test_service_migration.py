@@ -153,6 +153,37 @@ def test_a_cached_prefix_moves_to_another_worker() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("by", ["abandoning", "hanging up"])
+def test_a_prefix_that_its_sink_drops_is_free_at_once(by: str) -> None:
+    """Long before its lease lapses."""
+
+    async def test() -> None:
+        async with worker(lease_s=10 * TIMEOUT_S) as (source, source_at), open_channel(source_at) as channel:
+            router, stub = Router(source_at), kv_pb2_grpc.KVHandoffStub(channel)
+            await router.submit(1, make_request(PROMPT, 9))
+            await router.tokens(1)
+            await router.send(offer_prefix=worker_pb2.OfferPrefix(handoff_id="p", token_ids=PROMPT))
+            stream = stub.Subscribe(
+                kv_pb2.SubscribeRequest(
+                    handoff_id="p",
+                    source_incarnation=source.incarnation,
+                    sink_incarnation="sink",
+                    layout=FakeRunner().layout.to_proto(),
+                    transports=["grpc"],
+                    wait_s=TIMEOUT_S,
+                )
+            )
+            assert (await stream.read()).opened.num_tokens == len(PROMPT) // 4 * 4
+            if by == "abandoning":
+                await stub.Abandon(kv_pb2.AbandonRequest(handoff_id="p", sink_incarnation="sink"))
+            else:
+                stream.cancel()
+            assert_clean(await router.idle_state())
+            await router.close()
+
+    run(test)
+
+
 def test_a_prefix_whose_source_is_gone_is_computed() -> None:
     async def test() -> None:
         async with worker() as (_, address):

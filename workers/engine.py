@@ -203,6 +203,7 @@ class Engine:
         batch = self.scheduler.schedule()
         self._output.handoffs += self.handoffs.end_preempted()
         if batch:
+            self._tell((), publish)
             began = self._clock()
             sampled = self._runner.run(batch, self.announcer.begin(batch, lambda events: self._tell(events, publish)))
             self.announcer.end()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from diptych.workers.engine import Engine
-from diptych.workers.engine_events import HandoffEnded, HandoffSealed, SegmentReady, StepOutput
+from diptych.workers.engine_events import HandoffEnded, HandoffRefused, HandoffSealed, SegmentReady, StepOutput
 from diptych.workers.errors import InternalError
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.runner import LayerWatch
@@ -110,6 +110,17 @@ def test_a_cached_prefix_is_announced_before_anything_is_computed() -> None:
     engine.submit("0/2", make_request(prompt, 5), [], handoff_id=HANDOFF)
     engine.step(lambda early: runner.log.extend(segments(early)))
     assert runner.log == [(0, 4, 0, 3), "step", 0, (4, 1, 0, 1), 1, (4, 1, 1, 1), 2, (4, 1, 2, 1)]
+
+
+def test_what_commands_have_to_say_is_told_before_a_long_step() -> None:
+    """The step may be of other sequences alone."""
+    runner = Watched()
+    engine = make(runner, 3)
+    engine.submit("0/1", make_request(list(range(1, 6)), 5), [])
+    engine.offer("0/2", "unknown")
+    output = engine.step(lambda early: runner.log.extend(type(e) for e in early.handoffs))
+    assert runner.log == [HandoffRefused, "step", 0, 1, 2]
+    assert output.handoffs == []
 
 
 def test_every_offered_sequence_of_a_batch_is_announced() -> None:

@@ -115,6 +115,7 @@ class EngineThread:
             self._on_broken(e)
         except Exception as e:
             log.exception("the engine's thread failed by our own fault")
+            self._is_stopping = True  # nobody answers any more
             self._on_broken(internal(e))
 
     def _run_until_stopped(self) -> None:
@@ -133,6 +134,7 @@ class EngineThread:
             if output:
                 self._listener(output)
             idle = not output.ran
+        self._run_commands(wait=False)  # somebody may wait for their end
 
     def _run_commands(self, *, wait: bool) -> None:
         try:

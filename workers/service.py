@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from .channel import bind, make_server
 from .engine import Engine
 from .engine_events import StepOutput, TokenEvent
 from .engine_thread import EngineThread
-from .errors import DiptychError, InvalidRequest, WorkerDraining
+from .errors import DiptychError, InvalidRequest, Unavailable, WorkerDraining
 from .handoff_intake import PullSettings
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
@@ -142,9 +142,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         link.send(worker_pb2.WorkerMessage(hello=self._hello()))
         link.send(worker_pb2.WorkerMessage(load=self._load))
         # By way of the engine's thread, so that the snapshot takes its place among the steps' own block events.
-        self._engine.post(
-            lambda engine: self._loop.call_soon_threadsafe(self._send_snapshot, link, engine.all_block_names())
-        )
+        self._engine.post(lambda engine: self._on_loop(self._send_snapshot, link, engine.all_block_names()))
         reader = asyncio.create_task(self._read(link, request_iterator))
         reader.add_done_callback(lambda _: link.outbox.put_nowait(None))
         try:
@@ -162,6 +160,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             state = await self._engine.call(lambda engine: engine.check_integrity())
         except AssertionError as e:
             return await context.abort(grpc.StatusCode.INTERNAL, f"an invariant is broken: {e}")
+        except Unavailable as e:
+            return await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         state.incarnation = self.incarnation
         self._complete(state.load)
         return state
@@ -232,11 +232,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def _on_step(self, output: StepOutput) -> None:
         """On the engine's thread."""
-        self._loop.call_soon_threadsafe(self._publish, output)
+        self._on_loop(self._publish, output)
 
     def end_with(self, error: DiptychError) -> None:
         """The worker is of no more use: have `run` raise `error`. On any thread; the first one counts."""
-        self._loop.call_soon_threadsafe(lambda: self._broken.done() or self._broken.set_exception(error))
+        self._on_loop(lambda: self._broken.done() or self._broken.set_exception(error))
+
+    def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
+        """From another thread. A loop that was closed before `stop` could end the thread hears nothing more."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
     def _publish(self, output: StepOutput) -> None:
         self._send_tokens(output)

@@ -6,8 +6,9 @@ import threading
 import pytest
 
 from diptych.workers.engine import Engine
+from diptych.workers.engine_events import StepOutput
 from diptych.workers.engine_thread import EngineThread
-from diptych.workers.errors import InternalError
+from diptych.workers.errors import InternalError, Unavailable
 from diptych.workers.fake_runner import FakeRunner
 from diptych.workers.scheduler import SchedulerConfig
 
@@ -54,3 +55,18 @@ def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
     broken.wait()
     thread.stop()
     assert "KeyError" in errors[0].message
+    with pytest.raises(Unavailable):
+        asyncio.run(thread.call(lambda engine: engine.check_integrity()))
+
+
+def test_commands_that_came_during_the_last_step_are_run() -> None:
+    ran = threading.Event()
+
+    def on_step(_: StepOutput) -> None:
+        thread._is_stopping = True  # as `stop` does, on another thread
+        thread.post(lambda _: ran.set())
+
+    thread = EngineThread(Engine(FakeRunner(), SchedulerConfig()), on_step, lambda _: None)
+    thread.start()
+    thread.stop()
+    assert ran.is_set()

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from diptych.workers.channel import auth_metadata, open_channel
+from diptych.workers.engine_events import StepOutput
 from diptych.workers.errors import ConfigError, InternalError, PortInUse
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.request import Request
@@ -292,6 +293,20 @@ def test_a_worker_whose_engine_breaks_ends() -> None:
                 await serving
 
     run(test)
+
+
+def test_an_engine_whose_loop_was_closed_says_nothing() -> None:
+    """Its thread may still step while the process ends; a traceback there would hide why."""
+
+    async def make() -> WorkerService:
+        return WorkerService(WorkerConfig(model="fake"), FakeRunner())
+
+    service, service._loop = asyncio.run(make()), asyncio.new_event_loop()
+    service._broken = service._loop.create_future()
+    service._loop.close()
+    service._on_step(StepOutput(1))
+    service.end_with(InternalError("the engine's fault"))
+    assert not service._broken.done()
 
 
 def test_the_token_guards_everything_but_health() -> None:

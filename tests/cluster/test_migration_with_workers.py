@@ -44,10 +44,10 @@ def count(running: Cluster, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int) -> None:
-    """Returns once so many are there, and tokens flow."""
+async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int, num_tokens: int = 50) -> None:
+    """Returns once so many are there, and so many tokens were delivered."""
     while not any(w.info == worker.info and w.num_in_flight >= num_requests for w in running.router.snapshot()) or (
-        count(running, "diptych_generation_tokens_total") < 50
+        count(running, "diptych_generation_tokens_total") < num_tokens
     ):
         await asyncio.sleep(0.002)
 
@@ -101,10 +101,12 @@ def test_a_worker_killed_while_sequences_move_costs_no_token(victim: str) -> Non
             answers = asyncio.create_task(check_answers(running.router, prompts(20, 30, seed=3), max_tokens=60))
             source, sink, _ = running.of("decode")
             await running.busy(source)
-            await drain(source)
+            drained = asyncio.create_task(drain(source))
             while not any(run.record.moving() for run in running.router._runs):
+                assert not answers.done(), "nothing moved"
                 await asyncio.sleep(0)
             await running.lose(source if victim == "source" else sink)
+            await asyncio.gather(drained, return_exceptions=True)  # its stream may break with the worker
             await answers
 
     run(test)
@@ -112,11 +114,13 @@ def test_a_worker_killed_while_sequences_move_costs_no_token(victim: str) -> Non
 
 def test_a_worker_short_of_blocks_gives_sequences_away_instead_of_preempting_them() -> None:
     async def test() -> None:
-        async with cluster("mixed", step_s=0.04, num_blocks=96) as running:
+        # From being short of blocks to being without any it is eight steps: long enough for a loaded machine too.
+        async with cluster("mixed", step_s=0.08, num_blocks=96) as running:
+            spare = await start_worker("mixed", 0.08)
             asked = [[7 + i] * (70 + i) for i in range(4)]  # 96 blocks hold 384 tokens; they grow to 446
             answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=40))
-            await busy_with(running, running.workers[0], 4)
-            running.workers.append(await start_worker("mixed", 0.04))
+            await busy_with(running, running.workers[0], 4, num_tokens=16)
+            running.workers.append(spare)
             running.announce()
             await answers
             reports = await loads(running.workers)

@@ -36,10 +36,8 @@ ROLES = ("prefill", "prefill", "decode", "decode")
 NUM_CASES = 48
 REQUEST_TIMEOUT_S = 60.0
 HANG_S = REQUEST_TIMEOUT_S + 10.0
-AWAY_S = (
-    0.3,
-    6.0,
-)  # how long a worker is stopped or cut off: shorter and longer than its lease and the router's patience
+# How long a worker is stopped or cut off: shorter and longer than its lease and the router's patience.
+AWAY_S = (0.3, 6.0)
 LEASE_S = 2.0
 WORKER_TIMEOUT_S = 2.0
 

@@ -44,7 +44,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),
     ("worker_handoffs_failed", "Hand-offs that failed at the sink", lambda w: w.load.num_handoffs_failed),
     ("worker_handoff_bytes", "KV bytes pulled", lambda w: w.load.handoff_bytes),
-    ("worker_checksum_failures", "Segments whose content was wrong", lambda w: w.load.num_checksum_failures),
+    ("worker_checksum_failures", "Pulls whose KV was not what the source had", lambda w: w.load.num_checksum_failures),
     ("worker_migrations_out", "Running sequences handed to another worker", lambda w: w.load.num_migrated_out),
     ("worker_prefixes_pulled", "Cached prefixes from another worker", lambda w: w.load.num_prefixes_pulled),
 )

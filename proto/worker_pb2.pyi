@@ -731,7 +731,7 @@ class LoadReport(_message.Message):
     prefill_s: _builtins.float
     """counter: time of the steps that prefilled, their decodes' share left out"""
     num_checksum_failures: _builtins.int
-    """segments whose content was not what the source had (--verify-kv)"""
+    """pulls whose KV was not what the source had (--verify-kv)"""
     num_migrated_out: _builtins.int
     """running sequences handed to another worker"""
     num_prefixes_pulled: _builtins.int

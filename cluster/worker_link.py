@@ -70,7 +70,7 @@ class WorkerLink:
         self._has_mail = asyncio.Event()
         self._greeted = asyncio.Event()
         self._vocab_size = 0
-        self._num_pongs = 0
+        self._answered = 0  # the ping that was answered last
         self._is_up = False
         self._reason = ""
         self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
@@ -185,7 +185,7 @@ class WorkerLink:
         while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
             match message.WhichOneof("message"):
                 case "pong":
-                    self._num_pongs += 1
+                    self._answered = message.pong.number
                 case "step":
                     self._on_step(message.step)
                 case "load":
@@ -217,10 +217,10 @@ class WorkerLink:
                 await self._greeted.wait()
         except TimeoutError as e:
             raise WorkerLost(f"no hello within {self._config.hello_timeout_s:g} s") from e
-        num_pongs, num_silent, number = -1, 0, 0
+        answered, num_silent, number = -1, 0, 0
         while num_silent < SILENCE_CHECKS:
-            num_silent = num_silent + 1 if num_pongs == self._num_pongs else 0
-            num_pongs, number = self._num_pongs, number + 1
+            num_silent = num_silent + 1 if answered == self._answered else 0
+            answered, number = self._answered, number + 1
             self._send(worker_pb2.RouterMessage(ping=worker_pb2.Ping(number=number)))
             await asyncio.sleep(self._config.worker_timeout_s / SILENCE_CHECKS)
         raise WorkerLost(f"silent for {self._config.worker_timeout_s:g} s")

@@ -293,7 +293,7 @@ async def main(transports: Sequence[str], num_prompt: int, repeat: int, as_json:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", action="append", choices=["nixl", "grpc"], help="nixl unless given; may be given twice")
+    parser.add_argument("--transport", action="append", choices=["nixl", "grpc"], help="default: nixl")
     parser.add_argument("--repeat", type=int, default=3, help="requests for each figure; twice as many for TTFT")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens")
     parser.add_argument("--json", action="store_true")

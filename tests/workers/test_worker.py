@@ -10,7 +10,7 @@ from diptych.workers.worker_config import WorkerConfig
 
 
 def start(monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
-    monkeypatch.setattr(worker, "load_runner", lambda _: FakeRunner())
+    monkeypatch.setattr(worker, "load_runner", lambda *_: FakeRunner())
     process = WorkerProcess(WorkerConfig(model="fake", transports=("grpc",)))
     process.start_in_thread()
     return process

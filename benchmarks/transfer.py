@@ -198,6 +198,7 @@ class Connected:
     reader: Reader
     stub: "kv_pb2_grpc.KVHandoffAsyncStub"
     hand_off: Once
+    share_memory: Callable[[bool], None]
     ours: KVMemory
 
     async def renew(self, number: int) -> None:
@@ -219,7 +220,7 @@ async def connected(name: str, ours: KVMemory) -> AsyncGenerator[Connected]:
             small = worker_pb2.HandoffSource(handoff_id=f"small-{number}", address=address, incarnation="source")
             await sink.pull("k", small, 10.0)
 
-        yield Connected(reader, stub, hand_off, ours)
+        yield Connected(reader, stub, hand_off, transports[name].share_memory, ours)
         await sink.close()
         stream.cancel()
     for each in transports.values():
@@ -277,7 +278,10 @@ async def measure(seconds: float, with_decode: bool) -> Results:
         round_trips: dict[str, float] = {}
         for name, call in once.items():
             round_trips |= await take_turns({name: call}, min(seconds, 1.0))
-        decode = await decode_while(through(nixl.reader, ours, in_pieces(256 << 10)), TOTAL) if with_decode else None
+        decode: DecodeFigures | None = None
+        if with_decode:
+            read = through(nixl.reader, ours, in_pieces(256 << 10))
+            decode = await decode_while(read, TOTAL, nixl.share_memory)
     return Results(machine(), segments, pieces, round_trips, decode)
 
 

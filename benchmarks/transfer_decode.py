@@ -58,12 +58,16 @@ class DecodeFigures:
         )
 
 
-async def decode_while(read: Callable[[int], Awaitable[object]], num_bytes: int) -> DecodeFigures:
-    """`read` moves `num_bytes`; it is called without a pause. The two kinds of steps take turns."""
+async def decode_while(
+    read: Callable[[int], Awaitable[object]], num_bytes: int, share: Callable[[bool], None]
+) -> DecodeFigures:
+    """`read` moves `num_bytes`; it is called without a pause. The two kinds of steps take turns. `share` tells the
+    transport that an engine computes, as a worker does."""
     engine = await asyncio.to_thread(_engine)
     alone: list[Step] = []
     busy: list[Step] = []
     num_reads, reading_s = 0, 0.0
+    share(True)
     for _ in range(ROUNDS):
         alone += await asyncio.to_thread(_steps, engine)
         start = time.perf_counter()
@@ -73,6 +77,7 @@ async def decode_while(read: Callable[[int], Awaitable[object]], num_bytes: int)
             num_reads += 1
         reading_s += time.perf_counter() - start
         busy += await steps
+    share(False)
     speed = num_reads * num_bytes / reading_s
     return DecodeFigures(_median(alone), _median(busy), speed, torch.get_num_threads())
 

@@ -257,6 +257,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if output.stored or output.removed:
             blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
             self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
+        if output.ran or output.load is not None:  # what comes while a step runs has neither
+            for transport in self._transports.values():
+                transport.share_memory(output.ran)
         if output.load is not None:
             self._load = self._complete(output.load)
             self._links.broadcast(worker_pb2.WorkerMessage(load=self._load))

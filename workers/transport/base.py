@@ -52,6 +52,9 @@ class Transport(ABC):
     def serve(self, num_open: int) -> None:  # noqa: B027
         """So many of our hand-offs are open: a transport that must take part in its peers' reads does so meanwhile."""
 
+    def share_memory(self, is_computing: bool) -> None:  # noqa: B027
+        """Whether the engine beside us computes: then a transport whose copies keep the memory busy leaves it some."""
+
     def forget(self, incarnation: str) -> None:  # noqa: B027
         """A peer process is dead: drop what is kept about it; reads from it end."""
 

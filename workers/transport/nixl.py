@@ -91,6 +91,9 @@ class NixlTransport(Transport):
             self._is_serving = num_open > 0
             self._thread.serve(self._is_serving)
 
+    def share_memory(self, is_computing: bool) -> None:
+        self._thread.is_sharing = is_computing and self._pool.view is not None
+
     def forget(self, incarnation: str) -> None:
         self._thread.forget(incarnation)
 

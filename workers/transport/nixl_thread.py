@@ -2,7 +2,8 @@
 
     idle                       sleeps until a command comes
     hand-offs of ours open     makes progress every SERVE_POLL_S: else peers cannot connect nor, on some links, read
-    reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted
+    reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted. While the engine
+                               computes, it rests REST times as long as it copied
 
 Within a machine NIXL copies inside `post`, without the interpreter's lock: a post is large enough for the Python around
 it not to count, and small enough for a command, or another read, not to wait long.
@@ -13,6 +14,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ MAX_POSTED = 4  # transfers of one read at a time
 MAX_PEERS = 256
 SERVE_POLL_S = 0.001
 READ_POLL_S = 0.0001
+REST = 4.0  # times as long as a round of copies took, after each, while the engine computes: both want the memory
 UCX_SETTINGS = {
     "UCX_LOG_LEVEL": "fatal",  # what fails is raised, and logged by us
     "UCX_CMA_SEG_SIZE": "16m",  # bytes a system call copies at most: of 512 KiB, as UCX has it, the calls are seen
@@ -78,12 +81,14 @@ class NixlThread:
     def __init__(self, regions: Sequence[Region], *, loopback_only: bool) -> None:
         self.agent_name = f"diptych-{uuid.uuid4()}"
         self.metadata = b""
+        self.is_sharing = False  # with an engine that computes; set from any thread
         self._regions = regions
         self._loopback_only = loopback_only
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
         self._registered: list[Any] = []
+        self._rest_until = 0.0  # time.monotonic()
         self._is_serving = False
         self._is_stopping = False
         ready: Future[None] = Future()
@@ -171,9 +176,17 @@ class NixlThread:
         self._run_commands(wait)
         if self._is_serving:
             self._progress()
-        if self._advance_all():
-            return 0
-        return READ_POLL_S if self._reads else SERVE_POLL_S if self._is_serving else None
+        if not self._reads:
+            return SERVE_POLL_S if self._is_serving else None
+        began = time.monotonic()
+        if began < self._rest_until:
+            return min(self._rest_until - began, SERVE_POLL_S)
+        if not self._advance_all():
+            return READ_POLL_S
+        if self.is_sharing:
+            ended = time.monotonic()
+            self._rest_until = ended + REST * (ended - began)
+        return 0
 
     def _run_commands(self, wait: float | None) -> None:
         try:

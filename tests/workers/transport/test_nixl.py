@@ -184,3 +184,24 @@ def test_host_and_device_memory_are_told_apart_region_by_region() -> None:
     pool = make_memory(SMALL, 1).region
     assert nixl_thread.memory_type(pool) == "DRAM"
     assert nixl_thread.memory_type(Region(pool.address, pool.num_bytes, None, device_id=1)) == "VRAM"
+
+
+def test_a_read_beside_an_engine_that_computes_rests_and_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many rounds, so that it would not if a round were left out."""
+    monkeypatch.setattr(nixl_thread, "POST_BYTES", SMALL.block_bytes)
+
+    async def test() -> None:
+        theirs, ours = make_memory(SMALL, 23, seed=1), make_memory(SMALL, 23)
+        far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
+        try:
+            far.serve(1)
+            near.share_memory(True)
+            reader = await near.connect(source_of(far.endpoint()))
+            segment = kv_pb2.Segment(block_ids=range(23), generations=[1] * 23, num_layers=3)
+            await read(reader, theirs, ours, segment, range(23))
+            assert ours.region.view == theirs.region.view
+        finally:
+            await near.close()
+            await far.close()
+
+    run(test)

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ VOCAB = 8192
 NEW_TOKENS = 24
 THROTTLE = 100
 THROTTLED_PROMPT = 512  # tokens
-WARM_PROMPTS = (600, 1000, 300, 1500, 800)
+WARM_PROMPTS = (600, 1000, 300, 1200, 800) * 2
 KV_BYTES = 512 << 20
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -210,6 +210,16 @@ class SecondToken:
     num_segments: int  # of the last request
     ttft_s: float
 
+    @classmethod
+    def of(cls, answers: Sequence[Answer], num_segments: int) -> "SecondToken":
+        return cls(
+            second_s=statistics.median(a.second_s for a in answers),
+            tpot_s=statistics.median(a.tpot_s for a in answers),
+            ratio=statistics.median(a.second_s / a.tpot_s for a in answers),
+            num_segments=num_segments,
+            ttft_s=statistics.median(a.ttft_s for a in answers),
+        )
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -220,24 +230,25 @@ class Measured:
     one_group: SecondToken
 
 
-async def second_token(prefill: WorkerInfo, decode: WorkerInfo, num_prompt: int, repeat: int) -> SecondToken:
-    async with Client(prefill, decode) as client:
-        # The last one touches the memory that is measured: pages that are new to the machine cost more than the wire.
-        for num_warm in (*WARM_PROMPTS, num_prompt):
-            await client.ask(num_warm, 3)
-        answers: list[Answer] = []
-        num_segments = 0
+async def second_tokens(
+    prefills: Sequence[WorkerInfo], decode: WorkerInfo, num_prompt: int, repeat: int
+) -> list[SecondToken]:
+    """With each prefill worker, in turn."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(prefill, decode)) for prefill in prefills]
+        # The first prompt touches the memory that is measured: pages that are new to the machine cost more than the
+        # wire. The others show the source what reads cost.
+        for num_warm in (num_prompt, *WARM_PROMPTS):
+            for client in clients:
+                await client.ask(num_warm, 3)
+        answers: list[list[Answer]] = [[] for _ in prefills]
+        num_segments = [0 for _ in prefills]
         for _ in range(repeat):
-            before = (await link_of(decode, prefill)).num_reads
-            answers.append(await client.ask(num_prompt))
-            num_segments = (await link_of(decode, prefill)).num_reads - before
-    return SecondToken(
-        second_s=statistics.median(a.second_s for a in answers),
-        tpot_s=statistics.median(a.tpot_s for a in answers),
-        ratio=statistics.median(a.second_s / a.tpot_s for a in answers),
-        num_segments=num_segments,
-        ttft_s=statistics.median(a.ttft_s for a in answers),
-    )
+            for i, (prefill, client) in enumerate(zip(prefills, clients, strict=True)):
+                before = (await link_of(decode, prefill)).num_reads
+                answers[i].append(await client.ask(num_prompt))
+                num_segments[i] = (await link_of(decode, prefill)).num_reads - before
+    return [SecondToken.of(found, number) for found, number in zip(answers, num_segments, strict=True)]
 
 
 async def first_token(prefill: WorkerInfo, decodes: Sequence[WorkerInfo], repeat: int) -> list[float]:
@@ -257,8 +268,7 @@ async def measure(model: Path, transport: str, num_prompt: int, repeat: int) -> 
         prefill = stack.enter_context(worker(model, "prefill", 0, transports=(transport,)))
         grouped = stack.enter_context(worker(model, "prefill", 0, transports=(transport,), layer_groups=1))
         decode = stack.enter_context(worker(model, "decode", 1, transports=(transport,)))
-        chosen = await second_token(prefill, decode, num_prompt, repeat)
-        one_group = await second_token(grouped, decode, num_prompt, repeat)
+        chosen, one_group = await second_tokens([prefill, grouped], decode, num_prompt, repeat)
         link = await link_of(decode, prefill)
         bytes_s = link.num_bytes / link.read_s
         slow = stack.enter_context(worker(model, "decode", 1, bytes_s / THROTTLE, transports=(transport,)))

@@ -3,7 +3,7 @@
     idle                       sleeps until a command comes
     hand-offs of ours open     makes progress every SERVE_POLL_S: else peers cannot connect nor, on some links, read
     reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted. While the engine
-                               computes, it rests REST times as long as it copied
+                               computes, only SHARE of the time goes into copying
 
 Within a machine NIXL copies inside `post`, without the interpreter's lock: a post is large enough for the Python around
 it not to count, and small enough for a command, or another read, not to wait long.
@@ -33,7 +33,9 @@ MAX_POSTED = 4  # transfers of one read at a time
 MAX_PEERS = 256
 SERVE_POLL_S = 0.001
 READ_POLL_S = 0.0001
-REST = 4.0  # times as long as a round of copies took, after each, while the engine computes: both want the memory
+# Beside an engine that computes, which wants the memory too: this part of the time may go into copying,
+SHARE = 0.2
+BURST_S = 0.01  # and so much at once, enough for a hand-off's last segment, which its second token waits for
 UCX_SETTINGS = {
     "UCX_LOG_LEVEL": "fatal",  # what fails is raised, and logged by us
     "UCX_CMA_SEG_SIZE": "16m",  # bytes a system call copies at most: of 512 KiB, as UCX has it, the calls are seen
@@ -88,7 +90,8 @@ class NixlThread:
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
         self._registered: list[Any] = []
-        self._rest_until = 0.0  # time.monotonic()
+        self._credit_s = BURST_S  # of copying, as of the moment `_credited_at` (time.monotonic())
+        self._credited_at = 0.0
         self._is_serving = False
         self._is_stopping = False
         ready: Future[None] = Future()
@@ -179,13 +182,13 @@ class NixlThread:
         if not self._reads:
             return SERVE_POLL_S if self._is_serving else None
         began = time.monotonic()
-        if began < self._rest_until:
-            return min(self._rest_until - began, SERVE_POLL_S)
+        self._credit_s = min(self._credit_s + SHARE * (began - self._credited_at), BURST_S)
+        self._credited_at = began
+        if self.is_sharing and self._credit_s <= 0:
+            return min(-self._credit_s / SHARE + READ_POLL_S, SERVE_POLL_S)
         if not self._advance_all():
             return READ_POLL_S
-        if self.is_sharing:
-            ended = time.monotonic()
-            self._rest_until = ended + REST * (ended - began)
+        self._credit_s -= time.monotonic() - began
         return 0
 
     def _run_commands(self, wait: float | None) -> None:

@@ -189,6 +189,7 @@ def test_host_and_device_memory_are_told_apart_region_by_region() -> None:
 def test_a_read_beside_an_engine_that_computes_rests_and_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """In many rounds, so that it would not if a round were left out."""
     monkeypatch.setattr(nixl_thread, "POST_BYTES", SMALL.block_bytes)
+    monkeypatch.setattr(nixl_thread, "BURST_S", 1e-5)
 
     async def test() -> None:
         theirs, ours = make_memory(SMALL, 23, seed=1), make_memory(SMALL, 23)

@@ -188,7 +188,8 @@ class NixlThread:
             return min(-self._credit_s / SHARE + READ_POLL_S, SERVE_POLL_S)
         if not self._advance_all():
             return READ_POLL_S
-        self._credit_s -= time.monotonic() - began
+        if self.is_sharing:
+            self._credit_s -= time.monotonic() - began
         return 0
 
     def _run_commands(self, wait: float | None) -> None:

@@ -206,3 +206,24 @@ def test_a_read_beside_an_engine_that_computes_rests_and_arrives_whole(monkeypat
             await far.close()
 
     run(test)
+
+
+def test_what_was_copied_beside_no_engine_is_no_debt_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_thread, "SHARE", 0.0)  # credit does not come back
+    monkeypatch.setattr(nixl_thread, "BURST_S", 1e-9)
+
+    async def test() -> None:
+        theirs, ours = make_memory(SMALL, 23, seed=1), make_memory(SMALL, 23)
+        far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
+        try:
+            far.serve(1)
+            reader = await near.connect(source_of(far.endpoint()))
+            segment = kv_pb2.Segment(block_ids=range(23), generations=[1] * 23, num_layers=3)
+            for _ in range(3):
+                await read(reader, theirs, ours, segment, range(23))
+            assert near._thread._credit_s == 1e-9  # pyright: ignore[reportPrivateUsage]
+        finally:
+            await near.close()
+            await far.close()
+
+    run(test)

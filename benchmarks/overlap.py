@@ -236,9 +236,9 @@ class Measured:
 
 
 async def second_tokens(
-    prefills: Sequence[WorkerInfo], decode: WorkerInfo, num_prompt: int, repeat: int
+    prefills: Sequence[WorkerInfo], decode: WorkerInfo, num_prompt: int, repeat: int, at_rest: bool
 ) -> list[SecondToken]:
-    """With each prefill worker, in turn."""
+    """With each prefill worker, in turn. `at_rest`: the decode worker has nothing else to do."""
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(prefill, decode)) for prefill in prefills]
         # The first prompt touches the memory that is measured: pages that are new to the machine cost more than the
@@ -248,7 +248,7 @@ async def second_tokens(
                 await client.ask(num_warm, 3)
         # A decode worker at rest while a prompt is read takes its first steps slowly, whatever moves its KV: another
         # sequence keeps it going, as on any worker in use.
-        company = asyncio.create_task(clients[0].keep_busy())
+        company = None if at_rest else asyncio.create_task(clients[0].keep_busy())
         answers: list[list[Answer]] = [[] for _ in prefills]
         num_segments = [0 for _ in prefills]
         for _ in range(repeat):
@@ -256,8 +256,9 @@ async def second_tokens(
                 before = (await link_of(decode, prefill)).num_reads
                 answers[i].append(await client.ask(num_prompt))
                 num_segments[i] = (await link_of(decode, prefill)).num_reads - before
-        company.cancel()
-        await asyncio.gather(company, return_exceptions=True)
+        if company is not None:
+            company.cancel()
+            await asyncio.gather(company, return_exceptions=True)
     return [SecondToken.of(found, number) for found, number in zip(answers, num_segments, strict=True)]
 
 
@@ -273,12 +274,12 @@ async def first_token(prefill: WorkerInfo, decodes: Sequence[WorkerInfo], repeat
     return [statistics.median(times) for times in found]
 
 
-async def measure(model: Path, transport: str, num_prompt: int, repeat: int) -> Measured:
+async def measure(model: Path, transport: str, num_prompt: int, repeat: int, at_rest: bool) -> Measured:
     with ExitStack() as stack:
         prefill = stack.enter_context(worker(model, "prefill", 0, transports=(transport,)))
         grouped = stack.enter_context(worker(model, "prefill", 0, transports=(transport,), layer_groups=1))
         decode = stack.enter_context(worker(model, "decode", 1, transports=(transport,)))
-        chosen, one_group = await second_tokens([prefill, grouped], decode, num_prompt, repeat)
+        chosen, one_group = await second_tokens([prefill, grouped], decode, num_prompt, repeat, at_rest)
         link = await link_of(decode, prefill)
         bytes_s = link.num_bytes / link.read_s
         slow = stack.enter_context(worker(model, "decode", 1, bytes_s / THROTTLE, transports=(transport,)))
@@ -300,10 +301,10 @@ def show(name: str, m: Measured, num_prompt: int) -> None:
         )
 
 
-async def main(transports: Sequence[str], num_prompt: int, repeat: int, as_json: bool) -> None:
+async def main(transports: Sequence[str], num_prompt: int, repeat: int, at_rest: bool, as_json: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder))
-        results = {name: await measure(Path(folder), name, num_prompt, repeat) for name in transports}
+        results = {name: await measure(Path(folder), name, num_prompt, repeat, at_rest) for name in transports}
     if as_json:
         print(json.dumps({name: asdict(result) for name, result in results.items()}))
         return
@@ -316,10 +317,11 @@ if __name__ == "__main__":
     parser.add_argument("--transport", action="append", choices=["nixl", "grpc"], help="default: nixl")
     parser.add_argument("--repeat", type=int, default=3, help="requests for each figure; twice as many for TTFT")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens")
+    parser.add_argument("--at-rest", action="store_true", help="no other sequence decodes meanwhile")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
         asyncio.run(work(**json.loads(given.work)))
     else:
-        asyncio.run(main(given.transport or ["nixl"], given.prompt, given.repeat, given.json))
+        asyncio.run(main(given.transport or ["nixl"], given.prompt, given.repeat, given.at_rest, given.json))

@@ -1,0 +1,82 @@
+"""Builds the compiled CPU kernels: `python kernels/cpu/build.py`, or the package's own build, which calls `build`.
+
+One shared library holds every kernel once for each instruction set; which of them runs is chosen when it is loaded.
+Standard library only: it runs before anything is installed.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "src"
+ONCE = ("team.cpp",)  # the rest is built for each instruction set
+LIBRARY = "diptych_cpu.so"
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+ISAS: dict[str, tuple[str, ...]] = {
+    "portable": ("-Wno-psabi",),
+    "avx2": (*AVX2, "-Wno-psabi"),
+    "avx512": AVX512,
+    "avx512bf16": (*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"),
+}
+
+
+class CannotBuild(Exception):
+    """Why there are no compiled kernels; Diptych computes with torch then."""
+
+
+def find_compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise CannotBuild("no C++ compiler was found: install g++ or clang++, or set CXX, and install Diptych again")
+
+
+def build(target: Path) -> None:
+    """Compile into `target`. Raises CannotBuild."""
+    compiler = find_compiler()
+    isas = ISAS if platform.machine() in ("x86_64", "AMD64") else {"portable": ()}
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [
+            [
+                compiler,
+                *FLAGS,
+                *flags,
+                f"-DDIPTYCH_ISA={isa}",
+                "-c",
+                str(source),
+                "-o",
+                f"{folder}/{source.stem}.{isa}.o",
+            ]
+            for source in sorted(SOURCES.glob("*.cpp"))
+            for isa, flags in ({"portable": ()} if source.name in ONCE else isas).items()
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        # Into place in one step: a process may have the old one mapped.
+        fresh = target.with_suffix(".new")
+        _run([compiler, "-shared", "-pthread", "-o", str(fresh), *(command[-1] for command in commands)])
+        fresh.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except OSError as e:
+        raise CannotBuild(f"{command[0]} could not be run ({e})") from e
+    except subprocess.CalledProcessError as e:
+        raise CannotBuild(f"{' '.join(command)} failed:\n{e.stderr.strip()}") from e
+
+
+if __name__ == "__main__":
+    try:
+        build(HERE / LIBRARY)
+    except CannotBuild as e:
+        sys.exit(f"error: {e}")

@@ -1,0 +1,83 @@
+"""The compiled CPU kernels, where they were built: the shared library, and the threads that compute with it.
+
+A kernel `name` is the C function diptych_<name>_<isa> of src/: the library holds one for each instruction set, and the
+best that this processor has is chosen here. Kernels take a Team first; while one runs, Python's lock is free.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PATH = Path(__file__).parent / "diptych_cpu.so"
+ISA_VARIABLE = "DIPTYCH_CPU_ISA"  # one of `Library.isas`, instead of the best; "none": compute with torch
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Library:
+    def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
+        self.handle, self.isa = handle, isa
+        self._kernels: dict[str, Any] = {}
+
+    @property
+    def isas(self) -> list[str]:
+        """Instruction sets that it can be used with here, best first."""
+        return _isas(self.handle)
+
+    def using(self, isa: str) -> "Library":
+        assert isa in self.isas
+        return Library(self.handle, isa)
+
+    def kernel(self, name: str, *argtypes: Any) -> Any:
+        """The function, given its argument types after the team; it returns nothing."""
+        function = self._kernels.get(name)
+        if function is None:
+            function = self._kernels[name] = getattr(self.handle, f"diptych_{name}_{self.isa}")
+            function.argtypes = (ctypes.c_void_p, *argtypes)
+            function.restype = None
+        return function
+
+
+class Team:
+    """Threads that compute steps together: the caller of a kernel and `num_threads` - 1 of their own.
+
+    One kernel at a time. `cores`: where each runs, the caller's first, which is left where it is.
+    """
+
+    def __init__(self, library: Library, num_threads: int, cores: Sequence[int] | None = None) -> None:
+        assert num_threads >= 1 and (cores is None or len(cores) == num_threads)
+        self.library, self.num_threads = library, num_threads
+        handle = library.handle
+        handle.diptych_team_create.restype = ctypes.c_void_p
+        numbers = (ctypes.c_int32 * num_threads)(*cores) if cores is not None else None
+        self.address: int = handle.diptych_team_create(ctypes.c_int32(num_threads), numbers)
+        self._destroy = handle.diptych_team_destroy
+
+    def close(self) -> None:
+        """Idempotent."""
+        address, self.address = self.address, 0
+        if address:
+            self._destroy(ctypes.c_void_p(address))
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@cache
+def library() -> Library | None:
+    """None where the kernels were not built, or the environment says not to use them."""
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    if wanted == "none" or not PATH.is_file():
+        return None
+    handle = ctypes.CDLL(str(PATH))
+    isas = _isas(handle)
+    return Library(handle, wanted if wanted in isas else isas[0])
+
+
+def _isas(handle: ctypes.CDLL) -> list[str]:
+    handle.diptych_isas.restype = ctypes.c_char_p
+    return handle.diptych_isas().decode().split()

@@ -1,0 +1,120 @@
+// Sixteen lanes at a time, for every instruction set: compiler vectors, and an intrinsic where one matters.
+//
+// Included once for each instruction set (see build.py), in a namespace of its own: nothing here may be shared.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+struct bf16 {
+  uint16_t bits;
+};
+
+namespace DIPTYCH_ISA {
+
+constexpr int kLanes = 16;
+using f32x16 = float __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+
+template <class V>
+inline V load_raw(const void *from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline f32x16 splat(float x) { return f32x16{} + x; }
+
+inline f32x16 load(const float *from) { return load_raw<f32x16>(from); }
+
+inline f32x16 load(const bf16 *from) {
+  return (f32x16)(__builtin_convertvector(load_raw<u16x16>(from), u32x16) << 16);
+}
+
+inline void store(float *to, f32x16 v) { std::memcpy(to, &v, sizeof v); }
+
+// To the nearest, ties to even.
+inline u16x16 to_bf16(f32x16 v) {
+#if defined(__AVX512BF16__)
+  __m256bh packed = _mm512_cvtneps_pbh((__m512)v);
+  return load_raw<u16x16>(&packed);
+#else
+  u32x16 bits = (u32x16)v;
+  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  u32x16 quiet = (bits >> 16) | 0x40;
+  auto is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return __builtin_convertvector(is_nan ? quiet : rounded, u16x16);
+#endif
+}
+
+inline void store(bf16 *to, f32x16 v) {
+  u16x16 packed = to_bf16(v);
+  std::memcpy(to, &packed, sizeof packed);
+}
+
+inline float widen(float x) { return x; }
+
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+inline void narrow(float *to, float x) { *to = x; }
+
+inline void narrow(bf16 *to, float x) { to->bits = to_bf16(splat(x))[0]; }
+
+// acc + a.even * b.even + a.odd * b.odd, where a lane of a and b holds two bf16: even in its low half.
+inline f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
+#if defined(__AVX512BF16__)
+  return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  acc += (f32x16)(a << 16) * (f32x16)(b << 16);
+  return acc + (f32x16)(a & 0xffff0000u) * (f32x16)(b & 0xffff0000u);
+#endif
+}
+
+// The order of the additions is fixed: halves, quarters, eighths, pairs.
+inline float sum(f32x16 v) {
+  alignas(64) float lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof v);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+inline float largest(f32x16 v) {
+  float best = v[0];
+  for (int i = 1; i < kLanes; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+// e^x to within 2 units in the last place; 0 below -87. Cody-Waite reduction, Taylor's polynomial of degree 6.
+inline f32x16 exp(f32x16 x) {
+  constexpr float log2e = 1.44269504f, ln2_high = 0.693145752f, ln2_low = 1.42860677e-6f;
+  f32x16 clamped = max(x, splat(-87.0f));
+  clamped = clamped < 88.0f ? clamped : splat(88.0f);
+  i32x16 power = __builtin_convertvector(clamped * log2e + (clamped < 0.0f ? splat(-0.5f) : splat(0.5f)), i32x16);
+  f32x16 whole = __builtin_convertvector(power, f32x16);
+  f32x16 r = clamped - whole * ln2_high - whole * ln2_low;
+  f32x16 p = splat(1.0f / 720);
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  f32x16 scaled = p * (f32x16)((power + 127) << 23);
+  return x < -87.0f ? splat(0.0f) : scaled;
+}
+
+}  // namespace DIPTYCH_ISA

@@ -1,26 +1,71 @@
-// Root-mean-square norm of one row.
+// Root-mean-square norm of rows, alone and with the residual addition before it.
 #pragma once
 
 #include <cmath>
 
 #include "simd.h"
+#include "team.h"
 
 namespace DIPTYCH_ISA {
 
-// out = x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), over `dim` elements. `out` may be `x`.
+// out = x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), over `dim` elements, where mean(x^2) = squares / dim.
+// `out` may be `x`.
+template <class T>
+void scale_row(const T *x, float squares, const T *weight, T *out, int64_t dim, float eps) {
+  float scale = 1.0f / std::sqrt(squares / float(dim) + eps);
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  if (i < dim) store_some(out + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
+}
+
 template <class T>
 void rms_norm_row(const T *x, const T *weight, T *out, int64_t dim, float eps) {
   f32x16 squares{};
-  float tail = 0.0f;
-  int64_t whole = dim / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
     f32x16 v = load(x + i);
     squares += v * v;
   }
-  for (int64_t i = whole; i < dim; i++) tail += widen(x[i]) * widen(x[i]);
-  float scale = 1.0f / std::sqrt((sum(squares) + tail) / float(dim) + eps);
-  for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
-  for (int64_t i = whole; i < dim; i++) narrow(out + i, widen(x[i]) * scale * widen(weight[i]));
+  if (i < dim) {
+    f32x16 v = load_some(x + i, dim - i);
+    squares += v * v;
+  }
+  scale_row(x, sum(squares), weight, out, dim, eps);
+}
+
+// residual = round(residual + x), in T; out = norm(residual).
+template <class T>
+void add_rms_norm_row(const T *x, T *residual, const T *weight, T *out, int64_t dim, float eps) {
+  f32x16 squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    store(residual + i, load(residual + i) + load(x + i));
+    f32x16 v = load(residual + i);  // as it was rounded
+    squares += v * v;
+  }
+  if (i < dim) {
+    store_some(residual + i, load_some(residual + i, dim - i) + load_some(x + i, dim - i), dim - i);
+    f32x16 v = load_some(residual + i, dim - i);
+    squares += v * v;
+  }
+  scale_row(residual, sum(squares), weight, out, dim, eps);
+}
+
+// Team functions: rows of `dim` elements, `..._stride` elements apart.
+template <class T>
+void rms_norm(const T *x, int64_t x_stride, const T *weight, T *out, int64_t out_stride, int64_t num_rows, int64_t dim,
+              float eps, int index, int size) {
+  Span rows = span_of(num_rows, 1, index, size);
+  for (int64_t row = rows.first; row < rows.last; row++)
+    rms_norm_row(x + row * x_stride, weight, out + row * out_stride, dim, eps);
+}
+
+template <class T>
+void add_rms_norm(const T *x, int64_t x_stride, T *residual, int64_t residual_stride, const T *weight, T *out,
+                  int64_t out_stride, int64_t num_rows, int64_t dim, float eps, int index, int size) {
+  Span rows = span_of(num_rows, 1, index, size);
+  for (int64_t row = rows.first; row < rows.last; row++)
+    add_rms_norm_row(x + row * x_stride, residual + row * residual_stride, weight, out + row * out_stride, dim, eps);
 }
 
 }  // namespace DIPTYCH_ISA

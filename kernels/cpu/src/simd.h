@@ -58,6 +58,21 @@ inline void store(bf16 *to, f32x16 v) {
   std::memcpy(to, &packed, sizeof packed);
 }
 
+// The first `count` lanes, at most all; the others are 0.
+template <class T>
+inline f32x16 load_some(const T *from, int64_t count) {
+  T lanes[kLanes]{};
+  std::memcpy(lanes, from, (count < kLanes ? count : kLanes) * sizeof(T));
+  return load(lanes);
+}
+
+template <class T>
+inline void store_some(T *to, f32x16 v, int64_t count) {
+  T lanes[kLanes];
+  store(lanes, v);
+  std::memcpy(to, lanes, (count < kLanes ? count : kLanes) * sizeof(T));
+}
+
 inline float widen(float x) { return x; }
 
 inline float widen(bf16 x) {

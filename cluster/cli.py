@@ -90,6 +90,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     chunk_tokens: Annotated[int | None, typer.Option(help="Longest prefill chunk; 0: no limit.  [default: 0]")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV cache of each worker, as 2GiB.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
+    cores: Annotated[int | None, typer.Option(help="Cores that each worker is bound to; 0: none.")] = None,
     transport: Annotated[list[str] | None, typer.Option(help="How KV travels, best first; may repeat.")] = None,
     verify_kv: Annotated[bool | None, typer.Option(help="Check by checksums what hand-offs bring.")] = None,
     dashboard: Annotated[bool | None, typer.Option(help="Start Ray's dashboard, on loopback.")] = None,
@@ -107,7 +108,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         "dashboard": dashboard,
         "router": {"host": host, "http_port": http_port, "grpc_port": grpc_port, "api_key": api_key},
     }
-    shared = {"chunk_tokens": chunk_tokens, "kv_memory_bytes": kv_memory, "threads": threads}
+    shared = {"chunk_tokens": chunk_tokens, "kv_memory_bytes": kv_memory, "threads": threads, "cores": cores}
     settings = config_file.load(config, flags, {"prefill": prefill, "decode": decode, "mixed": mixed}, shared)
     from .launcher import Stopped
     from .launcher import serve as run

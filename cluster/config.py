@@ -60,7 +60,8 @@ class PoolConfig(_Settings):
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
     resources: dict[str, float] = Field(default_factory=dict[str, float])  # Ray custom resources of each worker
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])  # Ray node labels that each worker needs
-    threads: Annotated[int, Field(ge=1)] | None = None  # None: the worker's share of the cores
+    cores: Annotated[int, Field(ge=0)] | None = None  # that each worker is bound to; None: its share of this machine
+    threads: Annotated[int, Field(ge=1)] | None = None  # None: one a core
     dtype: Dtype | None = None  # None, here and for the next three: the cluster's
     block_size: BlockSize | None = None
     kv_axis_order: AxisOrder | None = None
@@ -77,6 +78,8 @@ class PoolConfig(_Settings):
         low, high = self.bounds
         if not low <= self.replicas <= high:
             raise ValueError(f"replicas ({self.replicas}) must lie in min_replicas..max_replicas ({low}..{high})")
+        if self.cores and self.threads and self.threads > self.cores:
+            raise ValueError(f"threads ({self.threads}) must not exceed cores ({self.cores}): raise cores, or set 0")
         return self
 
     @property

@@ -1,9 +1,9 @@
 """One running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
 
-import os
 from dataclasses import dataclass, replace
 from typing import Self
 
+from ..workers.cores import usable_cores
 from ..workers.worker_config import WorkerConfig
 from .config import ClusterConfig
 from .handles import RouterStarted
@@ -38,18 +38,30 @@ class Deployment:
         router = self.config.router.model_copy(update=ports)
         return replace(self, config=self.config.model_copy(update={"router": router}))
 
+    def num_cores(self, pool: str) -> int:
+        """That each worker of the pool should have for itself; 0: it shares. On a machine that is not ours alone, only
+        where the settings say so."""
+        settings = self.config.pools.get(pool)
+        if settings.cores is not None:
+            return settings.cores
+        return (settings.threads or self._fair_cores(pool)) if self.is_local else 0
+
+    def _fair_cores(self, pool: str) -> int:
+        if not self.is_local:
+            return max(int(self.config.pools.get(pool).num_cpus), 1)
+        return max(len(usable_cores()) // max(sum(self.config.pools.targets.values()), 1), 1)
+
     def worker_config(self, pool: str, host: str) -> WorkerConfig:
         """`host`: the address on which a worker outside this machine listens."""
         config, settings = self.config, self.config.pools.get(pool)
         share = max(sum(config.pools.targets.values()), 1) if self.is_local else 1
-        cores = (os.cpu_count() or 1) // share if self.is_local else int(settings.num_cpus)
         return WorkerConfig(
             model=config.model,
             role=pool,
             served_model_name=config.served_model_name,
             dtype=settings.dtype or config.dtype,
             device=config.device,
-            threads=settings.threads or max(cores, 1),
+            threads=settings.threads or settings.cores or self._fair_cores(pool),
             block_size=settings.block_size or config.block_size,
             kv_axis_order=settings.kv_axis_order or config.kv_axis_order,
             wire_dtype=settings.wire_dtype or config.wire_dtype,

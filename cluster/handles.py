@@ -11,6 +11,7 @@ class WorkerStarted:
     incarnation: str
     pid: int
     node: str  # the machine's name
+    cores: tuple[int, ...] | None = None  # that it has for itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ from ray.util import get_node_ip_address, list_named_actors, placement_group, re
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ..workers.cores import usable_cores
 from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
 from .config import WILDCARD_HOSTS
+from .cores import CoreClaim
 from .deployment import NAMESPACE, Deployment, supervisor_name
 from .fleet import WorkerInfo
 from .handles import RouterStarted, WorkerStarted
@@ -60,7 +62,9 @@ class WorkerActor:
 
     def __init__(self, deployment: Deployment, pool: str) -> None:
         logging.basicConfig(level=logging.INFO)
-        self._config = deployment.worker_config(pool, get_node_ip_address())
+        self._claim = CoreClaim()
+        cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
+        self._config = replace(deployment.worker_config(pool, get_node_ip_address()), cores=cores)
         # Read when torch is first imported, which is in `_load`.
         os.environ["OMP_NUM_THREADS"] = str(self._config.threads)
         self._life: asyncio.Future[WorkerStarted | Refused] | None = None
@@ -79,7 +83,7 @@ class WorkerActor:
             at = self._process.start_in_thread()
         except DiptychError as e:
             return Refused.because(e)
-        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node())
+        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores)
 
     async def run_until_stopped(self) -> str:
         """After `start`. Why it ended."""

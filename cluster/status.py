@@ -15,6 +15,7 @@ class WorkerStatus:
     address: str | None = None
     node: str | None = None
     pid: int | None = None
+    cores: tuple[int, ...] | None = None  # that its compute threads are bound to
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0

@@ -73,6 +73,7 @@ class WorkerRecord:
             address=started.address if started else None,
             node=started.node if started else None,
             pid=started.pid if started else None,
+            cores=started.cores if started else None,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_blocks=load.num_blocks,

@@ -13,6 +13,7 @@ ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "pro
 NO_TORCH = {
     "block_manager",
     "channel",
+    "cores",
     "errors",
     "kv_layout",
     "prefix_cache",

@@ -5,10 +5,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from .cores import bind_this_thread
 from .engine import Engine, internal
 from .engine_events import StepOutput
 from .errors import DiptychError, RankLost, Unavailable
@@ -24,17 +25,20 @@ log = logging.getLogger("diptych.engine")
 class EngineThread:
     """`listener` is called on the engine's thread with every non-empty StepOutput, also while a step runs, with what
     hand-offs have to say; it must not block. `on_broken` is called there when the thread ends by a fault of ours, the
-    books being in doubt, or because it lost what computes: then the worker should end."""
+    books being in doubt, or because it lost what computes: then the worker should end. The thread stays on
+    `cores`, where there are any."""
 
     def __init__(
         self,
         engine: Engine,
         listener: Callable[[StepOutput], None],
         on_broken: Callable[[DiptychError], object],
+        cores: Sequence[int] | None = None,
     ) -> None:
         self._engine = engine
         self._listener = listener
         self._on_broken = on_broken
+        self._cores = cores
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
@@ -109,6 +113,7 @@ class EngineThread:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        bind_this_thread(self._cores)
         try:
             self._run_until_stopped()
         except RankLost as e:

@@ -45,6 +45,7 @@ class ModelRunnerConfig:
     max_context_tokens: int | None = None  # None: all that the model was made for
     served_model_name: str | None = None  # None: the name of the checkpoint's directory
     num_threads: int | None = None  # of all ranks together; None: torch's own choice
+    cores: tuple[int, ...] | None = None  # for the threads of all ranks; None: not bound
     tensor_parallel: int = 1  # ranks
 
     def validate(self) -> None:
@@ -223,6 +224,7 @@ def _start_ranks(config: ModelRunnerConfig, max_context_tokens: int, on_loss: On
         axis_order=AXIS_ORDERS[config.kv_axis_order],
         max_context_tokens=max_context_tokens,
         num_threads=torch.get_num_threads(),
+        cores=config.cores,
         size=config.tensor_parallel,
     )
     return RankProcesses(settings, on_loss)

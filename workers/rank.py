@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from .cores import bind_this_thread, part_of
 from .errors import CheckpointError, ConfigError, RankLost
 from .kv_cache import KVCache
 from .kv_layout import KVLayout
@@ -40,6 +41,7 @@ class RankSettings:
     max_context_tokens: int
     num_threads: int
     size: int
+    cores: tuple[int, ...] | None = None  # of all ranks
     rank: int = 0
     memory_fd: int = -1
     meeting: str = ""
@@ -52,6 +54,7 @@ class RankSettings:
 def follow(settings: RankSettings) -> None:
     """Does not return. Raises RankLost, or what reading a checkpoint raises."""
     torch.set_num_threads(settings.num_threads)
+    bind_this_thread(part_of(settings.cores, settings.rank, settings.size))
     cpu, dtype = torch.device("cpu"), DTYPES[settings.dtype]
     path, share = Path(settings.model_path), Share(settings.rank, settings.size)
     spec = load_spec(path)

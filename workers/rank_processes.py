@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .cores import openmp_settings, part_of
 from .errors import ConfigError, RankLost
 from .parallel import GlooGroup
 from .rank import READY, RankSettings
@@ -112,7 +113,8 @@ class RankProcesses:
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         module = __name__.rpartition(".")[0] + ".rank"
         command = [sys.executable, "-m", module, replace(self._settings, rank=rank).to_json()]
-        env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ  # as for the worker itself
+        cores = part_of(self._settings.cores, rank, self._settings.size)
+        env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | openmp_settings(cores)  # as for the worker itself
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[self.memory_fd], env=env
         )

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from .. import __version__
 from ..proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from .channel import bind, make_server
+from .cores import part_of
 from .engine import Engine
 from .engine_events import StepOutput, TokenEvent
 from .engine_thread import EngineThread
@@ -64,7 +65,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._runner = runner
         engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache, layer_groups=config.layer_groups)
         engine.set_role(Role(config.role))
-        self._engine = EngineThread(engine, self._on_step, self.end_with)
+        cores = part_of(config.cores, 0, config.tensor_parallel)
+        self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
         self._links = Links()
         self._handoffs = ServiceHandoffs(self._engine, self._links, config.lease_s)
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from .cores import affinity_kept, openmp_settings, part_of
 from .errors import DiptychError, RankLost
 from .load_bar import load_bar
 from .runner import Runner
@@ -22,11 +23,13 @@ from .service import WorkerAddress, WorkerService
 from .worker_config import WorkerConfig
 
 
+@affinity_kept()
 def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> Runner:
     """`on_loss`: called on another thread if a rank is lost later. Raises CheckpointError, ConfigError or RankLost."""
     # Read when torch is first imported. Threads that spin while they wait take the cores from the other workers of the
     # machine: a step took up to a hundred times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.update(openmp_settings(part_of(config.cores, 0, config.tensor_parallel)))
     from .model_runner import ModelRunner, ModelRunnerConfig
 
     settings = ModelRunnerConfig(
@@ -35,6 +38,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         dtype=config.dtype,
         device=config.device,
         num_threads=config.threads,
+        cores=config.cores,
         tensor_parallel=config.tensor_parallel,
         block_size=config.block_size,
         kv_axis_order=config.kv_axis_order,
@@ -117,6 +121,8 @@ def parse_args(argv: list[str]) -> WorkerConfig:
             parser.add_argument(flag, required=True)
         elif isinstance(default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        elif name == "cores":
+            parser.add_argument(flag, default=default, type=lambda v: tuple(int(core) for core in v.split(",")))
         elif name == "transports":
             parser.add_argument(flag, default=default, type=lambda v: v if v == "auto" else tuple(v.split(",")))
         else:

@@ -9,6 +9,7 @@ from .kv_wire import WIRE_DTYPES
 from .scheduler import Role, SchedulerConfig
 
 MAX_RANKS = 64
+MAX_CORES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class WorkerConfig:
     dtype: str = "bfloat16"  # or "float32"
     device: str = "cpu"
     threads: int | None = None  # of all its ranks together; None: torch's choice
+    cores: tuple[int, ...] | None = None  # that its compute threads are bound to, in order; None: not bound
     tensor_parallel: int = 1  # ranks: processes that share the model's heads and MLP, on this machine
     block_size: int = 16  # tokens a block
     kv_memory_bytes: int | None = None  # None: by fraction
@@ -54,6 +56,8 @@ class WorkerConfig:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if self.cores is not None and not (self.cores and all(0 <= core < MAX_CORES for core in self.cores)):
+            raise ConfigError(f"cores must be numbers of this machine's CPUs, got {self.cores}")
         if not 1 <= self.tensor_parallel <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel must be in [1, {MAX_RANKS}], got {self.tensor_parallel}")
         if self.tensor_parallel > 1 and self.device != "cpu":

@@ -1,13 +1,13 @@
 """What a cluster's processes are called, and what each worker gets of its machine."""
 
-import os
-
 import pytest
 
+from diptych.cluster import deployment as deployment_module
 from diptych.cluster.config import interchangeable
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import Deployment
 from diptych.cluster.handles import RouterStarted
+from diptych.workers.errors import ConfigError
 
 
 def deployment(is_local: bool = True, name: str = "a", **pools: object) -> Deployment:
@@ -27,16 +27,17 @@ def test_a_cluster_knows_its_own_by_name_even_where_names_begin_alike() -> None:
 
 
 def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(deployment_module, "usable_cores", lambda: tuple(range(8)))
     config = deployment(prefill={"replicas": 1}, decode={"replicas": 2}).worker_config("decode", "10.0.0.1")
     assert config.threads == 8 // 3
+    assert config.cores is None, "which ones is for the worker's process to say"
     assert config.kv_memory_fraction == pytest.approx(0.1)
     assert config.host == "127.0.0.1"
     assert config.auth_token == "secret"
 
 
 def test_more_workers_than_cores_get_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(deployment_module, "usable_cores", lambda: (0, 1))
     assert deployment(decode={"replicas": 5}).worker_config("decode", "").threads == 1
 
 
@@ -50,6 +51,31 @@ def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
 
 def test_threads_that_are_given_stay() -> None:
     assert deployment(decode={"threads": 3}).worker_config("decode", "").threads == 3
+
+
+@pytest.mark.parametrize(
+    ("is_local", "pool", "num_cores", "num_threads"),
+    [
+        (True, {}, 4, 4),  # its share of eight
+        (True, {"cores": 0}, 0, 4),
+        (True, {"cores": 3}, 3, 3),
+        (True, {"threads": 2}, 2, 2),
+        (True, {"threads": 2, "cores": 3}, 3, 2),
+        (False, {"num_cpus": 6.0}, 0, 6),  # Ray may have put another's worker beside it
+        (False, {"num_cpus": 6.0, "cores": 5}, 5, 5),
+    ],
+)
+def test_a_worker_has_a_thread_for_each_of_its_cores(
+    monkeypatch: pytest.MonkeyPatch, is_local: bool, pool: dict[str, object], num_cores: int, num_threads: int
+) -> None:
+    monkeypatch.setattr(deployment_module, "usable_cores", lambda: tuple(range(8)))
+    found = deployment(is_local, prefill={}, decode=pool)
+    assert (found.num_cores("decode"), found.worker_config("decode", "").threads) == (num_cores, num_threads)
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"threads \(3\) must not exceed cores \(2\)"):
+        deployment(decode={"threads": 3, "cores": 2})
 
 
 def test_a_pool_may_lay_its_kv_out_in_its_own_way() -> None:

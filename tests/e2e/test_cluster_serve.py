@@ -52,6 +52,20 @@ def test_the_python_snippets_work(served: Served, title: str) -> None:
     assert run.stdout.strip()
 
 
+def test_each_worker_computes_on_its_own_cores(served: Served) -> None:
+    everywhere = os.sched_getaffinity(0)
+    bound: list[int] = []
+    for worker in workers(served.status()).values():
+        threads = [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{worker['pid']}/task").iterdir()]
+        assert os.sched_getaffinity(worker["pid"]) == everywhere, "what does not compute floats"
+        own = set[int]().union(*(affinity for affinity in threads if affinity != everywhere))
+        assert sorted(own) == (worker["cores"] or []), "as it says"
+        bound += own
+    assert len(bound) == len(set(bound)), "no core is two workers'"
+    # Another cluster may hold some while this runs; where none does, there is a core for each of the two.
+    assert bound or len(everywhere) == 1
+
+
 def test_status_shows_every_pool_worker_and_router(served: Served) -> None:
     status = served.status()
     assert status["state"] == "ready"

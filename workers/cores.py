@@ -1,0 +1,64 @@
+"""Which cores compute: a worker that has cores of its own keeps its compute threads there. No torch.
+
+The engine's thread may run on all of the worker's cores, OpenMP's team has a core a thread; event loops, and whatever
+else the process does, float. Where cores are not to be had (another system than Linux, a core that this process may not
+use) nothing is bound.
+"""
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+CPUS = Path("/sys/devices/system/cpu")
+
+
+def usable_cores(folder: Path = CPUS) -> tuple[int, ...]:
+    """One logical CPU of each core that this process may use: two threads of a core share its arithmetic units."""
+    if not hasattr(os, "sched_getaffinity"):
+        return tuple(range(os.cpu_count() or 1))
+    found: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        try:
+            siblings = (folder / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        except OSError:
+            siblings = str(cpu)
+        found.setdefault(siblings, cpu)
+    return tuple(found.values())
+
+
+def part_of(cores: Sequence[int] | None, rank: int, size: int) -> tuple[int, ...] | None:
+    """The cores of one of a worker's ranks; None where they do not go round."""
+    if cores is None or len(cores) < size:
+        return None
+    each = len(cores) // size
+    return tuple(cores[rank * each : (rank + 1) * each])
+
+
+def openmp_settings(cores: Sequence[int] | None) -> dict[str, str]:
+    """Environment that OpenMP reads once, when it is loaded: a place for each core, threads bound to them in order."""
+    if not cores:
+        return {}
+    return {"OMP_PROC_BIND": "close", "OMP_PLACES": ",".join(f"{{{core}}}" for core in cores)}
+
+
+@contextmanager
+def affinity_kept() -> Generator[None]:
+    """The calling thread may run afterwards where it may now: OpenMP binds whichever thread happens to load it."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    try:
+        yield
+    finally:
+        if before:
+            os.sched_setaffinity(0, before)
+
+
+def bind_this_thread(cores: Sequence[int] | None) -> bool:
+    """Keep the calling thread, and threads that it starts, on these cores. Returns whether it could be."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return False
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:  # a core that this process may not use
+        return False
+    return True

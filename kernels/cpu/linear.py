@@ -1,0 +1,123 @@
+"""x W^T by the compiled kernels: weights packed once, at load, and multiplied by any number of rows."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from .library import DTYPES, Team
+
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+PANEL = 32  # outputs
+
+
+class Then(IntEnum):
+    """What is done with y = x W^T + bias; rounded once."""
+
+    STORE = 0
+    ADD = 1  # out += y
+    SILU_MUL = 2  # silu(gate) * up, where y = [gate, up]
+    GELU_MUL = 3  # the same with GELU's tanh form
+
+
+class Linear(ctypes.Structure):
+    """linear.h's struct Linear."""
+
+    _fields_ = (
+        ("weight", _P),
+        ("scales", _P),
+        ("bias", _P),
+        ("n", _L),
+        ("k", _L),
+        ("format", _I),
+        ("is_gated", _I),
+        ("group", _L),
+    )
+
+
+class _Part(ctypes.Structure):
+    _fields_ = (("rows", _P), ("num_rows", _L), ("stride", _L))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """W [n, k] and its bias, packed; `of` points into the tensors."""
+
+    of: Linear
+    dtype: torch.dtype
+    weight: Tensor  # uint8
+    bias: Tensor | None  # float32, in packed order
+
+    @property
+    def num_outputs(self) -> int:
+        return self.of.n // 2 if self.of.is_gated else self.of.n
+
+
+def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
+    """Memory that `pack` takes."""
+    step = 4 // dtype.itemsize
+    return -(-n // PANEL) * PANEL * (-(-k // step) * step) * dtype.itemsize
+
+
+def pack(
+    team: Team,
+    weights: Sequence[Tensor],
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    take: Callable[[int], Tensor] = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8),
+) -> PackedLinear:
+    """weights: [n_i, k] of one dtype, float32 or bfloat16, rows contiguous: W is them below one another. bias: [n].
+
+    gated: W is a gate and its up, of as many rows each. take: returns that many bytes, uint8, aligned to 64.
+    """
+    dtype, k = weights[0].dtype, weights[0].shape[1]
+    assert all(w.dtype == dtype and w.shape[1] == k and w.stride(1) == 1 for w in weights) and k > 0
+    n = sum(w.shape[0] for w in weights)
+    # A gate's panel is as wide, half of it gate: half the width is rounded up twice.
+    padded = -(-n // PANEL) * PANEL
+    assert not gated or n % 2 == 0
+    packed = take(packed_bytes(n, k, dtype))
+    parts = (_Part * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
+    kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _P)
+    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, packed.data_ptr())
+    wide = None
+    if bias is not None:
+        assert bias.shape == (n,)
+        wide = torch.zeros(padded)
+        wide[:n] = bias.float()
+        if gated:
+            halves = torch.zeros(2, padded // 2)
+            halves[:, : n // 2] = bias.float().view(2, n // 2)
+            wide = halves.view(2, -1, PANEL // 2).transpose(0, 1).flatten()
+    of = Linear(packed.data_ptr(), None, wide.data_ptr() if wide is not None else None, n, k, 0, gated, 0)
+    return PackedLinear(of, dtype, packed, wide)
+
+
+def linear(team: Team, x: Tensor, packed: PackedLinear, then: Then = Then.STORE, out: Tensor | None = None) -> Tensor:
+    """x: [R, k] of the weights' dtype, rows contiguous. Returns `out`: [R, n], or [R, n / 2] of a gate; of the same
+    dtype, or float32. It is made where not given, but for Then.ADD."""
+    num_rows, k = x.shape
+    gates = then in (Then.SILU_MUL, Then.GELU_MUL)
+    assert k == packed.of.k and x.dtype == packed.dtype and x.stride(1) == 1 and gates == bool(packed.of.is_gated)
+    if out is None:
+        assert then != Then.ADD
+        out = torch.empty(num_rows, packed.num_outputs, dtype=x.dtype)
+    assert out.shape == (num_rows, packed.num_outputs) and out.stride(1) == 1 and out.dtype in (x.dtype, torch.float32)
+    kernel = team.library.kernel("linear", _P, _I, _P, _L, _L, _I, _P, _L, _I)
+    kernel(
+        team.address,
+        ctypes.addressof(packed.of),
+        DTYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        num_rows,
+        DTYPES[out.dtype],
+        out.data_ptr(),
+        out.stride(0),
+        then,
+    )
+    return out

@@ -1,0 +1,44 @@
+// x W^T with weights packed for the dot instruction, and what follows it in the same pass.
+//
+// Packed: panels of 32 outputs; within a panel, pairs of k (single ones for float): [n/32][k/2][32][2], zeros beyond n
+// and k. One panel is one run of memory, read once and in order: a few rows take as long as reading the weights does.
+// For a gated MLP a panel is 16 outputs of gate and the 16 of up that they meet.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace DIPTYCH_ISA {
+
+constexpr int kPanel = 32;
+
+enum Format : int32_t { kPlain = 0 /* weights of T */ };
+
+// What is done with y = x W^T + bias, in float; rounded once.
+enum Epilogue : int32_t {
+  kStore = 0,
+  kAdd = 1,      // out += y
+  kSiluMul = 2,  // out[:, i] = silu(y[:, gate i]) * y[:, up i]: half as wide as y
+  kGeluMul = 3,  // the same with GELU's tanh form
+};
+
+// Mirrored by linear.py. Made by its `pack`.
+struct Linear {
+  const void *weight;   // packed
+  const float *scales;  // null for kPlain
+  const float *bias;    // in packed order, [n rounded up to 32], or null
+  int64_t n, k;         // outputs (gate and up both), inputs
+  int32_t format, is_gated;
+  int64_t group;
+};
+
+// The part of it that thread `index` of `size` does: whole panels. No barrier at the end.
+// x: [num_rows, k], x_stride elements from row to row; out: [num_rows, n], or n / 2 for a gate; they do not overlap.
+// Each output is summed over k in order, in one accumulator: it depends on its own row alone, bit for bit.
+// T: float or bf16; Out: T, or float.
+template <class T, class Out>
+void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
+            Epilogue then, int index, int size);
+
+}  // namespace DIPTYCH_ISA

@@ -1,108 +1,194 @@
-"""Engine steps in one process against transformers' `generate`, on the same checkpoint, dtype and threads.
+"""Engine steps in one process: their time, and its share of what the machine can do (roofline.py).
 
-    python benchmarks/engine.py [--model DIR] [--dtype bfloat16] [--repeat 5] [--json FILE]
+    python benchmarks/engine.py [--model DIR] [--workload decode-1 ...] [--threads N] [--transformers] [--json FILE]
 
-Both run in turn (ours, theirs, ours, ...) and the ratio is of the medians. `decode` is the time of one step with the
-prompt already computed; `prefill` the time to the first token. transformers runs a static batch of equal prompts, its
-best case; the engine runs the same requests through its scheduler, paged cache and sampler.
+`decode` is the median time of a step with the prompts already computed, `prefill` the time to the first token of one
+prompt. Requests go through scheduler, paged cache and sampler; the runner is loaded as a worker loads it, without a
+prefix cache. A decode's context is its prompt and half of what it generates.
+
+--transformers runs the same work with transformers' `generate` in turn (ours, theirs, ours, ...), as a static batch of
+equal prompts, its best case.
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoModelForCausalLM
+from roofline import ModelCost, Roofline, measure
 
 from diptych.workers.engine import Engine
-from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models.spec import load_spec
 from diptych.workers.request import Request, SamplingParams
-from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.worker import load_runner
+from diptych.workers.worker_config import WorkerConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny"
-# name: (batch, prompt tokens, new tokens)
-WORKLOADS = {"decode-1": (1, 192, 64), "decode-16": (16, 192, 64), "prefill-512": (1, 512, 1)}
+MAX_CONTEXT = 4096
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Load:
+    batch: int
+    num_prompt: int
+    num_new: int
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.num_new == 1
+
+    @property
+    def context(self) -> int:
+        """Mean over a decode's steps."""
+        return self.num_prompt + self.num_new // 2
+
+
+LOADS = {
+    "decode-1": Load(1, 160, 64),
+    "decode-16": Load(16, 160, 64),
+    "decode-32": Load(32, 496, 64),
+    "prefill-512": Load(1, 512, 1),
+}
 
 
 @dataclass(frozen=True)
 class Row:
     workload: str
     ours_ms: float
-    transformers_ms: float
+    roofline_share: float | None
+    transformers_ms: float | None
 
-    @property
-    def ratio(self) -> float:
-        return self.transformers_ms / self.ours_ms
+    def show(self) -> None:
+        share = "" if self.roofline_share is None else f"{100 * self.roofline_share:.0f} %"
+        theirs, ratio = "", ""
+        if self.transformers_ms is not None:
+            theirs, ratio = f"{self.transformers_ms:.2f}", f"{self.transformers_ms / self.ours_ms:.2f}"
+        print(f"{self.workload:<12} {self.ours_ms:9.2f} {share:>9} {theirs:>16} {ratio:>6}", flush=True)
 
 
-def prompts(batch: int, num_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
+def prompts(load: Load, vocab_size: int, seed: int) -> list[list[int]]:
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, vocab_size, (batch, num_tokens), generator=generator).tolist()
+    return torch.randint(3, vocab_size, (load.batch, load.num_prompt), generator=generator).tolist()
 
 
-def ours(engine: Engine, batch: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """(seconds to the first tokens, seconds of a later step)."""
+def ours(engine: Engine, batch: list[list[int]], num_new: int, temperature: float) -> tuple[float, float]:
+    """(seconds to the last of the first tokens, median seconds of a later step)."""
     for i, prompt in enumerate(batch):
-        sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=temperature, seed=i, max_tokens=num_new, ignore_eos=True)
         engine.submit(f"0/{i}", Request(str(i), tuple(prompt), sampling, 600.0), [])
     start = time.perf_counter()
     num_first = 0
     while num_first < len(batch):
-        num_first += sum(t.position == 0 for t in engine.step().tokens)
-    first = time.perf_counter()
-    num_steps = 0
+        num_first += sum(token.position == 0 for token in engine.step().tokens)
+    first_s = time.perf_counter() - start
+    steps: list[float] = []
     while engine.scheduler.has_work:
+        began = time.perf_counter()
         engine.step()
-        num_steps += 1
-    return first - start, (time.perf_counter() - first) / max(num_steps, 1)
+        steps.append(time.perf_counter() - began)
+    return first_s, statistics.median(steps) if steps else first_s
 
 
-def theirs(model: Callable[..., torch.Tensor], batch: list[list[int]], new_tokens: int) -> tuple[float, float]:
+def theirs(generate: "Callable[..., Tensor]", batch: list[list[int]], num_new: int) -> tuple[float, float]:
+    import torch
+
     ids = torch.tensor(batch)
 
-    def generate(num: int) -> float:
+    def timed(num: int) -> float:
         start = time.perf_counter()
-        model(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, min_new_tokens=num, do_sample=False)
+        generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, min_new_tokens=num, do_sample=False)
         return time.perf_counter() - start
 
-    first = generate(1)
-    return first, (generate(new_tokens) - first) / (new_tokens - 1) if new_tokens > 1 else first
+    first_s = timed(1)
+    return first_s, (timed(num_new) - first_s) / (num_new - 1) if num_new > 1 else first_s
 
 
-def measure(name: str, engine: Engine, model: Callable[..., torch.Tensor], vocab_size: int, repeat: int) -> Row:
-    batch_size, num_prompt, new_tokens = WORKLOADS[name]
-    which = 0 if name.startswith("prefill") else 1
-    times: tuple[list[float], list[float]] = ([], [])
-    for i in range(repeat + 1):
-        batch = prompts(batch_size, num_prompt, vocab_size, seed=i)
-        pair = ours(engine, batch, new_tokens)[which], theirs(model, batch, new_tokens)[which]
-        if i:  # the first round warms both up
-            times[0].append(pair[0])
-            times[1].append(pair[1])
-    return Row(name, 1e3 * statistics.median(times[0]), 1e3 * statistics.median(times[1]))
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._cost = ModelCost(load_spec(args.model), ITEM_BYTES[args.dtype])
+        self._roofline = measure(args.threads, args.roofline_seconds) if args.roofline_seconds else None
+        context = min(self._cost.spec.max_position_embeddings, MAX_CONTEXT)
+        config = WorkerConfig(
+            str(args.model), dtype=args.dtype, threads=args.threads, max_context_tokens=context, prefix_cache=False
+        )
+        runner = load_runner(config, lambda _: None)
+        self._engine = Engine(runner, config.scheduler(), prefix_cache=False)
+        self._vocab_size = runner.info.vocab_size
+        self._generate = _transformers(args) if args.transformers else None
+
+    def measure(self, name: str) -> Row:
+        load = LOADS[name]
+        which = 0 if load.is_prefill else 1
+        times: tuple[list[float], list[float]] = ([], [])
+        for i in range(-1, self._args.repeat):  # the first round warms both up
+            batch = prompts(load, self._vocab_size, seed=i + 1)
+            pair = [ours(self._engine, batch, load.num_new, self._args.temperature)[which]]
+            if self._generate is not None:
+                pair.append(theirs(self._generate, batch, load.num_new)[which])
+            if i >= 0:
+                for side, seconds in zip(times, pair, strict=False):
+                    side.append(seconds)
+        medians = [statistics.median(side) if side else None for side in times]
+        assert medians[0] is not None
+        return Row(name, 1e3 * medians[0], self._share(load, medians[0]), medians[1] and 1e3 * medians[1])
+
+    def _share(self, load: Load, seconds: float) -> float | None:
+        if self._roofline is None:
+            return None
+        if load.is_prefill:
+            return self._cost.prefill_share(self._roofline, load.num_prompt, seconds)
+        return self._cost.decode_share(self._roofline, load.batch, load.context, seconds)
+
+    def describe(self) -> str:
+        limits = "" if self._roofline is None else f", {_describe(self._roofline)}"
+        args = self._args
+        return f"{args.model.name}, {args.dtype}, {args.threads} threads, median of {args.repeat}{limits}"
+
+
+def _describe(roofline: Roofline) -> str:
+    return f"reads {roofline.read_bytes_s / 1e9:.1f} GB/s, {roofline.flops / 1e9:.0f} GFLOP/s"
+
+
+def _transformers(args: argparse.Namespace) -> "Callable[..., Tensor]":
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval().generate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--workload", action="append", choices=LOADS)
+    parser.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--temperature", type=float, default=0.0, help="of our sampler")
+    parser.add_argument("--transformers", action="store_true", help="compare with transformers")
+    parser.add_argument("--roofline-seconds", type=float, default=3.0, help="to measure the machine; 0: do not")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runner = ModelRunner.load(ModelRunnerConfig(args.model, dtype=args.dtype))
-    engine = Engine(runner, SchedulerConfig(), prefix_cache=False)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-    print(f"{args.model.name}, {args.dtype}, {torch.get_num_threads()} threads, median of {args.repeat}")
-    print(f"{'workload':<12} {'ours ms':>9} {'transformers ms':>16} {'ratio':>6}")
-    rows = [measure(name, engine, model.generate, runner.info.vocab_size, args.repeat) for name in WORKLOADS]
-    for row in rows:
-        print(f"{row.workload:<12} {row.ours_ms:9.2f} {row.transformers_ms:16.2f} {row.ratio:6.2f}")
+    bench = Bench(args)
+    print(bench.describe())
+    print(f"{'workload':<12} {'ours ms':>9} {'roofline':>9} {'transformers ms':>16} {'ratio':>6}")
+    rows: list[Row] = []
+    for name in args.workload or LOADS:
+        rows.append(bench.measure(name))
+        rows[-1].show()
     if args.json:
-        args.json.write_text(json.dumps([asdict(r) | {"ratio": r.ratio} for r in rows], indent=2))
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
 
 
 if __name__ == "__main__":

@@ -127,8 +127,7 @@ class HttpApi:
 async def _events(generation: Generation, form: Format) -> AsyncGenerator[str, None]:
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
-            if text := form.events(batch):
-                yield text
+            yield form.events(batch)
     yield form.last_events()
 
 

@@ -45,7 +45,8 @@ class Format:
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
 
     def events(self, batch: Sequence[TextDelta]) -> str:
-        """Server-sent events of what is new; "" where there is nothing to tell yet."""
+        """Server-sent events of what is new: one for each delta, also where its text is held back or empty, so that a
+        client sees each token when it is made."""
         return "".join(map(self._event, batch))
 
     def last_events(self) -> str:
@@ -109,7 +110,7 @@ class CompletionFormat(Format):
             self._echo[delta.index] = ""
             return event
         before, after = self._around[delta.index]
-        return f"{before}{json.dumps(delta.text)}{after}" if delta.text else ""
+        return f"{before}{json.dumps(delta.text)}{after}"
 
     def _choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         return {
@@ -137,7 +138,7 @@ class ChatFormat(Format):
         if delta.logprobs:
             logprobs = _chat_logprobs(self._tokenizer, (delta,))
             event += self._chunk(_chat_chunk(index, {"content": delta.text}, logprobs))
-        elif delta.text:
+        elif delta.text or delta.finish_reason is None:
             before, after = self._around[index]
             event += f"{before}{json.dumps(delta.text)}{after}"
         if delta.finish_reason is not None:

@@ -74,7 +74,7 @@ def test_prompts_and_choices(client: openai.OpenAI, server: Served) -> None:
 def test_echo(client: openai.OpenAI, prompt: str | list[int]) -> None:
     assert client.completions.create(model="echo", prompt=prompt, echo=True).choices[0].text == "héhé"
     parts = [c.choices[0].text for c in client.completions.create(model="echo", prompt=prompt, echo=True, stream=True)]
-    assert parts == ["héh", "é", ""]
+    assert parts == ["héh", "", "é", ""]
 
 
 def test_completion_log_probabilities(client: openai.OpenAI) -> None:
@@ -94,7 +94,7 @@ def test_stop_strings_cut_the_text_and_close_the_stream(client: openai.OpenAI, s
     assert answer.usage is not None and answer.usage.completion_tokens == 4
     assert server.source.all_closed.wait(10)
     text = client.completions.create(model="echo", prompt="abc. ", max_tokens=400, stop="c. a", stream=True)
-    assert [c.choices[0].text for c in text] == ["a", "b", ""]
+    assert [c.choices[0].text for c in text] == ["a", "b", "", "", "", ""]
 
 
 @pytest.mark.parametrize("stop", [None, "cd"])
@@ -132,10 +132,10 @@ def test_the_official_client_passes_timings_on(client: openai.OpenAI) -> None:
     assert answer.timings[0]["transport"] == "nixl"
 
 
-def test_streamed_completion(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_has_a_chunk_for_each_token(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(model="echo", prompt="h€!", stream=True))
-    assert [c.choices[0].text for c in chunks] == ["h", "€", "!", ""]
-    assert [c.choices[0].finish_reason for c in chunks] == [None, None, None, "stop"]
+    assert [c.choices[0].text for c in chunks] == ["h", "", "", "€", "!", ""]
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * 5 + ["stop"]
     assert len({c.id for c in chunks}) == 1
     assert all(c.usage is None for c in chunks)
 
@@ -192,6 +192,12 @@ def test_streamed_chat(client: openai.OpenAI) -> None:
         assert [d.delta.role for d in deltas] == ["assistant", None, None, None]
         assert [d.delta.content for d in deltas] == ["", "h", "i", None]
         assert [d.finish_reason for d in deltas] == [None, None, None, "stop"]
+
+
+def test_a_streamed_chat_has_a_chunk_for_each_token(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "€!"}]
+    chunks = client.chat.completions.create(model="echo", messages=messages, stream=True)
+    assert [c.choices[0].delta.content for c in chunks] == ["", "", "", "€", "!", None]
 
 
 def test_streamed_chat_with_log_probabilities_and_usage(client: openai.OpenAI) -> None:

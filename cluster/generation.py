@@ -12,11 +12,11 @@ of any ends all | the caller closes batches(). However it ends, every token stre
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..workers.errors import DeadlineExceeded, InternalError, RequestAborted
 from ..workers.request import Request
@@ -25,6 +25,8 @@ from ..workers.sequence import FinishReason
 from .detokenizer import Detokenizer
 from .stop_strings import StopStrings
 from .timings import RequestTimings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a token: a frozen one takes three times as long to make
 class TokenDelta:
     """New tokens of one completion, as the router got them from a worker."""
 
@@ -82,7 +84,7 @@ class TokenSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
     """New text of completion `index`, and the tokens that came with it.
 
@@ -198,6 +200,11 @@ class Generation:
     async def batches(self) -> AsyncGenerator[list[TextDelta], None]:
         """All that is new, as soon as something is. Use it within `aclosing`: to close it aborts what still runs.
         Raises DiptychErrors."""
+        if len(self.completions) == 1:
+            async with aclosing(self._alone(self.completions[0])) as batches:
+                async for batch in batches:
+                    yield batch
+            return
         news = _News()
         timer = asyncio.get_running_loop().call_later(self._timeout_s, news.put_nowait, self._deadline_exceeded())
         tasks = [asyncio.create_task(self._receive(completion, news)) for completion in self.completions]
@@ -218,6 +225,27 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _alone(self, completion: Completion) -> AsyncGenerator[list[TextDelta], None]:
+        """The same of a single completion, without a task beside the caller's."""
+        deadline = _Deadline(self._timeout_s)
+        try:
+            async with aclosing(self._source.stream(completion.request)) as deltas:
+                while (delta := await deadline.keep(anext(deltas, None))) is not None:
+                    text = completion.push(delta)
+                    yield [text]
+                    if text.finish_reason is not None:
+                        return
+            raise _unfinished()
+        except TimeoutError as e:
+            raise self._deadline_exceeded() from e
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _given_up() from e
+        finally:
+            deadline.close()
+
     async def _receive(self, completion: Completion, news: "_News") -> None:
         async with aclosing(self._source.stream(completion.request)) as deltas:
             async for delta in deltas:
@@ -225,7 +253,7 @@ class Generation:
                 news.put_nowait(text)
                 if text.finish_reason is not None:
                     return
-        raise InternalError("the token stream ended without a finish reason: please report this")
+        raise _unfinished()
 
     def _deadline_exceeded(self) -> DeadlineExceeded:
         return DeadlineExceeded(
@@ -233,12 +261,51 @@ class Generation:
         )
 
 
+class _Deadline:
+    """asyncio.timeout over several awaits of one task, between which other code runs that it must not interrupt."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+        self._has_expired = False
+        self._waiting: asyncio.Task[Any] | None = None
+
+    async def keep(self, awaitable: Awaitable[T]) -> T:
+        """What it gives. Raises TimeoutError if the deadline comes first."""
+        if self._has_expired:
+            raise TimeoutError
+        self._waiting = asyncio.current_task()
+        try:
+            return await awaitable
+        except asyncio.CancelledError as e:
+            if self._has_expired and self._waiting is not None and not self._waiting.uncancel():
+                raise TimeoutError from e
+            raise
+        finally:
+            self._waiting = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _expire(self) -> None:
+        self._has_expired = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+
+def _given_up() -> RequestAborted:
+    return RequestAborted("the router gave the request up: send it again")
+
+
+def _unfinished() -> InternalError:
+    return InternalError("the token stream ended without a finish reason: please report this")
+
+
 class _News(asyncio.Queue[TextDelta | BaseException]):
     """What the tasks of a Generation tell it."""
 
 
 def _report(news: _News, task: asyncio.Task[None]) -> None:
-    error = RequestAborted("the router gave the request up: send it again") if task.cancelled() else task.exception()
+    error = _given_up() if task.cancelled() else task.exception()
     if error is not None:
         news.put_nowait(error)
 

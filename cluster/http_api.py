@@ -27,7 +27,7 @@ from ..workers.runner import ModelInfo
 from .auth import ApiKey
 from .front_door import FrontDoor, GenerationSpec
 from .generation import Generation, TextDelta
-from .http_stream import EventStream, read_json, while_connected
+from .http_stream import SEND, EventStream, read_json, while_connected
 from .openai_format import ChatFormat, CompletionFormat, Format, to_event
 from .openai_types import ChatBody, CompletionBody, parse
 from .timings import server_timing
@@ -154,7 +154,7 @@ class _Edge:
             await self._app(scope, receive, send)
             return
         call_id = uuid.uuid4().hex
-        scope["state"] = {**scope.get("state", {}), "call_id": call_id}
+        scope["state"] = {**scope.get("state", {}), "call_id": call_id, SEND: send}
         header = (b"x-request-id", f"req-{call_id}".encode())
 
         async def send_with_id(message: Message) -> None:

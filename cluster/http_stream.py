@@ -5,7 +5,7 @@ the token streams, which aborts the requests on the workers.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or a proxy keeps the tokens until it has a page of them
 ]
+
+SEND = "send"  # in a call's state: the server's own `send`, without what the application puts around it
 
 T = TypeVar("T")
 
@@ -75,24 +77,22 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send_events(send))
+            # Whatever wraps `send` looks at the answer's start alone, and costs as much as the event for each of them.
+            await while_connected(receive, self._send_events(send, scope["state"].get(SEND, send)))
         except RequestAborted:
             if not self._started:
                 raise
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, start: Send, send: Send) -> None:
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await self._write(send, event)
+                    if not self._started:
+                        self._started = True
+                        await start({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         except DiptychError as e:
             if not self._started:
                 raise
-            await self._write(send, self._error_event(e))
+            await send({"type": "http.response.body", "body": self._error_event(e).encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-    async def _write(self, send: Callable[[Any], Awaitable[None]], event: str) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})

@@ -3,10 +3,12 @@
 Names and units follow vLLM's where they mean the same, under the prefix `diptych_`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -71,7 +73,6 @@ class RouterMetrics:
         self.requests = Counter("diptych_requests", "Requests that ended", ["outcome"], registry=r)
         self.in_flight = Gauge("diptych_requests_in_flight", "Requests that run or wait", registry=r)
         self.prompt_tokens = Counter("diptych_prompt_tokens", "Prompt tokens of requests that began", registry=r)
-        self.generation_tokens = Counter("diptych_generation_tokens", "Tokens delivered", registry=r)
         self.cached_tokens = Counter("diptych_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
         self.resumes = Counter("diptych_request_resumes", "Attempts after the first, where workers failed", registry=r)
         self.migrations = Counter("diptych_request_migrations", "Moves of running sequences", registry=r)
@@ -79,7 +80,8 @@ class RouterMetrics:
             "diptych_request_migrations_failed", "Of which nothing came: the sequence ran on where it was", registry=r
         )
         self._ttft = _histogram("time_to_first_token", "From receipt to the first token", REQUEST_BUCKETS_S, r)
-        self._itl = _histogram("inter_token_latency", "Between two deliveries of tokens", TOKEN_BUCKETS_S, r)
+        self._tokens = _Tokens()
+        r.register(self._tokens)
         self._e2e = _histogram("request", "From receipt to the end", REQUEST_BUCKETS_S, r)
         self._queue = _histogram("request_queue", "From receipt to the first step", REQUEST_BUCKETS_S, r)
         self._prefill = _histogram("request_prefill", "From the first step to the first token", REQUEST_BUCKETS_S, r)
@@ -99,9 +101,9 @@ class RouterMetrics:
         if last is None:
             self._ttft.observe(now - times.started_at)
         else:
-            self._itl.observe(now - last)
+            self._tokens.observe(now - last)
         times.last_token_at = now
-        self.generation_tokens.inc(num_tokens)
+        self._tokens.num_tokens += num_tokens
 
     def ended(self, times: RequestTimes, outcome: str, now: float, timings: RequestTimings | None = None) -> None:
         """`timings`: where there was a first token."""
@@ -125,6 +127,29 @@ class RouterMetrics:
 
 def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
     return Histogram(f"diptych_{name}_seconds", what, buckets=buckets, registry=registry)
+
+
+class _Tokens(Collector):
+    """What is counted with every token: on one thread, so without the library's locks. Made a family at scrape time."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._counts = [0] * (len(TOKEN_BUCKETS_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, latency_s: float) -> None:
+        self._counts[bisect_left(TOKEN_BUCKETS_S, latency_s)] += 1
+        self._sum_s += latency_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("diptych_generation_tokens", "Tokens delivered", self.num_tokens)
+        bounds = [*map(str, TOKEN_BUCKETS_S), "+Inf"]
+        yield HistogramMetricFamily(
+            "diptych_inter_token_latency_seconds",
+            "Between two deliveries of tokens",
+            list(zip(bounds, map(float, accumulate(self._counts)), strict=True)),
+            self._sum_s,
+        )
 
 
 class _Workers(Collector):

@@ -6,6 +6,7 @@ A sequence's key names the link that it came over and the router's handle for it
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..proto import worker_pb2
 from .errors import DiptychError
@@ -47,7 +48,7 @@ class Links:
         del self._links[link.number]
 
     def of(self, key: str) -> RouterLink | None:
-        return self._links.get(int(key.partition("/")[0]))
+        return self._links.get(_parts(key)[0])
 
     def has(self, key: str) -> bool:
         """Whether the request still lives here."""
@@ -81,4 +82,10 @@ class Links:
 
 
 def handle_of(key: str) -> int:
-    return int(key.partition("/")[2])
+    return _parts(key)[1]
+
+
+@lru_cache(4096)  # asked twice a token
+def _parts(key: str) -> tuple[int, int]:
+    number, _, handle = key.partition("/")
+    return int(number), int(handle)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .cores import affinity_kept, openmp_settings, part_of
 from .errors import DiptychError, RankLost
+from .event_loop import new_event_loop
 from .load_bar import load_bar
 from .runner import Runner
 from .service import WorkerAddress, WorkerService
@@ -84,7 +85,7 @@ class WorkerProcess:
         self.ended: Future[str] = Future()  # why, once nothing serves any more
         self.ended.set_running_or_notify_cancel()  # whoever waits for it may go
         self._ready: Future[WorkerAddress] = Future()
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="diptych-worker", daemon=True)
 
@@ -142,7 +143,8 @@ async def _main(config: WorkerConfig) -> None:
 
 def main() -> int:
     try:
-        asyncio.run(_main(parse_args(sys.argv[1:])))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_main(parse_args(sys.argv[1:])))
     except DiptychError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

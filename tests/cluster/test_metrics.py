@@ -40,6 +40,20 @@ def test_one_request_from_receipt_to_end() -> None:
         assert found[f"diptych_{name}_seconds_count", ()] == 1
 
 
+def test_latencies_between_tokens_are_counted_by_their_bounds() -> None:
+    metrics = RouterMetrics(list)
+    times = RequestTimes(started_at=0.0)
+    metrics.began(num_prompt_tokens=1)
+    for now in (1.0, 1.001, 1.0035, 1.0035 + 0.02, 9.0):
+        metrics.delivered(times, 1, now)
+    found = samples(metrics)
+    name = "diptych_inter_token_latency_seconds"
+    bounds = {dict(labels)["le"]: value for (sample, labels), value in found.items() if sample == f"{name}_bucket"}
+    assert (bounds["0.0025"], bounds["0.005"], bounds["0.03"], bounds["2.5"], bounds["+Inf"]) == (1, 2, 3, 3, 4)
+    assert found[f"{name}_count", ()] == 4
+    assert found[f"{name}_sum", ()] == pytest.approx(8.0)
+
+
 def test_a_request_that_never_reached_a_worker_waited_all_its_life() -> None:
     metrics = RouterMetrics(list)
     metrics.began(1)

@@ -9,12 +9,12 @@ namespace DIPTYCH_ISA {
 
 namespace {
 
-constexpr int64_t kBlockRows = 240;       // rows that share a panel's weights while the cache holds them
-constexpr int64_t kChunk = 1024;          // inputs summed before the next rows: their weights stay in cache
-constexpr int64_t kAheadBytes = 8192;     // of the weights: what memory takes to answer, at its best rate
+constexpr int64_t kBlockRows = 240;    // rows that share a panel's weights while the cache holds them
+constexpr int64_t kChunk = 2048;       // inputs summed before the next rows: their weights stay in cache
+constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
 
 template <class T>
-using Tile = void (*)(const T *, int64_t, const T *, int64_t, float *, const float *, int64_t);
+using Tile = void (*)(const T *, int64_t, const T *, int64_t, float *, const char *, int64_t);
 
 template <class T, int... I>
 Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
@@ -22,16 +22,9 @@ Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
   return table[num_rows - 1];
 }
 
-// acc[r] += a[r] b: rows in tiles as even as can be.
-template <class T>
-void rows_by_panel(const T *a, int64_t a_stride, int64_t num_rows, const T *b, int64_t k, float *acc,
-                   const float *scales, int64_t ahead) {
-  int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-  for (int64_t i = 0; i < num_tiles; i++) {
-    int64_t first = num_rows * i / num_tiles, last = num_rows * (i + 1) / num_tiles;
-    Tile<T> run = tile_of<T>(last - first, std::make_integer_sequence<int, kTileRows>());
-    run(a + first * a_stride, a_stride, b, k, acc + first * kPanel, scales, ahead);
-  }
+// acc = sums or, unless it is the first, acc + sums; `count` of them.
+void merge(const float *__restrict sums, float *__restrict acc, int64_t count) {
+  for (int64_t i = 0; i < count; i++) acc[i] += sums[i];
 }
 
 inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
@@ -60,26 +53,38 @@ void finish(float *y, const float *bias, Out *out, int64_t width, Epilogue then)
 template <class T, class Out>
 void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
             Epilogue then, int index, int size) {
-  constexpr int kStep = Dot<T>::kStep;
-  alignas(64) float acc[kBlockRows * kPanel];
+  constexpr int64_t kStep = Dot<T>::kStep, kStepBytes = kStep * kPanel * sizeof(T);
+  alignas(64) float acc[kBlockRows * kPanel], sums[kTileRows * kPanel];
   const int64_t panel_elements = (of.k + kStep - 1) / kStep * kStep * kPanel;
   const int64_t panel_outputs = of.is_gated ? kPanel / 2 : kPanel, num_outputs = of.is_gated ? of.n / 2 : of.n;
+  const int64_t num_chunks = (of.k + kChunk - 1) / kChunk, chunk = (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
   const Span span = span_of((num_outputs + panel_outputs - 1) / panel_outputs, 1, index, size);
   for (int64_t block = 0; block < num_rows; block += kBlockRows) {
     const int64_t rows = num_rows - block < kBlockRows ? num_rows - block : kBlockRows;
+    const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
     for (int64_t panel = span.first; panel < span.last; panel++) {
-      const T *weight = (const T *)of.weight + panel * panel_elements;
-      std::memset(acc, 0, sizeof(float) * rows * kPanel);
-      for (int64_t k = 0; k < of.k; k += kChunk) {
-        const int64_t inputs = of.k - k < kChunk ? of.k - k : kChunk;
-        rows_by_panel<T>(x + block * x_stride + k, x_stride, rows, weight + k * kPanel, inputs, acc, nullptr,
-                         kAheadBytes / sizeof(T));
-      }
       const int64_t column = panel * panel_outputs;
       const int64_t width = num_outputs - column < panel_outputs ? num_outputs - column : panel_outputs;
       const float *bias = of.bias ? of.bias + panel * kPanel : nullptr;
-      for (int64_t r = 0; r < rows; r++)
-        finish(acc + r * kPanel, bias, out + (block + r) * out_stride + column, width, then);
+      for (int64_t k = 0; k < of.k; k += chunk) {
+        const int64_t inputs = of.k - k < chunk ? of.k - k : chunk;
+        const T *weight = (const T *)of.weight + panel * panel_elements + k * kPanel;
+        // The weights of the chunk after this one: each tile fetches its part of them.
+        const char *fetch = (const char *)weight + (num_tiles == 1 ? kAheadBytes : inputs * kPanel * sizeof(T));
+        const int64_t fetch_step = (kStepBytes + num_tiles - 1) / num_tiles;
+        for (int64_t i = 0; i < num_tiles; i++) {
+          const int64_t first = rows * i / num_tiles, count = rows * (i + 1) / num_tiles - first;
+          Out *to = out + (block + first) * out_stride + column;
+          for (int64_t r = 0; r < count; r++) __builtin_prefetch(to + r * out_stride, 1);
+          float *y = acc + first * kPanel;
+          tile_of<T>(count, std::make_integer_sequence<int, kTileRows>())(
+              x + (block + first) * x_stride + k, x_stride, weight, inputs, k ? sums : y,
+              fetch + i * (inputs / kStep) * fetch_step, fetch_step);
+          if (k) merge(sums, y, count * kPanel);
+          if (k + inputs == of.k)
+            for (int64_t r = 0; r < count; r++) finish(y + r * kPanel, bias, to + r * out_stride, width, then);
+        }
+      }
     }
   }
 }

@@ -51,18 +51,15 @@ struct Dot<bf16> {
   }
 };
 
-// acc[r] += a[r] b over `k` inputs, for Rows rows; a null `scales` continues acc[r], else it is acc[r] += scales * (a[r] b).
-// a: a_stride elements from row to row; b: [k / step][kPanel][step]; acc: [Rows][kPanel]; scales: [kPanel].
-// ahead: elements of b from the one in use to the one to fetch.
+// sums[r] = a[r] b over `k` inputs, for Rows rows.
+// a: a_stride elements from row to row; b: [k / step][kPanel][step]; sums: [Rows][kPanel].
+// fetch: what to have in cache soon, fetch_step bytes further on at each step: two cache lines.
 template <class T, int Rows>
-void tile(const T *__restrict a, int64_t a_stride, const T *__restrict b, int64_t k, float *__restrict acc,
-          const float *__restrict scales, int64_t ahead) {
+void tile(const T *__restrict a, int64_t a_stride, const T *__restrict b, int64_t k, float *__restrict sums,
+          const char *fetch, int64_t fetch_step) {
   using D = Dot<T>;
   constexpr int kStep = D::kStep, kBases = (Rows + 2) / 3;
-  floats sum[Rows][kVectors];
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < kVectors; v++)
-      sum[r][v] = scales ? floats{} : load_raw<floats>(acc + r * kPanel + v * kWidth);
+  floats sum[Rows][kVectors] = {};
   // Three rows from one address: the processor has few registers for those.
   const T *base[kBases];
   for (int i = 0; i < kBases; i++) base[i] = a + 3 * i * a_stride;
@@ -75,19 +72,15 @@ void tile(const T *__restrict a, int64_t a_stride, const T *__restrict b, int64_
     }
   };
   for (int64_t i = 0; i < k / kStep; i++) {
-    __builtin_prefetch(b + ahead, 0, 2);
-    __builtin_prefetch(b + ahead + 64 / sizeof(T), 0, 2);
+    __builtin_prefetch(fetch, 0, 2);
+    __builtin_prefetch(fetch + 64, 0, 2);
+    fetch += fetch_step;
     step([](const T *at) { return D::broadcast(at); });
     b += kPanel * kStep;
     for (int j = 0; j < kBases; j++) base[j] += kStep;
   }
   if (k % kStep) step([](const T *at) { return D::broadcast_last(at); });
-  for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < kVectors; v++) {
-      float *to = acc + r * kPanel + v * kWidth;
-      if (scales) sum[r][v] = load_raw<floats>(to) + load_raw<floats>(scales + v * kWidth) * sum[r][v];
-      std::memcpy(to, &sum[r][v], sizeof(floats));
-    }
+  std::memcpy(sums, sum, sizeof sum);
 }
 
 }  // namespace DIPTYCH_ISA

@@ -16,12 +16,12 @@ from rich.text import Text
 from .. import __version__
 from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable
 from . import address_file, config_file
+from .bench_cli import INTERRUPTED, bench
 from .checks import resolve_model
 from .config import POOL_NAMES
 
 STOP_S = 30.0
 POLL_S = 0.2
-INTERRUPTED = 130  # as a shell says of a command that Ctrl-C ended
 
 P = ParamSpec("P")
 
@@ -203,6 +203,9 @@ def doctor() -> None:
         console.print(Text.assemble(verdict, (finding.name, "bold"), f": {finding.detail}{remedy}"), soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+app.command()(_reports_errors(bench))
 
 
 def _parse_targets(texts: list[str]) -> dict[str, int]:

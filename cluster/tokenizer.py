@@ -54,6 +54,11 @@ class Tokenizer:
         return cls(backend, config, find_source(folder, config))
 
     @property
+    def vocab_size(self) -> int:
+        """How many tokens have a name, added ones included; an id may be larger where ids have gaps."""
+        return self._backend.get_vocab_size()
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 

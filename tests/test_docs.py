@@ -1,5 +1,6 @@
 """The documentation and the code say the same."""
 
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -8,6 +9,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from diptych.cluster.bench_cli import bench
+from diptych.cluster.bench_report import Result, to_json
+from diptych.cluster.bench_stats import summarise
+from diptych.cluster.bench_types import Reply
 from diptych.cluster.config import ClusterConfig, PoolConfig, RouterConfig, ServiceLevel
 from diptych.cluster.config_file import build
 from diptych.cluster.timings import RequestTimings
@@ -26,6 +31,16 @@ def test_every_setting_is_documented(settings: type[BaseModel]) -> None:
 def test_every_phase_of_a_request_is_documented() -> None:
     words = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "observability.md").read_text()))
     assert words >= {f.name for f in fields(RequestTimings)}
+
+
+def test_every_flag_and_figure_of_bench_is_documented() -> None:
+    text = (ROOT / "docs" / "benchmarking.md").read_text()
+    names = set(inspect.signature(bench).parameters) - {"more_levels", "json_file"} | {"json"}
+    assert {f"--{name.replace('_', '-')}" for name in names} <= set(re.findall(r"--[a-z-]+", text))
+    result = Result({}, [Reply(0.0)], summarise([], 1.0, {}), {}, 0.0, 0.0, "")
+    row = to_json(result)
+    words = set(re.findall(r"`(\w+)`", text))
+    assert {re.sub("_(ttft|tpot|itl|e2el)_", "_M_", name) for name in row} | set(row["requests"][0]) <= words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -23,6 +23,7 @@
     │   └── PortInUse                (start)
     ├── CheckpointError              (start)    the operator
     │   └── UnsupportedArchitecture  (start)
+    ├── WorkloadError                (bench)    whoever made the trace or the conversations
     └── InternalError                500        us
 
 Each message says the cause and the remedy. `status` is the HTTP status at the front door; grpc_api.py maps it
@@ -137,6 +138,10 @@ class CheckpointError(DiptychError):
 
 class UnsupportedArchitecture(CheckpointError):
     code = "unsupported_architecture"
+
+
+class WorkloadError(DiptychError):
+    code = "workload_error"
 
 
 class InternalError(DiptychError):

@@ -11,7 +11,7 @@ import pytest
 
 from diptych.proto import inference_pb2, inference_pb2_grpc
 
-from .cluster_harness import Served, serving
+from .cluster_harness import Served, diptych, serving
 
 MODEL = "tiny"
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]
@@ -128,6 +128,21 @@ def test_two_hundred_streams_at_once_lose_nothing(served: Served) -> None:
             return await asyncio.gather(*(one(client, number) for number in range(200)))
 
     assert asyncio.run(main()) == [32] * 200
+
+
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_bench_measures_a_running_cluster(served: Served, scheme: str) -> None:
+    url = served.http_address if scheme == "http" else f"grpc://{served.grpc_address}"
+    load = ("--workload", "multi-turn", "--tokenizer", MODEL, "--num-requests", "8", "--turns", "2")
+    run = diptych(served.home, "bench", "--url", url, *load, "--output-tokens", "16", "--json", "a.json")
+    assert run.returncode == 0, run.stderr
+    row = json.loads((served.home / "a.json").read_text())
+    assert (row["completed"], row["failed"], row["total_output_tokens"]) == (16, 0, 256)
+    assert row["total_input_tokens"] >= 8 * 128 + 8 * (128 + 16 + 128)
+    assert row["total_cached_tokens"] > 0, "a second turn finds the first"
+    assert 0 < row["p50_ttft_ms"] < row["p99_e2el_ms"]
+    assert row["output_throughput"] > 0
+    assert "time to first token" in run.stdout
 
 
 def test_bad_input_is_told_by_name(served: Served) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..workers.errors import ConfigError, InvalidRequest, Unavailable
+from ..workers.event_loop import new_event_loop
 from .bench_grpc import GrpcEndpoint
 from .bench_openai import Asking, OpenAIEndpoint
 from .bench_plot import draw
@@ -46,7 +47,8 @@ def run(settings: Settings, console: Console) -> bool:
     """Measure, and tell what was found. Returns whether it was interrupted. Raises DiptychErrors."""
     check_output_files(settings)
     _allow_many_sockets()
-    result = asyncio.run(_measure(settings, console))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        result = runner.run(_measure(settings, console))
     console.print(render(result), soft_wrap=True)
     if settings.json_file is not None:
         settings.json_file.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")

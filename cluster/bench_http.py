@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import SplitResult
 
 import httptools
@@ -65,8 +66,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is None or self._done.done():

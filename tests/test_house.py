@@ -15,6 +15,7 @@ NO_TORCH = {
     "channel",
     "cores",
     "errors",
+    "event_loop",
     "kv_layout",
     "prefix_cache",
     "request",

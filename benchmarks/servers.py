@@ -1,7 +1,8 @@
 """Starts an OpenAI-compatible server as anyone would, says how long its first token took, and stops it, for good or
 for a while, with every process that it started.
 
-A server's processes are known by a variable in their environment, which daemons inherit as well as children do.
+A server's processes are known by a variable in their environment, which daemons inherit as well as children do; or as
+children of such, for a process that gives itself a title may write it over its environment.
 """
 
 import http.client
@@ -105,12 +106,12 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def processes(self) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
+        found: set[psutil.Process] = set()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get(TAG) == self._tag:
-                    found.append(process)
-        return found
+                    found |= {process, *process.children(recursive=True)}
+        return list(found)
 
     def pause(self) -> None:
         """So that it takes nothing from the other one."""

@@ -43,16 +43,39 @@ class PagedBatch:
         return bias[:, None, None, :], beyond.view(-1).nonzero().view(-1)
 
 
-def paged_attention(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
+@dataclass(frozen=True)
+class AttentionOptions:
+    scale: float | None = None  # of the scores; None: 1 / sqrt(D)
+    softcap: float = 0.0  # 0: none; else scores become softcap * tanh(score / softcap) (Gemma 2, section 2)
+    window: int = 0  # 0: all; else a token sees so many, itself the last (Mistral 7B, section 2)
+    sinks: Tensor | None = None  # [N] float32: a score of each head that takes weight and gives no value (gpt-oss)
+
+    @property
+    def are_default(self) -> bool:
+        return self.scale is None and not self.softcap and not self.window and self.sinks is None
+
+    def scale_of(self, dim: int) -> float:
+        return 1.0 / math.sqrt(dim) if self.scale is None else self.scale
+
+
+NO_OPTIONS = AttentionOptions()
+
+
+def paged_attention(q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions = NO_OPTIONS) -> Tensor:
     """Softmax(q K^T / sqrt(D)) V of every token over its own sequence, up to and with itself.
 
     q: [T, N, D]; cache: [num_blocks, 2, block_size, K, D], last axes contiguous, of q's dtype; N a multiple of K.
-    Returns [T, N, D] contiguous.
+    Returns [T, N, D] contiguous. The Triton kernel knows no options.
     """
-    return paged_attention_triton(q, cache, batch) if q.is_cuda else paged_attention_twin(q, cache, batch)
+    if q.is_cuda:
+        assert options.are_default
+        return paged_attention_triton(q, cache, batch)
+    return paged_attention_twin(q, cache, batch, options)
 
 
-def paged_attention_twin(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
+def paged_attention_twin(q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions = NO_OPTIONS) -> Tensor:
+    if not options.are_default:
+        return _with_options(q, cache, batch, options)
     num_decodes = batch.num_decodes
     if num_decodes == q.shape[0]:
         return _decodes(q, cache, batch)
@@ -86,20 +109,51 @@ def _decodes(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
 
 def _chunk(q: Tensor, cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
     """q: [T, N, D], the last T of one sequence's `context_len` tokens; block_table: [blocks]. Returns [T, N, D]."""
-    num_new, _, dim = q.shape
-    block_size, num_kv_heads = cache.shape[2], cache.shape[3]
-    blocks = block_table[: -(-context_len // block_size)]
-    keys, values = (
-        cache[:, which].index_select(0, blocks).view(-1, num_kv_heads, dim)[:context_len].transpose(0, 1)[None]
-        for which in (0, 1)
-    )
+    num_new = q.shape[0]
+    keys, values = _context(cache, block_table, context_len)
     mask = None
     if num_new < context_len:
         mask = torch.ones(num_new, context_len, dtype=torch.bool).tril_(context_len - num_new)
     out = scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def _context(cache: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of one sequence, each [K, context_len, D]."""
+    block_size, num_kv_heads, dim = cache.shape[2:]
+    blocks = block_table[: -(-context_len // block_size)]
+    keys, values = (
+        cache[:, which].index_select(0, blocks).view(-1, num_kv_heads, dim)[:context_len].transpose(0, 1)
+        for which in (0, 1)
+    )
+    return keys, values
+
+
+def _with_options(q: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
+    """The same written out, in float32."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    group, start = q.shape[1] // cache.shape[3], 0
+    for s, (context_len, num_new) in enumerate(zip(batch.host_context_lens, batch.host_num_new, strict=True)):
+        keys, values = (
+            part.float().repeat_interleave(group, 0) for part in _context(cache, batch.block_tables[s], context_len)
+        )
+        scores = q[start : start + num_new].transpose(0, 1).float() @ keys.mT * options.scale_of(q.shape[2])
+        if options.softcap:
+            scores = (scores / options.softcap).tanh() * options.softcap
+        seen = torch.ones(num_new, context_len, dtype=torch.bool).tril_(context_len - num_new)
+        if options.window:
+            seen.triu_(context_len - num_new - options.window + 1)
+        scores.masked_fill_(~seen, float("-inf"))
+        if options.sinks is not None:
+            sinks = options.sinks[:, None, None].expand(-1, num_new, 1)
+            weights = torch.cat((scores, sinks), dim=2).softmax(dim=2)[:, :, :-1]
+        else:
+            weights = scores.softmax(dim=2)
+        out[start : start + num_new] = (weights @ values).transpose(0, 1).to(q.dtype)
+        start += num_new
+    return out
 
 
 def paged_attention_triton(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:

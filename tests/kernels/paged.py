@@ -34,9 +34,9 @@ def make_cache(batch: PagedBatch, num_blocks: int, num_kv_heads: int, dim: int, 
     layer = cache[:, 1]
     generator = torch.Generator().manual_seed(1)
     for row, length in zip(batch.block_tables.tolist(), batch.host_context_lens, strict=True):
-        for position in range(length):
-            kv = torch.randn(2, num_kv_heads, dim, generator=generator)
-            layer[row[position // batch.block_size], :, position % batch.block_size] = kv.to(cache)
+        positions = torch.arange(length)
+        kv = torch.randn(length, 2, num_kv_heads, dim, generator=generator)
+        layer[torch.tensor(row)[positions // batch.block_size], :, positions % batch.block_size] = kv.to(cache)
     return layer
 
 

@@ -29,7 +29,7 @@ inline V load_raw(const void *from) {
   return v;
 }
 
-inline f32x16 splat(float x) { return f32x16{} + x; }
+inline f32x16 splat(float x) { return x - f32x16{}; }  // x - 0 is x, also of -0: no addition is left
 
 inline f32x16 load(const float *from) { return load_raw<f32x16>(from); }
 

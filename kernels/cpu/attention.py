@@ -1,0 +1,205 @@
+"""The compiled twins of paged_attention.py and rope_kv_write.py, over a cache that is packed for the dot product.
+
+    rows   [num_blocks, 2, block_size, K, D]                                     as the torch twins and Triton have it
+    dot    [num_blocks, 2, K, block_size / 16, 16 * D], within a group of 16 slots:
+           K as [D / P, 16, P], V as [16 / P, D, P]; P = 2 for bfloat16, 1 for float32
+
+A row's result has the same bits in whatever batch, chunk or number of threads it is computed.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch
+from .library import DTYPES, Team
+
+GROUP = 16  # slots
+LARGEST_HEAD_DIM = 1024
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+class Cache(ctypes.Structure):
+    """One layer of a pool. Holds addresses: valid while the tensor lives."""
+
+    _fields_ = [("base", _P), ("block_stride", _L), ("block_size", _L), ("num_kv_heads", _L), ("head_dim", _L)]
+
+    @classmethod
+    def of(cls, cache: Tensor) -> "Cache":
+        """cache: [num_blocks, 2, K, block_size / 16, 16 * D]; a block contiguous."""
+        assert is_packed(cache)
+        _, _, num_kv_heads, num_groups, size = cache.shape
+        stride = cache.stride(0) * cache.element_size()
+        return cls(cache.data_ptr(), stride, num_groups * GROUP, num_kv_heads, size // GROUP)
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [
+        ("num_heads", _L),
+        ("num_kv_heads", _L),
+        ("head_dim", _L),
+        ("scale", _F),
+        ("softcap", _F),
+        ("window", _L),
+        ("sinks", _P),
+    ]
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, options: AttentionOptions = NO_OPTIONS) -> "Heads":
+        """Valid while `options.sinks` lives."""
+        assert num_heads % num_kv_heads == 0 and head_dim % GROUP == 0 and head_dim <= LARGEST_HEAD_DIM
+        scale, sinks = options.scale_of(head_dim), options.sinks
+        assert scale > 0.0 and options.softcap >= 0.0 and options.window >= 0
+        assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
+        address = None if sinks is None else sinks.data_ptr()
+        return cls(num_heads, num_kv_heads, head_dim, scale, options.softcap, options.window, address)
+
+
+class Sequences(ctypes.Structure):
+    _fields_ = [
+        ("num_seqs", _L),
+        ("table_stride", _L),
+        ("block_tables", _P),
+        ("context_lens", _P),
+        ("query_starts", _P),
+    ]
+
+    @classmethod
+    def of(cls, batch: PagedBatch) -> "Sequences":
+        """Valid while the batch lives."""
+        tables, lens, starts = batch.block_tables, batch.context_lens, batch.query_starts
+        assert tables.dtype == lens.dtype == starts.dtype == torch.int32
+        assert tables.stride(1) == 1 and lens.is_contiguous() and starts.is_contiguous()
+        return cls(len(lens), tables.stride(0), tables.data_ptr(), lens.data_ptr(), starts.data_ptr())
+
+
+class Limits(ctypes.Structure):
+    """The largest batch that a scratch is made for: sequences, rows of queries, tokens of one context."""
+
+    _fields_ = [("num_seqs", _L), ("num_rows", _L), ("context_len", _L)]
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What the threads of a team keep between the pieces of their work, and the plan of a step."""
+
+    limits: Limits
+    memory: Tensor  # uint8
+    address: int
+
+    @classmethod
+    def of(cls, team: Team, dtype: torch.dtype, heads: Heads, limits: Limits) -> "Scratch":
+        num_bytes = _L()
+        kernel = team.library.kernel("paged_attention_scratch", _I, _P, _P, _P)
+        kernel(team.address, DTYPES[dtype], ctypes.byref(heads), ctypes.byref(limits), ctypes.byref(num_bytes))
+        memory = torch.zeros(num_bytes.value + 64, dtype=torch.uint8)
+        return cls(limits, memory, -(-memory.data_ptr() // 64) * 64)
+
+
+def is_packed(cache: Tensor) -> bool:
+    """Whether a layer's tensor is of the "dot" packing, as Cache.of takes it."""
+    return cache.dim() == 5 and cache.shape[4] % GROUP**2 == 0 and cache[0].is_contiguous()
+
+
+def pack(cache: Tensor) -> Tensor:
+    """rows -> dot, a new tensor: [num_blocks, 2, block_size, K, D] -> [num_blocks, 2, K, block_size / 16, 16 * D]."""
+    num_blocks, _, block_size, num_kv_heads, dim = cache.shape
+    assert block_size % GROUP == 0 and dim % GROUP == 0
+    pair, groups = _pair(cache), block_size // GROUP
+    rows = cache.view(num_blocks, 2, groups, GROUP, num_kv_heads, dim)
+    keys = rows[:, 0].unflatten(4, (dim // pair, pair)).permute(0, 3, 1, 4, 2, 5)
+    values = rows[:, 1].unflatten(2, (GROUP // pair, pair)).permute(0, 4, 1, 2, 5, 3)
+    return torch.stack([part.reshape(num_blocks, num_kv_heads, groups, GROUP * dim) for part in (keys, values)], dim=1)
+
+
+def unpack(cache: Tensor) -> Tensor:
+    """dot -> rows, a new tensor."""
+    num_blocks, _, num_kv_heads, groups, size = cache.shape
+    pair, dim = _pair(cache), size // GROUP
+    keys = cache[:, 0].unflatten(3, (dim // pair, GROUP, pair)).permute(0, 2, 4, 1, 3, 5)
+    values = cache[:, 1].unflatten(3, (GROUP // pair, dim, pair)).permute(0, 2, 3, 5, 1, 4)
+    shape = num_blocks, groups * GROUP, num_kv_heads, dim
+    return torch.stack([part.reshape(shape) for part in (keys, values)], dim=1)
+
+
+def _pair(cache: Tensor) -> int:
+    return 4 // cache.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm of each query and key head before they are rotated."""
+
+    q: Tensor  # [D]
+    k: Tensor  # [D]
+    eps: float
+
+
+def rope_kv_write(
+    team: Team, qkv: Tensor, heads: Heads, cos_sin: Tensor, cache: Tensor, slots: Tensor, norms: HeadNorms | None = None
+) -> None:
+    """Rotate the queries in place; store the rotated keys, and the values, in one layer of the cache.
+
+    qkv: [T, (N + 2 K) * D], rows contiguous: queries, keys, values. cos_sin: [T, D] float32, cosines first. cache:
+    packed, of qkv's dtype. slots: [T] int64, block * block_size + offset; those of one sequence in order.
+    """
+    to = Cache.of(cache)
+    width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    assert qkv.shape[1] == width and qkv.stride(1) == 1 and qkv.dtype == cache.dtype
+    assert (to.num_kv_heads, to.head_dim) == (heads.num_kv_heads, heads.head_dim)
+    assert cos_sin.shape == (len(qkv), heads.head_dim) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert slots.shape == (len(qkv),) and slots.is_contiguous() and slots.dtype == torch.int64
+    kernel = team.library.kernel("rope_kv_write", _I, _P, _L, _L, _P, _P, _P, _P, _P, _F, _P)
+    kernel(
+        team.address,
+        DTYPES[qkv.dtype],
+        qkv.data_ptr(),
+        qkv.stride(0),
+        len(qkv),
+        ctypes.byref(heads),
+        cos_sin.data_ptr(),
+        slots.data_ptr(),
+        norms.q.data_ptr() if norms else None,
+        norms.k.data_ptr() if norms else None,
+        norms.eps if norms else 0.0,
+        ctypes.byref(to),
+    )
+
+
+def plan_attention(team: Team, dtype: torch.dtype, heads: Heads, batch: PagedBatch, scratch: Scratch) -> None:
+    """Divide a step's work for the team. Once for all layers; where their windows differ, with the widest."""
+    limits = scratch.limits
+    assert len(batch.host_num_new) <= limits.num_seqs and sum(batch.host_num_new) <= limits.num_rows
+    sequences = Sequences.of(batch)
+    kernel = team.library.kernel("plan_attention", _I, _P, _P, _P, _P)
+    references: list[Any] = [ctypes.byref(part) for part in (heads, sequences, limits)]
+    kernel(team.address, DTYPES[dtype], *references, scratch.address)
+
+
+def paged_attention(team: Team, q: Tensor, cache: Tensor, batch: PagedBatch, heads: Heads, scratch: Scratch) -> Tensor:
+    """As paged_attention.paged_attention, by the plan in `scratch`.
+
+    q: [T, N, D], a row contiguous; cache: packed, of q's dtype. Returns [T, N, D] contiguous.
+    """
+    assert q.shape[1:] == (heads.num_heads, heads.head_dim) and q[:1].is_contiguous() and q.dtype == cache.dtype
+    source, sequences = Cache.of(cache), Sequences.of(batch)
+    assert (source.num_kv_heads, source.head_dim) == (heads.num_kv_heads, heads.head_dim)
+    assert source.block_size == batch.block_size
+    out = torch.empty(q.shape, dtype=q.dtype)
+    kernel = team.library.kernel("paged_attention", _I, _P, _L, _P, _L, _P, _P, _P, _P)
+    kernel(
+        team.address,
+        DTYPES[q.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        ctypes.byref(heads),
+        ctypes.byref(sequences),
+        ctypes.byref(source),
+        scratch.address,
+    )
+    return out

@@ -1,0 +1,276 @@
+#include "attention.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "api.h"
+#include "attention_plan.h"
+#include "attention_tile.h"
+
+namespace DIPTYCH_ISA {
+
+namespace {
+
+constexpr float kLog2e = 1.44269504f;
+constexpr int64_t kTileGroups = kTile / kGroup;
+
+// A result that more can be merged into: rows of `out` are not yet divided by `sums`; scores are in units of log2.
+struct Result {
+  float *out;  // [rows, dim]
+  float *maxima, *sums;  // [rows]
+};
+
+// One thread's memory.
+template <class T>
+struct Own {
+  T *queries;     // [rows, dim]
+  float *scores;  // [rows, kTile]; a row becomes its probabilities, of T
+  Result tile, merged;
+  T *values;  // [16 slots, dim]
+
+  Own(Plan &plan, const Shape &shape, int index) {
+    char *from = plan.at<char>(plan.threads + index * plan.thread_bytes);
+    auto take = [&](int64_t bytes) {
+      char *taken = from;
+      from += (bytes + 63) / 64 * 64;
+      return taken;
+    };
+    int64_t results = shape.rows * shape.dim, rows = shape.rows * sizeof(float);
+    queries = (T *)take(results * sizeof(T));
+    scores = (float *)take(rows * kTile);
+    tile = {(float *)take(results * sizeof(float)), (float *)take(rows), (float *)take(rows)};
+    merged = {(float *)take(results * sizeof(float)), (float *)take(rows), (float *)take(rows)};
+    values = (T *)take(kGroup * shape.dim * sizeof(T));
+  }
+};
+
+// A piece of work, and where things of it are.
+template <class T>
+struct Piece {
+  const Item &item;
+  const Heads &heads;
+  const Cache &cache;
+  const int32_t *table;
+  int64_t group, dim, num_rows;
+  int64_t context_len, position;  // of the first token
+
+  Piece(const Item &of, const Heads &heads, const Sequences &sequences, const Cache &cache)
+      : item(of),
+        heads(heads),
+        cache(cache),
+        table(sequences.block_tables + of.seq * sequences.table_stride),
+        group(heads.num_heads / heads.num_kv_heads),
+        dim(heads.head_dim),
+        num_rows(of.num_tokens * group),
+        context_len(sequences.context_lens[of.seq]) {
+    int64_t num_new = sequences.query_starts[of.seq + 1] - sequences.query_starts[of.seq];
+    position = context_len - num_new + of.first_token;
+  }
+
+  // Slots that a row sees: [begin, end).
+  int64_t end(int64_t row) const { return position + row / group + 1; }
+  int64_t begin(int64_t row) const {
+    int64_t first = heads.window ? end(row) - heads.window : 0;
+    return first > 0 ? first : 0;
+  }
+
+  // The same of rows [first, last) in a tile, in groups from its first.
+  Span groups(int64_t first_row, int64_t last_row, int64_t tile) const {
+    int64_t first = begin(first_row) / kGroup - tile * kTileGroups;
+    int64_t last = (end(last_row - 1) + kGroup - 1) / kGroup - tile * kTileGroups;
+    first = first > 0 ? first : 0;
+    last = last < kTileGroups ? last : kTileGroups;
+    return {first, last > first ? last : first};
+  }
+
+  T *at(bool is_value, int64_t tile, int64_t group_of_tile) const {
+    int64_t number = tile * kTileGroups + group_of_tile, per_block = cache.block_size / kGroup;
+    return group_of<T>(cache, is_value, table[number / per_block], item.kv_head, number % per_block);
+  }
+};
+
+// Groups of 16 slots of one tile.
+template <class T>
+struct Groups {
+  const T *keys[kTileGroups], *values[kTileGroups];
+
+  // What lies beyond the context may be anything, even NaN, and NaN survives a weight of zero: `spare` is for a copy.
+  void find(const Piece<T> &piece, int64_t tile, Span groups, T *spare) {
+    for (int64_t g = groups.first; g < groups.last; g++) {
+      keys[g] = piece.at(false, tile, g);
+      values[g] = piece.at(true, tile, g);
+      int64_t num_valid = piece.context_len - (tile * kTile + g * kGroup);
+      if (num_valid >= kGroup) continue;
+      std::memcpy(spare, values[g], kGroup * piece.dim * sizeof(T));
+      for (int64_t slot = num_valid; slot < kGroup; slot++)
+        for (int64_t d = 0; d < piece.dim; d++)
+          spare[(slot / kPack<T> * piece.dim + d) * kPack<T> + slot % kPack<T>] = T{};
+      values[g] = spare;
+    }
+  }
+};
+
+// result = tile, merged: weights of either are relative to its own maximum. The only place that merges.
+__attribute__((noinline)) void merge_row(float *out, float &maximum, float &sum, const float *tile, float tile_maximum,
+                                         float tile_sum, int64_t dim) {
+  if (tile_maximum == -INFINITY) return;
+  float highest = tile_maximum > maximum ? tile_maximum : maximum;
+  float keep = exp2_below(splat(maximum - highest))[0], add = exp2_below(splat(tile_maximum - highest))[0];
+  for (int64_t d = 0; d < dim; d += kLanes) store(out + d, load(out + d) * keep + load(tile + d) * add);
+  sum = sum * keep + tile_sum * add;
+  maximum = highest;
+}
+
+template <class T>
+__attribute__((noinline)) void finish_row(const float *from, float maximum, float sum, float sink, T *out,
+                                          int64_t dim) {
+  float highest = sink > maximum ? sink : maximum;
+  float keep = exp2_below(splat(maximum - highest))[0];
+  float share = keep / (sum * keep + exp2_below(splat(sink - highest))[0]);
+  for (int64_t d = 0; d < dim; d += kLanes) store(out + d, load(from + d) * share);
+}
+
+void clear(const Result &result, int64_t num_rows, int64_t dim) {
+  std::memset(result.out, 0, num_rows * dim * sizeof(float));
+  for (int64_t r = 0; r < num_rows; r++) result.maxima[r] = -INFINITY, result.sums[r] = 0.0f;
+}
+
+template <class T>
+void read_queries(const Piece<T> &piece, const T *q, int64_t q_stride, T *to) {
+  for (int64_t token = 0; token < piece.item.num_tokens; token++)
+    std::memcpy(to + token * piece.group * piece.dim, q + token * q_stride, piece.group * piece.dim * sizeof(T));
+}
+
+// A tile alone, into own.tile.
+template <class T>
+void compute_tile(const Piece<T> &piece, const Own<T> &own, int64_t tile) {
+  int64_t dim = piece.dim, num_rows = piece.num_rows;
+  Span all = piece.groups(0, num_rows, tile);
+  Groups<T> groups;
+  groups.find(piece, tile, all, own.values);
+  const float factor = piece.heads.softcap ? piece.heads.scale / piece.heads.softcap : piece.heads.scale * kLog2e;
+  for (int64_t g = all.first; g < all.last; g += kVectors) {
+    int64_t num_groups = all.last - g < kVectors ? all.last - g : kVectors;
+    for (int64_t row = 0; row < num_rows; row += kRows) {
+      int64_t num = num_rows - row < kRows ? num_rows - row : kRows;
+      Span seen = piece.groups(row, row + num, tile);
+      if (g >= seen.last || g + num_groups <= seen.first) continue;
+      score_kernel<T>(num, num_groups)(own.queries + row * dim, dim, groups.keys + g, factor,
+                                       own.scores + row * kTile + g * kGroup);
+    }
+  }
+  for (int64_t row = 0; row < num_rows; row += kRows) {
+    int64_t num = num_rows - row < kRows ? num_rows - row : kRows;
+    Span seen = piece.groups(row, row + num, tile);
+    for (int64_t r = row; r < row + num; r++)
+      soften_row<T>(own.scores + r * kTile, seen, piece.begin(r) - tile * kTile, piece.end(r) - tile * kTile,
+                    piece.heads.softcap * kLog2e, own.tile.maxima[r], own.tile.sums[r]);
+    for (int64_t d = 0; d < dim; d += kVectors * kLanes) {
+      int64_t num_vectors = (dim - d) / kLanes < kVectors ? (dim - d) / kLanes : kVectors;
+      value_kernel<T>(num, num_vectors)((const T *)(own.scores + row * kTile), groups.values, seen, dim, d,
+                                        own.tile.out + row * dim + d);
+    }
+  }
+}
+
+template <class T>
+struct Step {
+  const T *q;
+  int64_t q_stride;
+  T *out;
+  int64_t out_stride;
+  const Heads &heads;
+  const Sequences &sequences;
+  const Cache &cache;
+  Plan &plan;
+
+  void attend(const Item &item, const Own<T> &own) const {
+    Piece<T> piece(item, heads, sequences, cache);
+    int64_t first = sequences.query_starts[item.seq] + item.first_token;
+    int64_t column = item.kv_head * piece.group * piece.dim;
+    read_queries(piece, q + first * q_stride + column, q_stride, own.queries);
+    T *to = out + first * out_stride + column;
+    if (item.join != kNone) {
+      part(piece, own, to);
+      return;
+    }
+    clear(own.merged, piece.num_rows, piece.dim);
+    for (int64_t tile = item.first_tile; tile < item.first_tile + item.num_tiles; tile++) {
+      compute_tile(piece, own, tile);
+      merge(piece, own.merged, own.tile);
+    }
+    finish(piece, own.merged, to);
+  }
+
+  // One tile of a token: whoever brings the last merges all.
+  void part(const Piece<T> &piece, const Own<T> &own, T *to) const {
+    const Item &item = piece.item;
+    compute_tile(piece, own, item.first_tile);
+    Result kept = partial(item.partial, piece);
+    std::memcpy(kept.out, own.tile.out, piece.num_rows * piece.dim * sizeof(float));
+    std::memcpy(kept.maxima, own.tile.maxima, piece.num_rows * sizeof(float));
+    std::memcpy(kept.sums, own.tile.sums, piece.num_rows * sizeof(float));
+    Join &join = plan.at<Join>(plan.joins)[item.join];
+    if (draw(join.num_left, -1) != 1) return;
+    join.num_left = join.num_tiles;
+    clear(own.merged, piece.num_rows, piece.dim);
+    for (int64_t t = 0; t < join.num_tiles; t++) merge(piece, own.merged, partial(join.first_partial + t, piece));
+    finish(piece, own.merged, to);
+  }
+
+  Result partial(int64_t number, const Piece<T> &piece) const {
+    float *from = plan.at<float>(plan.partials + number * plan.partial_bytes);
+    float *maxima = from + piece.group * piece.dim;
+    return {from, maxima, maxima + piece.group};
+  }
+
+  void merge(const Piece<T> &piece, const Result &into, const Result &tile) const {
+    for (int64_t r = 0; r < piece.num_rows; r++)
+      merge_row(into.out + r * piece.dim, into.maxima[r], into.sums[r], tile.out + r * piece.dim, tile.maxima[r],
+                tile.sums[r], piece.dim);
+  }
+
+  void finish(const Piece<T> &piece, const Result &merged, T *to) const {
+    const float *sinks = heads.sinks ? heads.sinks + piece.item.kv_head * piece.group : nullptr;
+    for (int64_t r = 0; r < piece.num_rows; r++) {
+      float sink = sinks ? sinks[r % piece.group] * kLog2e : -INFINITY;
+      finish_row(merged.out + r * piece.dim, merged.maxima[r], merged.sums[r], sink,
+                 to + r / piece.group * out_stride + r % piece.group * piece.dim, piece.dim);
+    }
+  }
+};
+
+}  // namespace
+
+template <class T>
+void paged_attention(const T *q, int64_t q_stride, T *out, int64_t out_stride, const Heads &heads,
+                     const Sequences &sequences, const Cache &cache, void *scratch, int index, int size) {
+  Plan &plan = *static_cast<Plan *>(scratch);
+  Step<T> step{q, q_stride, out, out_stride, heads, sequences, cache, plan};
+  Own<T> own(plan, Shape(heads), index);
+  const Item *items = plan.at<Item>(plan.items);
+  int32_t ticket;
+  while ((ticket = draw(plan.next, 1)) < plan.num_items) step.attend(items[ticket], own);
+  if (ticket == plan.num_items + size - 1) plan.next = 0;
+}
+
+template void paged_attention(const float *, int64_t, float *, int64_t, const Heads &, const Sequences &, const Cache &,
+                              void *, int, int);
+template void paged_attention(const bf16 *, int64_t, bf16 *, int64_t, const Heads &, const Sequences &, const Cache &,
+                              void *, int, int);
+
+}  // namespace DIPTYCH_ISA
+
+API(paged_attention)(Team *team, int32_t dtype, const void *q, int64_t q_stride, void *out, int64_t out_stride,
+                     const void *heads, const void *sequences, const void *cache, void *scratch) {
+  using namespace DIPTYCH_ISA;
+  const Heads &of = *static_cast<const Heads *>(heads);
+  const Sequences &who = *static_cast<const Sequences *>(sequences);
+  const Cache &from = *static_cast<const Cache *>(cache);
+  team->run([&](int index) {
+    if (dtype == kBfloat16)
+      paged_attention((const bf16 *)q, q_stride, (bf16 *)out, out_stride, of, who, from, scratch, index, team->size);
+    else
+      paged_attention((const float *)q, q_stride, (float *)out, out_stride, of, who, from, scratch, index, team->size);
+  });
+}

@@ -1,0 +1,78 @@
+// Attention over the paged cache of one layer, and what stores into it. The cache is packed for the dot product:
+//
+//     a block's layer   [k, v][kv head][block_size / 16][16 * head_dim]
+//     of k, a group     [head_dim / P][16 slots][P]      P = kPack: 2 for bfloat16, 1 for float
+//     of v, a group     [16 / P][head_dim][P slots]
+//
+// A context is cut into tiles of kTile slots, counted from its first token. Each is computed alone, and they are merged
+// in their order, so a token's result has the same bits in whatever batch, chunk or thread it is computed.
+#pragma once
+
+#include "simd.h"
+
+namespace DIPTYCH_ISA {
+
+constexpr int64_t kGroup = 16;   // slots
+constexpr int64_t kTile = 256;   // slots
+template <class T>
+constexpr int64_t kPack = 4 / int64_t(sizeof(T));  // neighbours that one lane of a dot product takes
+
+// attention.py mirrors these three. block_size and head_dim: multiples of 16.
+struct Cache {
+  void *base;            // of block 0
+  int64_t block_stride;  // bytes from block to block
+  int64_t block_size, num_kv_heads, head_dim;
+};
+
+struct Heads {
+  int64_t num_heads, num_kv_heads, head_dim;
+  float scale;         // of the scores, above 0
+  float softcap;       // 0: none; else scores become softcap * tanh(score / softcap) (Gemma 2)
+  int64_t window;      // 0: all; else a token sees so many, itself the last
+  const float *sinks;  // [num_heads] or null: a score that takes weight and gives nothing (gpt-oss)
+};
+
+// A sequence's new tokens are the last of its context, and its rows of the queries are query_starts[s] to [s + 1].
+struct Sequences {
+  int64_t num_seqs, table_stride;
+  const int32_t *block_tables;  // [num_seqs, table_stride]
+  const int32_t *context_lens, *query_starts;  // [num_seqs], [num_seqs + 1]
+};
+
+// Where slot 0 of a group of 16 slots begins.
+template <class T>
+inline T *group_of(const Cache &cache, bool is_value, int64_t block, int64_t kv_head, int64_t group) {
+  int64_t head = (is_value ? cache.num_kv_heads : 0) + kv_head;
+  T *layer = reinterpret_cast<T *>(static_cast<char *>(cache.base) + block * cache.block_stride);
+  return layer + (head * cache.block_size + group * kGroup) * cache.head_dim;
+}
+
+// qkv: rows of num_heads queries, num_kv_heads keys and as many values, each [head_dim]. Queries and keys are normed
+// (where q_norm and k_norm, [head_dim], are given), then rotated (Su et al. 2021, half-split); queries in place, keys
+// and values go to the cache at `slots`, block * block_size + offset. cos_sin: [num_rows, head_dim], cosines first.
+template <class T>
+void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const float *cos_sin,
+                   const int64_t *slots, const T *q_norm, const T *k_norm, float eps, const Cache &cache, int index,
+                   int size);
+
+// Largest batch that `scratch` is for.
+struct AttentionLimits {
+  int64_t num_seqs, num_rows, context_len;
+};
+
+template <class T>
+int64_t paged_attention_scratch_bytes(const Heads &heads, const AttentionLimits &limits, int size);
+
+// Divides a step's work for `size` threads; one thread calls it, once for all layers that share `heads`' sizes.
+// `scratch`: zeroed when it was made, at a multiple of 64, for at least these limits.
+template <class T>
+void plan_attention(const Heads &heads, const Sequences &sequences, const AttentionLimits &limits, void *scratch,
+                    int size);
+
+// softmax(scale q K^T) V of every token over its sequence up to and with itself, by the plan in `scratch`.
+// q, out: rows of num_heads * head_dim. Every thread that was planned for must take part.
+template <class T>
+void paged_attention(const T *q, int64_t q_stride, T *out, int64_t out_stride, const Heads &heads,
+                     const Sequences &sequences, const Cache &cache, void *scratch, int index, int size);
+
+}  // namespace DIPTYCH_ISA

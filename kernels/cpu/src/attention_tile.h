@@ -1,0 +1,153 @@
+// What attention computes within one tile of the context: scores, their softmax, and the values that they weigh.
+//
+// Every sum goes over head_dim or slots in one order for each number of the result, however many rows are beside it.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "attention.h"
+#include "team.h"
+
+namespace DIPTYCH_ISA {
+
+// Registers of results: kRows x kVectors, beside kVectors that are multiplied.
+#if defined(__AVX512F__)
+constexpr int kRows = 6, kVectors = 4;
+#else
+constexpr int kRows = 2, kVectors = 2;
+#endif
+
+// 2^x for x <= 0, to 1e-7 of itself; 0 below -126. 2^0 is 1 exactly. Minimax polynomial of degree 5 on [-1/2, 1/2].
+inline f32x16 exp2_below(f32x16 x) {
+  f32x16 clamped = max(x, splat(-126.0f));
+  f32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the whole part lands in the lowest bits
+  f32x16 r = clamped - (shifted - 12582912.0f);
+  f32x16 p = splat(0.001326472731f) * r + 0.009671512991f;
+  p = p * r + 0.05550733581f;
+  p = p * r + 0.2402224243f;
+  p = p * r + 0.6931470037f;
+  p = p * r + 1.0f;
+  f32x16 scaled = (f32x16)((i32x16)p + ((i32x16)shifted << 23));
+  return x >= -126.0f ? scaled : splat(0.0f);
+}
+
+// Of |x| below 60; its error is relative to 1.
+inline f32x16 tanh(f32x16 x) {
+  f32x16 decay = exp2_below(max(x, -x) * -2.88539008f);  // e^(-2 |x|)
+  f32x16 size = (1.0f - decay) / (1.0f + decay);
+  return x < 0.0f ? -size : size;
+}
+
+inline u32x16 broadcast(const void *from) {
+  uint32_t bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return u32x16{} + bits;
+}
+
+inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const float *) { return acc + (f32x16)a * (f32x16)b; }
+inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const bf16 *) { return dot2(acc, a, b); }
+
+// acc[m][n] += sum over `steps` of a[m][i] * b[n][i]: kPack numbers of a row of `a`, and as many in each lane of b.
+template <class T, int M, int N>
+__attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const T *a, int64_t a_stride,
+                                                      const T *const (&b)[N], int64_t b_step, int64_t steps) {
+  for (int64_t i = 0; i < steps; i++) {
+    u32x16 right[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) right[n] = load_raw<u32x16>(b[n] + i * b_step);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++) {
+      u32x16 left = broadcast(a + m * a_stride + i * kPack<T>);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) acc[m][n] = multiply_add(acc[m][n], left, right[n], a);
+    }
+  }
+}
+
+// scores[m, 16 n ..] = factor * q[m] . k of N groups. q: [M, dim]; scores: rows of kTile.
+template <class T, int M, int N>
+void score(const T *q, int64_t dim, const T *const *keys, float factor, float *scores) {
+  f32x16 acc[M][N] = {};
+  const T *groups[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; n++) groups[n] = keys[n];
+  accumulate<T, M, N>(acc, q, dim, groups, kGroup * kPack<T>, dim / kPack<T>);
+#pragma GCC unroll 6
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) store(scores + m * kTile + n * kGroup, acc[m][n] * factor);
+}
+
+// out[m, 16 n ..] = sum over the slots of `groups` of probs[m] * v[from + 16 n ..]. probs: rows of kTile floats' size.
+template <class T, int M, int N>
+void weigh(const T *probs, const T *const *values, Span groups, int64_t dim, int64_t from, float *out) {
+  f32x16 acc[M][N] = {};
+  for (int64_t g = groups.first; g < groups.last; g++) {
+    const T *columns[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) columns[n] = values[g] + (from + n * kLanes) * kPack<T>;
+    accumulate<T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, dim * kPack<T>, kGroup / kPack<T>);
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) store(out + m * dim + n * kLanes, acc[m][n]);
+}
+
+template <class T>
+using ScoreKernel = void (*)(const T *, int64_t, const T *const *, float, float *);
+template <class T>
+using ValueKernel = void (*)(const T *, const T *const *, Span, int64_t, int64_t, float *);
+
+// The one for `rows` (1 to kRows) and `vectors` (1 to kVectors).
+template <class T, int M = kRows, int N = kVectors>
+ScoreKernel<T> score_kernel(int64_t rows, int64_t vectors) {
+  if constexpr (M > 1)
+    if (rows < M) return score_kernel<T, M - 1, N>(rows, vectors);
+  if constexpr (N > 1)
+    if (vectors < N) return score_kernel<T, M, N - 1>(rows, vectors);
+  return score<T, M, N>;
+}
+
+template <class T, int M = kRows, int N = kVectors>
+ValueKernel<T> value_kernel(int64_t rows, int64_t vectors) {
+  if constexpr (M > 1)
+    if (rows < M) return value_kernel<T, M - 1, N>(rows, vectors);
+  if constexpr (N > 1)
+    if (vectors < N) return value_kernel<T, M, N - 1>(rows, vectors);
+  return weigh<T, M, N>;
+}
+
+// A row's scores in `groups` become 2^(score - their maximum), of T, those outside slots [begin, end) 0.
+// cap: 0, or what tanh of the scores is multiplied by first.
+template <class T>
+__attribute__((noinline)) void soften_row(float *scores, Span groups, int64_t begin, int64_t end, float cap,
+                                          float &maximum, float &sum_out) {
+  const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32x16 highest = splat(-INFINITY);
+  for (int64_t g = groups.first; g < groups.last; g++) {
+    f32x16 score = load(scores + g * kGroup);
+    if (cap != 0.0f) score = tanh(score) * cap;
+    int64_t first = begin - g * kGroup, last = end - g * kGroup;
+    if (first > 0 || last < kGroup) {
+      i32x16 low = i32x16{} + int32_t(first < 0 ? 0 : first < kGroup ? first : kGroup);
+      i32x16 high = i32x16{} + int32_t(last < 0 ? 0 : last < kGroup ? last : kGroup);
+      score = ((lanes >= low) & (lanes < high)) ? score : splat(-INFINITY);
+    }
+    store(scores + g * kGroup, score);
+    highest = max(highest, score);
+  }
+  maximum = largest(highest);
+  float base = maximum == -INFINITY ? 0.0f : maximum;
+  f32x16 sums{};
+  T *probs = reinterpret_cast<T *>(scores);
+  for (int64_t g = groups.first; g < groups.last; g++) {
+    f32x16 weight = exp2_below(load(scores + g * kGroup) - base);
+    store(probs + g * kGroup, weight);
+    sums += weight;
+  }
+  sum_out = sum(sums);
+}
+
+}  // namespace DIPTYCH_ISA

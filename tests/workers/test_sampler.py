@@ -2,10 +2,14 @@
 
 import math
 import random
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
+from diptych.kernels.cpu.library import Team, library
+from diptych.kernels.cpu.sample import RowSampler
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.sampler import Sampler
 from diptych.workers.sequence import SampledToken, Sequence
@@ -18,8 +22,22 @@ def sequence(sampling: SamplingParams, prompt: tuple[int, ...] = (1,), output: t
     return Sequence("0/0", request, [*prompt, *output], len(prompt), deadline=1e9, arrival=0)
 
 
+@cache
+def compiled() -> RowSampler | None:
+    found = library()
+    return None if found is None else RowSampler(Team(found, 1))
+
+
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-    return Sampler((EOS,)).sample(logits.clone(), sequences)
+    """By torch; the compiled kernels, where they are, say the same."""
+    tokens = Sampler((EOS,)).sample(logits.clone(), sequences)
+    if (rows := compiled()) is not None:
+        others = Sampler((EOS,), rows).sample(logits.clone(), sequences)
+        for token, other in zip(tokens, others, strict=True):
+            assert (other.sequence, other.token_id) == (token.sequence, token.token_id)
+            assert other.logprob == pytest.approx(token.logprob)
+            assert [p for _, p in other.top] == pytest.approx([p for _, p in token.top])
+    return tokens
 
 
 def draws(logits: list[float], num: int, **sampling: object) -> list[int]:
@@ -215,3 +233,19 @@ def test_extreme_parameters_stay_in_range() -> None:
 def test_sequences_are_answered_in_order() -> None:
     sequences = [sequence(SamplingParams(temperature=float(i % 2), logprobs=i % 3 or None)) for i in range(9)]
     assert [t.sequence for t in sample(torch.zeros(9, 16), sequences)] == sequences
+
+
+def test_the_largest_logit_is_all_that_plain_greedy_rows_need() -> None:
+    greedy = SamplingParams(temperature=0.0)
+    others = [
+        SamplingParams(),
+        replace(greedy, logprobs=0),
+        replace(greedy, logit_bias={1: 1.0}),
+        replace(greedy, min_tokens=1),
+        replace(greedy, repetition_penalty=1.5),
+        replace(greedy, presence_penalty=0.5),
+        replace(greedy, frequency_penalty=0.5),
+    ]
+    sampler = Sampler((EOS,))
+    assert sampler.is_argmax([sequence(greedy), sequence(replace(greedy, min_tokens=1), output=(3,))])
+    assert not any(sampler.is_argmax([sequence(greedy), sequence(other)]) for other in others)

@@ -33,6 +33,17 @@ struct Linear {
   int64_t group;
 };
 
+// `count` panels of it, or those that there are, beginning with the `first`; not of a gate.
+template <class T>
+Linear panels_of(const Linear &of, int64_t first, int64_t count) {
+  const int64_t step = 4 / sizeof(T), skipped = first * kPanel, left = of.n - skipped;
+  Linear some = of;
+  some.weight = (const T *)of.weight + skipped * ((of.k + step - 1) / step * step);
+  some.bias = of.bias ? of.bias + skipped : nullptr;
+  some.n = left < count * kPanel ? left : count * kPanel;
+  return some;
+}
+
 // The part of it that thread `index` of `size` does: whole panels. No barrier at the end.
 // x: [num_rows, k], x_stride elements from row to row; out: [num_rows, n], or n / 2 for a gate; they do not overlap.
 // Each output is summed over k in order, in one accumulator: it depends on its own row alone, bit for bit.

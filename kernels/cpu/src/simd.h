@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -21,6 +21,9 @@ using f32x16 = float __attribute__((vector_size(64)));
 using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
+
+// A comparison gives -1 in each lane that holds and 0 in the others: an i32x16 mask.
+constexpr i32x16 kLaneIds = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 template <class V>
 inline V load_raw(const void *from) {
@@ -112,6 +115,37 @@ inline float largest(f32x16 v) {
 }
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+inline f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
+
+// Bit i: lane i of the mask.
+inline uint32_t bits(i32x16 mask) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  __m256 low, high;
+  std::memcpy(&low, &mask, sizeof low);
+  std::memcpy(&high, (const char *)&mask + sizeof low, sizeof high);
+  return uint32_t(_mm256_movemask_ps(low)) | uint32_t(_mm256_movemask_ps(high)) << 8;
+#else
+  uint32_t set = 0;
+  for (int i = 0; i < kLanes; i++) set |= uint32_t(mask[i] & 1) << i;
+  return set;
+#endif
+}
+
+// The lanes that the mask holds, in order, then anything: up to sixteen in all. Returns how many it holds.
+inline int64_t store_held(float *to, f32x16 v, i32x16 mask) {
+  uint32_t held = bits(mask);
+#if defined(__AVX512F__)
+  store(to, (f32x16)_mm512_maskz_compress_ps((__mmask16)held, (__m512)v));
+#else
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int64_t i = 0, n = 0; i < kLanes; n += held >> i++ & 1) to[n] = lanes[i];
+#endif
+  return __builtin_popcount(held);
+}
 
 // e^x to within 2 units in the last place; 0 below -87. Cody-Waite reduction, Taylor's polynomial of degree 6.
 inline f32x16 exp(f32x16 x) {

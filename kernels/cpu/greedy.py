@@ -1,0 +1,36 @@
+"""The likeliest token of final hidden states, compiled: the head's product without its logits written."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .library import DTYPES, Team
+from .linear import PackedLinear
+
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_BEST_BYTES = 16  # Best of logits.h
+_SCRATCH = 128 * 4 * 32  # kGreedyScratch of logits.h
+
+
+def greedy(team: Team, hidden: Tensor, head: PackedLinear) -> Tensor:
+    """hidden: [R, H] of the head's dtype, rows contiguous. Returns argmax(hidden head^T), the lowest id among equals,
+    [R] int64: a function of each row alone, the same as that of the float32 logits that `linear` makes."""
+    num_rows, k = hidden.shape
+    assert k == head.of.k and hidden.dtype == head.dtype and hidden.stride(1) == 1 and not head.of.is_gated
+    ids = torch.empty(num_rows, dtype=torch.int64)
+    bests = torch.empty(team.num_threads * num_rows * _BEST_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(team.num_threads * _SCRATCH)
+    kernel = team.library.kernel("greedy", _P, _I, _P, _L, _L, _P, _P, _P)
+    kernel(
+        team.address,
+        ctypes.addressof(head.of),
+        DTYPES[hidden.dtype],
+        hidden.data_ptr(),
+        hidden.stride(0),
+        num_rows,
+        ids.data_ptr(),
+        bests.data_ptr(),
+        scratch.data_ptr(),
+    )
+    return ids

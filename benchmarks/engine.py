@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from roofline import ModelCost, Roofline, measure
 
+from diptych.workers.cores import bind_this_thread, usable_cores
 from diptych.workers.engine import Engine
 from diptych.workers.models.spec import load_spec
 from diptych.workers.request import Request, SamplingParams
@@ -118,12 +119,18 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._cost = ModelCost(load_spec(args.model), ITEM_BYTES[args.dtype])
-        self._roofline = measure(args.threads, args.roofline_seconds) if args.roofline_seconds else None
-        context = min(self._cost.spec.max_position_embeddings, MAX_CONTEXT)
+        cores = usable_cores()[: args.threads]
         config = WorkerConfig(
-            str(args.model), dtype=args.dtype, threads=args.threads, max_context_tokens=context, prefix_cache=False
+            str(args.model),
+            dtype=args.dtype,
+            threads=args.threads,
+            cores=cores if len(cores) == args.threads else None,
+            max_context_tokens=min(self._cost.spec.max_position_embeddings, MAX_CONTEXT),
+            prefix_cache=False,
         )
-        runner = load_runner(config, lambda _: None)
+        runner = load_runner(config, lambda _: None)  # first: it settles how OpenMP binds its threads
+        bind_this_thread(config.cores)
+        self._roofline = measure(args.threads, args.roofline_seconds) if args.roofline_seconds else None
         self._engine = Engine(runner, config.scheduler(), prefix_cache=False)
         self._vocab_size = runner.info.vocab_size
         self._generate = _transformers(args) if args.transformers else None

@@ -14,6 +14,7 @@ process of each side. A ratio is the median over the alternations, above 1 where
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="alternations")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what runs ends with this process
     print(f"{args.model.name}, bfloat16, {args.threads} threads, {args.repeat} alternations: diptych, llama.cpp, ratio")
     rows: list[Row] = []
     for name in args.workload or WORKLOADS:

@@ -1,5 +1,6 @@
 """Asks a running supervisor, from the CLI's process. Synchronous; every call has a deadline."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ..workers.errors import ConfigError, Unavailable, from_wire
 from .config import ClusterConfig
 from .deployment import Deployment
-from .placement import Refused, find_supervisor, start_supervisor
+from .placement import Refused, find_supervisor, start_ahead, start_supervisor
 from .status import ClusterStatus
 
 REPLY_S = 30.0
@@ -27,7 +28,10 @@ class SupervisorClient:
 
     @classmethod
     def start(cls, deployment: Deployment) -> Self:
-        return cls(start_supervisor(deployment))
+        # On a Ray that is not new, workers may live already: what becomes of those a supervisor decides.
+        if deployment.is_local:
+            asyncio.run(start_ahead(deployment))
+        return cls(start_supervisor(deployment, has_help=deployment.is_local))
 
     @classmethod
     def find(cls, cluster: str) -> Self:

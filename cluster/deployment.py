@@ -1,5 +1,6 @@
 """One running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -79,6 +80,22 @@ class Deployment:
             host="127.0.0.1" if self.is_local else host,
             auth_token=self.token,
         )
+
+
+def make_worker_id(pool: str, number: int) -> str:
+    """`number`: of all workers that the cluster has started, from 1."""
+    return f"{pool}-{number}"
+
+
+def make_router_id(number: int) -> str:
+    """`number`: from 0."""
+    return f"router-{number + 1}"
+
+
+def first_worker_ids(targets: Mapping[str, int]) -> list[tuple[str, str]]:
+    """(worker id, pool) of the workers that a new cluster starts."""
+    pools = [pool for pool, replicas in targets.items() for _ in range(replicas)]
+    return [(make_worker_id(pool, number), pool) for number, pool in enumerate(pools, 1)]
 
 
 def supervisor_name(cluster: str) -> str:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -31,12 +31,12 @@ from ..workers.cores import usable_cores
 from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
 from .config import WILDCARD_HOSTS
 from .cores import CoreClaim
-from .deployment import NAMESPACE, Deployment, supervisor_name
-from .fleet import WorkerInfo
+from .deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from .handles import RouterStarted, WorkerStarted
-from .router_process import RouterProcess
-from .status import ClusterStatus
-from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from .fleet import WorkerInfo
+    from .status import ClusterStatus
 
 STOP_S = 3.0  # for a worker to close its sockets and memory; then it is killed
 RETRY_S = 0.5
@@ -100,6 +100,9 @@ class RouterActor:
     def __init__(self, deployment: Deployment) -> None:
         logging.basicConfig(level=logging.INFO)
         self._deployment = deployment
+        # Not at the top: each process imports what it runs, and the starts of all wait for no more.
+        from .router_process import RouterProcess
+
         self._process = RouterProcess(deployment)
         self._life: asyncio.Future[RouterStarted | Refused] | None = None
         self._follower: asyncio.Task[None] | None = None
@@ -144,10 +147,14 @@ class RouterActor:
 class SupervisorActor:
     """The supervisor's process. Ray starts it again if it dies; then it takes over what lives."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, *, has_help: bool = False) -> None:
         logging.basicConfig(level=logging.INFO)
+        from .supervisor import Supervisor
+
         self._deployment = deployment
-        self._supervisor = Supervisor(deployment.config, RayLauncher(deployment), deployment.token)
+        is_first = not ray.get_runtime_context().was_current_actor_reconstructed
+        launcher = RayLauncher(deployment, finds_existing=not (has_help and is_first))
+        self._supervisor = Supervisor(deployment.config, launcher, deployment.token)
         self._loop = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -158,7 +165,7 @@ class SupervisorActor:
             log.exception("the supervisor failed")
             os._exit(1)
 
-    async def status(self) -> ClusterStatus:
+    async def status(self) -> "ClusterStatus":
         await self._supervisor.adopted()
         return self._supervisor.status()
 
@@ -172,7 +179,7 @@ class SupervisorActor:
             return Refused.because(e)
         return None
 
-    async def watch_fleet(self, version: int) -> tuple[int, list[WorkerInfo]]:
+    async def watch_fleet(self, version: int) -> "tuple[int, list[WorkerInfo]]":
         return await self._supervisor.watch_fleet(version)
 
     async def shutdown(self) -> None:
@@ -223,6 +230,10 @@ class _Placed:
             raise from_wire(answer.error, answer.message)
         return answer
 
+    def begin(self) -> None:
+        """As `start`, which then need not wait as long."""
+        self._actor.start.remote()
+
     async def waiting_for(self) -> str:
         state = await asyncio.to_thread(lambda: placement_group_table(self._group).get("state"))
         return "" if state == "CREATED" else f"a node with {self._needs}"
@@ -252,10 +263,12 @@ class _PlacedRouter(_Placed):
 
 
 class RayLauncher:
-    """handles.Launcher on the Ray cluster that this process is connected to."""
+    """handles.Launcher on the Ray cluster that this process is connected to. `finds_existing`: whether workers may live
+    that an earlier supervisor started."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, *, finds_existing: bool = True) -> None:
         self._deployment = deployment
+        self._finds_existing = finds_existing
 
     async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
         settings = self._deployment.config.pools.get(pool)
@@ -279,6 +292,8 @@ class RayLauncher:
         )
 
     def existing(self) -> list[tuple[str, str]]:
+        if not self._finds_existing:
+            return []
         names = list_named_actors()
         for group in placement_group_table().values():
             name = str(group["name"])
@@ -302,12 +317,21 @@ class RayLauncher:
         return f"targets-{self._deployment.config.name}".encode()
 
 
-def start_supervisor(deployment: Deployment) -> Any:
-    """Raises ConfigError if a cluster of that name already runs on this Ray."""
+async def start_ahead(deployment: Deployment) -> None:
+    """Have what a new supervisor will want start before it: it finds them under the names that it would give."""
+    launcher = RayLauncher(deployment)
+    for worker_id, pool in first_worker_ids(deployment.config.pools.targets):
+        (await launcher.worker(worker_id, pool)).begin()
+    for number in range(deployment.config.router.replicas):
+        (await launcher.router(make_router_id(number), None)).begin()
+
+
+def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:
+    """`has_help`: `start_ahead` was called. Raises ConfigError if a cluster of that name already runs on this Ray."""
     name = supervisor_name(deployment.config.name)
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
     try:
-        return ray.remote(SupervisorActor).options(**options).remote(deployment)
+        return ray.remote(SupervisorActor).options(**options).remote(deployment, has_help=has_help)
     except ValueError as e:
         raise ConfigError(
             f"a cluster named {deployment.config.name!r} already runs on this Ray: stop it with "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..workers.errors import ConfigError, DiptychError, Unavailable
+from . import lean_ray
 from .deployment import NAMESPACE
 from .reaper import Reaper
 
@@ -32,6 +33,7 @@ class RaySession:
     address: str  # host:port of Ray's GCS
     token_path: Path | None
     reaper: Reaper | None = None  # of a Ray that is ours
+    node: Any = None  # of a Ray that is ours, where lean_ray.py started it
     enforces_token: bool = True
 
     @property
@@ -50,6 +52,8 @@ class RaySession:
         import ray
 
         ray.shutdown()
+        if self.node:
+            self.node.kill_all_processes(check_alive=False, allow_graceful=True)
         if self.reaper:
             self.reaper.end(END_S)
 
@@ -57,20 +61,28 @@ class RaySession:
 def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
     """Start a Ray of our own on loopback. Raises ConfigError if it would answer to a caller without the token."""
     _set_environment(token_path, is_local=True)
+    if not dashboard:
+        lean_ray.apply_settings()
+    is_lean = not dashboard and lean_ray.is_known()
     import ray
 
     temp_dir = Path(tempfile.mkdtemp(prefix="diptych-", dir=_temp_root()))
     reaper = Reaper(temp_dir)
+    num_cpus, node = max(os.cpu_count() or 1, LOGICAL_CPUS), None
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, LOGICAL_CPUS),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=dashboard,
-            dashboard_host="127.0.0.1",
-            _temp_dir=str(temp_dir / "ray"),
-            **_quietly(),
-        )
+        if is_lean:
+            node = lean_ray.start(temp_dir / "ray", num_cpus=num_cpus, object_store_bytes=OBJECT_STORE_BYTES)
+            ray.init(address=node.address, **_quietly())
+        else:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=dashboard,
+                dashboard_host="127.0.0.1",
+                _temp_dir=str(temp_dir / "ray"),
+                **_quietly(),
+            )
         address = ray.get_runtime_context().gcs_address
         if not refuses(address, token=None):
             raise ConfigError("Ray obeys callers without its token; install the version that pyproject.toml names")
@@ -81,7 +93,7 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
         if isinstance(e, Exception) and not isinstance(e, DiptychError):
             raise Unavailable(f"Ray does not start: {_first_line(e)}. Try `diptych doctor`") from e
         raise
-    return RaySession(address, token_path, reaper)
+    return RaySession(address, token_path, reaper, node)
 
 
 def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:

@@ -18,6 +18,7 @@ from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
 from .autoscaler import Autoscaler, PoolCounters
 from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
+from .deployment import make_router_id, make_worker_id
 from .fleet import WorkerInfo
 from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle, WorkerStarted
 from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
@@ -67,7 +68,7 @@ class Supervisor:
     async def run(self) -> None:
         existing = self._launcher.existing()
         for number in range(self._config.router.replicas):
-            self._spawn(self._keep_router(f"router-{number + 1}"))
+            self._spawn(self._keep_router(make_router_id(number)))
         await self._adopt(existing)
         # After a failure that starting again would not mend, nothing more is started.
         while not self._failure:
@@ -104,7 +105,7 @@ class Supervisor:
         match action:
             case Start():
                 self._num_started += 1
-                self._start(f"{action.pool}-{self._num_started}", action.pool)
+                self._start(make_worker_id(action.pool, self._num_started), action.pool)
             case Stop():
                 self._end(self._workers[action.worker_id])
             case Drain():

@@ -1,8 +1,8 @@
 """Which cores compute: a worker that has cores of its own keeps its compute threads there. No torch.
 
-The engine's thread may run on all of the worker's cores, OpenMP's team has a core a thread; event loops, and whatever
-else the process does, float. Where cores are not to be had (another system than Linux, a core that this process may not
-use) nothing is bound.
+The engine's thread, which computes with the others, has the first core, each other thread of its team one more; event
+loops, and whatever else the process does, float. Where cores are not to be had (another system than Linux, a core that
+this process may not use) nothing is bound.
 """
 
 import os

@@ -26,7 +26,7 @@ class EngineThread:
     """`listener` is called on the engine's thread with every non-empty StepOutput, also while a step runs, with what
     hand-offs have to say; it must not block. `on_broken` is called there when the thread ends by a fault of ours, the
     books being in doubt, or because it lost what computes: then the worker should end. The thread stays on
-    `cores`, where there are any."""
+    the first of `cores`, where there are any."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class EngineThread:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        bind_this_thread(self._cores)
+        bind_this_thread(self._cores[:1] if self._cores else None)  # where the first of a team computes
         try:
             self._run_until_stopped()
         except RankLost as e:

@@ -1,7 +1,5 @@
 """Cores go to workers, each to one, for as long as it lives."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,24 +48,6 @@ def test_claims_are_disjoint_and_end(machine: Path) -> None:
     assert three.take(range(4), 4) == (0, 1, 2, 3)
     three.release()
     three.release()
-
-
-def test_a_claim_ends_with_its_process(machine: Path) -> None:
-    command = (
-        "import sys; from pathlib import Path; from diptych.cluster.cores import CoreClaim; "
-        "claim = CoreClaim(Path(sys.argv[1])); print(claim.take(range(4), 4), flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", command, str(machine)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "(0, 1, 2, 3)\n"
-        assert CoreClaim(machine).take(range(4), 1) is None
-        other.kill()
-        other.wait()
-    claim = CoreClaim(machine)
-    assert claim.take(range(4), 1) == (0,)
-    claim.release()
 
 
 def test_nothing_is_claimed_where_nothing_is_asked_or_known(machine: Path, tmp_path: Path) -> None:

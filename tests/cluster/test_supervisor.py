@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.cluster.config_file import build
+from diptych.cluster.deployment import first_worker_ids, make_router_id
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.handles import RouterStarted, WorkerStarted
 from diptych.cluster.status import ClusterStatus
@@ -163,6 +164,16 @@ def test_the_fleet_comes_up_and_routers_hear_of_it() -> None:
         assert {i.address for i in infos} == {w.address for w in status.workers}
 
     run(test, **ONE_OF_EACH)
+
+
+def test_a_new_cluster_gives_the_names_that_its_processes_were_started_under() -> None:
+    async def test(world: World) -> None:
+        status = await world.until(is_ready)
+        expected = first_worker_ids({"prefill": 2, "decode": 1, "mixed": 1})
+        assert sorted((w.worker_id, w.pool) for w in status.workers) == sorted(expected)
+        assert [r.router_id for r in status.routers] == [make_router_id(0)]
+
+    run(test, prefill={"replicas": 2}, decode={"replicas": 1}, mixed={"replicas": 1})
 
 
 def test_a_worker_that_died_is_replaced_at_once() -> None:

@@ -59,7 +59,8 @@ def test_each_worker_computes_on_its_own_cores(served: Served) -> None:
         threads = [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{worker['pid']}/task").iterdir()]
         assert os.sched_getaffinity(worker["pid"]) == everywhere, "what does not compute floats"
         own = set[int]().union(*(affinity for affinity in threads if affinity != everywhere))
-        assert sorted(own) == (worker["cores"] or []), "as it says"
+        cores = worker["cores"] or []
+        assert own <= set(cores) and set(cores[:1]) <= own, "as it says; the engine has the first"
         bound += own
     assert len(bound) == len(set(bound)), "no core is two workers'"
     # Another cluster may hold some while this runs; where none does, there is a core for each of the two.

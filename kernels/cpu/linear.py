@@ -14,6 +14,14 @@ _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 PANEL = 32  # outputs
 
 
+class Format(IntEnum):
+    """How weights are stored."""
+
+    PLAIN = 0  # as they are
+    INT8 = 1  # whole numbers from -127 to 127, a scale for each output
+    INT4 = 2  # from -8 to 7, a scale for each group of inputs of an output
+
+
 class Then(IntEnum):
     """What is done with y = x W^T + bias; rounded once."""
 
@@ -49,6 +57,7 @@ class PackedLinear:
     of: Linear
     dtype: torch.dtype
     weight: Tensor  # uint8
+    scales: Tensor | None  # float32: [panels, 32] for INT8, [panels, groups, 32] for INT4
     bias: Tensor | None  # float32, in packed order
 
     @property
@@ -56,10 +65,17 @@ class PackedLinear:
         return self.of.n // 2 if self.of.is_gated else self.of.n
 
 
-def packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
-    """Memory that `pack` takes."""
-    step = 4 // dtype.itemsize
-    return -(-n // PANEL) * PANEL * (-(-k // step) * step) * dtype.itemsize
+def group_of(format: Format, k: int) -> int:
+    """Inputs of an output that share a scale."""
+    if format != Format.INT4:
+        return k
+    return next((group for group in (128, 64) if k % group == 0), 32)
+
+
+def packed_bytes(n: int, k: int, dtype: torch.dtype, format: Format = Format.PLAIN) -> int:
+    """Memory that `pack` takes for the weights, without scales."""
+    inputs = {Format.PLAIN: 4 // dtype.itemsize, Format.INT8: 4, Format.INT4: 8}[format]
+    return -(-n // PANEL) * PANEL * -(-k // inputs) * 4
 
 
 def pack(
@@ -68,6 +84,7 @@ def pack(
     bias: Tensor | None = None,
     *,
     gated: bool = False,
+    format: Format = Format.PLAIN,
     take: Callable[[int], Tensor] = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8),
 ) -> PackedLinear:
     """weights: [n_i, k] of one dtype, float32 or bfloat16, rows contiguous: W is them below one another. bias: [n].
@@ -77,24 +94,30 @@ def pack(
     dtype, k = weights[0].dtype, weights[0].shape[1]
     assert all(w.dtype == dtype and w.shape[1] == k and w.stride(1) == 1 for w in weights) and k > 0
     n = sum(w.shape[0] for w in weights)
-    # A gate's panel is as wide, half of it gate: half the width is rounded up twice.
-    padded = -(-n // PANEL) * PANEL
+    assert bias is None or bias.shape == (n,)
     assert not gated or n % 2 == 0
-    packed = take(packed_bytes(n, k, dtype))
+    group, num_panels = group_of(format, k), -(-n // PANEL)
+    packed = take(packed_bytes(n, k, dtype, format))
+    scales = None if format == Format.PLAIN else torch.empty(num_panels, -(-k // group), PANEL)
+    wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
     parts = (_Part * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
-    kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _P)
-    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, packed.data_ptr())
-    wide = None
-    if bias is not None:
-        assert bias.shape == (n,)
-        wide = torch.zeros(padded)
-        wide[:n] = bias.float()
-        if gated:
-            halves = torch.zeros(2, padded // 2)
-            halves[:, : n // 2] = bias.float().view(2, n // 2)
-            wide = halves.view(2, -1, PANEL // 2).transpose(0, 1).flatten()
-    of = Linear(packed.data_ptr(), None, wide.data_ptr() if wide is not None else None, n, k, 0, gated, 0)
-    return PackedLinear(of, dtype, packed, wide)
+    kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P)
+    to = (packed.data_ptr(), _address(scales))
+    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, *to)
+    of = Linear(packed.data_ptr(), _address(scales), _address(wide), n, k, format, gated, group)
+    return PackedLinear(of, dtype, packed, scales, wide)
+
+
+def _packed_bias(bias: Tensor, num_panels: int, gated: bool) -> Tensor:
+    """[n] -> float32 [num_panels * PANEL], in the order of the outputs' lanes."""
+    parts = 2 if gated else 1
+    wide = torch.zeros(parts, num_panels * PANEL // parts)
+    wide[:, : bias.shape[0] // parts] = bias.float().view(parts, -1)
+    return wide.view(parts, num_panels, -1).transpose(0, 1).flatten()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def linear(team: Team, x: Tensor, packed: PackedLinear, then: Then = Then.STORE, out: Tensor | None = None) -> Tensor:

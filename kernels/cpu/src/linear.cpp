@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "api.h"
+#include "linear_source.h"
 #include "linear_tile.h"
 
 namespace DIPTYCH_ISA {
@@ -11,20 +12,40 @@ namespace {
 
 constexpr int64_t kBlockRows = 240;    // rows that share a panel's weights while the cache holds them
 constexpr int64_t kChunk = 2048;       // inputs summed before the next rows: their weights stay in cache
+constexpr int64_t kUnpacked = 512;     // the same of int8 weights, which are unpacked into scratch
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
+constexpr int kDirectRows = 24;         // up to here quantised weights are unpacked in registers, by each tile anew
+
+struct Ones {
+  float of[kPanel];
+  constexpr Ones() : of{} {
+    for (float &one : of) one = 1.0f;
+  }
+};
+constexpr Ones kOnes;
 
 template <class T>
-using Tile = void (*)(const T *, int64_t, const T *, int64_t, float *, const char *, int64_t);
+using Tile = void (*)(const T *, int64_t, const char *, int64_t, float *, const float *, const char *, int64_t);
 
-template <class T, int... I>
+template <class T, class Source, int... I>
 Tile<T> tile_of(int64_t num_rows, std::integer_sequence<int, I...>) {
-  static constexpr Tile<T> table[] = {&tile<T, I + 1>...};
+  static constexpr Tile<T> table[] = {&tile<T, Source, I + 1>...};
   return table[num_rows - 1];
 }
 
-// acc = sums or, unless it is the first, acc + sums; `count` of them.
-void merge(const float *__restrict sums, float *__restrict acc, int64_t count) {
-  for (int64_t i = 0; i < count; i++) acc[i] += sums[i];
+// What Source reads, as Plain<T> reads it: `inputs` of a panel.
+template <class T, class Source>
+void unpack(const char *from, int64_t inputs, char *scratch) {
+  for (int64_t i = 0; i < inputs; i += Source::kInputs) {
+    const Source source(from);
+#pragma GCC unroll 8
+    for (int s = 0; s < Source::kInputs / Dot<T>::kStep; s++)
+      for (int v = 0; v < kVectors; v++, scratch += kVectorBytes) {
+        auto column = source.column(s, v);
+        std::memcpy(scratch, &column, sizeof column);
+      }
+    from += kUnitBytes;
+  }
 }
 
 inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
@@ -37,7 +58,9 @@ inline f32x16 gated(f32x16 gate, f32x16 up, Epilogue then) {
 
 // One row of one panel: y is its sums, which it overwrites; `width` outputs are within the matrix.
 template <class Out>
-void finish(float *y, const float *bias, Out *out, int64_t width, Epilogue then) {
+void finish(float *y, const float *scales, const float *bias, Out *out, int64_t width, Epilogue then) {
+  if (scales)
+    for (int i = 0; i < kPanel; i++) y[i] *= scales[i];
   if (bias)
     for (int i = 0; i < kPanel; i++) y[i] += bias[i];
   if (then == kSiluMul || then == kGeluMul) store(y, gated(load(y), load(y + kLanes), then));
@@ -48,45 +71,97 @@ void finish(float *y, const float *bias, Out *out, int64_t width, Epilogue then)
   for (; i < width; i++) narrow(out + i, y[i]);
 }
 
+// One panel for a block of rows.
+template <class T, class Source>
+class Panel {
+ public:
+  Panel(const Linear &of, int64_t index) : of_(of), index_(index) {
+    const int64_t num_chunks = (of.k + kMost - 1) / kMost;
+    chunk_ = kByGroup ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
+    weight_ = (const char *)of.weight + index * units(of.k) * kUnitBytes;
+  }
+
+  // x, out: the block's first row, out at the panel's first output; width: outputs within the matrix.
+  template <class Out>
+  void run(const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, int64_t width,
+           Epilogue then) const {
+    alignas(64) float acc[kBlockRows * kPanel];
+    alignas(64) char scratch[kPlainWeights ? 1 : kUnpacked * kPanel * sizeof(T)];
+    if (kByGroup) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
+    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    const float *bias = of_.bias ? of_.bias + index_ * kPanel : nullptr;
+    const float *scales = kByGroup || kPlainWeights ? nullptr : of_.scales + index_ * kPanel;
+    for (int64_t k = 0; k < of_.k; k += chunk_) {
+      const int64_t inputs = of_.k - k < chunk_ ? of_.k - k : chunk_;
+      const char *weight = weight_ + units(k) * kUnitBytes;
+      const bool is_unpacked = !kPlainWeights && num_rows > kDirectRows;
+      if (is_unpacked) unpack<T, Source>(weight, inputs, scratch);
+      const float *chunk_scales = kByGroup ? group_scales(k) : k ? kOnes.of : nullptr;
+      // The weights of the chunk after this one: each tile fetches its part of them, a little with each unit it reads.
+      const char *fetch = weight + (num_tiles == 1 && !is_unpacked ? kAheadBytes : units(inputs) * kUnitBytes);
+      const int64_t num_reads = is_unpacked ? inputs / Dot<T>::kStep : units(inputs);
+      const int64_t fetch_step = units(inputs) * kUnitBytes / (num_reads * num_tiles) + 1;
+      for (int64_t i = 0; i < num_tiles; i++) {
+        const int64_t first = num_rows * i / num_tiles, count = num_rows * (i + 1) / num_tiles - first;
+        Out *to = out + first * out_stride;
+        for (int64_t r = 0; r < count; r++) __builtin_prefetch(to + r * out_stride, 1);
+        float *y = acc + first * kPanel;
+        tile_for(count, is_unpacked)(x + first * x_stride + k, x_stride, is_unpacked ? scratch : weight, inputs, y,
+                                     chunk_scales, fetch + i * num_reads * fetch_step, fetch_step);
+        if (k + inputs == of_.k)
+          for (int64_t r = 0; r < count; r++)
+            finish(y + r * kPanel, scales, bias, to + r * out_stride, width, then);
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kPlainWeights = Source::kFormat == kPlain, kByGroup = Source::kFormat == kInt4;
+  static constexpr int64_t kMost = kPlainWeights ? kChunk : kUnpacked;
+
+  static int64_t units(int64_t inputs) { return (inputs + Source::kInputs - 1) / Source::kInputs; }
+
+  static Tile<T> tile_for(int64_t num_rows, bool is_unpacked) {
+    const auto sizes = std::make_integer_sequence<int, kTileRows>();
+    return is_unpacked ? tile_of<T, Plain<T>>(num_rows, sizes) : tile_of<T, Source>(num_rows, sizes);
+  }
+
+  const float *group_scales(int64_t k) const {
+    const int64_t num_groups = (of_.k + of_.group - 1) / of_.group;
+    return of_.scales + (index_ * num_groups + k / of_.group) * kPanel;
+  }
+
+  const Linear &of_;
+  const char *weight_;
+  int64_t index_, chunk_;
+};
+
+template <class T, class Source, class Out>
+void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
+              Epilogue then, int index, int size) {
+  const int64_t width = of.is_gated ? kPanel / 2 : kPanel, num_outputs = of.is_gated ? of.n / 2 : of.n;
+  const Span span = span_of((num_outputs + width - 1) / width, 1, index, size);
+  for (int64_t first = 0; first < num_rows; first += kBlockRows) {
+    const int64_t rows = num_rows - first < kBlockRows ? num_rows - first : kBlockRows;
+    for (int64_t panel = span.first; panel < span.last; panel++) {
+      const int64_t column = panel * width, left = num_outputs - column;
+      Panel<T, Source>(of, panel).run(x + first * x_stride, x_stride, rows, out + first * out_stride + column,
+                                      out_stride, left < width ? left : width, then);
+    }
+  }
+}
+
 }  // namespace
 
 template <class T, class Out>
 void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
             Epilogue then, int index, int size) {
-  constexpr int64_t kStep = Dot<T>::kStep, kStepBytes = kStep * kPanel * sizeof(T);
-  alignas(64) float acc[kBlockRows * kPanel], sums[kTileRows * kPanel];
-  const int64_t panel_elements = (of.k + kStep - 1) / kStep * kStep * kPanel;
-  const int64_t panel_outputs = of.is_gated ? kPanel / 2 : kPanel, num_outputs = of.is_gated ? of.n / 2 : of.n;
-  const int64_t num_chunks = (of.k + kChunk - 1) / kChunk, chunk = (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
-  const Span span = span_of((num_outputs + panel_outputs - 1) / panel_outputs, 1, index, size);
-  for (int64_t block = 0; block < num_rows; block += kBlockRows) {
-    const int64_t rows = num_rows - block < kBlockRows ? num_rows - block : kBlockRows;
-    const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
-    for (int64_t panel = span.first; panel < span.last; panel++) {
-      const int64_t column = panel * panel_outputs;
-      const int64_t width = num_outputs - column < panel_outputs ? num_outputs - column : panel_outputs;
-      const float *bias = of.bias ? of.bias + panel * kPanel : nullptr;
-      for (int64_t k = 0; k < of.k; k += chunk) {
-        const int64_t inputs = of.k - k < chunk ? of.k - k : chunk;
-        const T *weight = (const T *)of.weight + panel * panel_elements + k * kPanel;
-        // The weights of the chunk after this one: each tile fetches its part of them.
-        const char *fetch = (const char *)weight + (num_tiles == 1 ? kAheadBytes : inputs * kPanel * sizeof(T));
-        const int64_t fetch_step = (kStepBytes + num_tiles - 1) / num_tiles;
-        for (int64_t i = 0; i < num_tiles; i++) {
-          const int64_t first = rows * i / num_tiles, count = rows * (i + 1) / num_tiles - first;
-          Out *to = out + (block + first) * out_stride + column;
-          for (int64_t r = 0; r < count; r++) __builtin_prefetch(to + r * out_stride, 1);
-          float *y = acc + first * kPanel;
-          tile_of<T>(count, std::make_integer_sequence<int, kTileRows>())(
-              x + (block + first) * x_stride + k, x_stride, weight, inputs, k ? sums : y,
-              fetch + i * (inputs / kStep) * fetch_step, fetch_step);
-          if (k) merge(sums, y, count * kPanel);
-          if (k + inputs == of.k)
-            for (int64_t r = 0; r < count; r++) finish(y + r * kPanel, bias, to + r * out_stride, width, then);
-        }
-      }
-    }
-  }
+  if (of.format == kInt8)
+    multiply<T, Quantised<T, kInt8>>(of, x, x_stride, num_rows, out, out_stride, then, index, size);
+  else if (of.format == kInt4)
+    multiply<T, Quantised<T, kInt4>>(of, x, x_stride, num_rows, out, out_stride, then, index, size);
+  else
+    multiply<T, Plain<T>>(of, x, x_stride, num_rows, out, out_stride, then, index, size);
 }
 
 template void linear(const Linear &, const float *, int64_t, int64_t, float *, int64_t, Epilogue, int, int);

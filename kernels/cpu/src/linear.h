@@ -3,6 +3,9 @@
 // Packed: panels of 32 outputs; within a panel, pairs of k (single ones for float): [n/32][k/2][32][2], zeros beyond n
 // and k. One panel is one run of memory, read once and in order: a few rows take as long as reading the weights does.
 // For a gated MLP a panel is 16 outputs of gate and the 16 of up that they meet.
+//
+// Quantised (linear_source.h): [n/32][k/4 or k/8][32] words of four int8 or eight int4 inputs of an output, multiplied as
+// the whole numbers that they are; sums are scaled, by output or, for int4, by output and group of inputs.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +16,7 @@ namespace DIPTYCH_ISA {
 
 constexpr int kPanel = 32;
 
-enum Format : int32_t { kPlain = 0 /* weights of T */ };
+enum Format : int32_t { kPlain = 0 /* weights of T */, kInt8 = 1, kInt4 = 2 };
 
 // What is done with y = x W^T + bias, in float; rounded once.
 enum Epilogue : int32_t {
@@ -26,11 +29,11 @@ enum Epilogue : int32_t {
 // Mirrored by linear.py. Made by its `pack`.
 struct Linear {
   const void *weight;   // packed
-  const float *scales;  // null for kPlain
+  const float *scales;  // kInt8: [n/32][32]; kInt4: [n/32][k/group][32]; null for kPlain
   const float *bias;    // in packed order, [n rounded up to 32], or null
   int64_t n, k;         // outputs (gate and up both), inputs
   int32_t format, is_gated;
-  int64_t group;
+  int64_t group;  // inputs with a scale of their own, for kInt4: a multiple of 8; the last may be shorter
 };
 
 // `count` panels of it, or those that there are, beginning with the `first`; not of a gate.
@@ -46,7 +49,8 @@ Linear panels_of(const Linear &of, int64_t first, int64_t count) {
 
 // The part of it that thread `index` of `size` does: whole panels. No barrier at the end.
 // x: [num_rows, k], x_stride elements from row to row; out: [num_rows, n], or n / 2 for a gate; they do not overlap.
-// Each output is summed over k in order, in one accumulator: it depends on its own row alone, bit for bit.
+// Each output is summed over k in chunks whose places k alone decides, each in order and in one accumulator: it depends on
+// its own row alone, bit for bit.
 // T: float or bf16; Out: T, or float.
 template <class T, class Out>
 void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,

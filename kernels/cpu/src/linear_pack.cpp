@@ -1,8 +1,10 @@
 // Packs weights for linear.h.
 #include <algorithm>
+#include <cstring>
 
 #include "api.h"
 #include "linear.h"
+#include "linear_source.h"
 #include "linear_tile.h"
 
 namespace DIPTYCH_ISA {
@@ -43,29 +45,93 @@ void pack_panel(const T *const *rows, int64_t k, T *out) {
   }
 }
 
+// The scale of `count` weights: 0 where all of them are. Int8: the largest becomes 127 or -127. Int4: it becomes -8, so
+// that all sixteen values serve (llama.cpp's Q4_0); the twins are workers/quant/int8.py and int4.py.
+template <class T>
+float scale_of(const T *weights, int64_t count, Format format) {
+  float low = 0.0f, high = 0.0f;
+  for (int64_t i = 0; i < count; i++) {
+    float w = widen(weights[i]);
+    low = w < low ? w : low;
+    high = w > high ? w : high;
+  }
+  if (format == kInt8) return (high > -low ? high : -low) / 127.0f;
+  return (high > -low ? high : low) / -8.0f;
+}
+
+// weights / scale to the nearest whole number, ties to even.
+template <class T>
+void quantise(const T *__restrict weights, int64_t count, float scale, Format format, int8_t *__restrict out) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: no bit is left for a fraction
+  const float most = format == kInt8 ? 127.0f : 7.0f;
+  for (int64_t i = 0; i < count; i++) {
+    float q = widen(weights[i]) / scale;
+    q = q > most ? most : q < -8.0f && format == kInt4 ? -8.0f : q;
+    out[i] = int8_t(int32_t((q + kRound) - kRound));
+  }
+}
+
+// rows: kPanel of them, null: zeros. out: one panel of units; scales: its [k / group][kPanel].
+template <class T>
+void quantise_panel(const T *const *rows, int64_t k, int64_t group, Format format, uint32_t *out, float *scales) {
+  const int bits = format == kInt8 ? 8 : 4, inputs = 32 / bits;
+  constexpr int64_t kRun = 512;
+  int8_t q[kRun];
+  for (int lane = 0; lane < kPanel; lane++)
+    for (int64_t first = 0; first < k; first += group) {
+      const int64_t end = std::min(first + group, k);
+      const float scale = rows[lane] ? scale_of(rows[lane] + first, end - first, format) : 0.0f;
+      scales[first / group * kPanel + lane] = scale;
+      for (int64_t run = first; run < end; run += kRun) {
+        const int64_t count = std::min(kRun, end - run);
+        std::memset(q, 0, sizeof q);
+        if (scale != 0.0f) quantise(rows[lane] + run, count, scale, format, q);
+        for (int64_t i = 0; i < count; i += inputs) {
+          uint32_t word = 0;
+          for (int j = 0; j < inputs; j++) word |= (uint32_t(q[i + j]) & ((1u << bits) - 1)) << bit_of(j, bits);
+          out[(run + i) / inputs * kPanel + lane] = word;
+        }
+      }
+    }
+}
+
 }  // namespace
 
+// As API(pack_linear) has them. group: inputs that share a scale; k for kInt8.
+struct Packing {
+  const Part *parts;
+  int64_t num_parts, n, k, group;
+  Format format;
+  bool is_gated;
+};
+
 template <class T>
-void pack(const Part *parts, int64_t num_parts, int64_t n, int64_t k, bool is_gated, T *out, int index, int size) {
-  constexpr int kStep = Dot<T>::kStep;
-  const Span panels = span_of((n + kPanel - 1) / kPanel, 1, index, size);
+void pack(const Packing &of, void *out, float *scales, int index, int size) {
+  constexpr int64_t kStep = Dot<T>::kStep;
+  const Span panels = span_of((of.n + kPanel - 1) / kPanel, 1, index, size);
+  const int64_t inputs = of.format == kInt4 ? 8 : 4, num_units = (of.k + inputs - 1) / inputs;
+  const int64_t num_groups = (of.k + of.group - 1) / of.group;
   for (int64_t panel = panels.first; panel < panels.last; panel++) {
     const T *rows[kPanel];
     for (int64_t lane = 0; lane < kPanel; lane++)
-      rows[lane] = row_of<T>(parts, num_parts, packed_row(n, is_gated, panel, lane));
-    pack_panel(rows, k, out + panel * ((k + kStep - 1) / kStep * kStep * kPanel));
+      rows[lane] = row_of<T>(of.parts, of.num_parts, packed_row(of.n, of.is_gated, panel, lane));
+    if (of.format == kPlain)
+      pack_panel(rows, of.k, (T *)out + panel * ((of.k + kStep - 1) / kStep * kStep * kPanel));
+    else
+      quantise_panel(rows, of.k, of.group, of.format, (uint32_t *)out + panel * num_units * kPanel,
+                     scales + panel * num_groups * kPanel);
   }
 }
 
 }  // namespace DIPTYCH_ISA
 
-// parts: together n rows of k elements of `dtype`; out: the panels.
+// parts: together n rows of k elements of `dtype`; out: the panels, in `format`; scales: as Linear's, or null.
 API(pack_linear)(Team *team, int32_t dtype, const void *parts, int64_t num_parts, int64_t n, int64_t k,
-                 int32_t is_gated, void *out) {
+                 int32_t is_gated, int32_t format, int64_t group, void *out, float *scales) {
   using namespace DIPTYCH_ISA;
+  const Packing of{(const Part *)parts, num_parts, n, k, group, Format(format), is_gated != 0};
   team->run([&](int index) {
-    const Part *from = (const Part *)parts;
-    if (dtype == kFloat32) pack(from, num_parts, n, k, is_gated, (float *)out, index, team->size);
-    else pack(from, num_parts, n, k, is_gated, (bf16 *)out, index, team->size);
+    if (dtype == kFloat32) pack<float>(of, out, scales, index, team->size);
+    else pack<bf16>(of, out, scales, index, team->size);
   });
 }

@@ -19,6 +19,7 @@ constexpr int kVectorBytes = 32, kTileRows = 2;
 constexpr int kVectorBytes = 16, kTileRows = 1;
 #endif
 constexpr int kWidth = kVectorBytes / 4, kVectors = kPanel / kWidth;
+constexpr int kUnitBytes = kPanel * 4;  // of weights that are read at once, whatever their format: a word an output
 using floats = float __attribute__((vector_size(kVectorBytes)));
 using words = uint32_t __attribute__((vector_size(kVectorBytes)));
 
@@ -31,7 +32,6 @@ struct Dot<float> {
   static constexpr int kStep = 1;
   using Vector = floats;
   static Vector broadcast(const float *a) { return floats{} + *a; }
-  static Vector broadcast_last(const float *a) { return broadcast(a); }
   static floats add(floats acc, Vector a, Vector b) { return acc + a * b; }
 };
 
@@ -40,7 +40,6 @@ struct Dot<bf16> {
   static constexpr int kStep = 2;
   using Vector = words;
   static Vector broadcast(const bf16 *a) { return words{} + load_raw<uint32_t>(a); }
-  static Vector broadcast_last(const bf16 *a) { return words{} + uint32_t(a->bits); }
   static floats add(floats acc, Vector a, Vector b) {
 #if defined(__AVX512BF16__)
     return (floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
@@ -51,36 +50,51 @@ struct Dot<bf16> {
   }
 };
 
-// sums[r] = a[r] b over `k` inputs, for Rows rows.
-// a: a_stride elements from row to row; b: [k / step][kPanel][step]; sums: [Rows][kPanel].
-// fetch: what to have in cache soon, fetch_step bytes further on at each step: two cache lines.
-template <class T, int Rows>
-void tile(const T *__restrict a, int64_t a_stride, const T *__restrict b, int64_t k, float *__restrict sums,
-          const char *fetch, int64_t fetch_step) {
+// acc[r] = a[r] b over `k` inputs, for Rows rows, of weights as Source reads them (linear_source.h); where there are
+// `scales` [kPanel], acc[r] += scales * (a[r] b).
+// a: a_stride elements from row to row; b: k / Source::kInputs units, the last padded with zeros; acc: [Rows][kPanel].
+// fetch: what to have in cache soon, fetch_step bytes further on at each unit: two cache lines.
+template <class T, class Source, int Rows>
+void tile(const T *__restrict a, int64_t a_stride, const char *__restrict b, int64_t k, float *__restrict acc,
+          const float *__restrict scales, const char *fetch, int64_t fetch_step) {
   using D = Dot<T>;
-  constexpr int kStep = D::kStep, kBases = (Rows + 2) / 3;
+  constexpr int kInputs = Source::kInputs, kSteps = kInputs / D::kStep;
   floats sum[Rows][kVectors] = {};
-  // Three rows from one address: the processor has few registers for those.
-  const T *base[kBases];
-  for (int i = 0; i < kBases; i++) base[i] = a + 3 * i * a_stride;
-  auto step = [&](auto broadcast) {
-    typename D::Vector column[kVectors];
-    for (int v = 0; v < kVectors; v++) column[v] = load_raw<typename D::Vector>(b + v * kWidth * kStep);
-    for (int r = 0; r < Rows; r++) {
-      typename D::Vector row = broadcast(base[r / 3] + (r % 3) * a_stride);
-      for (int v = 0; v < kVectors; v++) sum[r][v] = D::add(sum[r][v], row, column[v]);
+  auto units = [&](const T *from, int64_t stride, int64_t count) __attribute__((always_inline)) {
+    // Three rows from one address: the processor has few registers for those.
+    constexpr int kBases = (Rows + 2) / 3;
+    const T *base[kBases];
+    for (int i = 0; i < kBases; i++) base[i] = from + 3 * i * stride;
+    for (int64_t unit = 0; unit < count; unit++) {
+      __builtin_prefetch(fetch, 0, 2);
+      __builtin_prefetch(fetch + 64, 0, 2);
+      fetch += fetch_step;
+      const Source source(b);
+#pragma GCC unroll 8
+      for (int s = 0; s < kSteps; s++) {
+        typename D::Vector column[kVectors];
+        for (int v = 0; v < kVectors; v++) column[v] = source.column(s, v);
+        for (int r = 0; r < Rows; r++) {
+          typename D::Vector row = D::broadcast(base[r / 3] + (r % 3) * stride + s * D::kStep);
+          for (int v = 0; v < kVectors; v++) sum[r][v] = D::add(sum[r][v], row, column[v]);
+        }
+      }
+      b += kUnitBytes;
+      for (int i = 0; i < kBases; i++) base[i] += kInputs;
     }
   };
-  for (int64_t i = 0; i < k / kStep; i++) {
-    __builtin_prefetch(fetch, 0, 2);
-    __builtin_prefetch(fetch + 64, 0, 2);
-    fetch += fetch_step;
-    step([](const T *at) { return D::broadcast(at); });
-    b += kPanel * kStep;
-    for (int j = 0; j < kBases; j++) base[j] += kStep;
+  units(a, a_stride, k / kInputs);
+  if (const int64_t last = k % kInputs) {
+    T tail[Rows][kInputs] = {};
+    for (int r = 0; r < Rows; r++) std::memcpy(tail[r], a + r * a_stride + k - last, last * sizeof(T));
+    units(tail[0], kInputs, 1);
   }
-  if (k % kStep) step([](const T *at) { return D::broadcast_last(at); });
-  std::memcpy(sums, sum, sizeof sum);
+  for (int r = 0; r < Rows; r++)
+    for (int v = 0; v < kVectors; v++) {
+      float *to = acc + r * kPanel + v * kWidth;
+      if (scales) sum[r][v] = load_raw<floats>(to) + load_raw<floats>(scales + v * kWidth) * sum[r][v];
+      std::memcpy(to, &sum[r][v], sizeof(floats));
+    }
 }
 
 }  // namespace DIPTYCH_ISA

@@ -1,16 +1,25 @@
 """The compiled linear layer against torch; and, bit for bit, a row alone against the same row among others."""
 
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from diptych.kernels.cpu.library import Team
-from diptych.kernels.cpu.linear import PackedLinear, Then, linear, pack
+from diptych.kernels.cpu.library import Library, Team
+from diptych.kernels.cpu.linear import Format, Then, linear, pack
+from diptych.workers.quant import int4, int8
 
 SIZES = [(1, 1, 1), (2, 31, 15), (3, 32, 64), (13, 33, 65), (25, 130, 1030), (250, 96, 66)]  # rows, n, k
+FORMATS = list(Format)
+
+
+@pytest.fixture
+def pair(built: Library) -> Iterator[Team]:
+    made = Team(built, 2)
+    yield made
+    made.close()
 
 
 def poisoned(num_rows: int, width: int, dtype: torch.dtype, spare: int = 5) -> Tensor:
@@ -26,9 +35,15 @@ def operands(num_rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor,
     return x, weight, torch.randn(n).to(dtype)
 
 
-def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = x.double() @ weight.double().T
-    return y if bias is None else y + bias.double()
+def as_stored(weight: Tensor, format: Format) -> Tensor:
+    """What is left of the weights, float64."""
+    match format:
+        case Format.PLAIN:
+            return weight.double()
+        case Format.INT8:
+            return int8.dequantise(*int8.quantise(weight)).double()
+        case Format.INT4:
+            return int4.dequantise(*int4.quantise(weight)).double()
 
 
 def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -37,63 +52,80 @@ def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=ulp + 1e-5, atol=3e-6)
 
 
-def outside_is_untouched(out: Tensor) -> bool:
+def assert_only_written(out: Tensor) -> None:
     around = out._base
     assert around is not None
-    return bool(around.isnan().sum() == around.numel() - out.numel())
+    assert around.isnan().sum() == around.numel() - out.numel()
 
 
-@pytest.mark.parametrize(("num_rows", "n", "k"), SIZES)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_product(team: Team, dtype: torch.dtype, num_rows: int, n: int, k: int, has_bias: bool) -> None:
-    x, weight, bias = operands(num_rows, n, k, dtype)
-    packed = pack(team, [weight], bias if has_bias else None)
-    for out_dtype in {dtype, torch.float32}:
-        out = poisoned(num_rows, n, out_dtype)
-        linear(team, x, packed, out=out)
-        assert_near(out, exact(x, weight, bias if has_bias else None), out_dtype)
-        assert outside_is_untouched(out)
+@pytest.mark.parametrize("format", FORMATS)
+def test_product(team: Team, dtype: torch.dtype, format: Format) -> None:
+    for num_rows, n, k in SIZES:
+        x, weight, bias = operands(num_rows, n, k, dtype)
+        packed = pack(team, [weight], bias, format=format)
+        wanted = x.double() @ as_stored(weight, format).T + bias.double()
+        for out_dtype in {dtype, torch.float32}:
+            out = poisoned(num_rows, n, out_dtype)
+            linear(team, x, packed, out=out)
+            assert_near(out, wanted, out_dtype)
+            assert_only_written(out)
 
 
-@pytest.mark.parametrize(("num_rows", "n", "k"), SIZES)
-def test_sum(team: Team, dtype: torch.dtype, num_rows: int, n: int, k: int) -> None:
-    x, weight, bias = operands(num_rows, n, k, dtype)
-    out = poisoned(num_rows, n, dtype)
-    before = torch.randn(num_rows, n, dtype=dtype)
-    linear(team, x, pack(team, [weight], bias), Then.ADD, out.copy_(before))
-    assert_near(out, exact(x, weight, bias) + before.double(), dtype)
+@pytest.mark.parametrize("k", [32, 96, 128, 576])
+def test_quantised_weights_are_their_twins(pair: Team, dtype: torch.dtype, k: int) -> None:
+    _, weight, _ = operands(1, 40, k, dtype)
+    weight[7] = 0
+    weight[9, : k // 2] = 0
+    weight[11, 0] = 5.0
+    weight[12, 0] = -5.0
+    for format in (Format.INT8, Format.INT4):
+        rows = linear(pair, torch.eye(k, dtype=dtype), pack(pair, [weight], format=format), out=torch.empty(k, 40))
+        assert torch.equal(rows.T, as_stored(weight, format).float())
 
 
-@pytest.mark.parametrize(("then", "twin"), [(Then.SILU_MUL, silu), (Then.GELU_MUL, gelu)])
-@pytest.mark.parametrize("inner", [1, 15, 16, 17, 64])
-def test_gate(team: Team, dtype: torch.dtype, then: Then, twin: Any, inner: int) -> None:
-    x, weight, bias = operands(5, 2 * inner, 48, dtype)
-    gate, up = exact(x, weight, bias).chunk(2, dim=1)
-    twin_of_gate = twin(gate, approximate="tanh") if then == Then.GELU_MUL else twin(gate)
-    out = poisoned(5, inner, dtype)
-    linear(team, x, pack(team, [weight[:inner], weight[inner:]], bias, gated=True), then, out)
-    assert_near(out, twin_of_gate * up, dtype)
-    assert outside_is_untouched(out)
+def test_sum_without_a_bias(pair: Team, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(13, 33, 65, dtype)
+    before = torch.randn(13, 33, dtype=dtype)
+    out = poisoned(13, 33, dtype).copy_(before)
+    linear(pair, x, pack(pair, [weight]), Then.ADD, out)
+    assert_near(out, x.double() @ weight.double().T + before.double(), dtype)
+    assert_only_written(out)
 
 
-def test_fused_weights_are_below_one_another(team: Team, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("then", [Then.SILU_MUL, Then.GELU_MUL])
+@pytest.mark.parametrize("format", FORMATS)
+def test_gate(pair: Team, dtype: torch.dtype, then: Then, format: Format) -> None:
+    for inner in (1, 15, 16, 17, 64):
+        x, weight, bias = operands(5, 2 * inner, 48, dtype)
+        packed = pack(pair, [weight[:inner], weight[inner:]], bias, gated=True, format=format)
+        gate, up = (x.double() @ as_stored(weight, format).T + bias.double()).chunk(2, dim=1)
+        out = poisoned(5, inner, dtype)
+        linear(pair, x, packed, then, out)
+        assert_near(out, (silu(gate) if then == Then.SILU_MUL else gelu(gate, approximate="tanh")) * up, dtype)
+        assert_only_written(out)
+
+
+def test_parts_are_below_one_another(pair: Team, dtype: torch.dtype) -> None:
     x, weight, _ = operands(4, 100, 40, dtype)
-    apart = pack(team, [weight[:7], weight[7:50].clone(), weight[50:]])
-    assert torch.equal(linear(team, x, apart), linear(team, x, pack(team, [weight])))
+    apart = pack(pair, [weight[:7], weight[7:50].clone(), weight[50:]])
+    assert torch.equal(linear(pair, x, apart), linear(pair, x, pack(pair, [weight])))
 
 
-@pytest.mark.parametrize("k", [70, 2051])
-def test_a_row_depends_on_itself_alone(team: Team, dtype: torch.dtype, k: int) -> None:
-    x, weight, bias = operands(260, 65, k, dtype)
-    packed = pack(team, [weight], bias)
-    together = linear(team, x, packed)
-    for first, last in [(0, 1), (3, 5), (100, 113), (7, 24), (30, 77), (1, 250)]:
-        assert torch.equal(linear(team, x[first:last], packed), together[first:last])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_depends_on_itself_alone(pair: Team, dtype: torch.dtype, format: Format) -> None:
+    for k in (70, 2051):
+        x, weight, bias = operands(260, 65, k, dtype)
+        packed = pack(pair, [weight], bias, format=format)
+        together = linear(pair, x, packed)
+        for first, last in [(0, 1), (3, 5), (100, 113), (7, 24), (30, 77), (1, 250)]:
+            assert torch.equal(linear(pair, x[first:last], packed), together[first:last])
 
 
-def test_threads_do_not_matter(team: Team, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_threads_do_not_matter(team: Team, dtype: torch.dtype, format: Format) -> None:
     x, weight, bias = operands(30, 200, 100, dtype)
     alone = Team(team.library, 1)
-    packed: PackedLinear = pack(alone, [weight], bias)
+    packed, same = (pack(by, [weight], bias, format=format) for by in (alone, team))
+    assert torch.equal(packed.weight, same.weight)
     assert torch.equal(linear(alone, x, packed), linear(team, x, packed))
     alone.close()

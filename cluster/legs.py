@@ -1,7 +1,7 @@
 """What a request's record says and hears: its legs on workers, the tokens they make, and the actions it asks for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ class Leg:
     worker: str  # incarnation
     part: Part
     has_spoken: bool = False
+    offers: list[str] = field(default_factory=list[str])  # hand-off ids under which it was to migrate
 
 
 class LegToken(NamedTuple):

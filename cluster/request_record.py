@@ -40,6 +40,7 @@ from collections.abc import Iterator
 
 from ..workers.errors import (
     DiptychError,
+    HandoffError,
     InternalError,
     LayoutMismatch,
     TransportError,
@@ -176,6 +177,7 @@ class RequestRecord:
         source = self.movable()
         assert source is not None and source.worker != worker
         sink = self._open(next(handles), worker, Part.DECODE)
+        source.offers.append(handoff_id)
         self._handoff = LegHandoff(handoff_id, source, sink, tuple(self.token_ids))
         return [Offer(source, handoff_id), self._submit_sink(self._handoff, sink)]
 
@@ -212,20 +214,36 @@ class RequestRecord:
                 actions = self._gap(gap)
         return [*first, *actions] if first else actions
 
-    def handed_off(self, handle: int, num_output_tokens: int) -> Actions:
-        """The running leg was sealed after so many tokens: none more comes from it."""
+    def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:
+        """The running leg was sealed for that hand-off after so many tokens: none more comes from it."""
         leg, handoff = self._legs.get(handle), self._handoff
         if leg is None:
             return _NOTHING
-        if handoff is None or leg is not handoff.source or not handoff.is_live:
+        if handoff is None or leg is not handoff.source or not handoff.is_live or handoff_id not in leg.offers:
             return self.fail(InternalError("a worker handed off a sequence that was not offered"))
         if num_output_tokens != len(self.token_ids):
             return self._gap(Gap(num_output_tokens, len(self.token_ids)))
+        aborted: Actions = _NOTHING
+        if handoff_id != handoff.id:
+            if not handoff.runs_on:
+                return self.fail(InternalError("a worker handed off a sequence twice"))
+            aborted = self._turn_back(handoff, handoff_id)
         try:
             handoff.seal(num_output_tokens)
         except Gap as gap:
-            return self._gap(gap)
-        return _NOTHING if handoff.sink is not None else self._another_sink(handoff)
+            return [*aborted, *self._gap(gap)]
+        return aborted if handoff.sink is not None else [*aborted, *self._another_sink(handoff)]
+
+    def _turn_back(self, handoff: LegHandoff, handoff_id: str) -> Actions:
+        """The source was sealed for an earlier offer, whose sink had failed, before it heard of this one: what stands
+        is the earlier, and nothing will come of this one."""
+        handoff.id = handoff_id
+        sink, handoff.sink = handoff.sink, None
+        if sink is None:
+            return _NOTHING
+        handoff.wound = HandoffError("the sequence was handed off for an earlier offer")
+        del self._legs[sink.handle]
+        return [Abort(sink)]
 
     def _accept_in_handoff(self, handoff: LegHandoff, leg: Leg, token: LegToken) -> Actions:
         """Raises Gap."""

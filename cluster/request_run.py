@@ -131,8 +131,8 @@ class RequestRun:
     def on_token(self, handle: int, token: LegToken) -> None:
         self._after(self.record.token(handle, token))
 
-    def on_handed_off(self, handle: int, num_output_tokens: int) -> None:
-        self._after(self.record.handed_off(handle, num_output_tokens))
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
+        self._after(self.record.handed_off(handle, num_output_tokens, handoff_id))
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         if isinstance(error, WorkerDraining):

@@ -38,7 +38,7 @@ class LegListener(Protocol):
     """One request; called on the event loop, must not block."""
 
     def on_token(self, handle: int, token: LegToken) -> None: ...
-    def on_handed_off(self, handle: int, num_output_tokens: int) -> None: ...
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None: ...
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
 
 
@@ -276,7 +276,7 @@ class WorkerLink:
     def _on_handed_off(self, handed_off: worker_pb2.HandedOff) -> None:
         listener = self._listeners.get(handed_off.handle)
         if listener is not None:
-            listener.on_handed_off(handed_off.handle, handed_off.num_output_tokens)
+            listener.on_handed_off(handed_off.handle, handed_off.num_output_tokens, handed_off.handoff_id)
 
 
 async def _status(call: "Call") -> str:

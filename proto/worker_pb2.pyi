@@ -630,17 +630,21 @@ class HandedOff(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     num_output_tokens: _builtins.int
+    handoff_id: _builtins.str
+    """of the offer that it was sealed for; a newer one may be on its way here"""
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         num_output_tokens: _builtins.int = ...,
+        handoff_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_output_tokens", b"num_output_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "handoff_id", b"handoff_id", "num_output_tokens", b"num_output_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,7 @@ def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> l
 
 
 class FakeRunner:
-    """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step."""
+    """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step, which may be changed."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FakeRunner:
         max_context = min(max_context, num_blocks * block_size)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
         self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
-        self._step_s = step_s
+        self.step_s = step_s
         self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
         # [block, layer, kv, slot] int32: the layout's axes with its single head and dimension left out.
         shape = (num_blocks, num_layers, 2, block_size)
@@ -54,8 +54,8 @@ class FakeRunner:
         self.memory = KVMemory(self.layout, num_blocks, region)
 
     def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
-        if self._step_s:
-            time.sleep(self._step_s)
+        if self.step_s:
+            time.sleep(self.step_s)
         for layer in range(self.layout.num_layers):
             self._store(batch, layer)
             if watch is not None and layer + 1 in watch.ends:

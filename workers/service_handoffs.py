@@ -195,7 +195,9 @@ class ServiceHandoffs:
         """The router is told after all the sequence's tokens, which went before."""
         if event.key is not None and event.is_live:
             num_outputs = len(event.output_token_ids)
-            handed_off = worker_pb2.HandedOff(handle=handle_of(event.key), num_output_tokens=num_outputs)
+            handed_off = worker_pb2.HandedOff(
+                handle=handle_of(event.key), num_output_tokens=num_outputs, handoff_id=event.handoff_id
+            )
             self._links.send(event.key, worker_pb2.WorkerMessage(handed_off=handed_off))
             offered = self._offered.get(event.handoff_id)
             if offered is None:  # it ended while the engine sealed it

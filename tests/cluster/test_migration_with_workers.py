@@ -22,6 +22,8 @@ from .test_router_with_workers import (
 )
 
 STEP_S = 0.01
+# So many tokens take 12 s at that pace, whatever the machine does besides: nothing ends before `hurry`.
+SLOW_STEP_S, LONG_ANSWER = 0.06, 200
 
 
 async def drain(worker: LiveWorker) -> None:
@@ -33,6 +35,23 @@ async def drain(worker: LiveWorker) -> None:
             if message.load.draining:
                 call.cancel()
                 return
+
+
+def hurry(running: Cluster) -> None:
+    """What still runs takes no longer than it must."""
+    for worker in running.workers:
+        worker.runner.step_s = 0.0
+
+
+async def runs(worker: LiveWorker, num_sequences: int) -> None:
+    """Returns once so many decode there: their KV has come."""
+    async with open_channel(worker.info.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        while True:
+            state = await stub.GetState(worker_pb2.GetStateRequest(), metadata=auth_metadata(TOKEN))
+            if state.load.num_running >= num_sequences:
+                return
+            await asyncio.sleep(0.01)
 
 
 async def loads(workers: list[LiveWorker]) -> list[worker_pb2.LoadReport]:
@@ -55,14 +74,15 @@ async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int, num
 @pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("mixed", "mixed")], ids="+".join)
 def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_twice(roles: tuple[str, ...]) -> None:
     async def test() -> None:
-        async with cluster(*roles, step_s=STEP_S) as running:
+        async with cluster(*roles, step_s=SLOW_STEP_S) as running:
             asked = prompts(12, 30, seed=1)
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=150))
+            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=LONG_ANSWER))
             leaving = running.workers[-1]
-            await running.busy(leaving)
+            await runs(leaving, 4)
             await drain(leaving)
-            await leaving.settled_state()  # long before the answers end
+            await leaving.settled_state()
             assert not answers.done()
+            hurry(running)
             await answers
             assert count(running, "diptych_request_migrations_total") > 3
             assert count(running, "diptych_request_resumes_total") == 0
@@ -78,14 +98,16 @@ def test_workers_drain_one_after_the_other_under_load() -> None:
     """A sequence moves more than once."""
 
     async def test() -> None:
-        async with cluster("prefill", "decode", "decode", "decode", step_s=STEP_S) as running:
+        roles = ("prefill", "decode", "decode", "decode")
+        async with cluster(*roles, step_s=SLOW_STEP_S) as running:
             asked = prompts(9, 30, seed=2)
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=200))
+            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=LONG_ANSWER))
             for worker in running.of("decode")[:2]:
-                await busy_with(running, worker, 1)
+                await runs(worker, 1)
                 await drain(worker)
                 await worker.settled_state()
             assert not answers.done()
+            hurry(running)
             await answers
             reports = await loads(running.workers)
             assert all(load.num_migrated_out for load in reports[1:3])

@@ -43,6 +43,7 @@ UNREACHABLE = TransportError("the pull failed")
 @dataclass(frozen=True)
 class HandedOff:
     num_output_tokens: int
+    handoff_id: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Failure:
 
 @dataclass
 class SimulatedHandoff:
+    id: str
     source: "SimulatedLeg"
     sealed_at: int | None = None
     is_over: bool = False  # pulled, or gone
@@ -141,7 +143,7 @@ class Simulation:
             sink.position, sink.has_pulled, handoff.is_over = handoff.sealed_at, True, True
         elif handoff.is_live:  # it has caught up: the source stops
             handoff.sealed_at = handoff.source.position
-            handoff.source.end(HandedOff(handoff.sealed_at))
+            handoff.source.end(HandedOff(handoff.sealed_at, handoff.id))
         return sink.has_pulled
 
     def _say_token(self, leg: SimulatedLeg) -> None:
@@ -198,7 +200,7 @@ class Simulation:
             case LegToken() as token:
                 self._do(self.record.token(handle, token))
             case HandedOff() as handed_off:
-                self._do(self.record.handed_off(handle, handed_off.num_output_tokens))
+                self._do(self.record.handed_off(handle, handed_off.num_output_tokens, handed_off.handoff_id))
             case Failure() as failure:
                 self._do(self.record.failed(handle, failure.error, handoff=failure.is_handoff))
 
@@ -244,7 +246,7 @@ class Simulation:
         assert handoff_id not in self.handoffs
         for handoff in self._offers_of(leg):
             handoff.is_over |= handoff.sealed_at is None
-        self.handoffs[handoff_id] = SimulatedHandoff(leg, is_over=leg.is_done)
+        self.handoffs[handoff_id] = SimulatedHandoff(handoff_id, leg, is_over=leg.is_done)
 
     def _submit(self, submit: Submit) -> None:
         assert list(submit.output_token_ids) == [100 + i for i in range(len(submit.output_token_ids))]

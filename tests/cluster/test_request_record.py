@@ -66,8 +66,11 @@ class Driver:
         self.handles = itertools.chain([handle], self.handles)
         self.log = list(self.record.migrate(worker, f"move-{handle}", self.handles))
 
-    def handed_off(self, handle: int, num_output_tokens: int) -> None:
-        self.log = list(self.record.handed_off(handle, num_output_tokens))
+    def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str = "") -> None:
+        """By default for the newest offer."""
+        offered = [offer for leg in self.record.legs() for offer in leg.offers]
+        newest = handoff_id or (offered[-1] if offered else "never")
+        self.log = list(self.record.handed_off(handle, num_output_tokens, newest))
 
     def sink(self, worker: str | None) -> None:
         self.log = list(self.record.begin_sink(worker, self.handles))
@@ -564,6 +567,34 @@ def test_the_old_one_hands_off_to_a_worker_that_has_failed() -> None:
     assert driver.told == [("abort", 1), ("choose", "")]
 
 
+def test_the_old_worker_was_sealed_for_an_earlier_offer() -> None:
+    """It did not know yet that the first sink had failed, nor of the second offer."""
+    driver = migrating()
+    driver.failed(2, UNREACHABLE, handoff=True)
+    driver.migrate("C")
+    assert driver.told[0][0] == "offer"
+    driver.token(1, 2)
+    driver.handed_off(1, 3, "move-2")
+    assert driver.told == [("abort", 3), ("choose sink", "A")]
+    driver.sink("D")
+    (submit,) = driver.log
+    assert isinstance(submit, Submit)
+    assert (submit.leg.worker, submit.handoff_id) == ("D", "move-2"), "the lease that stands"
+    driver.failed(3, KV_GONE, handoff=True)
+    driver.token(submit.leg.handle, 3)
+    assert driver.taken() == [100, 101, 102, 103]
+    assert driver.record.error is None
+
+
+def test_the_earlier_offer_stands_when_the_newer_one_has_failed_too() -> None:
+    driver = migrating()
+    driver.failed(2, UNREACHABLE, handoff=True)
+    driver.migrate("C")
+    driver.failed(3, LOST)
+    driver.handed_off(1, 2, "move-2")
+    assert driver.told == [("choose sink", "A")]
+
+
 def test_the_new_worker_fails_with_tokens_that_wait() -> None:
     driver = migrating()
     driver.token(2, 3)
@@ -622,6 +653,9 @@ def test_nonsense_about_a_migration_is_an_error() -> None:
     driver.token(1, 2)
     assert isinstance(driver.record.error, InternalError)
     assert {("abort", 1), ("abort", 2)} == set(driver.told)
+    driver = migrating()
+    driver.handed_off(1, 2, "a hand-off that nobody offered")
+    assert isinstance(driver.record.error, InternalError)
     driver = Driver()
     driver.begin(None, "A")
     driver.handed_off(1, 0)

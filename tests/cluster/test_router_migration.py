@@ -32,8 +32,11 @@ async def offered(worker: ScriptedWorker) -> worker_pb2.Offer:
     return message.offer
 
 
-def hand_off(worker: ScriptedWorker, handle: int, num_output_tokens: int) -> None:
-    worker.send(handed_off=worker_pb2.HandedOff(handle=handle, num_output_tokens=num_output_tokens))
+def hand_off(worker: ScriptedWorker, offer: worker_pb2.Offer, num_output_tokens: int) -> None:
+    message = worker_pb2.HandedOff(
+        handle=offer.handle, num_output_tokens=num_output_tokens, handoff_id=offer.handoff_id
+    )
+    worker.send(handed_off=message)
 
 
 def metric(router: Router, line: str) -> bool:
@@ -57,7 +60,7 @@ def test_a_worker_that_drains_hands_its_request_over() -> None:
                 handoff_id=offer.handoff_id, address=old.info.address, incarnation=old.incarnation
             )
             old.tokens(handle, [52], start=2)
-            hand_off(old, handle, 3)
+            hand_off(old, offer, 3)
             new.tokens(submit.handle, [53], start=3, finish=FinishReason.LENGTH)
             assert await answer == [50, 51, 52, 53]
             assert old.received.empty()
@@ -81,7 +84,7 @@ def test_a_worker_that_drains_is_emptied_a_few_at_a_time() -> None:
                     offer, submit = await offered(old), await new.submitted()
                     assert submit.source.handoff_id == offer.handoff_id
                     moved += 1
-                    hand_off(old, offer.handle, 2)
+                    hand_off(old, offer, 2)
                     new.tokens(submit.handle, [52], start=2, finish=FinishReason.STOP)
             assert [await answer for _, answer in started] == [[50, 51, 52]] * 5
             assert old.received.empty()
@@ -128,11 +131,11 @@ def test_a_target_that_fails_leaves_the_request_where_it_runs() -> None:
 def test_a_target_that_dies_after_the_seal_is_replaced() -> None:
     async def test() -> None:
         async with scripted("mixed", "mixed", "mixed") as (old, new, third), routing(old) as router:
-            handle, answer = await running_at(old, router)
+            _, answer = await running_at(old, router)
             router.update_fleet([old.info, new.info])
             old.load(draining=True)
             offer, _ = await offered(old), await new.submitted()
-            hand_off(old, handle, 2)
+            hand_off(old, offer, 2)
             router.update_fleet([old.info, new.info, third.info])
             await settled(router, lambda: sum(w.is_up for w in router.snapshot()) == 3)
             old.load(draining=True, num_waiting=7)  # behind the hand-off, on the same stream
@@ -176,7 +179,7 @@ def test_a_worker_short_of_blocks_is_relieved_of_its_youngest() -> None:
             full.load(num_free=1, num_running=2, **SLOW)  # one at a time
             offer, submit = await offered(full), await free.submitted()
             assert offer.handle == second[0]
-            hand_off(full, second[0], 2)
+            hand_off(full, offer, 2)
             free.tokens(submit.handle, [52], start=2, finish=FinishReason.STOP)
             assert await second[1] == [50, 51, 52]
             full.tokens(first[0], [52], start=2, finish=FinishReason.STOP)
@@ -345,9 +348,10 @@ def test_room_counts() -> None:
             new.load(num_free=NUM_BLOCKS)
             await settled(router, lambda: all(w.load.num_free_blocks == NUM_BLOCKS for w in router.snapshot()))
             old.load(draining=True)
-            assert (await offered(old)).handle == handle
+            offer = await offered(old)
+            assert offer.handle == handle
             submit = await new.submitted()
-            hand_off(old, handle, 2)
+            hand_off(old, offer, 2)
             new.tokens(submit.handle, [52], start=2, finish=FinishReason.STOP)
             assert await answer == [50, 51, 52]
 

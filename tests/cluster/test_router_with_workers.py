@@ -31,6 +31,7 @@ CONFIG = RoutingConfig(reconnect_s=0.02, max_reconnect_s=0.1)
 class LiveWorker:
     service: WorkerService
     info: WorkerInfo
+    runner: FakeRunner
 
     async def kill(self) -> None:
         """Its server closes every stream at once; its engine ends."""
@@ -82,9 +83,10 @@ async def start_worker(role: str, step_s: float, *, num_blocks: int = 1024, **se
         transports=("grpc",),
         auth_token=TOKEN,
     )
-    service = WorkerService(replace(config, **settings), FakeRunner(num_blocks=num_blocks, step_s=step_s))  # type: ignore[arg-type]
+    runner = FakeRunner(num_blocks=num_blocks, step_s=step_s)
+    service = WorkerService(replace(config, **settings), runner)  # type: ignore[arg-type]
     where = await service.start()
-    return LiveWorker(service, WorkerInfo(where.incarnation, where.address, role, role))
+    return LiveWorker(service, WorkerInfo(where.incarnation, where.address, role, role), runner)
 
 
 @asynccontextmanager

@@ -49,8 +49,8 @@ class Listener:
     def on_token(self, handle: int, token: LegToken) -> None:
         self.heard.put_nowait(("token", handle, token))
 
-    def on_handed_off(self, handle: int, num_output_tokens: int) -> None:
-        self.heard.put_nowait(("handed off", handle, num_output_tokens))
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
+        self.heard.put_nowait(("handed off", handle, num_output_tokens, handoff_id))
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         self.heard.put_nowait(("failed", handle, error, handoff))
@@ -306,10 +306,10 @@ def test_offers_go_down_and_hand_offs_come_up_in_order_with_tokens() -> None:
             assert (await worker.received.get()).offer.handoff_id == "secret"
             assert (await worker.received.get()).offer_prefix.token_ids == [1, 2]
             worker.tokens(1, [50])
-            worker.send(handed_off=worker_pb2.HandedOff(handle=1, num_output_tokens=1))
+            worker.send(handed_off=worker_pb2.HandedOff(handle=1, num_output_tokens=1, handoff_id="secret"))
             worker.send(handed_off=worker_pb2.HandedOff(handle=2, num_output_tokens=9))
             await listener.hears("token")
-            assert await listener.hears("handed off") == (1, 1)
+            assert await listener.hears("handed off") == (1, 1, "secret")
             await link.close()
 
     run(test)

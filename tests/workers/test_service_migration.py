@@ -38,7 +38,7 @@ async def until_handed_off(router: Router, handle: int) -> tuple[list[tuple[int,
                     (p, t) for h, p, t in zip(step.handles, step.positions, step.token_ids, strict=True) if h == handle
                 ]
             case "handed_off":
-                assert message.handed_off.handle == handle
+                assert (message.handed_off.handle, message.handed_off.handoff_id) == (handle, "h")
                 return found, message.handed_off.num_output_tokens
             case "failed":
                 raise AssertionError(message)

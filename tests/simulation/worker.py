@@ -3,7 +3,7 @@ server and RDMA. Its memory is checked: what a sequence reads back must be what 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +81,14 @@ class SimEngineThread(EngineThread):
     """EngineThread._run as events: commands, a step, and its output when the step's time has passed."""
 
     def __init__(
-        self, world: "World", engine: Engine, listener: Callable[[Any], None], on_broken: Callable[[Any], object]
+        self,
+        world: "World",
+        engine: Engine,
+        listener: Callable[[Any], None],
+        on_broken: Callable[[Any], object],
+        cores: Sequence[int] | None,
     ) -> None:
+        assert cores is None, "simulated workers have no cores"
         super().__init__(engine, listener, on_broken)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ProcessLoop)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/proto/kv.proto\x12\ndiptych.v1\"\xa8\x01\n\x08KVLayout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\naxis_order\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\"\xcd\x01\n\x10SubscribeRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x02 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x03 \x01(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x11\n\tchecksums\x18\x07 \x01(\x08\x12\x12\n\nwire_dtype\x18\x08 \x01(\t\"\xb3\x01\n\x0c\x41nnouncement\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.diptych.v1.OpenedH\x00\x12&\n\x07segment\x18\x02 \x01(\x0b\x32\x13.diptych.v1.SegmentH\x00\x12$\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.diptych.v1.SealedH\x00\x12&\n\x07\x61\x62orted\x18\x04 \x01(\x0b\x32\x13.diptych.v1.AbortedH\x00\x42\x07\n\x05\x65vent\"\xe8\x01\n\x06Opened\x12\x1a\n\x12source_incarnation\x18\x01 \x01(\t\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12&\n\x04nixl\x18\x07 \x01(\x0b\x32\x18.diptych.v1.NixlEndpoint\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x17\n\x0fnum_pool_blocks\x18\t \x01(\r\"\x80\x01\n\x0cNixlEndpoint\x12\x12\n\nagent_name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x11\n\tdevice_id\x18\x05 \x01(\r\x12\x0e\n\x06memory\x18\x06 \x01(\t\"\x81\x01\n\x07Segment\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"U\n\x06Sealed\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\")\n\x07\x41\x62orted\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x0bPullRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12$\n\x07segment\x18\x03 \x01(\x0b\x32\x13.diptych.v1.Segment\"\x19\n\tPullChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"W\n\x0cRenewRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12\x19\n\x11num_segments_read\x18\x03 \x01(\r\"\x1d\n\rRenewResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\"c\n\x0eReleaseRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12#\n\x05reads\x18\x03 \x03(\x0b\x32\x14.diptych.v1.ReadTime\".\n\x08ReadTime\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x1f\n\x0fReleaseResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\">\n\x0e\x41\x62\x61ndonRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\xd2\x02\n\tKVHandoff\x12\x45\n\tSubscribe\x12\x1c.diptych.v1.SubscribeRequest\x1a\x18.diptych.v1.Announcement0\x01\x12\x38\n\x04Pull\x12\x17.diptych.v1.PullRequest\x1a\x15.diptych.v1.PullChunk0\x01\x12<\n\x05Renew\x12\x18.diptych.v1.RenewRequest\x1a\x19.diptych.v1.RenewResponse\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12\x42\n\x07\x41\x62\x61ndon\x12\x1a.diptych.v1.AbandonRequest\x1a\x1b.diptych.v1.AbandonResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64iptych/proto/kv.proto\x12\ndiptych.v1\"\xb9\x01\n\x08KVLayout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\naxis_order\x18\x06 \x01(\t\x12\x10\n\x08model_id\x18\x07 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x08 \x01(\r\x12\x0f\n\x07packing\x18\t \x01(\t\"\xcd\x01\n\x10SubscribeRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x02 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x03 \x01(\t\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x11\n\tchecksums\x18\x07 \x01(\x08\x12\x12\n\nwire_dtype\x18\x08 \x01(\t\"\xb3\x01\n\x0c\x41nnouncement\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.diptych.v1.OpenedH\x00\x12&\n\x07segment\x18\x02 \x01(\x0b\x32\x13.diptych.v1.SegmentH\x00\x12$\n\x06sealed\x18\x03 \x01(\x0b\x32\x12.diptych.v1.SealedH\x00\x12&\n\x07\x61\x62orted\x18\x04 \x01(\x0b\x32\x13.diptych.v1.AbortedH\x00\x42\x07\n\x05\x65vent\"\xe8\x01\n\x06Opened\x12\x1a\n\x12source_incarnation\x18\x01 \x01(\t\x12$\n\x06layout\x18\x02 \x01(\x0b\x32\x14.diptych.v1.KVLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12&\n\x04nixl\x18\x07 \x01(\x0b\x32\x18.diptych.v1.NixlEndpoint\x12\x0f\n\x07is_live\x18\x08 \x01(\x08\x12\x17\n\x0fnum_pool_blocks\x18\t \x01(\r\"\x80\x01\n\x0cNixlEndpoint\x12\x12\n\nagent_name\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x11\n\tdevice_id\x18\x05 \x01(\r\x12\x0e\n\x06memory\x18\x06 \x01(\t\"\x81\x01\n\x07Segment\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\"U\n\x06Sealed\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\")\n\x07\x41\x62orted\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"a\n\x0bPullRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12$\n\x07segment\x18\x03 \x01(\x0b\x32\x13.diptych.v1.Segment\"\x19\n\tPullChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"W\n\x0cRenewRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12\x19\n\x11num_segments_read\x18\x03 \x01(\r\"\x1d\n\rRenewResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\"c\n\x0eReleaseRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\x12#\n\x05reads\x18\x03 \x03(\x0b\x32\x14.diptych.v1.ReadTime\".\n\x08ReadTime\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x1f\n\x0fReleaseResponse\x12\x0c\n\x04held\x18\x01 \x01(\x08\">\n\x0e\x41\x62\x61ndonRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x18\n\x10sink_incarnation\x18\x02 \x01(\t\"\x11\n\x0f\x41\x62\x61ndonResponse2\xd2\x02\n\tKVHandoff\x12\x45\n\tSubscribe\x12\x1c.diptych.v1.SubscribeRequest\x1a\x18.diptych.v1.Announcement0\x01\x12\x38\n\x04Pull\x12\x17.diptych.v1.PullRequest\x1a\x15.diptych.v1.PullChunk0\x01\x12<\n\x05Renew\x12\x18.diptych.v1.RenewRequest\x1a\x19.diptych.v1.RenewResponse\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12\x42\n\x07\x41\x62\x61ndon\x12\x1a.diptych.v1.AbandonRequest\x1a\x1b.diptych.v1.AbandonResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,39 +32,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.proto.kv_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KVLAYOUT']._serialized_start=39
-  _globals['_KVLAYOUT']._serialized_end=207
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=210
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=415
-  _globals['_ANNOUNCEMENT']._serialized_start=418
-  _globals['_ANNOUNCEMENT']._serialized_end=597
-  _globals['_OPENED']._serialized_start=600
-  _globals['_OPENED']._serialized_end=832
-  _globals['_NIXLENDPOINT']._serialized_start=835
-  _globals['_NIXLENDPOINT']._serialized_end=963
-  _globals['_SEGMENT']._serialized_start=966
-  _globals['_SEGMENT']._serialized_end=1095
-  _globals['_SEALED']._serialized_start=1097
-  _globals['_SEALED']._serialized_end=1182
-  _globals['_ABORTED']._serialized_start=1184
-  _globals['_ABORTED']._serialized_end=1225
-  _globals['_PULLREQUEST']._serialized_start=1227
-  _globals['_PULLREQUEST']._serialized_end=1324
-  _globals['_PULLCHUNK']._serialized_start=1326
-  _globals['_PULLCHUNK']._serialized_end=1351
-  _globals['_RENEWREQUEST']._serialized_start=1353
-  _globals['_RENEWREQUEST']._serialized_end=1440
-  _globals['_RENEWRESPONSE']._serialized_start=1442
-  _globals['_RENEWRESPONSE']._serialized_end=1471
-  _globals['_RELEASEREQUEST']._serialized_start=1473
-  _globals['_RELEASEREQUEST']._serialized_end=1572
-  _globals['_READTIME']._serialized_start=1574
-  _globals['_READTIME']._serialized_end=1620
-  _globals['_RELEASERESPONSE']._serialized_start=1622
-  _globals['_RELEASERESPONSE']._serialized_end=1653
-  _globals['_ABANDONREQUEST']._serialized_start=1655
-  _globals['_ABANDONREQUEST']._serialized_end=1717
-  _globals['_ABANDONRESPONSE']._serialized_start=1719
-  _globals['_ABANDONRESPONSE']._serialized_end=1736
-  _globals['_KVHANDOFF']._serialized_start=1739
-  _globals['_KVHANDOFF']._serialized_end=2077
+  _globals['_KVLAYOUT']._serialized_end=224
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=227
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=432
+  _globals['_ANNOUNCEMENT']._serialized_start=435
+  _globals['_ANNOUNCEMENT']._serialized_end=614
+  _globals['_OPENED']._serialized_start=617
+  _globals['_OPENED']._serialized_end=849
+  _globals['_NIXLENDPOINT']._serialized_start=852
+  _globals['_NIXLENDPOINT']._serialized_end=980
+  _globals['_SEGMENT']._serialized_start=983
+  _globals['_SEGMENT']._serialized_end=1112
+  _globals['_SEALED']._serialized_start=1114
+  _globals['_SEALED']._serialized_end=1199
+  _globals['_ABORTED']._serialized_start=1201
+  _globals['_ABORTED']._serialized_end=1242
+  _globals['_PULLREQUEST']._serialized_start=1244
+  _globals['_PULLREQUEST']._serialized_end=1341
+  _globals['_PULLCHUNK']._serialized_start=1343
+  _globals['_PULLCHUNK']._serialized_end=1368
+  _globals['_RENEWREQUEST']._serialized_start=1370
+  _globals['_RENEWREQUEST']._serialized_end=1457
+  _globals['_RENEWRESPONSE']._serialized_start=1459
+  _globals['_RENEWRESPONSE']._serialized_end=1488
+  _globals['_RELEASEREQUEST']._serialized_start=1490
+  _globals['_RELEASEREQUEST']._serialized_end=1589
+  _globals['_READTIME']._serialized_start=1591
+  _globals['_READTIME']._serialized_end=1637
+  _globals['_RELEASERESPONSE']._serialized_start=1639
+  _globals['_RELEASERESPONSE']._serialized_end=1670
+  _globals['_ABANDONREQUEST']._serialized_start=1672
+  _globals['_ABANDONREQUEST']._serialized_end=1734
+  _globals['_ABANDONRESPONSE']._serialized_start=1736
+  _globals['_ABANDONRESPONSE']._serialized_end=1753
+  _globals['_KVHANDOFF']._serialized_start=1756
+  _globals['_KVHANDOFF']._serialized_end=2094
 # @@protoc_insertion_point(module_scope)

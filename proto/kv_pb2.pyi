@@ -34,6 +34,7 @@ class KVLayout(_message.Message):
     AXIS_ORDER_FIELD_NUMBER: _builtins.int
     MODEL_ID_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PACKING_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
@@ -48,6 +49,8 @@ class KVLayout(_message.Message):
     """fingerprint of the checkpoint: KV of another model never fits"""
     tensor_parallel: _builtins.int
     """ranks, one after the other in the pool; each holds its share of the heads"""
+    packing: _builtins.str
+    """"rows", as axis_order says, or "dot": a layer of a block as workers/kv_packing.py says"""
     def __init__(
         self,
         *,
@@ -59,10 +62,11 @@ class KVLayout(_message.Message):
         axis_order: _builtins.str = ...,
         model_id: _builtins.str = ...,
         tensor_parallel: _builtins.int = ...,
+        packing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,7 +95,7 @@ class SubscribeRequest(_message.Message):
     wire_dtype: _builtins.str
     """Empty, or as in the source's cache if that is no wider: as it is there. Else over gRPC only: "bfloat16", rounded to
     nearest even; "int8": each vector of head_dim numbers is a float32 scale (little-endian) and head_dim int8, the
-    numbers being scale x int8; scale = the vector's largest magnitude / 127.
+    numbers being scale x int8; scale = the vector's largest magnitude / 127. A narrower dtype travels as "rows".
     """
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...

@@ -35,8 +35,9 @@ from .handoff_types import (
     SourceAction,
     Tell,
 )
-from .kv_layout import KVLayout, KVMemory
-from .kv_wire import checksums, narrow, on_the_wire, vector_bytes
+from .kv_layout import ROWS, KVLayout, KVMemory
+from .kv_packing import to_wire
+from .kv_wire import checksums, on_the_wire, vector_bytes
 from .transport.base import Transport
 from .transport.runs import gather
 
@@ -193,15 +194,18 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         view, layout, wire = self._memory.region.view, self._layout, outgoing.wire
         if view is None:
             await _refuse(context, TransportError("KV in device memory cannot be pulled over gRPC"))
-        chunk_bytes = CHUNK_BYTES - CHUNK_BYTES % vector_bytes(layout.dtype, layout.head_dim)
+        # What is narrowed must be whole.
+        whole_bytes = vector_bytes(layout.dtype, layout.head_dim) if layout.packing == ROWS else layout.layer_bytes
+        chunk_bytes = max(CHUNK_BYTES // whole_bytes, 1) * whole_bytes if wire != layout.dtype else CHUNK_BYTES
         runs = self._memory.runs(segment.block_ids, segment.first_layer, segment.num_layers).merged()
         # A piece is copied only right after a check, with nothing awaited in between: blocks are freed on this loop.
         for piece in gather(view, runs, chunk_bytes):
             if wire == layout.dtype:
                 yield kv_pb2.PullChunk(data=piece)
             else:
-                narrowed = await asyncio.to_thread(narrow, piece, layout.dtype, wire, layout.head_dim)
-                yield kv_pb2.PullChunk(data=narrowed)
+                narrowed = await asyncio.to_thread(to_wire, piece, layout, wire)
+                for start in range(0, len(narrowed), CHUNK_BYTES):
+                    yield kv_pb2.PullChunk(data=narrowed[start : start + CHUNK_BYTES])
             if not outgoing.machine.is_held_by(request.sink_incarnation):
                 await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
 
@@ -285,7 +289,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         layout, view = self._layout, self._memory.region.view
         assert view is not None
         offsets = layout.offsets(self._memory.num_blocks, segment.block_ids, segment.first_layer, segment.num_layers)
-        change = functools.partial(narrow, cache=layout.dtype, wire=wire, head_dim=layout.head_dim)
+        change = functools.partial(to_wire, layout=layout, wire=wire)
         return checksums(view, offsets, layout.layer_bytes, None if wire == layout.dtype else change)
 
     def _wire(self, request: kv_pb2.SubscribeRequest) -> str:

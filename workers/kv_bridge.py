@@ -1,12 +1,14 @@
 """From a source's KV layout to ours: what to read, and how to make blocks of our pool of it. numpy, no torch, no I/O.
 
-    direct   same dtype, block size and ranks: runs of the source's pool go straight into ours, in either order of axes
+    direct   same dtype, block size, ranks and packing: runs of the source's pool go straight into ours, in either order
+             of axes
     staged   else: the bytes of some blocks are read, in the wire's order, into a buffer; `convert` then writes them
              where they belong: blocks cut anew by token, heads by rank, numbers in our dtype
 
 The source's layout is the wire's. A staged part, of the source's distinct ranks:
 
-    [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [k, v][slot][head][dim]
+    [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [k, v][slot][head][dim],
+    or of the source's packing, where it comes in the source's dtype
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,8 @@ import numpy as np
 
 from .errors import LayoutMismatch, TransportError
 from .handoff_types import CHECKSUM_BYTES, Read, Segment
-from .kv_layout import BLOCK_MAJOR, Copies, KVLayout, KVMemory, Offsets, Runs
+from .kv_layout import ROWS, Copies, KVLayout, KVMemory, Offsets, Runs
+from .kv_packing import Pool, unpacked
 from .kv_wire import STORAGE, Numbers, checksums, on_the_wire, piece_bytes, widen
 
 PART_BYTES = 4 << 20  # read at once: large enough for the wire, small enough that reading and converting overlap
@@ -58,16 +61,17 @@ class Bridge:
         self._piece_bytes = piece_bytes(source, self.wire)
         layout = ours.layout
         self._is_direct = (
-            self.wire == layout.dtype
+            self.wire == source.dtype == layout.dtype
             and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
+            and source.packing == layout.packing
             and len(layout.distinct_ranks) == layout.tensor_parallel
         )
-        self._pool = None if ours.region.view is None else _as_array(ours)
+        self._pool = None if ours.region.view is None else Pool(ours)
         self._head_copies = list(_head_copies(source, layout))
         if not self._is_direct and self._pool is None:
             raise LayoutMismatch(
                 f"KV in device memory moves between equal layouts only: {layout} here, {source} there; give both pools "
-                "the same dtype, block_size and number of ranks"
+                "the same dtype, block_size, number of ranks and packing"
             )
 
     def num_bytes(self, segment: Segment) -> int:
@@ -128,17 +132,15 @@ class Bridge:
         wire = self._of_part(data, part)
         layers = slice(part.first_layer, part.first_layer + part.num_layers)
         for span in _spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token):
-            slots = slice(span.slot, span.slot + span.num_tokens)
             wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
             for copy in self._head_copies:
-                self._pool[copy.rank, span.block, layers, :, slots, copy.heads] = wire[
-                    copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads
-                ]
+                rows = wire[copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads]
+                self._pool.write(copy.rank, span.block, layers, copy.heads, span.slot, rows)
 
     def staged_checksums(self, data: memoryview, part: Segment) -> bytes:
         ranks, blocks, layers = len(self.source.distinct_ranks), len(part.block_ids), part.num_layers
         places = np.arange(ranks * blocks * layers, dtype=np.int64) * self._piece_bytes
-        if self.source.axis_order == BLOCK_MAJOR:
+        if self.source.is_block_major:
             offsets = places.reshape(ranks, blocks, layers)
         else:
             offsets = places.reshape(ranks, layers, blocks).transpose(0, 2, 1)
@@ -155,16 +157,18 @@ class Bridge:
     def _of_part(self, data: memoryview, part: Segment) -> Numbers:
         """[rank, block, layer, 2, slot, head, dim] of our dtype."""
         source, ranks = self.source, len(self.source.distinct_ranks)
+        if source.packing != ROWS and self.wire == source.dtype:
+            data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
         numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
         inner = (2, source.block_size, source.heads_per_rank, source.head_dim)
         blocks, layers = len(part.block_ids), part.num_layers
-        if source.axis_order == BLOCK_MAJOR:
+        if source.is_block_major:
             return numbers.reshape(ranks, blocks, layers, *inner)
         return numbers.reshape(ranks, layers, blocks, *inner).swapaxes(1, 2)
 
     def _in_wire_order(self, offsets: Offsets) -> Offsets:
         """offsets: [ranks, blocks, layers]."""
-        return (offsets if self.source.axis_order == BLOCK_MAJOR else offsets.swapaxes(1, 2)).reshape(-1)
+        return (offsets if self.source.is_block_major else offsets.swapaxes(1, 2)).reshape(-1)
 
     def _check_blocks(self, segment: Segment) -> None:
         if max(segment.block_ids) >= self._num_pool_blocks:
@@ -176,17 +180,6 @@ def _own_blocks(read: Read) -> tuple[int, ...]:
     blocks = read.table[read.segment.first_block :][: len(read.segment.block_ids)]
     assert len(blocks) == len(read.segment.block_ids), "the table is shorter than the offer"
     return blocks
-
-
-def _as_array(memory: KVMemory) -> Numbers:
-    """The pool as [rank, block, layer, 2, slot, head, dim], a view."""
-    layout = memory.layout
-    assert memory.region.view is not None
-    numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
-    inner = (2, layout.block_size, layout.heads_per_rank, layout.head_dim)
-    if layout.axis_order == BLOCK_MAJOR:
-        return numbers.reshape(layout.tensor_parallel, memory.num_blocks, layout.num_layers, *inner)
-    return numbers.reshape(layout.tensor_parallel, layout.num_layers, memory.num_blocks, *inner).swapaxes(1, 2)
 
 
 def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[_HeadCopy]:

@@ -3,6 +3,7 @@
     block-major   [num_blocks, num_layers, 2, block_size, heads of this rank, head_dim]   a block is one run on the wire
     layer-major   [num_layers, num_blocks, 2, block_size, heads of this rank, head_dim]   as other engines have it
 
+In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv_packing.py).
 Index 0 of the third axis is K, 1 is V. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is
 several times faster, and pages that are never written cost no memory. Several ranks share one mapping, each its own
 part of it, so that rank 0's transports reach them all.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
-from .kv_layout import BLOCK_MAJOR, KVLayout, KVMemory, Region
+from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region
 from .memory import huge_page_mapping, shared_mapping
 from .models.weights import DTYPES
 
@@ -32,9 +33,13 @@ class KVCache:
         assert (shared_fd is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
         self.num_blocks = num_blocks
-        self._is_block_major = layout.axis_order == BLOCK_MAJOR
+        self._is_block_major = layout.is_block_major
         outer = (num_blocks, layout.num_layers) if self._is_block_major else (layout.num_layers, num_blocks)
-        shape = (*outer, 2, layout.block_size, layout.heads_per_rank, layout.head_dim)
+        inner = (layout.block_size, layout.heads_per_rank, layout.head_dim)
+        if layout.packing == DOT:
+            assert layout.can_be_dot
+            inner = (layout.heads_per_rank, layout.block_size // GROUP, GROUP * layout.head_dim)
+        shape = (*outer, 2, *inner)
         dtype = DTYPES[layout.dtype]
         if device.type == "cpu":
             num_bytes = num_blocks * layout.block_bytes
@@ -59,7 +64,7 @@ class KVCache:
         return KVMemory(self.layout, self.num_blocks, region)
 
     def layer(self, index: int) -> Tensor:
-        """View of one layer: [num_blocks, 2, block_size, heads of this rank, head_dim]."""
+        """View of one layer: [num_blocks, 2, block_size, heads of this rank, head_dim], or as its packing has it."""
         return self.tensor[:, index] if self._is_block_major else self.tensor[index]
 
 

@@ -3,12 +3,13 @@
     pool   = tensor_parallel ranks, one after the other; a rank holds its share of the heads for every block
     rank   = [block][layer][k, v][slot][head][dim]     block-major: a block of a rank is one run of bytes
           or [layer][block][k, v][slot][head][dim]     layer-major: a layer of a rank is
+    packing: "rows" as above; "dot" is [k, v][head][...] of the same size, for the compiled kernels (kv_packing.py)
 
 Where there are more ranks than KV heads, neighbouring ranks hold the same head; on the wire goes the first one's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from .errors import LayoutMismatch
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
 AXIS_ORDERS = {"block": BLOCK_MAJOR, "layer": LAYER_MAJOR}  # as settings name them
+ROWS, DOT = "rows", "dot"
+GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim")  # of two layouts; the rest is converted
 LARGEST = {
@@ -43,6 +46,16 @@ class KVLayout:
     model_id: str  # fingerprint of the checkpoint
     axis_order: str = BLOCK_MAJOR
     tensor_parallel: int = 1
+    packing: str = ROWS
+
+    @property
+    def is_block_major(self) -> bool:
+        return self.axis_order == BLOCK_MAJOR
+
+    @property
+    def can_be_dot(self) -> bool:
+        """Whether it could be of the "dot" packing, by its sizes."""
+        return self.block_size % GROUP == 0 and self.head_dim % GROUP == 0
 
     @property
     def heads_per_rank(self) -> int:
@@ -80,7 +93,7 @@ class KVLayout:
         by block, as the pool's axes stand. O(runs)."""
         blocks = np.asarray(block_ids, dtype=np.int64)
         ranks = np.asarray(self.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
-        if self.axis_order == BLOCK_MAJOR:
+        if self.is_block_major:
             starts = blocks * self.rank_block_bytes + first_layer * self.layer_bytes
             length = num_layers * self.layer_bytes
         else:
@@ -95,7 +108,7 @@ class KVLayout:
         ranks = np.asarray(self.distinct_ranks, dtype=np.int64)[:, None, None] * num_pool_blocks * self.num_layers
         blocks = np.asarray(block_ids, dtype=np.int64)[:, None]
         layers = np.arange(first_layer, first_layer + num_layers, dtype=np.int64)
-        if self.axis_order == BLOCK_MAJOR:
+        if self.is_block_major:
             return (ranks + blocks * self.num_layers + layers) * self.layer_bytes
         return (ranks + layers * num_pool_blocks + blocks) * self.layer_bytes
 
@@ -104,7 +117,8 @@ class KVLayout:
 
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> "KVLayout":
-        return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+        layout = cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+        return layout if layout.packing else replace(layout, packing=ROWS)
 
     def check_bridge(self, peer: "KVLayout") -> None:
         """Raise LayoutMismatch, showing the two layouts side by side, unless KV can move between them, converted where
@@ -132,6 +146,10 @@ class KVLayout:
             faults.append(f"dtype: {self.dtype!r} there is unknown")
         if self.axis_order not in AXIS_ORDERS.values():
             faults.append(f"axis_order: {self.axis_order!r} there is unknown")
+        if self.packing not in (ROWS, DOT):
+            faults.append(f"packing: {self.packing!r} there is unknown")
+        elif self.packing == DOT and not self.can_be_dot:
+            faults.append(f"packing: blocks of {self.block_size} slots of {self.head_dim} there cannot be {DOT!r}")
         more, less = max(self.num_kv_heads, self.tensor_parallel), min(self.num_kv_heads, self.tensor_parallel)
         if less > 0 and more % less:
             faults.append(f"{self.num_kv_heads} heads there do not divide over {self.tensor_parallel} ranks")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import ConfigError, RankLost
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
-from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
+from .kv_layout import AXIS_ORDERS, ROWS, KVLayout, KVMemory
 from .models.decoder import Decoder
 from .models.rope import rope_table
 from .models.sharding import Share, check_divides, spec_of
@@ -112,7 +112,7 @@ class ModelRunner:
             torch.set_num_threads(threads)
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             layout = _layout(config, spec, checkpoint.fingerprint())
-            ranks = _start_ranks(config, max_context_tokens, on_loss)
+            ranks = _start_ranks(config, layout.packing, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
             weights = checkpoint.load(DTYPES[config.dtype], device, progress, share)
@@ -214,7 +214,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _start_ranks(config: ModelRunnerConfig, max_context_tokens: int, on_loss: OnLoss) -> RankProcesses | None:
+def _start_ranks(
+    config: ModelRunnerConfig, packing: str, max_context_tokens: int, on_loss: OnLoss
+) -> RankProcesses | None:
     if config.tensor_parallel == 1:
         return None
     settings = RankSettings(
@@ -222,6 +224,7 @@ def _start_ranks(config: ModelRunnerConfig, max_context_tokens: int, on_loss: On
         dtype=config.dtype,
         block_size=config.block_size,
         axis_order=AXIS_ORDERS[config.kv_axis_order],
+        packing=packing,
         max_context_tokens=max_context_tokens,
         num_threads=torch.get_num_threads(),
         cores=config.cores,
@@ -230,7 +233,9 @@ def _start_ranks(config: ModelRunnerConfig, max_context_tokens: int, on_loss: On
     return RankProcesses(settings, on_loss)
 
 
-def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str) -> KVLayout:
+def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: str = ROWS) -> KVLayout:
+    """`packing`: what the attention takes that computes with it: torch and Triton rows, the compiled kernels dot, where
+    the layout `can_be_dot`."""
     return KVLayout(
         dtype=config.dtype,
         block_size=config.block_size,
@@ -240,6 +245,7 @@ def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str) -> KVLayo
         model_id=model_id,
         axis_order=AXIS_ORDERS[config.kv_axis_order],
         tensor_parallel=config.tensor_parallel,
+        packing=packing,
     )
 
 

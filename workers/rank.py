@@ -37,7 +37,8 @@ class RankSettings:
     model_path: str
     dtype: str
     block_size: int
-    axis_order: str  # of kv_layout.py
+    axis_order: str  # of kv_layout.py, as packing
+    packing: str
     max_context_tokens: int
     num_threads: int
     size: int
@@ -72,6 +73,7 @@ def follow(settings: RankSettings) -> None:
         head_dim=spec.head_dim,
         model_id="",
         axis_order=settings.axis_order,
+        packing=settings.packing,
         tensor_parallel=settings.size,
     )
     cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared_fd=settings.memory_fd)

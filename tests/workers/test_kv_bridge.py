@@ -11,27 +11,36 @@ from hypothesis import strategies as st
 from diptych.workers.errors import LayoutMismatch, TransportError
 from diptych.workers.handoff_types import CHECKSUM_BYTES, Read, Segment
 from diptych.workers.kv_bridge import PART_BYTES, Bridge
-from diptych.workers.kv_layout import BLOCK_MAJOR, LAYER_MAJOR, KVLayout, KVMemory
-from diptych.workers.kv_wire import checksums, narrow, on_the_wire, piece_bytes
+from diptych.workers.kv_layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, KVMemory
+from diptych.workers.kv_packing import to_wire
+from diptych.workers.kv_wire import checksums, on_the_wire, piece_bytes
 from diptych.workers.transport.runs import gather
 
 from .handoff_pair import SMALL, make_memory
 
 POISON = 0xA5
 NUM_LAYERS = 3
-DIM = 4
+DIM = 16
 
 
-def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> int:
-    """Of the first number of a vector, counted in numbers from the pool's start; at = rank, block, layer, kv, slot,
-    head within the rank. By the words of kv_layout.py, one axis after the other."""
+def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> np.ndarray:
+    """Of the numbers of a vector, counted from the pool's start; at = rank, block, layer, kv, slot, head within the
+    rank. By the words of kv_layout.py and kv_packing.py, one axis after the other."""
     rank, block, layer, kv, slot, head = at
     heads = max(layout.num_kv_heads // layout.tensor_parallel, 1)
     if layout.axis_order == BLOCK_MAJOR:
         outer = (rank * num_blocks + block) * layout.num_layers + layer
     else:
         outer = (rank * layout.num_layers + layer) * num_blocks + block
-    return (((outer * 2 + kv) * layout.block_size + slot) * heads + head) * layout.head_dim
+    d = np.arange(layout.head_dim)
+    if layout.packing == ROWS:
+        return (((outer * 2 + kv) * layout.block_size + slot) * heads + head) * layout.head_dim + d
+    pair = {"float32": 1, "bfloat16": 2}[layout.dtype]
+    group, s = divmod(slot, 16)
+    start = (((outer * 2 + kv) * heads + head) * (layout.block_size // 16) + group) * 16 * layout.head_dim
+    if kv == 0:
+        return start + (d // pair * 16 + s) * pair + d % pair
+    return start + (s // pair * layout.head_dim + d) * pair + s % pair
 
 
 def holders(layout: KVLayout, head: int) -> list[tuple[int, int]]:
@@ -87,21 +96,23 @@ def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
         else:
             runs = source.runs(part.block_ids, part.first_layer, part.num_layers)
             raw = b"".join(gather(source.region.view, runs, 1 << 20))
-            staging[:] = narrow(raw, source.layout.dtype, bridge.wire, source.layout.head_dim)
+            staging[:] = to_wire(raw, source.layout, bridge.wire)
         bridge.convert(staging, part, read.table, read.first_token)
 
 
 @st.composite
 def layouts(draw: st.DrawFn, heads: int) -> KVLayout:
+    packing = draw(st.sampled_from([ROWS, DOT]))
     return KVLayout(
         draw(st.sampled_from(["float32", "bfloat16"])),
-        draw(st.integers(1, 64)),
+        draw(st.integers(1, 64) if packing == ROWS else st.sampled_from([16, 32, 48, 64])),
         NUM_LAYERS,
         heads,
         DIM,
         "m",
         draw(st.sampled_from([BLOCK_MAJOR, LAYER_MAJOR])),
         draw(st.sampled_from([1, 2, 4])),
+        packing,
     )
 
 
@@ -150,17 +161,18 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
                             there = (ids[far], layer, kv, slot_there)
                             wire_rank, wire_head = holders(theirs, head)[0]
                             start = index(theirs, source.num_blocks, (wire_rank, *there, wire_head))
-                            due = converted(given_[start : start + DIM], layout.dtype)
-                            assert found[at : at + DIM].tobytes() == due.tobytes(), (token, layer, kv, head)
-                        found[at : at + DIM] = poison  # beyond the tokens it may be anything
+                            due = converted(given_[start], layout.dtype)
+                            assert found[at].tobytes() == due.tobytes(), (token, layer, kv, head)
+                        found[at] = poison  # beyond the tokens it may be anything
     assert (found.view(np.uint8) == POISON).all(), "something else was written"
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 @pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
-def test_a_narrower_wire_costs_precision_and_nothing_else(wire: str, order: str) -> None:
-    theirs = KVLayout("float32", 8, NUM_LAYERS, 4, 16, "m", order, tensor_parallel=2)
-    source, ours = make_memory(theirs, 6), make_memory(replace(theirs, block_size=16), 4)
+@pytest.mark.parametrize(("there", "here"), [(ROWS, ROWS), (ROWS, DOT), (DOT, DOT)])
+def test_a_narrower_wire_costs_precision_and_nothing_else(wire: str, order: str, there: str, here: str) -> None:
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, tensor_parallel=2, packing=there)
+    source, ours = make_memory(theirs, 6), make_memory(replace(theirs, block_size=32, packing=here), 4)
     fill(source, 1)
     bridge = Bridge(ours, theirs, 6, wire)
     assert bridge.wire == wire
@@ -202,20 +214,21 @@ def test_equal_layouts_move_whole_runs() -> None:
 
 @pytest.mark.parametrize("wire", ["", "int8"])
 @pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
-def test_both_sides_name_the_same_content_alike(order: str, wire: str) -> None:
-    theirs = KVLayout("float32", 8, NUM_LAYERS, 4, 16, "m", order, tensor_parallel=2)
+@pytest.mark.parametrize("packing", [ROWS, DOT])
+def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: str) -> None:
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, tensor_parallel=2, packing=packing)
     source = make_memory(theirs, 6)
     fill(source, 2)
     assert source.region.view is not None
     ours = make_memory(replace(theirs, axis_order=BLOCK_MAJOR), 6)
     bridge = Bridge(ours, theirs, 6, wire)
     segment = Segment(0, (4, 1, 3), (1,) * 3, 1, 2)
-    change = None if not wire else lambda run: narrow(run, "float32", wire, theirs.head_dim)
+    change = None if not wire else lambda run: to_wire(run, theirs, wire)
     offsets = theirs.offsets(6, segment.block_ids, 1, 2)
     named = checksums(source.region.view, offsets, theirs.layer_bytes, change)
     assert len(named) == 3 * CHECKSUM_BYTES
     raw = b"".join(gather(source.region.view, source.runs(segment.block_ids, 1, 2), 1 << 20))
-    staged = narrow(raw, "float32", wire, theirs.head_dim) if wire else raw
+    staged = to_wire(raw, theirs, wire) if wire else raw
     assert bridge.staged_checksums(memoryview(staged), segment) == named
     damaged = bytearray(staged)
     damaged[-1] ^= 1
@@ -236,6 +249,8 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str) -> None:
         ({"head_dim": 16}, "head_dim: 8 here, 16 there"),
         ({"dtype": "float8"}, "dtype: 'float8' there is unknown"),
         ({"axis_order": "slot,block"}, "axis_order: 'slot,block' there is unknown"),
+        ({"packing": "zip"}, "packing: 'zip' there is unknown"),
+        ({"packing": DOT}, "packing: blocks of 4 slots of 8 there cannot be 'dot'"),
         ({"tensor_parallel": 3}, "2 heads there do not divide over 3 ranks"),
         ({"tensor_parallel": 0}, "tensor_parallel: 0 there is not in 1..4096"),
         ({"block_size": 0}, "block_size: 0 there is not in 1..65536"),
@@ -276,3 +291,20 @@ def test_only_a_narrower_wire_differs_from_the_cache() -> None:
     with pytest.raises(LayoutMismatch, match="'int4' is unknown"):
         on_the_wire("float32", "int4")
     assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 4)
+
+
+def test_equal_packings_move_directly_and_others_do_not() -> None:
+    dot = replace(SMALL, block_size=16, head_dim=16, packing=DOT)
+    ours = make_memory(dot, 2)
+    read = Read(0, Segment(0, (4,), (1,), 0, dot.num_layers), (1,), 0)
+    assert Bridge(ours, dot, 8).is_direct(read)
+    assert not Bridge(ours, replace(dot, packing=ROWS), 8).is_direct(read)
+    # As wide as ours on the wire, and wider in the source's pool: nothing to copy straight.
+    narrow = make_memory(replace(dot, dtype="bfloat16"), 2)
+    assert not Bridge(narrow, dot, 8, "bfloat16").is_direct(read)
+
+
+def test_a_layout_that_says_no_packing_is_rows() -> None:
+    message = SMALL.to_proto()
+    message.ClearField("packing")
+    assert KVLayout.from_proto(message) == SMALL

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from diptych.kernels.cpu.attention import is_packed, pack
 from diptych.workers.errors import ConfigError
 from diptych.workers.kv_cache import MAX_CONTEXTS, KVCache, plan_num_blocks
-from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout
+from diptych.workers.kv_layout import DOT, LAYER_MAJOR, KVLayout
+from diptych.workers.kv_packing import unpacked
 
 LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
 
@@ -63,3 +66,17 @@ def test_layer_major_is_the_same_cache_with_another_outer_axis() -> None:
     start, length = int(runs.offsets[0]), int(runs.lengths[0])
     assert bytes(view[start : start + length]) == torch.ones(length // 4).numpy().tobytes()
     assert cache.tensor.count_nonzero() == length // 4
+
+
+def test_a_packed_layer_is_as_the_kernels_take_it() -> None:
+    layout = KVLayout(
+        "bfloat16", block_size=32, num_layers=3, num_kv_heads=4, head_dim=16, model_id="test", packing=DOT
+    )
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    assert cache.layer(1).shape == (5, 2, 4, 2, 16 * 16) and is_packed(cache.layer(1))
+    rows = torch.randn(5, 2, 32, 4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache.layer(1).copy_(pack(rows))
+    runs, view = cache.memory.runs([2], 1, 1), cache.memory.region.view
+    assert view is not None
+    piece = np.frombuffer(view, np.uint16, layout.layer_bytes // 2, int(runs.offsets[0]))
+    assert (unpacked(piece, layout)[0] == rows[2].view(torch.uint16).numpy()).all()

@@ -39,9 +39,11 @@ struct Linear {
 // `count` panels of it, or those that there are, beginning with the `first`; not of a gate.
 template <class T>
 Linear panels_of(const Linear &of, int64_t first, int64_t count) {
-  const int64_t step = 4 / sizeof(T), skipped = first * kPanel, left = of.n - skipped;
+  const int64_t inputs = of.format == kInt4 ? 8 : of.format == kInt8 ? 4 : 4 / sizeof(T);  // of a word
+  const int64_t skipped = first * kPanel, left = of.n - skipped;
   Linear some = of;
-  some.weight = (const T *)of.weight + skipped * ((of.k + step - 1) / step * step);
+  some.weight = (const uint32_t *)of.weight + skipped * ((of.k + inputs - 1) / inputs);
+  if (of.scales) some.scales = of.scales + skipped * (of.format == kInt4 ? (of.k + of.group - 1) / of.group : 1);
   some.bias = of.bias ? of.bias + skipped : nullptr;
   some.n = left < count * kPanel ? left : count * kPanel;
   return some;

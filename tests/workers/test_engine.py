@@ -80,6 +80,20 @@ def test_preemption_changes_no_token() -> None:
     assert_clean(engine)
 
 
+def test_a_busy_engine_tells_its_blocks_with_its_load() -> None:
+    clock = Clock()
+    engine = make(clock=clock)
+    engine.submit("0/1", make_request([1, 2, 3], 40, ignore_eos=True), [])
+    outputs = [engine.step() for _ in range(20)]
+    assert sum(bool(output.stored) for output in outputs) <= 1
+    clock.now += 1.0
+    outputs.append(engine.step())
+    assert outputs[-1].load is not None and outputs[-1].stored
+    outputs += [*run(engine), engine.step()]  # the last one has nothing to compute
+    told = [name for output in outputs for name in output.stored]
+    assert len(told) == len(set(told)) and set(told) == set(engine.all_block_names())
+
+
 def test_a_resumed_request_continues_where_it_stopped() -> None:
     engine = make()
     prompt, expected = [1, 2, 3], fake_output([1, 2, 3], 9)

@@ -126,7 +126,6 @@ def test_tells_which_blocks_it_holds() -> None:
             await first.submit(1, make_request(list(range(1, 12)), 3))
             assert len((await first.read("blocks")).blocks.stored) == 0
             stored = list((await first.read("blocks")).blocks.stored)
-            await first.tokens(1)
             second = Router(address)
             snapshot = (await second.read("blocks")).blocks
             assert snapshot.cleared

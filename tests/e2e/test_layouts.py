@@ -16,6 +16,8 @@ import pytest
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
+from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.workers.channel import open_channel
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.service import WorkerService
@@ -51,11 +53,10 @@ pytestmark = pytest.mark.e2e
 
 async def answers(
     layouts: list[tuple[str, Layout]], transport: str, prompts: list[list[int]]
-) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, cold and then with a warm prefix cache, and how many hand-offs were committed."""
+) -> tuple[list[list[int]], list[worker_pb2.LoadReport]]:
+    """The tokens of each prompt, cold and then with a warm prefix cache, and what each worker has done."""
     async with AsyncExitStack() as stack:
         infos: list[WorkerInfo] = []
-        services: list[WorkerService] = []
         for role, layout in layouts:
             config = WorkerConfig(str(TINY), role, chunk_tokens=48, transports=(transport,), **layout)
             computing = {name: layout[name] for name in ("dtype", "block_size", "kv_axis_order") if name in layout}
@@ -63,7 +64,6 @@ async def answers(
             service = WorkerService(config, ModelRunner.load(settings))
             where = await service.start()
             stack.push_async_callback(service.stop, 0.0)
-            services.append(service)
             infos.append(WorkerInfo(where.incarnation, where.address, role, role))
         router = Router(RoutingConfig())
         await router.start()
@@ -78,15 +78,22 @@ async def answers(
         cold = [await answer(f"cold-{i}", prompt) for i, prompt in enumerate(prompts)]
         warm = await asyncio.gather(*(answer(f"warm-{i}", prompt) for i, prompt in enumerate(prompts)))
         assert warm == cold
-        states = [await service._engine.call(lambda engine: engine.check_integrity()) for service in services]  # pyright: ignore[reportPrivateUsage]
-        return cold, sum(state.load.num_handoffs_received for state in states)
+        return cold, [await load_of(info) for info in infos]
 
 
-def through(pair: tuple[Layout, Layout], transport: str, cases: Cases) -> None:
+async def load_of(info: WorkerInfo) -> worker_pb2.LoadReport:
+    """Whose books are right."""
+    async with open_channel(info.address) as channel:
+        return (await worker_pb2_grpc.WorkerStub(channel).GetState(worker_pb2.GetStateRequest())).load
+
+
+def through(pair: tuple[Layout, Layout], transport: str, cases: Cases) -> int:
+    """The bytes that travelled."""
     layouts = list(zip(("prefill", "decode"), pair, strict=True))
-    found, num_handoffs = asyncio.run(answers(layouts, transport, [prompt for prompt, _ in cases]))
+    found, loads = asyncio.run(answers(layouts, transport, [prompt for prompt, _ in cases]))
     assert found == [tokens for _, tokens in cases]
-    assert num_handoffs >= len(cases)
+    assert sum(load.num_handoffs_received for load in loads) >= len(cases)
+    return sum(load.handoff_bytes for load in loads)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +102,16 @@ def exact_cases() -> Cases:
 
 
 @pytest.fixture(scope="module")
-def mixed_cases() -> Cases:
+def wide_cases() -> Cases:
     prompts = random_prompts(31, [n for n in LENGTHS for _ in range(6)])
     found = reference_greedy(TINY, prompts, NEW_TOKENS)
-    wide = [(p, tokens) for p, (tokens, gap) in zip(prompts, found, strict=True) if gap > WIDE_GAP]
-    alone, _ = asyncio.run(answers([("mixed", PLAIN | {"dtype": "bfloat16"})], "grpc", [p for p, _ in wide]))
-    cases = [case for case, tokens in zip(wide, alone, strict=True) if case[1] == tokens]
+    return [(p, tokens) for p, (tokens, gap) in zip(prompts, found, strict=True) if gap > WIDE_GAP]
+
+
+@pytest.fixture(scope="module")
+def mixed_cases(wide_cases: Cases) -> Cases:
+    alone, _ = asyncio.run(answers([("mixed", PLAIN | {"dtype": "bfloat16"})], "grpc", [p for p, _ in wide_cases]))
+    cases = [case for case, tokens in zip(wide_cases, alone, strict=True) if case[1] == tokens]
     assert len(cases) >= 4
     return cases
 
@@ -115,3 +126,13 @@ def test_tokens_are_the_references_between_unlike_pools(exact_cases: Cases, pair
 @pytest.mark.parametrize("pair", MIXED_PAIRS)
 def test_tokens_are_one_workers_between_two_dtypes(mixed_cases: Cases, pair: str, transport: str) -> None:
     through(MIXED_PAIRS[pair], transport, mixed_cases)
+
+
+def test_a_narrower_wire_carries_fewer_bytes_and_the_same_tokens(wide_cases: Cases) -> None:
+    """Both pools keep float32; only what travels is narrower."""
+    exact = through((PLAIN, PLAIN), "grpc", wide_cases)
+    narrowed = {
+        wire: through((PLAIN, PLAIN | {"wire_dtype": wire}), "grpc", wide_cases) for wire in ("bfloat16", "int8")
+    }
+    head_dim = 32  # of examples/tiny: int8 travels with a float32 scale for each vector
+    assert narrowed == {"bfloat16": exact // 2, "int8": exact * (head_dim + 4) // (4 * head_dim)}

@@ -710,6 +710,7 @@ class LoadReport(_message.Message):
     NUM_MIGRATED_OUT_FIELD_NUMBER: _builtins.int
     NUM_PREFIXES_PULLED_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_blocks: _builtins.int
@@ -740,6 +741,8 @@ class LoadReport(_message.Message):
     """running sequences handed to another worker"""
     num_prefixes_pulled: _builtins.int
     """cached prefixes that came from another worker"""
+    num_prompt_tokens: _builtins.int
+    """of sequences admitted; num_cached_tokens of these"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerLink]:
         """pulls by this worker, by source"""
@@ -769,10 +772,11 @@ class LoadReport(_message.Message):
         num_migrated_out: _builtins.int = ...,
         num_prefixes_pulled: _builtins.int = ...,
         links: _abc.Iterable[Global___PeerLink] | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

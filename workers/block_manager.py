@@ -10,7 +10,7 @@ A block's generation counts its allocations: (block, generation) names one conte
 tell. Leases (open hand-offs) and quarantine (a read that may still be landing) are references with a name of their own.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import OutOfBlocks
@@ -25,9 +25,11 @@ class BlockManager:
         self.generations = [0] * num_blocks
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: set[int] = set()
+        self._is_cached = bytearray(num_blocks)
+        self._num_cached = 0
         # Oldest release first. Sequences release their last block first, so a child always stands before its parent.
-        self._evictable: dict[int, None] = {}
+        # Not a dict: to find the first of many that were deleted from its front takes a dict as long as there were.
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._leased: Counter[int] = Counter()
         self._quarantined: set[int] = set()
         self.on_evict: Callable[[int], None] = lambda _: None
@@ -47,23 +49,19 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return self._num_cached
 
     def allocate(self, num: int) -> list[int]:
         """`num` blocks with one reference each, evicting cached ones where needed. Raises OutOfBlocks, taking none."""
-        if num > self.num_free:
-            raise OutOfBlocks(
-                f"{num} KV blocks are needed and {self.num_free} of {self.num_blocks} are free: "
-                "send fewer requests at once, or give the worker more KV memory (kv_memory_bytes)"
-            )
+        free, references, generations = self._free, self._references, self.generations
+        if num > len(free):
+            self._evict(num - len(free), num)
         blocks: list[int] = []
         for _ in range(num):
-            if not self._free:
-                self._evict_oldest()
-            block = self._free.pop()
-            assert self._references[block] == 0
-            self._references[block] = 1
-            self.generations[block] += 1
+            block = free.pop()
+            assert references[block] == 0
+            references[block] = 1
+            generations[block] += 1
             blocks.append(block)
         return blocks
 
@@ -81,7 +79,7 @@ class BlockManager:
             assert self._references[block] > 0, f"block {block} is released once too often"
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._cached:
+                if self._is_cached[block]:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)
@@ -113,14 +111,17 @@ class BlockManager:
     def mark_cached(self, block: int) -> None:
         """The prefix cache can find this held block from now on."""
         assert self._references[block] > 0
-        self._cached.add(block)
+        assert not self._is_cached[block]
+        self._is_cached[block] = True
+        self._num_cached += 1
 
     def forget_cached(self) -> None:
         """The prefix cache was cleared: evictable blocks become free."""
         for block in self._evictable:
             self._free.append(block)
         self._evictable.clear()
-        self._cached.clear()
+        self._is_cached = bytearray(self.num_blocks)
+        self._num_cached = 0
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> int:
         """Compare the references with what `holders` (block tables) hold beside leases and quarantine.
@@ -139,9 +140,16 @@ class BlockManager:
             if self._references[block] != expected[block] or (self._references[block] == 0) != (block in idle)
         )
 
-    def _evict_oldest(self) -> None:
-        block = next(iter(self._evictable))
-        del self._evictable[block]
-        self._cached.remove(block)
-        self.on_evict(block)
-        self._free.append(block)
+    def _evict(self, num: int, num_needed: int) -> None:
+        """Make the `num` oldest cached blocks free."""
+        if num > len(self._evictable):
+            raise OutOfBlocks(
+                f"{num_needed} KV blocks are needed and {self.num_free} of {self.num_blocks} are free: "
+                "send fewer requests at once, or give the worker more KV memory (kv_memory_bytes)"
+            )
+        self._num_cached -= num
+        for _ in range(num):
+            block, _ = self._evictable.popitem(last=False)
+            self._is_cached[block] = False
+            self.on_evict(block)
+            self._free.append(block)

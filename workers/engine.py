@@ -21,9 +21,10 @@ from .engine_events import (
     HandoffHeld,
     HandoffRefused,
     StepOutput,
-    TokenEvent,
+    TokenNote,
 )
 from .engine_handoff import HandoffLedger
+from .engine_load import EngineLoad
 from .errors import (
     DeadlineExceeded,
     DiptychError,
@@ -39,7 +40,6 @@ from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
 from .sequence import Batch, FinishReason, SampledToken, Sequence, SequenceStatus
 from .timings import PullTimes, SequenceClock, SequenceTimings
-from .wire import ROLE_TO_PROTO
 
 LOAD_INTERVAL_S = 0.1
 
@@ -67,9 +67,7 @@ class Engine:
         self._deadlines: list[tuple[float, str]] = []
         self._output = StepOutput(0)
         self._num_submitted = 0
-        self._num_prefill_tokens = 0
-        self._num_decode_tokens = 0
-        self._prefill_s = 0.0
+        self._load = EngineLoad(self.manager, self.scheduler, self.handoffs)
         self._load_due = 0.0
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -98,14 +96,19 @@ class Engine:
             if handoff_id is not None:
                 self._output.handoffs.append(HandoffEnded(handoff_id, error))
             return
-        now = self._clock()
+        now, info, sampling = self._clock(), self._runner.info, request.sampling
+        num_prompt, num_tokens = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(output_token_ids)
         sequence = Sequence(
             key=key,
             request=request,
             token_ids=[*request.prompt_token_ids, *output_token_ids],
-            num_prompt=len(request.prompt_token_ids),
+            num_prompt=num_prompt,
             deadline=now + request.timeout_s,
             arrival=self._num_submitted,
+            due=now + self.scheduler.slack_s(num_tokens, request.timeout_s),
+            end=min(num_prompt + sampling.max_tokens, info.max_context_tokens),
+            min_end=num_prompt + sampling.min_tokens,
+            stop_ids=frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids)),
             handoff_id=handoff_id,
             num_resumed=len(output_token_ids),
             clock=SequenceClock(now),
@@ -200,17 +203,19 @@ class Engine:
         `publish` gets what hand-offs have to say while the batch is computed; without it, that is returned too.
         """
         self._expire()
+        num_preemptions = self.scheduler.num_preemptions
         batch = self.scheduler.schedule()
-        self._output.handoffs += self.handoffs.end_preempted()
+        if self.scheduler.num_preemptions != num_preemptions:
+            self._output.handoffs += self.handoffs.end_preempted()
         if batch:
             self._tell((), publish)
             began = self._clock()
+            self._copy(batch)
             sampled = self._runner.run(batch, self.announcer.begin(batch, lambda events: self._tell(events, publish)))
             self.announcer.end()
             self._count(batch, self._clock() - began)
             self._advance(batch, began)
-            for token in sampled:
-                self._accept(token)
+            self._accept(sampled)
         self.handoffs.grant_reservations()
         return self._take_output(ran=bool(batch))
 
@@ -227,9 +232,9 @@ class Engine:
         """Compare all bookkeeping; the counts in the answer are what is wrong, and what is held."""
         self.cache.check_integrity()
         self.handoffs.check_integrity()
-        tables = [s.block_table for s in self.scheduler.sequences()] + self.handoffs.importing_tables()
+        tables = [*self.scheduler.tables(), *self.handoffs.importing_tables()]
         return worker_pb2.WorkerState(
-            load=self._load_report(),
+            load=self._load.report(),
             num_cached_blocks=self.manager.num_cached,
             num_unaccounted_blocks=self.manager.check_integrity(tables),
             num_open_handoffs=self.handoffs.num_open,
@@ -243,25 +248,34 @@ class Engine:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    def _copy(self, batch: Batch) -> None:
+        if batch.copies:
+            try:
+                self._runner.copy_blocks(batch.copies)
+            finally:
+                self.scheduler.copied(batch)
+
     def _count(self, batch: Batch, elapsed_s: float) -> None:
-        """A step's time is shared out by tokens."""
-        num_decode = sum(1 for e in batch.entries if e.sequence.is_decoding)
-        num_prefill = batch.num_tokens - num_decode
-        self._num_decode_tokens += num_decode
-        self._num_prefill_tokens += num_prefill
-        self._prefill_s += elapsed_s * num_prefill / batch.num_tokens
+        self.scheduler.measured(batch, elapsed_s)
+        self._load.count(batch, elapsed_s)
 
     def _advance(self, batch: Batch, began: float) -> None:
-        block_size = self._runner.layout.block_size
+        """What the batch computed is in the cache. Here and in `_accept` every microsecond counts once a token."""
+        block_size = self.cache.block_size
         for entry in batch.entries:
             sequence = entry.sequence
+            before = sequence.num_computed
+            after = sequence.num_computed = before + entry.num_new
             if sequence.clock is not None:
                 sequence.clock.start(began)
-            first_new_block = sequence.num_computed // block_size
-            sequence.num_computed += entry.num_new
-            self.cache.insert(sequence, first_new_block)
-            if sequence.handoff_id is not None:
-                self.handoffs.keep_replaced(sequence, first_new_block)
+            if after // block_size != before // block_size:
+                self._store(sequence, before // block_size)
+
+    def _store(self, sequence: Sequence, first_new_block: int) -> None:
+        """Blocks are full."""
+        self.cache.insert(sequence, first_new_block)
+        if sequence.handoff_id is not None:
+            self.handoffs.keep_replaced(sequence, first_new_block)
 
     def _tell(self, events: SequenceOf[HandoffEvent], publish: Callable[[StepOutput], object] | None) -> None:
         """While a step runs: `events`, after those that wait to be told."""
@@ -270,23 +284,33 @@ class Engine:
             handoffs, self._output.handoffs = self._output.handoffs, []
             publish(StepOutput(self._output.step, handoffs=handoffs))
 
-    def _accept(self, token: SampledToken) -> None:
+    def _accept(self, sampled: SequenceOf[SampledToken]) -> None:
+        tokens = self._output.tokens
+        keys, token_ids, positions = tokens.keys, tokens.token_ids, tokens.positions
+        for token in sampled:
+            sequence, token_id = token.sequence, token.token_id
+            ids = sequence.token_ids
+            ids.append(token_id)
+            num_tokens = len(ids)
+            keys.append(sequence.key)
+            token_ids.append(token_id)
+            positions.append(num_tokens - sequence.num_prompt - 1)
+            if (
+                num_tokens >= sequence.end
+                or token_id in sequence.stop_ids
+                or sequence.clock is not None
+                or sequence.handoff_id is not None
+                or token.logprob is not None
+            ):
+                self._note(token)
+
+    def _note(self, token: SampledToken) -> None:
+        """It is not one of many: say what there is to say of it, and do what follows."""
         sequence = token.sequence
-        sequence.token_ids.append(token.token_id)
         finish = self._finish_reason(sequence)
-        is_first_here = sequence.num_output == sequence.num_resumed + 1
-        self._output.tokens.append(
-            TokenEvent(
-                key=sequence.key,
-                token_id=token.token_id,
-                position=sequence.num_output - 1,
-                finish=finish,
-                logprob=token.logprob,
-                top=token.top,
-                num_cached=sequence.num_cached if is_first_here else None,
-                timings=self._stop_clock(sequence),
-            )
-        )
+        num_cached = None if sequence.clock is None else sequence.num_cached
+        note = TokenNote(finish, token.logprob, token.top, num_cached, self._stop_clock(sequence))
+        self._output.tokens.notes[len(self._output.tokens) - 1] = note
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED
             self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) before it was handed off"))
@@ -305,16 +329,12 @@ class Engine:
         clock, sequence.clock = sequence.clock, None
         return None if clock is None else clock.timings(self._clock())
 
-    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        sampling = sequence.request.sampling
-        last = sequence.token_ids[-1]
-        if sequence.num_output >= sampling.min_tokens:
-            is_eos = not sampling.ignore_eos and last in self._runner.info.eos_token_ids
-            if is_eos or last in sampling.stop_token_ids:
-                return FinishReason.STOP
-        if sequence.num_output >= sampling.max_tokens or sequence.num_tokens >= self._runner.info.max_context_tokens:
-            return FinishReason.LENGTH
-        return None
+    @staticmethod
+    def _finish_reason(sequence: Sequence) -> FinishReason | None:
+        num_tokens = sequence.num_tokens
+        if num_tokens >= sequence.min_end and sequence.token_ids[-1] in sequence.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= sequence.end else None
 
     def _expire(self) -> None:
         now = self._clock()
@@ -358,33 +378,11 @@ class Engine:
         now = self._clock()
         if now >= self._load_due or not ran:
             self._load_due = now + LOAD_INTERVAL_S
-            output.load = self._load_report()
+            output.load = self._load.report()
             # A busy worker fills a block every step or so: told each time, they would double the messages of a step.
             output.stored, output.removed = self.cache.take_events()
         self._output = StepOutput(output.step + 1)
         return output
-
-    def _load_report(self) -> worker_pb2.LoadReport:
-        return worker_pb2.LoadReport(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting + self.handoffs.num_importing,
-            num_blocks=self.manager.num_blocks,
-            num_free_blocks=self.manager.num_free,
-            num_leased_blocks=self.manager.num_leased,
-            num_quarantined_blocks=self.manager.num_quarantined,
-            role=ROLE_TO_PROTO[self.scheduler.role],
-            num_prefill_tokens=self._num_prefill_tokens,
-            num_decode_tokens=self._num_decode_tokens,
-            num_preemptions=self.scheduler.num_preemptions,
-            num_handoffs_sent=self.handoffs.num_sent,
-            num_handoffs_received=self.handoffs.num_received,
-            num_handoffs_failed=self.handoffs.num_failed,
-            num_cached_tokens=self.scheduler.num_cached_tokens,
-            num_waiting_tokens=sum(s.num_uncomputed for s in self.scheduler.sequences() if not s.is_decoding),
-            prefill_s=self._prefill_s,
-            num_migrated_out=self.handoffs.num_migrated_out,
-            num_prefixes_pulled=self.handoffs.num_prefixes_pulled,
-        )
 
 
 def internal(error: BaseException) -> InternalError:

@@ -43,6 +43,8 @@ class StepAnnouncer:
         """`tell` hears of what is readable, now and while the step runs. None where nothing is to be announced."""
         self._num_prefilled = 0
         self._began = self._clock()
+        if not self._ledger.has_outgoing:
+            return None
         offered = [e for e in batch.entries if e.sequence.handoff_id is not None]
         if not offered:
             return None

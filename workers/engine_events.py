@@ -1,5 +1,6 @@
 """What a step tells the world. Plain data: the engine's thread makes it, the worker's event loop sends it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..proto import worker_pb2
@@ -18,6 +19,38 @@ class TokenEvent:
     top: tuple[tuple[int, float], ...] = ()
     num_cached: int | None = None  # with the first token of a sequence on this worker
     timings: SequenceTimings | None = None  # likewise, and a sink's
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNote:
+    """What only some tokens have."""
+
+    finish: FinishReason | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    num_cached: int | None = None
+    timings: SequenceTimings | None = None
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """The tokens of a step as columns, because a step has one for every running sequence. Iterates as TokenEvents."""
+
+    keys: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    positions: list[int] = field(default_factory=list[int])
+    notes: dict[int, TokenNote] = field(default_factory=dict[int, TokenNote])  # by entry
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        none = TokenNote()
+        for i, (key, token_id, position) in enumerate(zip(self.keys, self.token_ids, self.positions, strict=True)):
+            note = self.notes.get(i, none)
+            yield TokenEvent(
+                key, token_id, position, note.finish, note.logprob, note.top, note.num_cached, note.timings
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +120,7 @@ HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffHeld | Han
 class StepOutput:
     step: int
     ran: bool = False  # a batch was computed
-    tokens: list[TokenEvent] = field(default_factory=list[TokenEvent])
+    tokens: StepTokens = field(default_factory=StepTokens)
     failures: list[FailureEvent] = field(default_factory=list[FailureEvent])
     handoffs: list[HandoffEvent] = field(default_factory=list[HandoffEvent])
     stored: list[bytes] = field(default_factory=list[bytes])

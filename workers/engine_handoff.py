@@ -72,6 +72,10 @@ class HandoffLedger:
         return len(self._outgoing) + len(self._incoming)
 
     @property
+    def has_outgoing(self) -> bool:
+        return bool(self._outgoing)
+
+    @property
     def num_importing(self) -> int:
         return len(self._incoming)
 
@@ -308,7 +312,7 @@ class HandoffLedger:
         sequence = incoming.sequence
         num_held = incoming.num_held * self._cache.block_size
         sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.num_tokens - 1)
-        self._scheduler.num_cached_tokens += num_held
+        self._scheduler.count_prompt(sequence.num_tokens, num_held)
         self.num_prefixes_pulled += num_computed > num_held
 
     def give_up(self, key: str, error: DiptychError) -> None:

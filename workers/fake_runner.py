@@ -7,6 +7,7 @@ so a block or a layer that was lost, reused or moved wrongly gives a wrong token
 
 import mmap
 import time
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,10 @@ class FakeRunner:
             block, slot = self._slot(sequence, position)
             read.append(int(self._kv[block, position % self.layout.num_layers, 0, slot]))
         return SampledToken(sequence, fake_next(read, self.info.vocab_size))
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._kv[target] = self._kv[source]
 
     def close(self) -> None:
         """The memory goes with the process: transports may still hold views of it."""

@@ -10,6 +10,7 @@ part of it, so that rank 0's transports reach them all.
 """
 
 import mmap
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -46,10 +47,11 @@ class KVCache:
             mapping = huge_page_mapping(num_bytes) if shared_fd is None else shared_mapping(shared_fd, num_bytes)
             self._mapping: mmap.mmap | None = mapping
             pool = torch.frombuffer(mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
-            self.tensor = pool.view(layout.tensor_parallel, *shape)[rank]
+            self._pool = pool.view(layout.tensor_parallel, *shape)
         else:
             self._mapping = None
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            self._pool = torch.zeros((1, *shape), dtype=dtype, device=device)
+        self.tensor = self._pool[rank]
 
     @property
     def memory(self) -> KVMemory:
@@ -62,6 +64,12 @@ class KVCache:
             device_id=self.tensor.device.index or 0,
         )
         return KVMemory(self.layout, self.num_blocks, region)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Every layer's KV, of every rank: (from, to). Only a source may stand in two pairs."""
+        sources, targets = (torch.tensor(blocks, device=self.tensor.device) for blocks in zip(*pairs, strict=True))
+        axis = 1 if self._is_block_major else 2
+        self._pool.index_copy_(axis, targets, self._pool.index_select(axis, sources))
 
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, 2, block_size, heads of this rank, head_dim], or as its packing has it."""

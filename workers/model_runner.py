@@ -171,6 +171,9 @@ class ModelRunner:
         logits = self._decoder.logits(hidden[self._tensor(np.array([rows[id(e)] for e in sampled]))])
         return self._sampler.sample(logits, [e.sequence for e in sampled])
 
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        self._cache.copy_blocks(pairs)
+
     def _stored(self, watch: LayerWatch | None) -> Callable[[int], None]:
         """Passes on the layers that `watch` waits for, once the device has really stored them."""
         ends = set(watch.ends if watch else ())

@@ -6,8 +6,8 @@ leave oldest first, children before parents, because sequences release their las
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 
 from blake3 import blake3
 
@@ -15,6 +15,8 @@ from .block_manager import BlockManager
 from .sequence import Sequence
 
 HASH_BYTES = 16
+ROOT = -1
+NO_NAME = b""
 
 
 def block_hashes(
@@ -22,19 +24,16 @@ def block_hashes(
 ) -> list[bytes]:
     """Names of the full blocks of `token_ids`; `start` holds those already known. O(tokens not yet named)."""
     hashes = list(start)
+    _extend(hashes, token_ids, block_size, salt)
+    return hashes
+
+
+def _extend(hashes: list[bytes], token_ids: SequenceOf[int], block_size: int, salt: bytes) -> None:
     parent = hashes[-1] if hashes else blake3(b"diptych.prefix" + salt).digest(HASH_BYTES)
     for i in range(len(hashes), len(token_ids) // block_size):
         tokens = array("I", token_ids[i * block_size : (i + 1) * block_size]).tobytes()
         parent = blake3(parent + tokens).digest(HASH_BYTES)
         hashes.append(parent)
-    return hashes
-
-
-@dataclass(slots=True)
-class _Node:
-    block: int
-    parent: bytes | None
-    children: set[bytes] = field(default_factory=set[bytes])
 
 
 class PrefixCache:
@@ -44,8 +43,11 @@ class PrefixCache:
         self.block_size = block_size
         self.enabled = enabled
         self._manager = manager
-        self._nodes: dict[bytes, _Node] = {}
-        self._name_of: dict[int, bytes] = {}
+        # A node is its block's id: no object for each, because what the garbage collector visits makes steps late.
+        self._blocks: dict[bytes, int] = {}
+        self._name_of = [NO_NAME] * manager.num_blocks
+        self._parent = [ROOT] * manager.num_blocks  # of a block in the tree: its parent's block
+        self._num_children = [0] * manager.num_blocks
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
         manager.on_evict = self._forget
@@ -57,7 +59,7 @@ class PrefixCache:
         """
         if not self.enabled:
             return []
-        self._name(sequence)
+        self.name(sequence)
         return self.find(sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size])
 
     def holds_most(self, sequence: Sequence) -> bool:
@@ -68,11 +70,14 @@ class PrefixCache:
         """Blocks of the longest cached run of `names`, which begin at a prompt's start; not yet shared."""
         blocks: list[int] = []
         for name in names:
-            node = self._nodes.get(name)
-            if node is None:
+            block = self._blocks.get(name)
+            if block is None:
                 break
-            blocks.append(node.block)
+            blocks.append(block)
         return blocks
+
+    def holds(self, name: bytes) -> bool:
+        return name in self._blocks
 
     def insert(self, sequence: Sequence, first_block: int) -> None:
         """Make findable the full, computed blocks of `sequence` from position `first_block` on.
@@ -82,28 +87,30 @@ class PrefixCache:
         """
         if not self.enabled:
             return
-        self._name(sequence)
+        self.name(sequence)
+        names, table = sequence.block_hashes, sequence.block_table
         for i in range(first_block, sequence.num_computed // self.block_size):
-            name, block = sequence.block_hashes[i], sequence.block_table[i]
-            node = self._nodes.get(name)
-            if node is None:
-                parent = sequence.block_hashes[i - 1] if i else None
-                self._nodes[name] = _Node(block, parent)
+            name, block = names[i], table[i]
+            known = self._blocks.get(name)
+            if known is None:
+                self._blocks[name] = block
                 self._name_of[block] = name
-                if parent is not None:
-                    self._nodes[parent].children.add(name)
+                self._parent[block] = parent = self._blocks[names[i - 1]] if i else ROOT
+                if parent != ROOT:
+                    self._num_children[parent] += 1
                 self._manager.mark_cached(block)
                 self._stored.append(name)
-            elif node.block != block:
-                self._manager.share((node.block,))
+            elif known != block:
+                self._manager.share((known,))
                 self._manager.release((block,))
-                sequence.block_table[i] = node.block
+                table[i] = known
 
     def clear(self) -> None:
         """Forget everything; held blocks stay with their holders."""
-        self._removed.extend(self._nodes)
-        self._nodes.clear()
-        self._name_of.clear()
+        self._removed.extend(self._blocks)
+        self._blocks.clear()
+        self._name_of = [NO_NAME] * self._manager.num_blocks
+        self._num_children = [0] * self._manager.num_blocks
         self._manager.forget_cached()
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
@@ -111,30 +118,35 @@ class PrefixCache:
         stored, removed = self._stored, self._removed
         self._stored, self._removed = [], []
         if stored and removed:
-            stored = [name for name in stored if name in self._nodes]
-            removed = [name for name in removed if name not in self._nodes]
+            stored = [name for name in stored if name in self._blocks]
+            removed = [name for name in removed if name not in self._blocks]
         return stored, removed
 
     def names(self) -> list[bytes]:
         """Every findable block's name: the snapshot that a new router starts from."""
-        return list(self._nodes)
+        return list(self._blocks)
 
     def check_integrity(self) -> None:
         """Assert the tree's invariants (our bugs, never a user's)."""
-        assert len(self._nodes) == len(self._name_of) == self._manager.num_cached
-        for name, node in self._nodes.items():
-            assert self._name_of[node.block] == name
-            assert node.parent is None or name in self._nodes[node.parent].children
+        named = {block: name for block, name in enumerate(self._name_of) if name != NO_NAME}
+        assert named == {block: name for name, block in self._blocks.items()}
+        assert len(named) == self._manager.num_cached
+        children = Counter(self._parent[block] for block in named)
+        for block in named:
+            assert self._parent[block] == ROOT or self._parent[block] in named
+            assert self._num_children[block] == children[block]
 
-    def _name(self, sequence: Sequence) -> None:
-        salt = sequence.request.cache_salt
+    def name(self, sequence: Sequence) -> None:
+        """Fill in `block_hashes`. O(blocks not yet named)."""
         if len(sequence.block_hashes) < sequence.num_tokens // self.block_size:
-            sequence.block_hashes = block_hashes(sequence.token_ids, self.block_size, salt, sequence.block_hashes)
+            _extend(sequence.block_hashes, sequence.token_ids, self.block_size, sequence.request.cache_salt)
 
     def _forget(self, block: int) -> None:
-        name = self._name_of.pop(block)
-        node = self._nodes.pop(name)
-        assert not node.children, "a block was evicted before its children"
-        if node.parent is not None:
-            self._nodes[node.parent].children.discard(name)
+        name = self._name_of[block]
+        self._name_of[block] = NO_NAME
+        del self._blocks[name]
+        assert not self._num_children[block], "a block was evicted before its children"
+        parent = self._parent[block]
+        if parent != ROOT:
+            self._num_children[parent] -= 1
         self._removed.append(name)

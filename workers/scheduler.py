@@ -1,9 +1,16 @@
 """Picks the sequences of the next step. Knows tokens and blocks, never a tensor, a clock or a socket.
 
-One token budget a step: running decodes first (one token each), then prefill chunks of admitted sequences, then
-admission of waiting ones, oldest first. A sequence gets the blocks of all its tokens when it is admitted and one more
-whenever a decode crosses a block's end; where none is left, the youngest sequence is preempted: its blocks are freed,
-its tokens kept, and it is computed again later (recompute, PagedAttention §4.5).
+    add ─> waiting ──admitted──> prefilling ──all computed──> decoding ──> remove | detach
+              ^                      └──────── preempted ────────┘
+
+One budget a step: running decodes first (one token each), then prefill chunks of admitted sequences, then admission of
+waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside decodes, in the seconds that are
+left of `target_step_s` by what steps were measured to cost (step_cost.py). A sequence gets the blocks of all its tokens
+when it is admitted and one more whenever a decode crosses a block's end; where none is left, the youngest sequence is
+preempted: its blocks are freed, its tokens kept, and it is computed again later (recompute, PagedAttention §4.5).
+
+A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py). Work per step is
+O(sequences that run), with a small constant: decodes keep their entries from step to step.
 """
 
 from collections.abc import Iterator
@@ -13,6 +20,12 @@ from enum import Enum
 from .block_manager import BlockManager
 from .prefix_cache import PrefixCache
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from .shared_prompts import SharedPrompts
+from .step_cost import StepCost, StepWork
+from .waiting_queue import WaitingQueue
+
+MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
+LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
 
 
 class Role(Enum):
@@ -29,20 +42,40 @@ class SchedulerConfig:
     chunk_tokens: int = 0  # a sequence's share of it while prefilling; 0: no limit but the budget
     max_running: int = 256
     decode_role_prefill_tokens: int = 256  # prefill tokens a step beside running decodes, in the decode role
+    target_step_s: float = 0.0  # with running decodes; 0: no matter
+    ttft_s: float = 1.0  # time to first token that the order of admission aims at
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Of one step's prefill. `work` is what the step has to do so far."""
+
+    num_tokens: int
+    work: StepWork
+    is_timed: bool
+
+    @property
+    def is_spent(self) -> bool:
+        return self.num_tokens <= 0
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, manager: BlockManager, cache: PrefixCache) -> None:
         self.config = config
         self.role = Role.MIXED
+        self.cost = StepCost()
         self.num_preemptions = 0
-        self.num_cached_tokens = 0
+        self.num_prompt_tokens = 0  # of admitted sequences, once each
+        self.num_cached_tokens = 0  # of those, not computed
         self._manager = manager
         self._cache = cache
-        # Dicts as ordered sets: O(1) removal. Preempted sequences are older than every waiting one.
-        self._preempted: dict[Sequence, None] = {}
-        self._waiting: dict[Sequence, None] = {}
+        self._queue = WaitingQueue()
+        self._shared = SharedPrompts(manager, cache, self._queue)
+        # Dicts as ordered sets: O(1) removal. The last to run is the youngest.
         self._running: dict[Sequence, None] = {}
+        self._prefilling: dict[Sequence, None] = {}
+        self._decoding: dict[Sequence, ScheduledSequence] = {}
+        self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 
     @property
     def num_running(self) -> int:
@@ -50,28 +83,48 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._preempted)
+        return len(self._queue)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Not yet computed, of all sequences that do not decode. O(those that run)."""
+        return self._queue.num_tokens + sum(s.num_uncomputed for s in self._prefilling if not s.is_decoding)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._preempted)
+        return bool(self._running or len(self._queue))
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running
-        yield from self._preempted
-        yield from self._waiting
+        yield from self._queue
+
+    def tables(self) -> Iterator[list[int]]:
+        """All blocks that are held here."""
+        for sequence in self.sequences():
+            yield sequence.block_table
+        yield self._shared.held_blocks()
+
+    def slack_s(self, num_tokens: int, timeout_s: float) -> float:
+        """How long a request with so many tokens to compute may wait, for its first token to come in time. What cannot
+        come in time any more waits like all others, and does not go before them."""
+        goal_s = min(self.config.ttft_s, timeout_s)
+        compute_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
+        return goal_s - compute_s if compute_s < goal_s else goal_s
+
+    # -- who is here ------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
         assert not sequence.block_table and sequence.num_computed == 0
         sequence.status = SequenceStatus.WAITING
-        self._waiting[sequence] = None
+        self._queue.enter(sequence)
+        self._queue.add(sequence)
 
     def add_running(self, sequence: Sequence) -> None:
         """Take a sequence whose KV arrived with its blocks (the sink side of a hand-off)."""
         assert sequence.num_uncomputed >= 1
-        sequence.status = SequenceStatus.RUNNING
-        self._running[sequence] = None
+        self._queue.enter(sequence)
+        self._run(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a finished or aborted sequence and release its blocks."""
@@ -80,93 +133,185 @@ class Scheduler:
 
     def detach(self, sequence: Sequence) -> None:
         """Forget a sequence and leave its blocks with the caller."""
-        for queue in (self._running, self._preempted, self._waiting):
-            queue.pop(sequence, None)
+        if self._queue.discard(sequence):
+            self._shared.forget(sequence)
+        else:
+            self._stop(sequence)
+        self._queue.leave(sequence)
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt, of which so much was found in the prefix cache."""
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+
+    def measured(self, batch: Batch, seconds: float) -> None:
+        """The batch took so long; call it before what was computed is counted."""
+        if self.config.target_step_s:
+            work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
+            for entry in batch.entries[batch.num_decodes :]:
+                work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
+            self.cost.add(work, seconds)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
         """The next step's batch; empty when nothing can run."""
-        entries: list[ScheduledSequence] = []
-        budget = self._schedule_decodes(entries)
-        if entries and self.role is Role.DECODE:
-            budget = min(budget, self.config.decode_role_prefill_tokens)
-        budget = self._schedule_prefills(entries, budget)
-        self._admit(entries, budget)
-        return Batch(entries)
+        self._end_prefills()
+        entries = self._schedule_decodes()
+        num_decodes = len(entries)
+        budget = self._prefill_budget(entries)
+        self._schedule_prefills(entries, budget)
+        copies: list[tuple[int, int]] = []
+        self._admit(entries, budget, copies)
+        return Batch(entries, num_decodes, copies)
 
-    def _schedule_decodes(self, entries: list[ScheduledSequence]) -> int:
-        budget = self.config.max_batch_tokens
-        for sequence in list(self._running):
-            if budget == 0:
+    def _end_prefills(self) -> None:
+        """Who has nothing left but its last token decodes from now on."""
+        for sequence in list(self._prefilling):
+            self._shared.computed(sequence)
+            if sequence.is_decoding:
+                del self._prefilling[sequence]
+                self._decoding[sequence] = ScheduledSequence(sequence, 1)
+
+    def _schedule_decodes(self) -> list[ScheduledSequence]:
+        decoding, block_size = self._decoding, self._cache.block_size
+        limit = max(self.config.max_batch_tokens - bool(self._prefilling), 1)
+        if len(decoding) > limit:
+            self._take_turns(limit)
+        for sequence in [s for s in decoding if len(s.token_ids) > len(s.block_table) * block_size and not s.is_held]:
+            if sequence in decoding:  # one that grew before us may have preempted us
+                self._grow(sequence)
+        return [entry for sequence, entry in decoding.items() if not sequence.is_held][:limit]
+
+    def _take_turns(self, limit: int) -> None:
+        """More decode than fit into a step: who was served last comes last."""
+        for sequence in list(self._decoding)[:limit]:
+            self._decoding[sequence] = self._decoding.pop(sequence)
+
+    def _prefill_budget(self, decodes: list[ScheduledSequence]) -> _Budget:
+        config = self.config
+        num_tokens = config.max_batch_tokens - len(decodes)
+        if decodes and self.role is Role.DECODE:
+            num_tokens = min(num_tokens, config.decode_role_prefill_tokens)
+        is_timed = bool(decodes) and config.target_step_s > 0 and self.cost.is_measured
+        work = self._decode_work([e.sequence for e in decodes]) if is_timed else StepWork()
+        return _Budget(num_tokens, work, is_timed)
+
+    def _schedule_prefills(self, entries: list[ScheduledSequence], budget: _Budget) -> None:
+        for sequence in self._prefilling:
+            if budget.is_spent:
                 break
-            # One scheduled before us may have preempted us.
-            if not sequence.is_decoding or sequence.is_held or sequence.status is not SequenceStatus.RUNNING:
-                continue
-            if self._grow(sequence, entries):
-                entries.append(ScheduledSequence(sequence, 1))
-                budget -= 1
-        return budget
+            self._add_chunk(sequence, entries, budget)
 
-    def _schedule_prefills(self, entries: list[ScheduledSequence], budget: int) -> int:
-        for sequence in self._running:
-            if budget == 0:
-                break
-            if not sequence.is_decoding:
-                budget -= self._add_chunk(sequence, entries, budget)
-        return budget
-
-    def _admit(self, entries: list[ScheduledSequence], budget: int) -> None:
-        while budget > 0 and (self._preempted or self._waiting) and len(self._running) < self.config.max_running:
-            queue = self._preempted or self._waiting
-            sequence = next(iter(queue))
-            cached = self._cache.match(sequence)
-            # Sharing first keeps the allocation from evicting what was just found.
-            self._manager.share(cached)
-            num_needed = -(-sequence.num_tokens // self._cache.block_size) - len(cached)
-            if num_needed > self._manager.num_free:
-                self._manager.release(cached)
+    def _admit(self, entries: list[ScheduledSequence], budget: _Budget, copies: list[tuple[int, int]]) -> None:
+        for _ in range(MAX_LOOKED_AT):
+            if budget.is_spent or len(self._running) >= self.config.max_running:
                 return
-            sequence.block_table = cached + self._manager.allocate(num_needed)
-            sequence.num_computed = len(cached) * self._cache.block_size
-            if queue is self._waiting:
-                sequence.num_cached = sequence.num_computed
-                self.num_cached_tokens += sequence.num_computed
-            del queue[sequence]
-            sequence.status = SequenceStatus.RUNNING
-            self._running[sequence] = None
-            budget -= self._add_chunk(sequence, entries, budget)
+            sequence = self._queue.peek()
+            if sequence is None or self._is_stuck(sequence):
+                return
+            cached = self._cache.match(sequence)
+            if self._shared.park(sequence, len(cached)):
+                continue
+            if not self._take_blocks(sequence, cached, copies):
+                return
+            self._queue.pop(sequence.num_uncomputed)
+            self._run(sequence)
+            self._shared.computes(sequence)
+            self._add_chunk(sequence, entries, budget)
 
-    def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: int) -> int:
-        num_new = min(sequence.num_uncomputed, budget, self.config.chunk_tokens or budget)
-        entries.append(ScheduledSequence(sequence, num_new))
-        return num_new
-
-    def _grow(self, sequence: Sequence, entries: list[ScheduledSequence]) -> bool:
-        """Make room for one more token, preempting if need be. False: `sequence` itself was preempted."""
-        if sequence.num_tokens <= len(sequence.block_table) * self._cache.block_size:
+    def _is_stuck(self, sequence: Sequence) -> bool:
+        """There were not enough blocks for it, and neither have some come free nor can it share one more: a sequence
+        that waits for memory is not looked up anew in every step."""
+        if self._stuck is None:
+            return False
+        stuck, num_free, missing = self._stuck
+        if stuck is sequence and self._manager.num_free <= num_free and not (missing and self._cache.holds(missing)):
             return True
-        while self._manager.num_free == 0:
-            victim = self._victim()
-            if victim is None:
-                victim = sequence
-            self._preempt(victim, entries)
-            if victim is sequence:
-                return False
-        sequence.block_table += self._manager.allocate(1)
+        self._stuck = None
+        return False
+
+    def _take_blocks(self, sequence: Sequence, cached: list[int], copies: list[tuple[int, int]]) -> bool:
+        """Give it blocks for all its tokens; False: there are too few."""
+        block_size, manager = self._cache.block_size, self._manager
+        # Sharing first keeps the allocation from evicting what was just found.
+        manager.share(cached)
+        num_needed = -(-sequence.num_tokens // block_size) - len(cached)
+        if num_needed > manager.num_free:
+            self._shared.drop_tails()
+        if num_needed > manager.num_free:
+            manager.release(cached)
+            names = sequence.block_hashes
+            self._stuck = sequence, manager.num_free, names[len(cached)] if len(cached) < len(names) else None
+            return False
+        sequence.block_table = cached + manager.allocate(num_needed)
+        sequence.num_computed = len(cached) * block_size
+        tail = self._shared.take_tail(sequence)
+        if tail is not None:
+            copies.append((tail, sequence.block_table[len(cached)]))
+            sequence.num_computed = sequence.num_tokens - 1
+        if not self._queue.is_preempted(sequence):
+            sequence.num_cached = sequence.num_computed
+            self.count_prompt(sequence.num_tokens, sequence.num_computed)
         return True
+
+    def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: _Budget) -> None:
+        num_left, start = sequence.num_uncomputed, sequence.num_computed
+        num_new = min(num_left, budget.num_tokens, self.config.chunk_tokens or num_left)
+        if budget.is_timed:
+            fitting = self.cost.prefill_tokens(budget.work, start, self.config.target_step_s)
+            if fitting < num_new:  # and nothing after it
+                budget.num_tokens = num_new = min(num_new, max(fitting, LEAST_PREFILL_TOKENS - budget.work.num_prefill))
+        if num_new > 0:
+            budget.work = budget.work.with_chunk(start, num_new)
+            budget.num_tokens -= num_new
+            entries.append(ScheduledSequence(sequence, num_new))
+
+    def copied(self, batch: Batch) -> None:
+        """The batch's copies are made, or never will be."""
+        self._manager.release([source for source, _ in batch.copies])
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Make room for one more token, preempting if need be: perhaps `sequence` itself."""
+        if self._manager.num_free == 0:
+            self._shared.drop_tails()
+        while self._manager.num_free == 0:
+            victim = self._victim() or sequence
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        sequence.block_table += self._manager.allocate(1)
 
     def _victim(self) -> Sequence | None:
         """The youngest running sequence. A source's blocks are leased: preempting it would free nothing."""
         return next((s for s in reversed(self._running) if s.handoff_id is None), None)
 
-    def _preempt(self, sequence: Sequence, entries: list[ScheduledSequence]) -> None:
-        del self._running[sequence]
-        entries[:] = [e for e in entries if e.sequence is not sequence]
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
         self._release(sequence)
         sequence.num_computed = 0
         sequence.status = SequenceStatus.WAITING
-        self._preempted = {sequence: None, **self._preempted}
+        self._queue.add_preempted(sequence)
         self.num_preemptions += 1
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self._running[sequence] = None
+        self._prefilling[sequence] = None
+
+    def _stop(self, sequence: Sequence) -> None:
+        """It runs no more; its blocks are its own still."""
+        self._shared.stopped(sequence)
+        del self._running[sequence]
+        self._prefilling.pop(sequence, None)
+        self._decoding.pop(sequence, None)
 
     def _release(self, sequence: Sequence) -> None:
         self._manager.release(sequence.block_table)
         sequence.block_table = []
+
+    @staticmethod
+    def _decode_work(decoding: list[Sequence]) -> StepWork:
+        return StepWork(len(decoding), sum([len(s.token_ids) for s in decoding]))

@@ -41,11 +41,15 @@ class Sequence:
     num_prompt: int
     deadline: float  # on the worker's monotonic clock, seconds
     arrival: int  # admission order; smaller is older
+    due: float = 0.0  # when its first token should be there, less what that takes; same clock
+    end: int = 1 << 60  # it ends when it has so many tokens
+    min_end: int = 0  # ... and, once it has so many, with one of these:
+    stop_ids: frozenset[int] = frozenset()
     handoff_id: str | None = None  # the source side of a hand-off
     is_held: bool = False  # it has made what was offered, and waits for its sink
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
-    num_cached: int = 0  # of those, found in the prefix cache at first admission
+    num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission
     num_resumed: int = 0  # output tokens that another worker made before
     clock: SequenceClock | None = None  # until its first token here
     block_table: list[int] = field(default_factory=list[int])
@@ -98,10 +102,17 @@ class Batch:
     """What one step computes. Every sequence's block table already covers its new tokens."""
 
     entries: SequenceOf[ScheduledSequence]
+    num_decodes: int = 0  # so many entries decode, one token each: they come first
+    copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """O(entries that do not decode)."""
+        return sum(e.num_new for e in self.entries[self.num_decodes :])
 
     @property
     def num_tokens(self) -> int:
-        return sum(e.num_new for e in self.entries)
+        return self.num_decodes + self.num_prefill_tokens
 
     def __bool__(self) -> bool:
         return bool(self.entries)

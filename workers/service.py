@@ -25,7 +25,7 @@ from ..proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from .channel import bind, make_server
 from .cores import part_of
 from .engine import Engine
-from .engine_events import StepOutput, TokenEvent
+from .engine_events import StepOutput, StepTokens, TokenNote
 from .engine_thread import EngineThread
 from .errors import DiptychError, InvalidRequest, Unavailable, WorkerDraining
 from .handoff_intake import PullSettings
@@ -34,7 +34,7 @@ from .handoff_source import HandoffSource
 from .runner import Runner
 from .scheduler import Role
 from .service_handoffs import ServiceHandoffs
-from .service_links import Links, RouterLink, handle_of
+from .service_links import Links, RouterLink
 from .staging import Staging
 from .transport.select import make_transports
 from .wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
@@ -267,19 +267,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._links.broadcast(worker_pb2.WorkerMessage(load=self._load))
 
     def _send_tokens(self, output: StepOutput) -> None:
-        by_link: dict[RouterLink, worker_pb2.StepEvents] = {}
-        for token in output.tokens:
-            link = self._links.of(token.key)
-            if link is None:
-                continue
-            events = by_link.get(link)
-            if events is None:
-                events = by_link[link] = worker_pb2.StepEvents(step=output.step)
-            _append(events, token)
-            if token.finish is not None:
-                link.keys.discard(token.key)
-        for link, events in by_link.items():
-            link.send(worker_pb2.WorkerMessage(step=events))
+        """Columns become messages as they are; only what few tokens have is looked at one by one."""
+        tokens = output.tokens
+        by_link: dict[int, tuple[list[int], list[int]]] = {}  # entries, handles
+        for entry, key in enumerate(tokens.keys):
+            number, _, handle = key.partition("/")
+            entries, handles = by_link.setdefault(int(number), ([], []))
+            entries.append(entry)
+            handles.append(int(handle))
+        for number, (entries, handles) in by_link.items():
+            link = self._links.at(number)
+            if link is not None:
+                link.send(worker_pb2.WorkerMessage(step=_step_events(output.step, tokens, entries, handles)))
+                for entry in entries:
+                    if entry in tokens.notes and tokens.notes[entry].finish is not None:
+                        link.keys.discard(tokens.keys[entry])
 
     def _send_snapshot(self, link: RouterLink, names: list[bytes]) -> None:
         link.send(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))
@@ -308,22 +310,35 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         )
 
 
-def _append(events: worker_pb2.StepEvents, token: TokenEvent) -> None:
-    entry = len(events.handles)
-    events.handles.append(handle_of(token.key))
-    events.token_ids.append(token.token_id)
-    events.positions.append(token.position)
-    events.finish_reasons.append(FINISH_TO_PROTO[token.finish])
-    if token.logprob is not None:
-        events.logprobs.append(
+def _step_events(step: int, tokens: StepTokens, entries: list[int], handles: list[int]) -> worker_pb2.StepEvents:
+    """Of the tokens that these entries are."""
+    message = worker_pb2.StepEvents(
+        step=step,
+        handles=handles,
+        token_ids=[tokens.token_ids[i] for i in entries],
+        positions=[tokens.positions[i] for i in entries],
+        finish_reasons=[FINISH_TO_PROTO[None]] * len(entries),
+    )
+    if tokens.notes:
+        for row, entry in enumerate(entries):
+            note = tokens.notes.get(entry)
+            if note is not None:
+                _add_note(message, row, note)
+    return message
+
+
+def _add_note(message: worker_pb2.StepEvents, row: int, note: TokenNote) -> None:
+    message.finish_reasons[row] = FINISH_TO_PROTO[note.finish]
+    if note.logprob is not None:
+        message.logprobs.append(
             worker_pb2.TokenLogprobs(
-                entry=entry,
-                logprob=token.logprob,
-                top_token_ids=[i for i, _ in token.top],
-                top_logprobs=[p for _, p in token.top],
+                entry=row,
+                logprob=note.logprob,
+                top_token_ids=[i for i, _ in note.top],
+                top_logprobs=[p for _, p in note.top],
             )
         )
-    if token.num_cached is not None:
-        events.cached.append(worker_pb2.CachedTokens(entry=entry, num_tokens=token.num_cached))
-    if token.timings is not None:
-        events.timings.append(token.timings.to_proto(entry))
+    if note.num_cached is not None:
+        message.cached.append(worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached))
+    if note.timings is not None:
+        message.timings.append(note.timings.to_proto(row))

@@ -47,6 +47,9 @@ class Links:
     def close(self, link: RouterLink) -> None:
         del self._links[link.number]
 
+    def at(self, number: int) -> RouterLink | None:
+        return self._links.get(number)
+
     def of(self, key: str) -> RouterLink | None:
         return self._links.get(_parts(key)[0])
 

@@ -143,7 +143,7 @@ def test_abort_and_deadline_free_the_blocks() -> None:
 def test_a_failed_step_fails_its_sequences_and_leaves_the_engine_usable() -> None:
     engine = make()
     engine.submit("0/1", make_request([1, 2, 3], 9), [])
-    engine.submit("0/2", make_request([1, 2, 3], 9), [], handoff_id=HANDOFF)
+    engine.submit("0/2", make_request([4, 5, 6], 9), [], handoff_id=HANDOFF)
     engine.step()
     engine.fail_all(InternalError("the runner raised"))
     output = engine.step()

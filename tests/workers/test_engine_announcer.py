@@ -133,9 +133,15 @@ def test_every_offered_sequence_of_a_batch_is_announced() -> None:
     assert announced == [(key, layer) for layer in range(3) for key in ("a", "b")]
 
 
+def compute_equal_blocks_twice(engine: Engine) -> None:
+    """As sequences do that decode the same tokens; a prompt that is being computed would be waited for."""
+    engine.scheduler._shared.park = lambda sequence, num_cached: False  # type: ignore[method-assign]
+
+
 def test_an_announced_block_keeps_its_name_where_the_cache_knows_an_equal_one() -> None:
     """Two equal prompts in one batch: after the step the second's table names the first's blocks."""
     engine = make(Watched(), 3)
+    compute_equal_blocks_twice(engine)
     for key in ("a", "b"):
         engine.submit(f"0/{key}", make_request([5] * 9, 5), [], handoff_id=key)
     output = engine.step()
@@ -154,6 +160,7 @@ def test_an_announced_block_keeps_its_name_where_the_cache_knows_an_equal_one() 
 def test_a_leased_block_keeps_its_ancestors_in_the_cache() -> None:
     """The second's blocks are children of the first's; the cache would lose an ancestor before its child."""
     engine = make(Watched(), 1)
+    compute_equal_blocks_twice(engine)
     engine.submit("0/1", make_request([5] * 9, 1), [])
     engine.submit("0/2", make_request([5] * 8 + [6] * 9, 5), [], handoff_id=HANDOFF)
     engine.step()

@@ -42,7 +42,7 @@ def test_a_prefix_is_pulled_and_the_rest_computed(num_prompt: int, num_offered: 
     for key in ("0/1", "0/2"):  # the second finds it all in its own cache
         sink.submit(key, make_request(prompt, 9), [], prefix=key == "0/1")
         if key == "0/1":
-            assert sink.step().tokens == []
+            assert not sink.step().tokens
             move.commit()
         events = tokens(run(sink), key)
         assert [e.token_id for e in events] == fake_output(prompt, 9)

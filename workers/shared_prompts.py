@@ -1,0 +1,160 @@
+"""Prompts that several sequences have in common are computed once. Block bookkeeping only.
+
+    a sequence is admitted   ──> it claims the names of the blocks that it will fill, and its prompt's end
+    another needs these next ──> it is parked (waiting_queue.py) until the last that it shares is computed
+    it is computed           ──> in line again; the prefix cache holds the full blocks
+
+The end of a prompt rarely fills a block. Whoever was parked for the same whole prompt, as the other completions of
+n > 1 are, gets a copy of that last block and computes one token (copy on write, once: PagedAttention §4.4). Until they
+have it, the blocks are held for them here, unless memory runs short: then they compute the rest.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from .block_manager import BlockManager
+from .prefix_cache import PrefixCache
+from .sequence import Sequence
+from .waiting_queue import WaitingQueue
+
+LEAST_TAIL_TOKENS = 2  # to wait and to copy for
+
+
+@dataclass(slots=True)
+class _Claim:
+    first_block: int  # position in the table, of the next one to be computed
+    end_block: int
+    num_tokens: int  # of the prompt
+    tail: Hashable | None  # names its end
+
+
+@dataclass(slots=True, eq=False)
+class _Tail:
+    """A computed prompt, held for those that have the same."""
+
+    blocks: list[int]  # all, for who holds a block of the cache's tree holds its ancestors
+    num_left: int  # sequences
+
+
+class SharedPrompts:
+    def __init__(self, manager: BlockManager, cache: PrefixCache, queue: WaitingQueue) -> None:
+        self._manager = manager
+        self._cache = cache
+        self._queue = queue
+        self._computing: dict[Hashable, Sequence] = {}  # by name, of a block or a prompt's end
+        self._claims: dict[Sequence, _Claim] = {}
+        self._tails: dict[Sequence, _Tail] = {}
+
+    def park(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether what the next waiting `sequence` needs after its cached blocks is being computed. Then it is parked;
+        not if it was preempted: that one comes first."""
+        if not self._computing or self._queue.is_preempted(sequence):
+            return False
+        names, num_whole = sequence.block_hashes, self._num_whole(sequence)
+        shared: Hashable | None = None
+        for i in range(num_cached, num_whole):
+            if names[i] not in self._computing:
+                break
+            shared = names[i]
+        else:
+            tail = self._tail_of(sequence)
+            shared = tail if tail in self._computing else shared
+        if shared is not None:
+            self._queue.park(shared)
+        return shared is not None
+
+    def computes(self, sequence: Sequence) -> None:
+        """It was admitted: claim what it will compute. O(blocks of its prompt)."""
+        if not self._cache.enabled:
+            return
+        block_size = self._cache.block_size
+        first, end = sequence.num_computed // block_size, sequence.num_tokens // block_size
+        tail = self._tail_of(sequence) if sequence.num_uncomputed > 1 else None
+        if first < end or tail is not None:
+            for name in sequence.block_hashes[first:end]:
+                self._computing.setdefault(name, sequence)
+            if tail is not None:
+                self._computing.setdefault(tail, sequence)
+            self._claims[sequence] = _Claim(first, end, sequence.num_tokens, tail)
+
+    def computed(self, sequence: Sequence) -> None:
+        """It may have computed more: let those that waited for it go on. O(1) but for what is new."""
+        claim = self._claims.get(sequence)
+        if claim is None:
+            return
+        end = min(sequence.num_computed // self._cache.block_size, claim.end_block)
+        for i in range(claim.first_block, end):
+            self._unclaim(sequence, sequence.block_hashes[i])
+        claim.first_block = max(end, claim.first_block)
+        if sequence.num_computed >= claim.num_tokens:
+            del self._claims[sequence]
+            if claim.tail is not None:
+                self._keep_tail(sequence, claim)
+
+    def stopped(self, sequence: Sequence) -> None:
+        """It computes no more; it has its blocks still."""
+        self.computed(sequence)
+        claim = self._claims.pop(sequence, None)
+        if claim is not None:
+            for name in sequence.block_hashes[claim.first_block : claim.end_block]:
+                self._unclaim(sequence, name)
+            self._unclaim(sequence, claim.tail)
+
+    def take_tail(self, sequence: Sequence) -> int | None:
+        """The block that holds the end of its prompt, which then is its caller's to release; None: there is none, or it
+        is of no use without the blocks before. The sequence has its blocks, and counts as computed what it shares."""
+        tail = self._tails.get(sequence)
+        if tail is None:
+            return None
+        num_whole = self._num_whole(sequence)
+        block = tail.blocks[num_whole] if sequence.num_computed == num_whole * self._cache.block_size else None
+        if block is not None:
+            self._manager.share((block,))
+        self.forget(sequence)
+        return block
+
+    def forget(self, sequence: Sequence) -> None:
+        """It does not wait any more."""
+        tail = self._tails.pop(sequence, None)
+        if tail is not None:
+            tail.num_left -= 1
+            if tail.num_left == 0:
+                self._manager.release(tail.blocks)
+
+    def drop_tails(self) -> None:
+        """Memory runs short: what is held for later is given back."""
+        for sequence in list(self._tails):
+            self.forget(sequence)
+
+    def held_blocks(self) -> list[int]:
+        return [block for tail in set(self._tails.values()) for block in tail.blocks]
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _keep_tail(self, sequence: Sequence, claim: _Claim) -> None:
+        followers = self._unclaim(sequence, claim.tail)
+        if followers:
+            num_blocks = (claim.num_tokens - 1) // self._cache.block_size + 1
+            tail = _Tail(sequence.block_table[:num_blocks], len(followers))
+            self._manager.share(tail.blocks)
+            self._tails |= dict.fromkeys(followers, tail)
+
+    def _unclaim(self, sequence: Sequence, name: Hashable | None) -> list[Sequence]:
+        """Those that were parked on it; they may still be parked on what another claims by the same name."""
+        if name is None or self._computing.get(name) is not sequence:
+            return []
+        del self._computing[name]
+        return self._queue.unpark(name)
+
+    def _num_whole(self, sequence: Sequence) -> int:
+        """Blocks that it could share as they are: the last token is computed, for its logits."""
+        return (sequence.num_tokens - 1) // self._cache.block_size
+
+    def _tail_of(self, sequence: Sequence) -> Hashable | None:
+        """Names all of its tokens but the last; None where there is nothing to gain."""
+        num_whole = self._num_whole(sequence)
+        tail = tuple(sequence.token_ids[num_whole * self._cache.block_size : -1])
+        if len(tail) < LEAST_TAIL_TOKENS:
+            return None
+        parent = sequence.block_hashes[num_whole - 1] if num_whole else b""
+        return parent, sequence.request.cache_salt, tail

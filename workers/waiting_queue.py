@@ -1,0 +1,169 @@
+"""Who is admitted next. Pure; knows no block and no clock.
+
+    add ─> waiting ──pop──> (admitted)          preempted ones come before all that wait, oldest first
+            │  ^ └─discard
+            v  │
+           parked on a name, until `unpark`: somebody computes just what this sequence needs
+
+Between tenants (their cache salts): whoever has been served the least, in tokens, comes next; a tenant that was away
+has no credit from then (virtual token counter, Sheng et al. 2024, "Fairness in Serving Large Language Models", §4).
+Within a tenant: whose first token is due first. Both orders are fixed when a sequence comes, so nobody starves: what
+comes later is due later. Every operation is O(log waiting), amortised.
+"""
+
+import heapq
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from .sequence import Sequence
+
+OUTPUT_WEIGHT = 2  # what a token made counts, in tokens prefilled (the same paper's choice)
+
+_Entry = tuple[float, int, Sequence]
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    number: int
+    served: float  # tokens
+    num_present: int = 0  # its sequences here, waiting or running
+    queue: list[_Entry] = field(default_factory=list[_Entry])  # a heap; those that left meanwhile are skipped
+
+
+class WaitingQueue:
+    def __init__(self) -> None:
+        self.num_tokens = 0  # to compute, of all that wait
+        self._waiting: dict[Sequence, None] = {}
+        self._preempted: dict[Sequence, None] = {}
+        self._preempted_heap: list[_Entry] = []
+        self._parked: dict[Hashable, list[Sequence]] = {}
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._next_tenants: list[tuple[float, int, _Tenant]] = []  # a heap; only entries with today's `served` count
+        self._num_tenants = 0
+        self._floor = 0.0  # what the tenant that came last had been served
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._preempted
+        yield from self._waiting
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._waiting or sequence in self._preempted
+
+    def is_preempted(self, sequence: Sequence) -> bool:
+        return sequence in self._preempted
+
+    # -- who comes and goes -----------------------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence) -> None:
+        """It is on this worker from now on, until `leave`."""
+        salt = sequence.request.cache_salt
+        tenant = self._tenants.get(salt)
+        if tenant is None:
+            self._num_tenants += 1
+            tenant = self._tenants[salt] = _Tenant(self._num_tenants, self._floor)
+        tenant.num_present += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """Its output counts as served now."""
+        salt = sequence.request.cache_salt
+        tenant = self._tenants[salt]
+        tenant.num_present -= 1
+        if not tenant.num_present:
+            del self._tenants[salt]
+        else:
+            self._serve(tenant, OUTPUT_WEIGHT * (sequence.num_output - sequence.num_resumed))
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting[sequence] = None
+        self.num_tokens += sequence.num_tokens
+        self._line_up(sequence)
+
+    def add_preempted(self, sequence: Sequence) -> None:
+        self._preempted[sequence] = None
+        self.num_tokens += sequence.num_tokens
+        heapq.heappush(self._preempted_heap, (0.0, sequence.arrival, sequence))
+
+    def discard(self, sequence: Sequence) -> bool:
+        """Whether it was waiting."""
+        if sequence not in self:
+            return False
+        self._waiting.pop(sequence, None)
+        self._preempted.pop(sequence, None)
+        self.num_tokens -= sequence.num_tokens
+        return True
+
+    # -- who is next ------------------------------------------------------------------------------------------------
+
+    def peek(self) -> Sequence | None:
+        """Who is next; None: nobody who is not parked."""
+        heap = self._preempted_heap
+        while heap:
+            if heap[0][2] in self._preempted:
+                return heap[0][2]
+            heapq.heappop(heap)
+        tenant = self._next_tenant()
+        return None if tenant is None else tenant.queue[0][2]
+
+    def pop(self, num_new: int) -> None:
+        """The one that `peek` gives is admitted, with so many tokens to compute."""
+        sequence = self.peek()
+        assert sequence is not None
+        if sequence in self._preempted:
+            heapq.heappop(self._preempted_heap)
+        else:
+            tenant = self._take_first()
+            self._floor = max(self._floor, tenant.served)
+            self._serve(tenant, num_new)
+        self.discard(sequence)
+
+    def park(self, name: Hashable) -> None:
+        """The one that `peek` gives waits for `unpark(name)`. It must not be a preempted one."""
+        sequence = self.peek()
+        assert sequence is not None and sequence in self._waiting
+        self._line_up_tenant(self._take_first())
+        self._parked.setdefault(name, []).append(sequence)
+
+    def unpark(self, name: Hashable) -> list[Sequence]:
+        """Those that were parked on `name`; they are in line again."""
+        parked = [s for s in self._parked.pop(name, ()) if s in self._waiting]
+        for sequence in parked:
+            self._line_up(sequence)
+        return parked
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _next_tenant(self) -> _Tenant | None:
+        """The one served least of those that have a sequence in line, which is then the first of its queue."""
+        while self._next_tenants:
+            served, _, tenant = self._next_tenants[0]
+            if served == tenant.served:
+                while tenant.queue and tenant.queue[0][2] not in self._waiting:
+                    heapq.heappop(tenant.queue)
+                if tenant.queue:
+                    return tenant
+            heapq.heappop(self._next_tenants)
+        return None
+
+    def _take_first(self) -> _Tenant:
+        """Removes the next sequence from its queue, and the tenant's entry with it."""
+        _, _, tenant = heapq.heappop(self._next_tenants)
+        heapq.heappop(tenant.queue)
+        return tenant
+
+    def _serve(self, tenant: _Tenant, num_tokens: int) -> None:
+        tenant.served += num_tokens
+        self._line_up_tenant(tenant)
+
+    def _line_up(self, sequence: Sequence) -> None:
+        tenant = self._tenants[sequence.request.cache_salt]
+        if not tenant.queue:
+            tenant.served = max(tenant.served, self._floor)
+            self._line_up_tenant(tenant, is_new=True)
+        heapq.heappush(tenant.queue, (sequence.due, sequence.arrival, sequence))
+
+    def _line_up_tenant(self, tenant: _Tenant, *, is_new: bool = False) -> None:
+        if tenant.queue or is_new:
+            heapq.heappush(self._next_tenants, (tenant.served, tenant.number, tenant))

@@ -72,6 +72,7 @@ class PoolConfig(_Settings):
     chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
     max_running: Annotated[int, Field(ge=1)] = 256
+    target_step_s: Annotated[float, Field(ge=0)] = 0.0  # of a step with running decodes; 0: no matter
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

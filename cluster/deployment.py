@@ -74,6 +74,8 @@ class Deployment:
             max_batch_tokens=settings.max_batch_tokens,
             chunk_tokens=settings.chunk_tokens,
             max_running=settings.max_running,
+            target_step_s=settings.target_step_s,
+            ttft_s=config.service_level.ttft_s,
             prefix_cache=config.prefix_cache,
             transports=config.transports,
             lease_s=config.lease_s,

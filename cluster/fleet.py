@@ -70,6 +70,11 @@ class WorkerView:
         return max(self.load.num_running + self.load.num_waiting, self.num_in_flight)
 
     @property
+    def prefix_hit_rate(self) -> float:
+        """Of the prompt tokens that it admitted since its start; 0 before the first."""
+        return self.load.num_cached_tokens / self.load.num_prompt_tokens if self.load.num_prompt_tokens else 0.0
+
+    @property
     def used_blocks(self) -> int:
         return max(self.num_blocks - self.load.num_free_blocks, self.held_blocks)
 

@@ -79,9 +79,11 @@ class FrontDoor:
             token_ids = await self._encode(prompt, info)
             # A seed that we draw is drawn for each prompt, so that a prompt sent twice is answered twice.
             seed = secrets.randbits(64) if spec.seed is None else spec.seed & _MASK
+            group = f"{request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
                 index = len(completions)
                 request = self._request(spec, f"{request_id}-{index}", token_ids, choice_seed(seed, i), info)
+                request = replace(request, group=group)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                 detokenizer = self.tokenizer.detokenizer(token_ids)

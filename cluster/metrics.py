@@ -34,13 +34,15 @@ _GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_kv_blocks", "KV blocks", lambda w: w.num_blocks),
     ("worker_kv_blocks_used", "KV blocks held by sequences", lambda w: w.num_blocks - w.load.num_free_blocks),
     ("worker_kv_blocks_free", "KV blocks free or evictable", lambda w: w.load.num_free_blocks),
+    ("worker_prefix_hit_rate", "Of its prompt tokens so far, from the prefix cache", lambda w: w.prefix_hit_rate),
     ("worker_kv_blocks_leased", "KV blocks of open hand-offs", lambda w: w.load.num_leased_blocks),
     ("worker_kv_blocks_quarantined", "KV blocks held aside", lambda w: w.load.num_quarantined_blocks),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_prefill_tokens", "Tokens prefilled", lambda w: w.load.num_prefill_tokens),
     ("worker_decode_tokens", "Tokens decoded", lambda w: w.load.num_decode_tokens),
-    ("worker_cached_tokens", "Prompt tokens found in the prefix cache", lambda w: w.load.num_cached_tokens),
+    ("worker_prompt_tokens", "Prompt tokens of sequences that were admitted", lambda w: w.load.num_prompt_tokens),
+    ("worker_cached_tokens", "Of those, found in the prefix cache", lambda w: w.load.num_cached_tokens),
     ("worker_preemptions", "Sequences preempted", lambda w: w.load.num_preemptions),
     ("worker_handoffs_sent", "Hand-offs sealed", lambda w: w.load.num_handoffs_sent),
     ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),

@@ -55,6 +55,8 @@ class RequestFacts:
     excluded: frozenset[str] = frozenset()  # workers that failed this request; taken only when nobody else is left
     failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink that could not hand this request off
     may_hand_off: bool = True
+    group: str = ""  # of requests for one prompt
+    beside: "Route | None" = None  # where another of the group was sent
 
     def num_blocks(self, worker: WorkerView) -> int:
         """Of that worker's size, with room for the next token."""
@@ -82,6 +84,9 @@ class Route:
 
 def choose(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
     """Raises Unavailable where no worker could take the request."""
+    beside = _beside(workers, facts)
+    if beside is not None:
+        return beside  # what it computes or pulls is waited for there
     route = _choose_workers(workers, facts, config)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off):
         return route
@@ -109,6 +114,20 @@ def _pullable_tokens(source: WorkerView, facts: RequestFacts) -> int:
     """Whole blocks that it holds; the last token's logits have to be computed."""
     num_tokens = min(facts.cached_tokens.get(source.incarnation, 0), facts.num_tokens - 1)
     return num_tokens // source.block_size * source.block_size
+
+
+def _beside(workers: Sequence[WorkerView], facts: RequestFacts) -> Route | None:
+    """The way that another completion of the same prompt went, if it is open and has room: there the prompt is computed
+    once."""
+    if facts.beside is None:
+        return None
+    source, sink = facts.beside.prefill, facts.beside.decode
+    able = {w.incarnation: w for w in _able(workers, facts) if w.incarnation not in facts.excluded}
+    if sink not in able or _is_full(able[sink], facts):
+        return None
+    if source is not None and (source not in able or not facts.may_hand_off or (source, sink) in facts.failed_pairs):
+        return None
+    return Route(source, sink)
 
 
 def _choose_workers(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:

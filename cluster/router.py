@@ -60,6 +60,7 @@ class Router:
         self._closing: set[asyncio.Task[None]] = set()
         self._runs: set[RequestRun] = set()
         self._mover = Mover(config, self._fleet, lambda: self._runs)
+        self._routes: dict[str, Route] = {}  # of groups: the first's
         self._unrouted: dict[RequestRun, None] = {}  # in order of arrival
         self._mean_duration_s = 1.0
         self._is_running = False
@@ -145,6 +146,7 @@ class Router:
         run.close()
         self._runs.discard(run)
         self._unrouted.pop(run, None)
+        self._routes.pop(run.record.request.group, None)
         record = run.record
         self._mean_duration_s += DURATION_WEIGHT * (now - run.times.started_at - self._mean_duration_s)
         self._metrics.resumes.inc(max(record.num_attempts - 1, 0))
@@ -171,10 +173,15 @@ class Router:
             excluded=frozenset(record.excluded),
             failed_pairs=frozenset(record.failed_pairs),
             may_hand_off=record.may_hand_off,
+            group=record.request.group,
+            beside=self._routes.get(record.request.group),
         )
 
     def choose(self, facts: RequestFacts) -> Route:
-        return choose(self._fleet.views(), facts, self._config)
+        route = choose(self._fleet.views(), facts, self._config)
+        if facts.group:
+            self._routes.setdefault(facts.group, route)
+        return route
 
     def choose_sink(self, facts: RequestFacts, source: str) -> str | None:
         return choose_sink(self._fleet.views(), facts, source)

@@ -44,6 +44,7 @@ class _Incoming:
     is_prefix: bool = False
     num_reserved: int = 0  # tokens
     num_held: int = 0  # leading blocks of its table that came from the prefix cache
+    names: list[bytes] = field(default_factory=list[bytes])  # of the full blocks that it brings
     gone: DiptychError | None = None  # the request ended while its KV was on the way
 
 
@@ -61,6 +62,7 @@ class HandoffLedger:
         self._incoming: dict[str, _Incoming] = {}
         self._waiting: dict[str, tuple[int, Grant]] = {}  # reservations (tokens) in order of arrival
         self._quarantined: dict[str, list[int]] = {}
+        self._arriving: dict[bytes, str] = {}  # block name -> key of the sequence that brings it
         self.num_sent = 0  # sequences, as are received and failed
         self.num_received = 0
         self.num_failed = 0
@@ -235,6 +237,8 @@ class HandoffLedger:
         """`is_prefix`: of its leading tokens alone; the rest is computed here."""
         sequence.status = SequenceStatus.IMPORTING
         self._incoming[sequence.key] = _Incoming(sequence, is_prefix)
+        if is_prefix:
+            self._scheduler.expect(sequence)
 
     def reserve(self, key: str, num_tokens: int, grant: Grant) -> None:
         """Call `grant` with blocks for the first `num_tokens` tokens, now or when there are enough; or with why not.
@@ -256,12 +260,15 @@ class HandoffLedger:
             self.grant_reservations()
 
     def grant_reservations(self) -> None:
-        """Serve waiting reservations, oldest first, while every running sequence can still grow by a block."""
-        while self._waiting:
-            key, (num_tokens, grant) = next(iter(self._waiting.items()))
+        """Serve waiting reservations, oldest first, while every running sequence can still grow by a block. One whose
+        next block is on its way with another waits for that: the KV of a prompt comes once."""
+        for key, (num_tokens, grant) in list(self._waiting.items()):
             incoming = self._incoming[key]
             sequence = incoming.sequence
             held = self._cache.match(sequence)
+            names = sequence.block_hashes[len(held) : num_tokens // self._cache.block_size]
+            if names and names[0] in self._arriving:
+                continue
             self._manager.share(held)
             num_needed = self._num_blocks(max(num_tokens, sequence.num_tokens)) - len(held)
             headroom = min(self._scheduler.num_running, self._manager.num_blocks // 8)
@@ -271,8 +278,17 @@ class HandoffLedger:
             del self._waiting[key]
             incoming.num_reserved = num_tokens
             incoming.num_held = len(held)
+            incoming.names = names
+            self._arriving |= dict.fromkeys(names, key)
             sequence.block_table = held + self._manager.allocate(num_needed)
             grant(Reservation(tuple(sequence.block_table), len(held) * self._cache.block_size))
+
+    def _arrived(self, key: str, incoming: _Incoming) -> None:
+        """Or never will: nobody needs to wait for its blocks."""
+        for name in incoming.names:
+            if self._arriving.get(name) == key:
+                del self._arriving[name]
+        incoming.names = []
 
     def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> Sequence:
         """The sequence's KV is here: it runs from its next token on. Raises where the request is gone or differs."""
@@ -285,6 +301,7 @@ class HandoffLedger:
         else:
             self._take_all(incoming, num_computed, output_token_ids)
         del self._incoming[key]
+        self._arrived(key, incoming)
         self._cache.insert(sequence, 0)
         self._scheduler.add_running(sequence)
         return sequence
@@ -319,6 +336,8 @@ class HandoffLedger:
         """The request ended: its blocks wait for `fail`, which the pull calls when it has stopped reading."""
         incoming = self._incoming[key]
         incoming.gone = error
+        self._scheduler.give_up(incoming.sequence)
+        self._arrived(key, incoming)
         grant = self._waiting.pop(key, None)
         if grant is not None:
             grant[1](error)
@@ -333,6 +352,7 @@ class HandoffLedger:
         if incoming is None:
             return None
         is_over = incoming.gone is None and not incoming.is_prefix
+        self._arrived(key, incoming)
         self.num_failed += is_over
         table, incoming.sequence.block_table = incoming.sequence.block_table, []
         if quarantine:

@@ -69,6 +69,7 @@ class Request:
     sampling: SamplingParams
     timeout_s: float
     cache_salt: bytes = b""  # prefix-cache namespace: other salts never share blocks
+    group: str = ""  # requests of one prompt that came together, and go to the same workers; "": alone
 
     def validate(self, vocab_size: int, max_context_tokens: int) -> None:
         """Raise InvalidRequest or PromptTooLong for what the model cannot compute."""

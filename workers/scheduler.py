@@ -116,9 +116,20 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
         assert not sequence.block_table and sequence.num_computed == 0
+        self._shared.stopped(sequence)
         sequence.status = SequenceStatus.WAITING
         self._queue.enter(sequence)
         self._queue.add(sequence)
+
+    def expect(self, sequence: Sequence) -> None:
+        """Its prefix is on the way, the rest will be computed here: who needs the same waits, until it is here (`add`,
+        `add_running`) or given up."""
+        self._cache.name(sequence)
+        self._shared.computes(sequence)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """What was expected will not run."""
+        self._shared.stopped(sequence)
 
     def add_running(self, sequence: Sequence) -> None:
         """Take a sequence whose KV arrived with its blocks (the sink side of a hand-off)."""

@@ -34,7 +34,7 @@ from .handoff_source import HandoffSource
 from .runner import Runner
 from .scheduler import Role
 from .service_handoffs import ServiceHandoffs
-from .service_links import Links, RouterLink
+from .service_links import Links, RouterLink, parts_of
 from .staging import Staging
 from .transport.select import make_transports
 from .wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
@@ -271,10 +271,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         tokens = output.tokens
         by_link: dict[int, tuple[list[int], list[int]]] = {}  # entries, handles
         for entry, key in enumerate(tokens.keys):
-            number, _, handle = key.partition("/")
-            entries, handles = by_link.setdefault(int(number), ([], []))
+            number, handle = parts_of(key)
+            entries, handles = by_link.setdefault(number, ([], []))
             entries.append(entry)
-            handles.append(int(handle))
+            handles.append(handle)
         for number, (entries, handles) in by_link.items():
             link = self._links.at(number)
             if link is not None:

@@ -51,7 +51,7 @@ class Links:
         return self._links.get(number)
 
     def of(self, key: str) -> RouterLink | None:
-        return self._links.get(_parts(key)[0])
+        return self._links.get(parts_of(key)[0])
 
     def has(self, key: str) -> bool:
         """Whether the request still lives here."""
@@ -85,10 +85,11 @@ class Links:
 
 
 def handle_of(key: str) -> int:
-    return _parts(key)[1]
+    return parts_of(key)[1]
 
 
-@lru_cache(4096)  # asked twice a token
-def _parts(key: str) -> tuple[int, int]:
+@lru_cache(4096)  # asked once a token
+def parts_of(key: str) -> tuple[int, int]:
+    """The number of its link, and the router's handle."""
     number, _, handle = key.partition("/")
     return int(number), int(handle)

@@ -29,6 +29,8 @@ class WorkerConfig:
     max_batch_tokens: int = 2048
     chunk_tokens: int = 0  # 0: no limit but the budget
     max_running: int = 256
+    target_step_s: float = 0.0  # prefill beside running decodes is bounded to keep a step near it; 0: not
+    ttft_s: float = 1.0  # time to first token that the order of admission aims at
     prefix_cache: bool = True
     transports: tuple[str, ...] | Literal["auto"] = "auto"
     lease_s: float = 10.0
@@ -53,6 +55,7 @@ class WorkerConfig:
         if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:
             raise ConfigError(f"wire_dtype {self.wire_dtype} needs the transport grpc, which alone can narrow KV")
         least = {"block_size": 1, "max_batch_tokens": 1, "chunk_tokens": 0, "max_running": 1, "layer_groups": 0}
+        least |= {"target_step_s": 0, "ttft_s": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
@@ -70,4 +73,10 @@ class WorkerConfig:
             raise ConfigError(f"a worker on {self.host} needs an auth_token: without one, listen on 127.0.0.1")
 
     def scheduler(self) -> SchedulerConfig:
-        return SchedulerConfig(self.max_batch_tokens, self.chunk_tokens, self.max_running)
+        return SchedulerConfig(
+            self.max_batch_tokens,
+            self.chunk_tokens,
+            self.max_running,
+            target_step_s=self.target_step_s,
+            ttft_s=self.ttft_s,
+        )

@@ -145,8 +145,8 @@ def test_our_own_cache_may_hold_more_than_is_offered() -> None:
 def test_a_request_that_ends_while_its_prefix_is_on_the_way(reserved: bool) -> None:
     clock = Clock()
     sink = make(clock=clock)
-    for key in ("0/1", "0/2"):
-        sink.submit(key, make_request(PROMPT, 5), [], handoff_id=key, prefix=True)
+    for key, prompt in (("0/1", PROMPT), ("0/2", PROMPT[::-1])):
+        sink.submit(key, make_request(prompt, 5), [], handoff_id=key, prefix=True)
         if reserved:
             assert isinstance(reserve(sink, key, 20), Reservation)
     sink.abort("0/1")

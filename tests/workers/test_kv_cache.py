@@ -80,3 +80,13 @@ def test_a_packed_layer_is_as_the_kernels_take_it() -> None:
     assert view is not None
     piece = np.frombuffer(view, np.uint16, layout.layer_bytes // 2, int(runs.offsets[0]))
     assert (unpacked(piece, layout)[0] == rows[2].view(torch.uint16).numpy()).all()
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+def test_blocks_are_copied_whole_and_only_where_asked(order: str) -> None:
+    cache = KVCache(replace(LAYOUT, axis_order=order), 5, torch.device("cpu"))
+    cache.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    before = [cache.layer(i).clone() for i in range(3)]
+    cache.copy_blocks([(0, 3), (0, 1)])
+    for i in range(3):
+        assert torch.equal(cache.layer(i), before[i][[0, 0, 2, 0, 4]])

@@ -45,6 +45,7 @@ class _Settings(BaseModel):
 
 
 Dtype = Literal["bfloat16", "float32"]
+CpuIsa = Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"]
 BlockSize = Annotated[int, Field(ge=1, le=1024)]
 AxisOrder = Literal["block", "layer"]
 WireDtype = Literal["bfloat16", "int8"]
@@ -163,6 +164,9 @@ class ClusterConfig(_Settings):
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
+    cpu_isa: CpuIsa = (
+        "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": compute with torch
+    )
     block_size: BlockSize = 16  # tokens a block
     kv_axis_order: AxisOrder = "block"  # the outer axis of the KV cache
     wire_dtype: WireDtype | None = None  # workers pull KV narrower than it is at the source, over gRPC

@@ -46,6 +46,7 @@ def examine() -> Iterator[Finding]:
         lambda: _package("nixl", "nixl._api", Verdict.WARNING, "pip install nixl; until then KV travels over gRPC"),
         _compiler,
         _cpu,
+        _kernels,
         _memory,
         _huge_pages,
         _gpu,
@@ -96,6 +97,22 @@ def _cpu() -> Finding:
     if not have and platform.machine() == "x86_64":
         return Finding("CPU", Verdict.WARNING, text, "decoding is slow without AVX2")
     return Finding("CPU", Verdict.OK, text)
+
+
+def _kernels() -> Finding:
+    # In a process of its own: it loads the library, with torch.
+    module = f"{(__package__ or '').partition('.')[0]}.workers.cpu_kernels"
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", module], capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("CPU kernels", Verdict.WARNING, "they do not load: it hangs", "install Diptych again")
+    if run.returncode or not run.stdout:
+        lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+        return Finding("CPU kernels", Verdict.WARNING, f"they do not load: {lines[-1]}", "install Diptych again")
+    why, _, remedy = run.stdout.strip().partition("; ")
+    return Finding("CPU kernels", Verdict.WARNING if remedy else Verdict.OK, why, remedy)
 
 
 def _cpu_flags() -> set[str]:

@@ -6,12 +6,12 @@ import os
 from .errors import ConfigError
 
 
-def huge_page_mapping(num_bytes: int) -> mmap.mmap:
+def huge_page_mapping(num_bytes: int, remedy: str = "lower kv_memory_bytes") -> mmap.mmap:
     """Of this process alone. Zeros; pages that are never written cost no memory. Raises ConfigError."""
     try:
         return _with_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     except OSError as e:
-        raise _refused(num_bytes, e) from e
+        raise _refused(num_bytes, e, remedy) from e
 
 
 def shared_mapping(memory_fd: int, num_bytes: int) -> mmap.mmap:
@@ -24,7 +24,7 @@ def shared_mapping(memory_fd: int, num_bytes: int) -> mmap.mmap:
             os.ftruncate(memory_fd, num_bytes)
         return _with_huge_pages(mmap.mmap(memory_fd, num_bytes, flags=mmap.MAP_SHARED))
     except OSError as e:
-        raise _refused(num_bytes, e) from e
+        raise _refused(num_bytes, e, "lower kv_memory_bytes") from e
 
 
 def _with_huge_pages(mapping: mmap.mmap) -> mmap.mmap:
@@ -36,5 +36,5 @@ def _with_huge_pages(mapping: mmap.mmap) -> mmap.mmap:
     return mapping
 
 
-def _refused(num_bytes: int, error: OSError) -> ConfigError:
-    return ConfigError(f"{num_bytes:,} bytes of KV memory cannot be mapped ({error.strerror}): lower kv_memory_bytes")
+def _refused(num_bytes: int, error: OSError, remedy: str) -> ConfigError:
+    return ConfigError(f"{num_bytes:,} bytes of memory cannot be mapped ({error.strerror}): {remedy}")

@@ -6,31 +6,39 @@ With `tensor_parallel` above 1 this is rank 0 of as many: the others are process
 that compute each step with it. If one is lost, `run` raises RankLost and the runner is of no more use.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.sample import RowSampler
+from .batch_tables import BatchTables
+from .compiled_steps import CompiledSteps
+from .cores import part_of
+from .cpu_kernels import Choice, choose_for, make_team
 from .errors import ConfigError, RankLost
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
-from .kv_layout import AXIS_ORDERS, ROWS, KVLayout, KVMemory
+from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
+from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import Decoder
 from .models.rope import rope_table
 from .models.sharding import Share, check_divides, spec_of
 from .models.spec import ModelSpec, load_spec
-from .models.weights import DTYPES, Checkpoint, Progress
-from .parallel import Alone
+from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
+from .parallel import Alone, Group
 from .rank import RankSettings
 from .rank_processes import OnLoss, RankProcesses
 from .runner import LayerWatch, ModelInfo
 from .sampler import Sampler
-from .sequence import Batch, SampledToken, ScheduledSequence
-from .step import Step
+from .sequence import Batch, SampledToken
+from .torch_steps import TorchSteps
+
+log = logging.getLogger("diptych.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class ModelRunnerConfig:
     num_threads: int | None = None  # of all ranks together; None: torch's own choice
     cores: tuple[int, ...] | None = None  # for the threads of all ranks; None: not bound
     tensor_parallel: int = 1  # ranks
+    cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
 
     def validate(self) -> None:
         """Raise ConfigError for a value outside its range."""
@@ -76,18 +85,20 @@ class ModelRunnerConfig:
         return max((self.num_threads or torch.get_num_threads()) // self.tensor_parallel, 1)
 
 
+class Steps(Protocol):
+    """How a batch is computed: TorchSteps or CompiledSteps."""
+
+    def run(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        """As Runner.run, for a batch that is not empty. Raises RankLost."""
+        ...
+
+
 class ModelRunner:
     """A Runner (see runner.py). Make it with `load`."""
 
-    def __init__(
-        self, info: ModelInfo, decoder: Decoder, cache: KVCache, cos_sin: Tensor, ranks: RankProcesses | None = None
-    ) -> None:
-        self._info, self._decoder, self._cache = info, decoder, cache
+    def __init__(self, info: ModelInfo, steps: Steps, cache: KVCache, ranks: RankProcesses | None = None) -> None:
+        self._info, self.steps, self._cache, self._ranks = info, steps, cache, ranks
         self._memory = cache.memory
-        self._device = cache.tensor.device
-        self._cos_sin = cos_sin
-        self._sampler = Sampler(info.eos_token_ids)
-        self._ranks = ranks
 
     @classmethod
     def load(
@@ -110,12 +121,15 @@ class ModelRunner:
         threads = config.threads_per_rank
         if threads is not None:
             torch.set_num_threads(threads)
+        choice = _kernels(config, spec, device)
+        log.info("%s", choice.why)
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
-            layout = _layout(config, spec, checkpoint.fingerprint())
-            ranks = _start_ranks(config, layout.packing, max_context_tokens, on_loss)
+            layout = _layout(config, spec, checkpoint.fingerprint(), choice.packing)
+            ranks = _start_ranks(config, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
-            weights = checkpoint.load(DTYPES[config.dtype], device, progress, share)
+            reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share)
+            steps_with = _read_weights(config, reader, spec_of(spec, share), choice, ranks)
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
             cache = KVCache(layout, num_blocks, device, shared_fd=ranks.memory_fd if ranks is not None else None)
@@ -130,8 +144,7 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             dtype=config.dtype,
         )
-        decoder = Decoder(spec_of(spec, share), weights, group)
-        return cls(info, decoder, cache, rope_table(spec, max_context_tokens, device), ranks)
+        return cls(info, steps_with(cache, rope_table(spec, max_context_tokens, device), group), cache, ranks)
 
     @property
     def info(self) -> ModelInfo:
@@ -155,52 +168,14 @@ class ModelRunner:
         """Compute the batch's new tokens into the cache; one sampled token for each entry that `samples`, in order."""
         if not batch:
             return []
-        # Attention wants sequences with one new token first; order is restored by sampling in the batch's own order.
-        order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
-        entries = [batch.entries[i] for i in order]
         try:
-            hidden = self._forward(entries, self._stored(watch))
+            return self.steps.run(batch, watch)
         except RankLost as e:
             assert self._ranks is not None
             raise self._ranks.fail(e) from e
-        last_rows = np.cumsum([e.num_new for e in entries]) - 1
-        rows = {id(e): row for e, row in zip(entries, last_rows.tolist(), strict=True)}
-        sampled = [e for e in batch.entries if e.samples]
-        if not sampled:
-            return []
-        logits = self._decoder.logits(hidden[self._tensor(np.array([rows[id(e)] for e in sampled]))])
-        return self._sampler.sample(logits, [e.sequence for e in sampled])
 
-    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._cache.copy_blocks(pairs)
-
-    def _stored(self, watch: LayerWatch | None) -> Callable[[int], None]:
-        """Passes on the layers that `watch` waits for, once the device has really stored them."""
-        ends = set(watch.ends if watch else ())
-
-        def stored(num_layers: int) -> None:
-            if watch is not None and num_layers in ends:
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
-                watch.reached(num_layers)
-
-        return stored
-
-    def _forward(self, entries: SequenceOf[ScheduledSequence], stored: Callable[[int], None]) -> Tensor:
-        """Final hidden states of all new tokens, [T, H]."""
-        block_size = self.layout.block_size
-        step = Step.of(entries, block_size)
-        tokens: list[int] = []
-        for entry in entries:
-            start = entry.sequence.num_computed
-            tokens += entry.sequence.token_ids[start : start + entry.num_new]
-        if self._ranks is not None:
-            self._ranks.tell(step)
-        meta = step.meta(self._cos_sin, block_size)
-        return self._decoder.forward(self._tensor(np.array(tokens)), self._cache, meta, stored)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def _device(name: str) -> torch.device:
@@ -217,8 +192,32 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _kernels(config: ModelRunnerConfig, spec: ModelSpec, device: torch.device) -> Choice:
+    if device.type != "cpu":
+        return Choice(None, f"Triton kernels compute, on {device}")
+    return choose_for(config.cpu_isa, config.block_size, spec.head_dim)
+
+
+def _read_weights(
+    config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, choice: Choice, ranks: RankProcesses | None
+) -> Callable[[KVCache, Tensor, Group], Steps]:
+    """What computes batches, once it has a cache, the rotary table and a group. spec: of rank 0's share."""
+    if choice.library is None:
+        weights, sampler = load_weights(reader), Sampler(spec.eos_token_ids)
+        return lambda cache, cos_sin, group: TorchSteps(Decoder(spec, weights, group), cache, cos_sin, sampler, ranks)
+    cores = part_of(config.cores, 0, config.tensor_parallel)
+    team = make_team(choice.library, torch.get_num_threads(), cores)
+    packed, sampler = read_weights(team, reader), Sampler(spec.eos_token_ids, RowSampler(team, spec.vocab_size))
+
+    def steps_with(cache: KVCache, cos_sin: Tensor, group: Group) -> Steps:
+        tables = BatchTables(config.block_size, cache.layout.num_blocks_for(len(cos_sin)))
+        return CompiledSteps(CompiledDecoder(spec, packed, cache, cos_sin, team, group), tables, sampler, ranks)
+
+    return steps_with
+
+
 def _start_ranks(
-    config: ModelRunnerConfig, packing: str, max_context_tokens: int, on_loss: OnLoss
+    config: ModelRunnerConfig, choice: Choice, max_context_tokens: int, on_loss: OnLoss
 ) -> RankProcesses | None:
     if config.tensor_parallel == 1:
         return None
@@ -227,18 +226,17 @@ def _start_ranks(
         dtype=config.dtype,
         block_size=config.block_size,
         axis_order=AXIS_ORDERS[config.kv_axis_order],
-        packing=packing,
+        packing=choice.packing,
         max_context_tokens=max_context_tokens,
         num_threads=torch.get_num_threads(),
+        cpu_isa=choice.library.isa if choice.library is not None else "none",
         cores=config.cores,
         size=config.tensor_parallel,
     )
     return RankProcesses(settings, on_loss)
 
 
-def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: str = ROWS) -> KVLayout:
-    """`packing`: what the attention takes that computes with it: torch and Triton rows, the compiled kernels dot, where
-    the layout `can_be_dot`."""
+def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: str) -> KVLayout:
     return KVLayout(
         dtype=config.dtype,
         block_size=config.block_size,

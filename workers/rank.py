@@ -11,21 +11,25 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from .cores import bind_this_thread, part_of
+from .cpu_kernels import choose, make_team
 from .errors import CheckpointError, ConfigError, RankLost
 from .kv_cache import KVCache
 from .kv_layout import KVLayout
+from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import run_layers
 from .models.rope import rope_table
 from .models.sharding import Share, spec_of
-from .models.spec import load_spec
+from .models.spec import ModelSpec, load_spec
 from .models.weights import DTYPES, Checkpoint
-from .parallel import GlooGroup
+from .parallel import GlooGroup, Group
 from .step import Step, StepLimits, hear
 
 READY = b"ready\n"  # on standard output, once the weights are read
@@ -42,6 +46,7 @@ class RankSettings:
     max_context_tokens: int
     num_threads: int
     size: int
+    cpu_isa: str = "none"  # of the compiled kernels that compute; "none": torch does
     cores: tuple[int, ...] | None = None  # of all ranks
     rank: int = 0
     memory_fd: int = -1
@@ -56,11 +61,11 @@ def follow(settings: RankSettings) -> None:
     """Does not return. Raises RankLost, or what reading a checkpoint raises."""
     torch.set_num_threads(settings.num_threads)
     bind_this_thread(part_of(settings.cores, settings.rank, settings.size))
-    cpu, dtype = torch.device("cpu"), DTYPES[settings.dtype]
+    cpu = torch.device("cpu")
     path, share = Path(settings.model_path), Share(settings.rank, settings.size)
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
-        layers = checkpoint.load_layers(dtype, cpu, share)
+        compute_with = _read_layers(settings, spec, checkpoint, share)
     os.write(sys.stdout.fileno(), READY)
     group = GlooGroup.join(settings.rank, settings.size, Path(settings.meeting))
     [num_blocks] = hear(group).tolist()
@@ -77,14 +82,33 @@ def follow(settings: RankSettings) -> None:
         tensor_parallel=settings.size,
     )
     cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared_fd=settings.memory_fd)
-    cos_sin = rope_table(spec, settings.max_context_tokens, cpu)
-    ours = spec_of(spec, share)
+    compute = compute_with(cache, rope_table(spec, settings.max_context_tokens, cpu), group)
     group.all_reduce(torch.ones(1))  # everyone is here: rank 0 may serve
     while True:
-        step = Step.from_words(hear(group), limits)
-        residual = torch.empty((step.num_tokens, spec.hidden_size), dtype=dtype)
-        group.broadcast(residual)
-        run_layers(ours, layers, residual, cache, step.meta(cos_sin, settings.block_size), group)
+        compute(Step.from_words(hear(group), limits))
+
+
+def _read_layers(
+    settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share
+) -> Callable[[KVCache, Tensor, Group], Callable[[Step], object]]:
+    """What computes the steps of this rank, once it has a cache, the rotary table and a group."""
+    cpu, dtype, ours = torch.device("cpu"), DTYPES[settings.dtype], spec_of(spec, share)
+    library = choose(settings.cpu_isa).library
+    if library is not None:
+        team = make_team(library, settings.num_threads, part_of(settings.cores, settings.rank, settings.size))
+        weights = read_weights(team, checkpoint.reader(dtype, cpu, share=share))
+        return lambda cache, cos_sin, group: CompiledDecoder(ours, weights, cache, cos_sin, team, group).follow
+    layers = checkpoint.load_layers(dtype, cpu, share)
+
+    def compute_with(cache: KVCache, cos_sin: Tensor, group: Group) -> Callable[[Step], object]:
+        def compute(step: Step) -> None:
+            residual = torch.empty((step.num_tokens, spec.hidden_size), dtype=dtype)
+            group.broadcast(residual)
+            run_layers(ours, layers, residual, cache, step.meta(cos_sin, settings.block_size), group)
+
+        return compute
+
+    return compute_with
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -6,6 +6,7 @@ The line that it prints when it is ready is JSON: {"address": ..., "incarnation"
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -40,6 +41,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         device=config.device,
         num_threads=config.threads,
         cores=config.cores,
+        cpu_isa=config.cpu_isa,
         tensor_parallel=config.tensor_parallel,
         block_size=config.block_size,
         kv_axis_order=config.kv_axis_order,
@@ -142,6 +144,7 @@ async def _main(config: WorkerConfig) -> None:
 
 
 def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_main(parse_args(sys.argv[1:])))

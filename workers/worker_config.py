@@ -21,6 +21,7 @@ class WorkerConfig:
     device: str = "cpu"
     threads: int | None = None  # of all its ranks together; None: torch's choice
     cores: tuple[int, ...] | None = None  # that its compute threads are bound to, in order; None: not bound
+    cpu_isa: str = "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": compute with torch
     tensor_parallel: int = 1  # ranks: processes that share the model's heads and MLP, on this machine
     block_size: int = 16  # tokens a block
     kv_memory_bytes: int | None = None  # None: by fraction

@@ -163,7 +163,18 @@ def test_a_damaged_address_file_is_named(home: Path) -> None:
 def test_doctor_finds_something_to_say_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("doctor")
     assert result.exit_code == 0
-    for name in ("Python", "torch", "ray", "nixl", "CPU", "memory", "huge pages", "HTTP port", "gRPC port"):
+    for name in (
+        "Python",
+        "torch",
+        "ray",
+        "nixl",
+        "CPU",
+        "CPU kernels",
+        "memory",
+        "huge pages",
+        "HTTP port",
+        "gRPC port",
+    ):
         assert f"{name}: " in result.stdout
 
 

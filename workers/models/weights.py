@@ -112,18 +112,21 @@ class Checkpoint:
     ) -> DecoderWeights:
         """Copy every tensor to `device` as `dtype`, those of a fused weight below one another; of the layers' tensors
         only what `share` holds."""
-        outer_sources = {
-            field: sources for field, sources in outer_tensors(self.spec).items() if next(iter(sources)) in self._files
-        }
-        reader = _Reader(self, dtype, device, progress, share)
-        reader.expect(outer_sources)
-        layers = reader.layers()
-        outer = {field: reader.fused(sources) for field, sources in outer_sources.items()}
-        return DecoderWeights(outer["embed"], layers, outer["norm"], outer.get("lm_head", outer["embed"]))
+        return load_weights(self.reader(dtype, device, progress, share))
 
     def load_layers(self, dtype: torch.dtype, device: torch.device, share: Share) -> list[LayerWeights]:
         """The same without what is outside the layers: all that a rank other than the first needs."""
-        return _Reader(self, dtype, device, lambda _done, _total: None, share).layers()
+        return [fields.as_layer() for fields in self.reader(dtype, device, share=share).layers()]
+
+    def reader(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress = lambda _done, _total: None,
+        share: Share = WHOLE,
+    ) -> "Reader":
+        """For whoever makes something else of each tensor than `load` does."""
+        return Reader(self, dtype, device, progress, share)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Tensor `name`, or a part of it, as stored; on CPU."""
@@ -135,6 +138,9 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} cannot be read ({e}): fetch the file again"
             ) from e
+
+    def holds(self, name: str) -> bool:
+        return name in self._files
 
     def stored_bytes(self, name: str) -> int:
         stored = self._files[name].get_slice(name)
@@ -190,44 +196,56 @@ class Checkpoint:
             )
 
 
-class _Reader:
-    """Copies what one share of a decoder needs out of a checkpoint, and counts."""
+class Reader:
+    """Copies what one share of a decoder needs out of a checkpoint, layer by layer, and counts. The first share alone
+    needs what is outside the layers."""
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress, share: Share
     ) -> None:
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self._progress = progress
-        self._done, self._total = 0, 0
         self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
+        self._outer: dict[str, dict[str, Shape]] = {}
         if share.rank:  # what is added once is added by rank 0
             for fields in self._layers:
                 fields.pop("o_bias", None)
                 fields.pop("down_bias", None)
-        for fields in self._layers:
-            self.expect(fields)
+        else:
+            self._outer = {
+                field: sources
+                for field, sources in outer_tensors(checkpoint.spec).items()
+                if checkpoint.holds(next(iter(sources)))
+            }
+        self._done, self._total = 0, 0
+        for fields in (*self._layers, self._outer):
+            for sources in fields.values():
+                self._total += sum(self._bytes(name, shape) for name, shape in sources.items())
 
-    def expect(self, fields: dict[str, dict[str, Shape]]) -> None:
-        """Count these among what is to be read."""
-        self._total += sum(self._bytes(name, shape) for sources in fields.values() for name, shape in sources.items())
-
-    def layers(self) -> list[LayerWeights]:
+    def layers(self) -> "Iterator[Fields]":
         self._progress(0, self._total)
-        return [
-            LayerWeights(**{field: self.fused(sources) for field, sources in fields.items()}) for fields in self._layers
-        ]
+        return (Fields(self, fields) for fields in self._layers)
+
+    def outer(self) -> "Fields":
+        return Fields(self, self._outer)
+
+    def parts(self, sources: dict[str, Shape]) -> list[Tensor]:
+        return [self._read(name, shape).to(self._device, self._dtype) for name, shape in sources.items()]
 
     def fused(self, sources: dict[str, Shape]) -> Tensor:
-        parts = {name: self._shape(name, shape) for name, shape in sources.items()}
-        rows = sum(shape[0] for shape in parts.values())
-        target = torch.empty((rows, *next(iter(parts.values()))[1:]), dtype=self._dtype, device=self._device)
+        shapes = [self._shape(name, shape) for name, shape in sources.items()]
+        target = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
         start = 0
-        for name, shape in parts.items():
-            target[start : start + shape[0]].copy_(self._checkpoint.read(name, self._part(name)))
-            start += shape[0]
-            self._done += self._bytes(name, sources[name])
-            self._progress(self._done, self._total)
+        for (name, shape), own in zip(sources.items(), shapes, strict=True):
+            target[start : start + own[0]].copy_(self._read(name, shape))
+            start += own[0]
         return target
+
+    def _read(self, name: str, shape: Shape) -> Tensor:
+        stored = self._checkpoint.read(name, self._part(name))
+        self._done += self._bytes(name, shape)
+        self._progress(self._done, self._total)
+        return stored
 
     def _part(self, name: str) -> tuple[slice, ...]:
         return (slice(None),) if self._share == WHOLE else part_of_tensor(self._checkpoint.spec, name, self._share)
@@ -239,6 +257,38 @@ class _Reader:
 
     def _bytes(self, name: str, shape: Shape) -> int:
         return self._checkpoint.stored_bytes(name) * math.prod(self._shape(name, shape)) // math.prod(shape)
+
+
+class Fields:
+    """The tensors of one layer, or of what is outside the layers, by the fields' names; each is read when asked for."""
+
+    def __init__(self, reader: Reader, fields: dict[str, dict[str, Shape]]) -> None:
+        self._reader, self._fields = reader, fields
+
+    def has(self, field: str) -> bool:
+        return field in self._fields
+
+    def parts(self, field: str) -> list[Tensor]:
+        """The tensors that are below one another in `field`; it exists."""
+        return self._reader.parts(self._fields[field])
+
+    def tensor(self, field: str) -> Tensor:
+        """A `field` that exists."""
+        return self._reader.fused(self._fields[field])
+
+    def fused(self, field: str) -> Tensor | None:
+        return self.tensor(field) if self.has(field) else None
+
+    def as_layer(self) -> LayerWeights:
+        return LayerWeights(**{field: self._reader.fused(sources) for field, sources in self._fields.items()})
+
+
+def load_weights(reader: Reader) -> DecoderWeights:
+    """Of the first share."""
+    layers = [fields.as_layer() for fields in reader.layers()]
+    outer = reader.outer()
+    embed, norm, lm_head = outer.tensor("embed"), outer.tensor("norm"), outer.fused("lm_head")
+    return DecoderWeights(embed, layers, norm, embed if lm_head is None else lm_head)
 
 
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, dict[str, Shape]]:

@@ -1,0 +1,242 @@
+"""A decoder's step in one foreign call: the structures of layer.h, what a step computes, and its buffers."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .attention import Heads, Limits, Scratch
+from .library import DTYPES, Team
+from .linear import Linear, PackedLinear
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+PARTS = ("begin", "norms", "qkv", "rope", "attention", "o", "gate_up", "down", "head")  # Part of layer.h
+_FEW_ROWS = 4
+_LEAST = 64  # rows, sequences: buffers are not smaller
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
+        ("cache", _P),
+    )
+
+
+class Decoder(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("layers", "norm", "embed", "rope")),
+        ("head", Linear),
+        ("heads", Heads),
+        *((name, _L) for name in ("num_layers", "hidden_size", "inner_size", "block_stride", "block_size")),
+        ("eps", _F),
+        ("dtype", _I),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        *((name, _L) for name in ("num_rows", "num_seqs")),
+        *((name, _P) for name in ("token_ids", "num_new", "context_lens", "tables", "table_rows")),
+        ("table_width", _L),
+        ("sampled", _P),
+        ("num_sampled", _L),
+        *((name, _P) for name in ("query_starts", "block_tables")),
+        ("block_table_width", _L),
+        *((name, _P) for name in ("cos_sin", "slots", "residual", "normed", "qkv", "attended", "inner", "partial")),
+        ("scratch", _P),
+        ("limits", Limits),
+        *((name, _P) for name in ("logits", "nanoseconds")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Of one rank's share."""
+
+    block_size: int  # of the cache
+
+    hidden_size: int
+    inner_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    eps: float
+    dtype: torch.dtype
+
+    @property
+    def heads(self) -> Heads:
+        return Heads.of(self.num_heads, self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """H hidden, D head_dim."""
+
+    input_norm: Tensor  # [H]
+    post_norm: Tensor  # [H]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear  # packed for its gate
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class PackedOuter:
+    """What is outside the layers: rank 0 has it."""
+
+    norm: Tensor  # [H]
+    head: PackedLinear
+    embed: Tensor | None  # [vocab, H]; None: the rows of `head`
+
+
+class StepMemory:
+    """What one step is given, and what it computes in: made once, grown to the largest step so far, and reused.
+
+        begin(...)  ->  token_ids[:T], sampled[:R] written by the caller  ->  CompiledLayers.step
+
+    T tokens of S sequences, of which R rows are sampled.
+    """
+
+    token_ids: Int64s  # [T]
+    sampled: Int64s  # [R]: rows whose head is computed
+    residual: Tensor  # [T, H]
+    partial: Tensor  # [T, H] float32: where this is one of several ranks, its part of what the residual gains
+    logits: Tensor  # [R, vocab] float32
+
+    def __init__(self, team: Team, shape: DecoderShape, *, is_split: bool) -> None:
+        """is_split: one of several ranks."""
+        self._team, self._shape, self._is_split = team, shape, is_split
+        self._num_rows = self._num_seqs = self._num_sampled = self._width = 0
+        self._kept: dict[str, Tensor] = {}  # by field of `struct`
+        self.struct = Step()
+        self.address = ctypes.addressof(self.struct)
+
+    def begin(
+        self, num_new: Sequence[int] | Int32s, context_lens: Sequence[int] | Int32s, num_rows: int, width: int
+    ) -> None:
+        """num_new, context_lens: [S], as in PagedBatch; num_rows: T; width: blocks of the longest context."""
+        num_seqs, step = len(num_new), self.struct
+        self._reserve(num_rows, num_seqs, width)
+        step.num_rows, step.num_seqs = num_rows, num_seqs
+        self._num_new[:num_seqs] = num_new
+        self._context_lens[:num_seqs] = context_lens
+
+    def set_tables(self, tables: Int32s, rows: Sequence[int] | Int64s) -> None:
+        """tables: [any, width], contiguous, valid until the step is over; rows: [S], of each sequence."""
+        self._tables = tables
+        self.struct.tables, self.struct.table_width = tables.ctypes.data, tables.shape[1]
+        self._table_rows[: len(rows)] = rows
+
+    def reserve_sampled(self, num_sampled: int) -> None:
+        if num_sampled > self._num_sampled:
+            self._num_sampled = num_sampled
+            self.logits = self._make("logits", (num_sampled, self._shape.vocab_size), torch.float32)
+
+    def profile(self) -> Tensor:
+        """From now on gains the nanoseconds of each of PARTS, [len(PARTS)] int64."""
+        return self._make("nanoseconds", (len(PARTS),), torch.int64)
+
+    def _reserve(self, num_rows: int, num_seqs: int, width: int) -> None:
+        if num_rows <= self._num_rows and num_seqs <= self._num_seqs and width <= self._width:
+            return
+        if num_rows > self._num_rows:
+            self._num_rows = _grown(num_rows)
+            self._make_rows(self._num_rows)
+        if num_seqs > self._num_seqs or width > self._width:
+            self._num_seqs, self._width = _grown(max(num_seqs, self._num_seqs)), _grown(max(width, self._width))
+            self._make_seqs(self._num_seqs, self._width)
+        limits = Limits(self._num_seqs, self._num_rows, self._width * self._shape.block_size)
+        self._scratch = Scratch.of(self._team, self._shape.dtype, self._shape.heads, limits)
+        self.struct.limits, self.struct.scratch = limits, self._scratch.address
+
+    def _make_rows(self, num_rows: int) -> None:
+        shape, dtype = self._shape, self._shape.dtype
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.token_ids = self._make("token_ids", (num_rows,), torch.int64).numpy()
+        self.sampled = self._make("sampled", (num_rows,), torch.int64).numpy()
+        self._make("slots", (num_rows,), torch.int64)
+        self._make("cos_sin", (num_rows, shape.head_dim), torch.float32)
+        self.residual = self._make("residual", (num_rows, shape.hidden_size), dtype)
+        self._make("normed", (max(num_rows, _FEW_ROWS * self._team.num_threads), shape.hidden_size), dtype)
+        self._make("qkv", (num_rows, q_size + 2 * kv_size), dtype)
+        self._make("attended", (num_rows, q_size), dtype)
+        self._make("inner", (num_rows, shape.inner_size), dtype)
+        if self._is_split:
+            self.partial = self._make("partial", (num_rows, shape.hidden_size), torch.float32)
+
+    def _make_seqs(self, num_seqs: int, width: int) -> None:
+        self._num_new = self._make("num_new", (num_seqs,), torch.int32).numpy()
+        self._context_lens = self._make("context_lens", (num_seqs,), torch.int32).numpy()
+        self._table_rows = self._make("table_rows", (num_seqs,), torch.int64).numpy()
+        self._make("query_starts", (num_seqs + 1,), torch.int32)
+        self._make("block_tables", (num_seqs, width), torch.int32)
+        self.struct.block_table_width = width
+
+    def _make(self, field: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = self._kept[field] = torch.zeros(size, dtype=dtype)
+        setattr(self.struct, field, made.data_ptr())
+        return made
+
+
+def _grown(size: int) -> int:
+    return max(_LEAST, 1 << (size - 1).bit_length())
+
+
+class CompiledLayers:
+    """The layers of a rank, and on rank 0 what is outside them, as the structures that kernels read; keeps what those
+    point to. `cache_layers`: as attention.py packs them."""
+
+    def __init__(
+        self,
+        team: Team,
+        shape: DecoderShape,
+        layers: Sequence[PackedLayer],
+        outer: PackedOuter | None,
+        rope: Tensor,
+        cache_layers: Sequence[Tensor],
+    ) -> None:
+        """rope: [positions, head_dim] float32, cosines first."""
+        self._kept = (team, layers, outer, rope, cache_layers)
+        self._team, self.num_layers = team, len(layers)
+        self._layers = (Layer * len(layers))(*map(_layer, layers, cache_layers))
+        self.struct = decoder = Decoder()
+        decoder.layers = ctypes.addressof(self._layers)
+        decoder.rope = rope.data_ptr()
+        if outer is not None:
+            decoder.norm, decoder.head = outer.norm.data_ptr(), outer.head.of
+            decoder.embed = _address(outer.embed)
+        decoder.heads = shape.heads
+        decoder.num_layers, decoder.hidden_size, decoder.inner_size = len(layers), shape.hidden_size, shape.inner_size
+        cache = cache_layers[0]
+        decoder.block_stride, decoder.block_size = cache.stride(0) * cache.element_size(), shape.block_size
+        decoder.eps, decoder.dtype = shape.eps, DTYPES[shape.dtype]
+        self._run_step = team.library.kernel("decoder_step", _P, _P, _L, _L)
+        self._run_half = team.library.kernel("decoder_half", _P, _P, _L, _I)
+        self._address = ctypes.addressof(decoder)
+
+    def step(self, memory: StepMemory, first: int, last: int) -> None:
+        """layer.cpp's decoder_step."""
+        self._run_step(self._team.address, self._address, memory.address, first, last)
+
+    def half(self, memory: StepMemory, layer: int, half: int) -> None:
+        """layer.cpp's decoder_half."""
+        self._run_half(self._team.address, self._address, memory.address, layer, half)
+
+
+def _layer(of: PackedLayer, cache: Tensor) -> Layer:
+    norms = (_address(norm) for norm in (of.input_norm, of.post_norm, of.q_norm, of.k_norm))
+    return Layer(*norms, of.qkv.of, of.o.of, of.gate_up.of, of.down.of, cache.data_ptr())
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

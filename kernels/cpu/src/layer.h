@@ -1,0 +1,73 @@
+// What a step of a decoder is computed from. Mirrored, field by field, by the structures of layer.py.
+//
+//     begin -> layers [0, n), or half by half where several ranks compute -> head, of the rows that are sampled
+//
+// in one call, or in several.
+//
+// Everything is the caller's, and lives as long as the call: nothing is allocated in a step.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace DIPTYCH_ISA {
+
+// T below is the decoder's dtype, H its hidden size, I the inner size of its MLP, D the size of a head.
+struct Layer {
+  const void *input_norm, *post_norm;  // [H] of T
+  const void *q_norm, *k_norm;         // [D] of T, or null
+  Linear qkv, o, gate_up, down;
+  void *cache;  // its K and V in block 0
+};
+
+struct Decoder {
+  const Layer *layers;
+  const void *norm;   // [H] of T
+  const void *embed;  // [vocab, H] of T, or null: the rows of `head`; without that either the caller fills `residual`
+  const float *rope;  // [positions, D]: cos of D / 2 angles, then sin
+  Linear head;        // [vocab, H]
+  Heads heads;
+  int64_t num_layers, hidden_size, inner_size, block_stride /* of one layer's cache, bytes */, block_size;
+  float eps;
+  int32_t dtype;
+};
+
+// Buffers hold at least as many rows as the step has tokens.
+struct Step {
+  // Of the caller: which tokens, and where each sequence stands. Sequence s has row table_rows[s] of `tables`.
+  int64_t num_rows, num_seqs;
+  const int64_t *token_ids;     // [num_rows]
+  const int32_t *num_new;       // [num_seqs], at least 1
+  const int32_t *context_lens;  // [num_seqs], with the new tokens
+  const int32_t *tables;        // [any, table_width]
+  const int64_t *table_rows;    // [num_seqs]
+  int64_t table_width;
+  const int64_t *sampled;  // [num_sampled]: rows, none twice, of which the head is computed
+  int64_t num_sampled;
+  // Filled by `begin`.
+  int32_t *query_starts;  // [num_seqs + 1]
+  int32_t *block_tables;  // [num_seqs, block_table_width]
+  int64_t block_table_width;
+  float *cos_sin;  // [num_rows, D]
+  int64_t *slots;  // [num_rows]
+  // Buffers.
+  void *residual;  // [num_rows, H] of T
+  void *normed;    // [num_rows or kFewRows a thread, H] of T
+  void *qkv;       // [num_rows, (heads + 2 KV heads) D] of T
+  void *attended;  // [num_rows, heads D] of T
+  void *inner;     // [num_rows, I] of T
+  float *partial;  // [num_rows, H]: what this rank adds to the residual; null where it is the only one
+  void *scratch;   // of the attention, as attention.h wants it
+  AttentionLimits limits;
+  float *logits;   // [num_sampled, vocab]
+  int64_t *nanoseconds;  // [kNumParts], gains what each part took; or null
+};
+
+// A norm of so few rows is computed by every thread for itself: that is sooner done than waited for.
+constexpr int64_t kFewRows = 4;
+
+enum Part : int32_t { kBegin, kNorms, kQkv, kRope, kAttention, kO, kGateUp, kDown, kHead, kNumParts };
+
+}  // namespace DIPTYCH_ISA

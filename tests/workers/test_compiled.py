@@ -1,0 +1,146 @@
+"""The compiled decoder: what depends on nothing but a sequence itself, bit for bit; ranks; and who watches layers."""
+
+import os
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.kernels.cpu.library import Team, library
+from diptych.workers.kv_cache import KVCache
+from diptych.workers.kv_layout import DOT, KVLayout
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models.compiled import CompiledDecoder, read_weights
+from diptych.workers.models.rope import rope_table
+from diptych.workers.models.sharding import Share, spec_of
+from diptych.workers.models.spec import load_spec
+from diptych.workers.models.weights import Checkpoint
+from diptych.workers.parallel import Alone, Group
+from diptych.workers.request import SamplingParams
+from diptych.workers.runner import LayerWatch
+from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.step import Step
+
+from ..checkpoints import make_checkpoint, random_prompts
+from .serving import Server
+from .test_parallel import as_ranks
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built")
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+Tops = list[list[tuple[int, tuple[tuple[int, float], ...]]]]
+
+
+def tops(runner: ModelRunner, prompts: SequenceOf[SequenceOf[int]], **changes: int) -> Tops:
+    """Of each prompt, each generated token and the likeliest ones with their log-probabilities."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5)
+    server = Server(runner, SchedulerConfig(**changes), prefix_cache=False)
+    return [[(t.token_id, t.top) for t in tokens] for tokens in server.generate(prompts, [sampling] * len(prompts))]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_the_same_bits_alone_and_batched_and_chunked_and_threaded(arch: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(arch)
+    prompts = random_prompts(3, [1, 17, 40, 290, 600])
+    expected: Tops | None = None
+    for num_threads in (1, 2):
+        config = ModelRunnerConfig(path, max_context_tokens=1024, num_threads=num_threads, kv_memory_bytes=32 << 20)
+        runner = ModelRunner.load(config)
+        alone = [tops(runner, [prompt])[0] for prompt in prompts]
+        expected = expected or alone
+        assert alone == expected
+        assert tops(runner, prompts) == expected
+        assert tops(runner, prompts[::-1], chunk_tokens=48)[::-1] == expected
+        assert tops(runner, prompts, chunk_tokens=7, max_batch_tokens=30) == expected
+        runner.close()
+
+
+@dataclass
+class Rank:
+    """One rank's decoder over a cache of its own part of the pool."""
+
+    decoder: CompiledDecoder
+    cache: KVCache
+
+    @classmethod
+    def of(cls, path: Path, group: Group, memory_fd: int | None = None) -> "Rank":
+        spec, share = load_spec(path), Share(group.rank, group.size)
+        sizes = BLOCK_SIZE, spec.num_layers, spec.num_kv_heads, spec.head_dim
+        layout = KVLayout("float32", *sizes, "test", tensor_parallel=group.size, packing=DOT)
+        cache = KVCache(layout, 32, CPU, rank=group.rank, shared_fd=memory_fd)
+        found = library()
+        assert found is not None
+        team = Team(found, 1 if group.size > 1 else 2)
+        with Checkpoint(path, spec) as checkpoint:
+            weights = read_weights(team, checkpoint.reader(torch.float32, CPU, share=share))
+        cos_sin = rope_table(spec, 512, CPU)
+        return cls(CompiledDecoder(spec_of(spec, share), weights, cache, cos_sin, team, group), cache)
+
+    def logits(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None = None) -> Tensor:
+        """Of the last token of each sequence."""
+        memory = self.decoder.memory
+        memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
+        memory.set_tables(step.tables, np.arange(len(step.num_new)))
+        memory.token_ids[: len(token_ids)] = token_ids
+        memory.sampled[: len(step.num_new)] = np.cumsum(step.num_new) - 1
+        self.decoder.step(len(step.num_new), watch)
+        return memory.logits[: len(step.num_new)].clone()
+
+
+def two_prompts() -> tuple[list[int], Step]:
+    """Of 40 and 21 tokens."""
+    first, second = random_prompts(8, [40, 21])
+    lens, tables = np.array([40, 21], dtype=np.int32), np.array([[5, 9, 2], [7, 1, 0]], dtype=np.int32)
+    return first + second, Step(lens, lens, tables)
+
+
+@pytest.mark.parametrize(("arch", "size", "changes"), [("llama", 2, {"attention_bias": True}), ("qwen3", 4, {})])
+def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: int, changes: dict[str, bool]) -> None:
+    path = make_checkpoint(tmp_path / arch, arch, 4, num_key_value_heads=2, **changes)
+    token_ids, step = two_prompts()
+    expected = Rank.of(path, Alone()).logits(token_ids, step)
+    memory_fd = os.memfd_create("test-kv")
+
+    def work(group: Group) -> Tensor | None:
+        rank = Rank.of(path, group, memory_fd)
+        if group.rank == 0:
+            return rank.logits(token_ids, step)
+        rank.decoder.follow(step)
+        return None
+
+    try:
+        found = as_ranks(size, tmp_path / "meeting", work)[0]
+    finally:
+        os.close(memory_fd)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_whoever_watches_hears_when_layers_have_stored_their_kv(llama: Path) -> None:
+    rank = Rank.of(llama, Alone())
+    token_ids, step = two_prompts()
+    expected = rank.logits(token_ids, step)
+    whole = [rank.cache.layer(i).clone() for i in range(3)]
+    rank.cache.tensor.zero_()
+    heard: list[int] = []
+
+    def reached(num_layers: int) -> None:
+        heard.append(num_layers)
+        for i in range(3):
+            assert torch.equal(rank.cache.layer(i), whole[i]) == (i < num_layers)
+
+    assert torch.equal(rank.logits(token_ids, step, LayerWatch((1, 3), reached)), expected)
+    assert heard == [1, 3]
+
+
+def test_parts_of_a_step_are_timed_when_asked(llama: Path) -> None:
+    rank = Rank.of(llama, Alone())
+    token_ids, step = two_prompts()
+    rank.logits(token_ids, step)
+    profile = rank.decoder.memory.profile()
+    assert not profile.any()
+    rank.logits(token_ids, step)
+    assert bool((profile > 0).all())

@@ -1,0 +1,83 @@
+"""The block tables of running sequences, as rows of one array that live as long as the sequences run.
+
+    a sequence's first step  ->  a row, all its blocks written
+    each later one           ->  what changed since: the blocks of the tokens that the last step computed, and new ones
+
+A block that was full before a sequence's last step never changes in its table (see Sequence.block_table): so a step
+costs a sequence the same however long its context is. numpy, no torch.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sequence import ScheduledSequence, Sequence
+
+FIRST_ROWS = 64
+
+
+@dataclass(slots=True)
+class Row:
+    index: int
+    table: list[int]  # the sequence's own list: another one means other blocks
+    num_written: int  # blocks
+    num_stable: int  # of them, those that cannot change
+    last_block: int  # that was written
+    step: int  # that used it last
+
+
+class BatchTables:
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        self.block_size = block_size
+        self.array: NDArray[np.int32] = np.zeros((FIRST_ROWS, max_blocks), dtype=np.int32)
+        self._rows: dict[Sequence, Row] = {}
+        self._free = list(range(FIRST_ROWS))
+        self._step = 0
+
+    def update(self, entries: SequenceOf[ScheduledSequence]) -> list[int]:
+        """Write what is new; the rows of `array` that are these sequences'. `array` may be another one afterwards."""
+        self._step += 1
+        block_size, rows, step = self.block_size, self._rows, self._step
+        indices: list[int] = []
+        for entry in entries:
+            sequence = entry.sequence
+            table, start = sequence.block_table, sequence.num_computed
+            num_blocks = (start + entry.num_new - 1) // block_size + 1
+            row = rows.get(sequence)
+            if row is None:
+                row = self._take(sequence)
+            if (
+                row.table is not table
+                or row.num_written < num_blocks
+                or row.num_stable < start // block_size
+                or row.last_block != table[row.num_written - 1]
+            ):
+                self._write(row, table, num_blocks, start // block_size)
+            row.step = step
+            indices.append(row.index)
+        if len(rows) > 2 * len(entries) + FIRST_ROWS:
+            self._forget()
+        return indices
+
+    def _write(self, row: Row, table: list[int], num_blocks: int, num_stable: int) -> None:
+        first = row.num_stable if row.table is table else 0
+        self.array[row.index, first:num_blocks] = table[first:num_blocks]
+        row.table, row.num_written, row.num_stable = table, num_blocks, num_stable
+        row.last_block = table[num_blocks - 1]
+
+    def _take(self, sequence: Sequence) -> Row:
+        if not self._free:
+            num = len(self.array)
+            self.array = np.concatenate((self.array, np.zeros_like(self.array)))
+            self._free = list(range(num, 2 * num))
+        row = self._rows[sequence] = Row(self._free.pop(), [], 0, 0, -1, 0)
+        return row
+
+    def _forget(self) -> None:
+        """Those that the last step did not use. Whoever comes again is written anew."""
+        for sequence, row in list(self._rows.items()):
+            if row.step != self._step:
+                del self._rows[sequence]
+                self._free.append(row.index)

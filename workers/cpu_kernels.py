@@ -1,0 +1,58 @@
+"""Which compiled kernels compute a worker's steps on a CPU, or why torch does. Run it to see for this machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..kernels.cpu.attention import LARGEST_HEAD_DIM
+from ..kernels.cpu.library import ISA_VARIABLE, PATH, Library, Team, library
+from .errors import ConfigError
+from .kv_layout import DOT, GROUP, ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    library: Library | None  # None: torch computes
+    why: str  # one line
+
+    @property
+    def packing(self) -> str:
+        """Of the KV cache, as what computes takes it."""
+        return ROWS if self.library is None else DOT
+
+
+def choose(isa: str = "auto") -> Choice:
+    """isa: an instruction set by its name; "auto": the best that there is; "none". Raises ConfigError."""
+    if isa == "none":
+        return Choice(None, "torch computes, as cpu_isa says")
+    found = library()
+    if found is None and PATH.is_file():
+        return Choice(None, f"torch computes, as {ISA_VARIABLE} says")
+    if found is None:
+        why = "the compiled CPU kernels were not built"
+        if isa != "auto":
+            raise ConfigError(f"cpu_isa {isa} is not to be had: {why}; install a C++ compiler and then Diptych, again")
+        return Choice(None, f"torch computes, slower: {why}; install a C++ compiler and then Diptych, again")
+    if isa not in ("auto", *found.isas):
+        raise ConfigError(f"cpu_isa must be auto, none or one that this processor has ({', '.join(found.isas)})")
+    chosen = found if isa == "auto" else found.using(isa)
+    return Choice(chosen, f"compiled kernels compute, for {chosen.isa} (here: {', '.join(found.isas)})")
+
+
+def choose_for(isa: str, block_size: int, head_dim: int) -> Choice:
+    """The same for a model and a cache; where they do not suit the kernels, torch."""
+    choice = choose(isa)
+    for name, size in (("block_size", block_size), ("head_dim", head_dim)):
+        if choice.library is not None and size % GROUP:
+            return Choice(None, f"torch computes, slower: {name} {size} is not a multiple of {GROUP}")
+    if choice.library is not None and head_dim > LARGEST_HEAD_DIM:
+        return Choice(None, f"torch computes, slower: head_dim {head_dim} is above {LARGEST_HEAD_DIM}")
+    return choice
+
+
+def make_team(library: Library, num_threads: int, cores: Sequence[int] | None) -> Team:
+    """Each of its threads on a core of its own, where `cores` are as many."""
+    return Team(library, num_threads, cores[:num_threads] if cores and len(cores) >= num_threads else None)
+
+
+if __name__ == "__main__":
+    print(choose().why)

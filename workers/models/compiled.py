@@ -1,0 +1,151 @@
+"""The decoder that a ModelSpec describes, by the compiled CPU kernels. Knows neither sequences nor sampling.
+
+    load: each weight packed as it is read (one copy in memory)  ->  step, into buffers that are reused
+
+Where this rank is the only one a step is one foreign call, or one for each group of layers that somebody watches.
+Otherwise each half of a layer is one, and the ranks' parts of the residual are summed after it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.layer import CompiledLayers, DecoderShape, PackedLayer, PackedOuter, StepMemory
+from ...kernels.cpu.library import Team
+from ...kernels.cpu.linear import PackedLinear, pack
+from ..kv_cache import KVCache
+from ..memory import huge_page_mapping
+from ..parallel import Alone, Group
+from ..runner import LayerWatch
+from ..step import Step
+from .spec import ModelSpec
+from .weights import Fields, Reader
+
+ARENA_BYTES = 64 << 20
+ALIGNMENT = 64
+
+
+class Arena:
+    """Memory for packed weights: in huge pages they are read faster. What nobody takes costs nothing."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8. Raises ConfigError if the memory is not to be had."""
+        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if padded > len(self._rest):
+            mapping = huge_page_mapping(max(padded, ARENA_BYTES), "use a smaller model, or a machine with more")
+            self._rest = torch.frombuffer(mapping, dtype=torch.uint8)
+        taken, self._rest = self._rest[:num_bytes], self._rest[padded:]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledWeights:
+    layers: list[PackedLayer]
+    outer: PackedOuter | None  # of rank 0
+
+
+def read_weights(team: Team, reader: Reader) -> CompiledWeights:
+    """Pack a rank's share. One tensor at a time is in memory beside its packed form."""
+    arena = Arena()
+    layers = [_packed_layer(team, fields, arena) for fields in reader.layers()]
+    outer = reader.outer()
+    return CompiledWeights(layers, _packed_outer(team, outer, arena) if outer.has("norm") else None)
+
+
+def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
+    def packed(name: str, *, gated: bool = False) -> PackedLinear:
+        return pack(team, fields.parts(name), fields.fused(f"{name}_bias"), gated=gated, take=arena.take)
+
+    return PackedLayer(
+        input_norm=fields.tensor("input_norm"),
+        post_norm=fields.tensor("post_norm"),
+        q_norm=fields.fused("q_norm"),
+        k_norm=fields.fused("k_norm"),
+        qkv=packed("qkv"),
+        o=packed("o"),
+        gate_up=packed("gate_up", gated=True),
+        down=packed("down"),
+    )
+
+
+def _packed_outer(team: Team, fields: Fields, arena: Arena) -> PackedOuter:
+    """Embeddings that are tied to the head are read from it."""
+    norm, is_tied = fields.tensor("norm"), not fields.has("lm_head")
+    head = pack(team, fields.parts("embed" if is_tied else "lm_head"), take=arena.take)
+    return PackedOuter(norm, head, None if is_tied else fields.tensor("embed"))
+
+
+class CompiledDecoder:
+    """Of one rank. `memory` is what the next step is given; see `step`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: CompiledWeights,
+        cache: KVCache,
+        cos_sin: Tensor,
+        team: Team,
+        group: Group | None = None,
+    ) -> None:
+        """spec, weights, cache: of this rank's share. cos_sin: [positions, head_dim] float32."""
+        self._group = Alone() if group is None else group
+        self._is_split = self._group.size > 1
+        shape = DecoderShape(
+            block_size=cache.layout.block_size,
+            hidden_size=spec.hidden_size,
+            inner_size=spec.intermediate_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            vocab_size=spec.vocab_size,
+            eps=spec.rms_norm_eps,
+            dtype=cache.tensor.dtype,
+        )
+        self.memory = StepMemory(team, shape, is_split=self._is_split)
+        layers = [cache.layer(i) for i in range(spec.num_layers)]
+        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, cos_sin, layers)
+
+    def step(self, num_sampled: int, watch: LayerWatch | None = None) -> None:
+        """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows."""
+        memory, layers = self.memory, self._layers
+        memory.reserve_sampled(num_sampled)
+        if watch is None and not self._is_split:
+            memory.struct.num_sampled = num_sampled
+            layers.step(memory, 0, layers.num_layers)
+            return
+        memory.struct.num_sampled = 0
+        if self._is_split:
+            self._halves(watch)
+        elif watch is not None:
+            for first, last in zip((0, *watch.ends), watch.ends, strict=False):
+                layers.step(memory, first, last)
+                watch.reached(last)
+        if num_sampled:
+            memory.struct.num_sampled = num_sampled
+            layers.step(memory, layers.num_layers, layers.num_layers)
+
+    def follow(self, step: Step) -> None:
+        """A step that rank 0 told of: the part of it that is this rank's."""
+        memory, num_seqs = self.memory, len(step.num_new)
+        memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
+        memory.set_tables(np.ascontiguousarray(step.tables), np.arange(num_seqs))
+        self.step(0)
+
+    def _halves(self, watch: LayerWatch | None) -> None:
+        memory, layers, num_rows = self.memory, self._layers, self.memory.struct.num_rows
+        partial = memory.partial[:num_rows]
+        ends = watch.ends if watch is not None else ()
+        layers.step(memory, 0, 0)
+        self._group.broadcast(memory.residual[:num_rows])
+        for i in range(layers.num_layers):
+            layers.half(memory, i, 0)
+            partial.copy_(self._group.all_reduce(partial))
+            if watch is not None and i + 1 in ends:
+                watch.reached(i + 1)
+            layers.half(memory, i, 1)
+            partial.copy_(self._group.all_reduce(partial))

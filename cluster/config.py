@@ -164,9 +164,7 @@ class ClusterConfig(_Settings):
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
-    cpu_isa: CpuIsa = (
-        "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": compute with torch
-    )
+    cpu_isa: CpuIsa = "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": torch computes
     block_size: BlockSize = 16  # tokens a block
     kv_axis_order: AxisOrder = "block"  # the outer axis of the KV cache
     wire_dtype: WireDtype | None = None  # workers pull KV narrower than it is at the source, over gRPC

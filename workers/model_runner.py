@@ -207,7 +207,7 @@ def _read_weights(
         return lambda cache, cos_sin, group: TorchSteps(Decoder(spec, weights, group), cache, cos_sin, sampler, ranks)
     cores = part_of(config.cores, 0, config.tensor_parallel)
     team = make_team(choice.library, torch.get_num_threads(), cores)
-    packed, sampler = read_weights(team, reader), Sampler(spec.eos_token_ids, RowSampler(team, spec.vocab_size))
+    packed, sampler = read_weights(team, reader), Sampler(spec.eos_token_ids, RowSampler(team))
 
     def steps_with(cache: KVCache, cos_sin: Tensor, group: Group) -> Steps:
         tables = BatchTables(config.block_size, cache.layout.num_blocks_for(len(cos_sin)))

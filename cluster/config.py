@@ -45,6 +45,7 @@ class _Settings(BaseModel):
 
 
 Dtype = Literal["bfloat16", "float32"]
+Quantize = Literal["int8", "int4"]
 CpuIsa = Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"]
 BlockSize = Annotated[int, Field(ge=1, le=1024)]
 AxisOrder = Literal["block", "layer"]
@@ -164,6 +165,7 @@ class ClusterConfig(_Settings):
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
+    quantize: Quantize | None = None  # weights at load
     cpu_isa: CpuIsa = "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": torch computes
     block_size: BlockSize = 16  # tokens a block
     kv_axis_order: AxisOrder = "block"  # the outer axis of the KV cache

@@ -63,6 +63,7 @@ class Deployment:
             dtype=settings.dtype or config.dtype,
             device=config.device,
             threads=settings.threads or settings.cores or self._fair_cores(pool),
+            quantize=config.quantize,
             cpu_isa=config.cpu_isa,
             block_size=settings.block_size or config.block_size,
             kv_axis_order=settings.kv_axis_order or config.kv_axis_order,

@@ -31,6 +31,7 @@ from .models.sharding import Share, check_divides, spec_of
 from .models.spec import ModelSpec, load_spec
 from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
 from .parallel import Alone, Group
+from .quant.formats import QUANTIZE
 from .rank import RankSettings
 from .rank_processes import OnLoss, RankProcesses
 from .runner import LayerWatch, ModelInfo
@@ -55,6 +56,7 @@ class ModelRunnerConfig:
     num_threads: int | None = None  # of all ranks together; None: torch's own choice
     cores: tuple[int, ...] | None = None  # for the threads of all ranks; None: not bound
     tensor_parallel: int = 1  # ranks
+    quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
 
     def validate(self) -> None:
@@ -71,6 +73,8 @@ class ModelRunnerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.quantize is not None and self.quantize not in QUANTIZE:
+            raise ConfigError(f"quantize must be {' or '.join(QUANTIZE)}, got {self.quantize!r}")
         if self.tensor_parallel < 1:
             raise ConfigError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
         if self.tensor_parallel > 1 and not self.device.startswith("cpu"):
@@ -124,11 +128,11 @@ class ModelRunner:
         choice = _kernels(config, spec, device)
         log.info("%s", choice.why)
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
-            layout = _layout(config, spec, checkpoint.fingerprint(), choice.packing)
+            layout = _layout(config, spec, _model_id(checkpoint, config.quantize), choice.packing)
             ranks = _start_ranks(config, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
-            reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share)
+            reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize)
             steps_with = _read_weights(config, reader, spec_of(spec, share), choice, ranks)
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
@@ -231,6 +235,7 @@ def _start_ranks(
         num_threads=torch.get_num_threads(),
         cpu_isa=choice.library.isa if choice.library is not None else "none",
         cores=config.cores,
+        quantize=config.quantize,
         size=config.tensor_parallel,
     )
     return RankProcesses(settings, on_loss)
@@ -248,6 +253,11 @@ def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: 
         tensor_parallel=config.tensor_parallel,
         packing=packing,
     )
+
+
+def _model_id(checkpoint: Checkpoint, quantize: str | None) -> str:
+    """Other weights make other KV: what was quantised never continues what was not."""
+    return checkpoint.fingerprint() + (f"+{quantize}" if quantize else "")
 
 
 def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens: int, device: torch.device) -> int:

@@ -48,6 +48,7 @@ class RankSettings:
     size: int
     cpu_isa: str = "none"  # of the compiled kernels that compute; "none": torch does
     cores: tuple[int, ...] | None = None  # of all ranks
+    quantize: str | None = None
     rank: int = 0
     memory_fd: int = -1
     meeting: str = ""
@@ -96,9 +97,9 @@ def _read_layers(
     library = choose(settings.cpu_isa).library
     if library is not None:
         team = make_team(library, settings.num_threads, part_of(settings.cores, settings.rank, settings.size))
-        weights = read_weights(team, checkpoint.reader(dtype, cpu, share=share))
+        weights = read_weights(team, checkpoint.reader(dtype, cpu, share=share, quantize=settings.quantize))
         return lambda cache, cos_sin, group: CompiledDecoder(ours, weights, cache, cos_sin, team, group).follow
-    layers = checkpoint.load_layers(dtype, cpu, share)
+    layers = checkpoint.load_layers(dtype, cpu, share, settings.quantize)
 
     def compute_with(cache: KVCache, cos_sin: Tensor, group: Group) -> Callable[[Step], object]:
         def compute(step: Step) -> None:

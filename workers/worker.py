@@ -41,6 +41,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         device=config.device,
         num_threads=config.threads,
         cores=config.cores,
+        quantize=config.quantize,
         cpu_isa=config.cpu_isa,
         tensor_parallel=config.tensor_parallel,
         block_size=config.block_size,

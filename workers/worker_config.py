@@ -21,6 +21,7 @@ class WorkerConfig:
     device: str = "cpu"
     threads: int | None = None  # of all its ranks together; None: torch's choice
     cores: tuple[int, ...] | None = None  # that its compute threads are bound to, in order; None: not bound
+    quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": compute with torch
     tensor_parallel: int = 1  # ranks: processes that share the model's heads and MLP, on this machine
     block_size: int = 16  # tokens a block
@@ -47,10 +48,14 @@ class WorkerConfig:
         """Raise ConfigError, naming the setting, for what cannot work."""
         if self.role not in {r.value for r in Role}:
             raise ConfigError(f"role must be prefill, decode or mixed, got {self.role!r}")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ConfigError(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
-        if self.kv_axis_order not in AXIS_ORDERS:
-            raise ConfigError(f"kv_axis_order must be block or layer, got {self.kv_axis_order!r}")
+        choices = {
+            "dtype": ("bfloat16", "float32"),
+            "quantize": ("int8", "int4", None),
+            "kv_axis_order": tuple(AXIS_ORDERS),
+        }
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                raise ConfigError(f"{name} must be {values[0]} or {values[1]}, got {getattr(self, name)!r}")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise ConfigError(f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}")
         if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:

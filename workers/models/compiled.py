@@ -59,7 +59,14 @@ def read_weights(team: Team, reader: Reader) -> CompiledWeights:
 
 def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
-        return pack(team, fields.parts(name), fields.fused(f"{name}_bias"), gated=gated, take=arena.take)
+        return pack(
+            team,
+            fields.parts(name),
+            fields.fused(f"{name}_bias"),
+            gated=gated,
+            format=fields.format(name),
+            take=arena.take,
+        )
 
     return PackedLayer(
         input_norm=fields.tensor("input_norm"),
@@ -74,9 +81,10 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
 
 
 def _packed_outer(team: Team, fields: Fields, arena: Arena) -> PackedOuter:
-    """Embeddings that are tied to the head are read from it."""
+    """Embeddings that are tied to the head are read from it, which is not quantised then."""
     norm, is_tied = fields.tensor("norm"), not fields.has("lm_head")
-    head = pack(team, fields.parts("embed" if is_tied else "lm_head"), take=arena.take)
+    field = "embed" if is_tied else "lm_head"
+    head = pack(team, fields.parts(field), format=fields.format(field), take=arena.take)
     return PackedOuter(norm, head, None if is_tied else fields.tensor("embed"))
 
 

@@ -19,7 +19,9 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...kernels.cpu.linear import Format
 from ..errors import CheckpointError
+from ..quant.formats import as_stored, format_of
 from .sharding import WHOLE, Share, part_of_tensor
 from .spec import ModelSpec, read_json_object
 
@@ -114,9 +116,11 @@ class Checkpoint:
         only what `share` holds."""
         return load_weights(self.reader(dtype, device, progress, share))
 
-    def load_layers(self, dtype: torch.dtype, device: torch.device, share: Share) -> list[LayerWeights]:
+    def load_layers(
+        self, dtype: torch.dtype, device: torch.device, share: Share, quantize: str | None = None
+    ) -> list[LayerWeights]:
         """The same without what is outside the layers: all that a rank other than the first needs."""
-        return [fields.as_layer() for fields in self.reader(dtype, device, share=share).layers()]
+        return [fields.as_layer() for fields in self.reader(dtype, device, share=share, quantize=quantize).layers()]
 
     def reader(
         self,
@@ -124,9 +128,10 @@ class Checkpoint:
         device: torch.device,
         progress: Progress = lambda _done, _total: None,
         share: Share = WHOLE,
+        quantize: str | None = None,
     ) -> "Reader":
-        """For whoever makes something else of each tensor than `load` does."""
-        return Reader(self, dtype, device, progress, share)
+        """For whoever makes something else of each tensor than `load` does. quantize: see quant/formats.py."""
+        return Reader(self, dtype, device, progress, share, quantize)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Tensor `name`, or a part of it, as stored; on CPU."""
@@ -201,8 +206,15 @@ class Reader:
     needs what is outside the layers."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: Progress, share: Share
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        share: Share,
+        quantize: str | None = None,
     ) -> None:
+        self.quantize = quantize
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self._progress = progress
         self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
@@ -280,14 +292,25 @@ class Fields:
         return self.tensor(field) if self.has(field) else None
 
     def as_layer(self) -> LayerWeights:
-        return LayerWeights(**{field: self._reader.fused(sources) for field, sources in self._fields.items()})
+        return LayerWeights(**{field: self.as_stored(field) for field in self._fields})
+
+    def format(self, field: str) -> Format:
+        return format_of(self._reader.quantize, field)
+
+    def as_stored(self, field: str) -> Tensor:
+        """A `field` that exists, as its format leaves it."""
+        return as_stored(self.tensor(field), self.format(field))
 
 
 def load_weights(reader: Reader) -> DecoderWeights:
     """Of the first share."""
     layers = [fields.as_layer() for fields in reader.layers()]
     outer = reader.outer()
-    embed, norm, lm_head = outer.tensor("embed"), outer.tensor("norm"), outer.fused("lm_head")
+    embed, norm, lm_head = (
+        outer.tensor("embed"),
+        outer.tensor("norm"),
+        outer.as_stored("lm_head") if outer.has("lm_head") else None,
+    )
     return DecoderWeights(embed, layers, norm, embed if lm_head is None else lm_head)
 
 

@@ -72,7 +72,7 @@ class PoolConfig(_Settings):
     kv_memory_bytes: NumBytes | None = None  # None: kv_memory_fraction of the memory that is free at start
     kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.3
     chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
-    max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    max_batch_tokens: Annotated[int, Field(ge=0)] = 0  # 0: by device
     max_running: Annotated[int, Field(ge=1)] = 256
     target_step_s: Annotated[float, Field(ge=0)] = 0.0  # of a step with running decodes; 0: no matter
 

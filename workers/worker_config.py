@@ -9,6 +9,8 @@ from .kv_wire import WIRE_DTYPES
 from .scheduler import Role, SchedulerConfig
 
 MAX_RANKS = 64
+# Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
+DEVICE_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
 MAX_CORES = 1 << 16
 
 
@@ -28,7 +30,7 @@ class WorkerConfig:
     kv_memory_bytes: int | None = None  # None: by fraction
     kv_memory_fraction: float = 0.3  # of the memory that is free at start
     max_context_tokens: int | None = None  # None: the model's
-    max_batch_tokens: int = 2048
+    max_batch_tokens: int = 0  # a step's budget; 0: by device, see DEVICE_BATCH_TOKENS
     chunk_tokens: int = 0  # 0: no limit but the budget
     max_running: int = 256
     target_step_s: float = 0.0  # prefill beside running decodes is bounded to keep a step near it; 0: not
@@ -60,7 +62,7 @@ class WorkerConfig:
             raise ConfigError(f"wire_dtype must be {' or '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}")
         if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:
             raise ConfigError(f"wire_dtype {self.wire_dtype} needs the transport grpc, which alone can narrow KV")
-        least = {"block_size": 1, "max_batch_tokens": 1, "chunk_tokens": 0, "max_running": 1, "layer_groups": 0}
+        least = {"block_size": 1, "max_batch_tokens": 0, "chunk_tokens": 0, "max_running": 1, "layer_groups": 0}
         least |= {"target_step_s": 0, "ttft_s": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
@@ -80,7 +82,7 @@ class WorkerConfig:
 
     def scheduler(self) -> SchedulerConfig:
         return SchedulerConfig(
-            self.max_batch_tokens,
+            self.max_batch_tokens or DEVICE_BATCH_TOKENS[self.device.partition(":")[0]],
             self.chunk_tokens,
             self.max_running,
             target_step_s=self.target_step_s,

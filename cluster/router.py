@@ -58,7 +58,7 @@ class Router:
         self._metrics = RouterMetrics(self._fleet.views)
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._runs: set[RequestRun] = set()
+        self._runs: dict[RequestRun, None] = {}  # oldest first
         self._mover = Mover(config, self._fleet, lambda: self._runs)
         self._routes: dict[str, Route] = {}  # of groups: the first's
         self._unrouted: dict[RequestRun, None] = {}  # in order of arrival
@@ -138,13 +138,13 @@ class Router:
         self.admit(1)
         config = self._config
         run = RequestRun(request, self, max_attempts=config.max_attempts, no_worker_wait_s=config.no_worker_wait_s)
-        self._runs.add(run)
+        self._runs[run] = None
         self._metrics.began(len(request.prompt_token_ids))
         return run
 
     def _close(self, run: RequestRun, now: float) -> None:
         run.close()
-        self._runs.discard(run)
+        self._runs.pop(run, None)
         self._unrouted.pop(run, None)
         self._routes.pop(run.record.request.group, None)
         record = run.record

@@ -214,7 +214,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             except DiptychError as e:
                 self._links.send_failure(key, e)
                 return
-        link.keys.add(key)
+        link.keys[key] = None
         self._engine.post(
             lambda engine: engine.submit(
                 key, request, outputs, handoff_id=handoff_id, importing=is_sink, prefix=has_prefix
@@ -226,7 +226,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._handoffs.pull_prefix(key, submit.prefix, request.timeout_s)
 
     def _abort(self, link: RouterLink, key: str) -> None:
-        link.keys.discard(key)
+        link.keys.pop(key, None)
         self._engine.post(lambda engine: engine.abort(key))
         self._handoffs.cancel_pull(key)
 
@@ -281,7 +281,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 link.send(worker_pb2.WorkerMessage(step=_step_events(output.step, tokens, entries, handles)))
                 for entry in entries:
                     if entry in tokens.notes and tokens.notes[entry].finish is not None:
-                        link.keys.discard(tokens.keys[entry])
+                        link.keys.pop(tokens.keys[entry], None)
 
     def _send_snapshot(self, link: RouterLink, names: list[bytes]) -> None:
         link.send(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))

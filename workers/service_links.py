@@ -20,7 +20,7 @@ class RouterLink:
     outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = field(
         default_factory=asyncio.Queue[worker_pb2.WorkerMessage | None]
     )  # None ends the stream
-    keys: set[str] = field(default_factory=set[str])
+    keys: dict[str, None] = field(default_factory=dict[str, None])  # in order: a run can be replayed
 
     def key(self, handle: int) -> str:
         return f"{self.number}/{handle}"
@@ -62,7 +62,7 @@ class Links:
         """Nothing is left here that the end of the link should end."""
         link = self.of(key)
         if link is not None:
-            link.keys.discard(key)
+            link.keys.pop(key, None)
 
     def send(self, key: str, message: worker_pb2.WorkerMessage) -> None:
         link = self.of(key)

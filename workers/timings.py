@@ -168,12 +168,12 @@ class PeerTraffic:
 class PullClock:
     """One pull; `traffic` is its source's."""
 
-    def __init__(self, traffic: PeerTraffic, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, traffic: PeerTraffic, clock: Callable[[], float] | None = None) -> None:
         self.num_bytes = 0
         self.reads: deque[tuple[int, float]] = deque(maxlen=MAX_READS)  # (bytes, seconds) of one, the latest
         self._together: list[int] = []  # bytes of the reads since one was last alone
         self._traffic = traffic
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._reading = _Busy()
         self._announced_at: float | None = None
         self._first_read_at: float | None = None

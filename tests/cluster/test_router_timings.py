@@ -89,9 +89,9 @@ def test_a_migration_is_counted_and_its_pull_told_where_the_second_token_waited_
             deltas = [await first]
             router.update_fleet([old.info, new.info])
             old.load(draining=True, num_running=1)
-            await offered(old)
+            offer = await offered(old)
             submit = await new.submitted()
-            hand_off(old, handle, num_before)
+            hand_off(old, offer, num_before)
             word = SequenceTimings(0.5e-6, 4e-6, HANDOFF).to_proto(0)
             rest = range(50 + num_before, 53)
             new.tokens(submit.handle, rest, start=num_before, finish=FinishReason.LENGTH, timings=[word])

@@ -17,7 +17,9 @@ SHOWN = 400  # lines of a schedule
 
 
 def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
-    """How the requests ended, by weather. Raises AssertionError for the first seed that fails, with its schedule."""
+    """How the requests ended, by weather, and the number of events.
+
+    Raises AssertionError for the first seed that fails, with its schedule."""
     outcomes: Counter[str] = Counter()
     began = time.perf_counter()
     for number, seed in enumerate(seeds, 1):
@@ -26,6 +28,7 @@ def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
         except Exception as e:
             raise AssertionError(explain(seed, e)) from e
         outcomes.update(f"{world.weather.name}: {client.outcome}" for client in world.clients)
+        outcomes["events"] += world.clock.num_events
         if shows_progress and number % 1000 == 0:
             print(f"{number} seeds in {time.perf_counter() - began:.0f} s", flush=True)
     return outcomes

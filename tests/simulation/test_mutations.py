@@ -7,7 +7,7 @@ import pytest
 from .mutations import MUTATIONS, Replacement, planted
 from .world import simulate
 
-NUM_SEEDS = 300
+NUM_SEEDS = 600
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)

@@ -36,7 +36,10 @@ class Library:
         """The function, given its argument types after the team; it returns nothing."""
         function = self._kernels.get(name)
         if function is None:
-            function = self._kernels[name] = getattr(self.handle, f"diptych_{name}_{self.isa}")
+            symbol = f"diptych_{name}_{self.isa}"
+            if not hasattr(self.handle, symbol):
+                raise RuntimeError(f"{PATH} has no {symbol}: it is older than its sources; run {PATH.parent}/build.py")
+            function = self._kernels[name] = getattr(self.handle, symbol)
             function.argtypes = (ctypes.c_void_p, *argtypes)
             function.restype = None
         return function

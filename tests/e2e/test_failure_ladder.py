@@ -28,6 +28,7 @@ NUM_TOKENS = 120
 LENGTHS = (3, 40, 90, 300)
 WHILE_PREFILLING = 1  # the first token: other prompts are being computed, or pulled
 WHILE_DECODING = len(LENGTHS) * 4 * NUM_TOKENS // 10
+LONG = 1000  # tokens: answers that outlive a drain
 Cases = list[tuple[list[int], list[int]]]
 
 pytestmark = pytest.mark.e2e
@@ -63,8 +64,10 @@ class Cluster:
         while not all(self.is_up(w) for w in self.workers):
             await asyncio.sleep(0.02)
 
-    async def answer(self, number: int, prompt: list[int], on_token: Callable[[], None]) -> list[int]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    async def answer(
+        self, number: int, prompt: list[int], on_token: Callable[[], None] = lambda: None, num_tokens: int = NUM_TOKENS
+    ) -> list[int]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         tokens: list[int] = []
         async for delta in self.router.stream(Request(f"request-{number}", tuple(prompt), sampling, timeout_s=60.0)):
             tokens += delta.token_ids
@@ -85,7 +88,7 @@ class Cluster:
             await striking.wait()
             await fault()
 
-        calls = [self.answer(i, prompt, count) for i, (prompt, _) in enumerate(cases)]
+        calls = [self.answer(i, prompt, count, len(tokens)) for i, (prompt, tokens) in enumerate(cases)]
         answers, _ = await asyncio.gather(asyncio.gather(*calls), strike())
         assert answers == [tokens for _, tokens in cases]
 
@@ -156,6 +159,8 @@ def test_every_fault_leaves_every_answer_exact(transport: str, tmp_path: Path) -
 
 async def check_drain(cluster: Cluster, cases: Cases) -> None:
     """A decode worker drains: it is empty long before its requests end elsewhere, and nothing is computed again."""
+    prompts = [prompt for prompt, _ in cases[::2]]
+    undisturbed = await asyncio.gather(*(cluster.answer(i, p, num_tokens=LONG) for i, p in enumerate(prompts)))
     leaving = cluster.workers[-1]
     control = await WorkerControl.open(leaving.direct_address, None)
     num_left = 0
@@ -172,7 +177,7 @@ async def check_drain(cluster: Cluster, cases: Cases) -> None:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     num_resumes = count(b"diptych_request_resumes_total")
-    await cluster.check(cases, drain, WHILE_DECODING)
+    await cluster.check(list(zip(prompts, undisturbed, strict=True)), drain, WHILE_DECODING)
     assert num_left > 0
     assert count(b"diptych_request_migrations_total") > 0
     assert count(b"diptych_request_resumes_total") == num_resumes

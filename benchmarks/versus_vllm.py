@@ -160,6 +160,12 @@ class Comparison:
         print(f"{self.workload:<16} {self.figure:<18} {ours:10.2f} {theirs:10.2f} {self.ratio:7.2f}", flush=True)
 
 
+def seed_of(workload: str, run: int) -> int:
+    """vLLM's generator makes prompts of one seed that begin alike, whatever their length: each workload has its own, or
+    it would find the beginnings of another's in the prefix cache."""
+    return 1000 * (1 + [*SERVED, *IN_PROCESS].index(workload)) + run
+
+
 def served(name: str, layout: str, load: Load, client: Client, pair: Sequence[Server], repeat: int) -> list[Comparison]:
     """`pair`: ours, theirs; both are stopped before and after."""
     runs: tuple[list[Figures], list[Figures]] = ([], [])
@@ -167,7 +173,7 @@ def served(name: str, layout: str, load: Load, client: Client, pair: Sequence[Se
     for i in range(-1, repeat):
         for server, side in zip(pair, runs, strict=True):
             with awake(server):
-                figures = client.drive(server, warm_up if i < 0 else load, seed=1000 + i)
+                figures = client.drive(server, warm_up if i < 0 else load, seed=seed_of(name, i))
             if i >= 0:
                 side.append(figures)
     return [
@@ -184,7 +190,7 @@ def in_process(names: Sequence[str], client: Client, server: Server, args: argpa
         with awake(server):
             for name in names:
                 load = IN_PROCESS[name] if i < 0 else IN_PROCESS[name].scaled(args.scale)
-                figures = client.drive(server, load, seed=2000 + i)
+                figures = client.drive(server, load, seed=seed_of(name, i))
                 if i >= 0:
                     theirs[name].append(figures["median_ttft_ms" if load.num_output == 1 else "median_itl_ms"])
         if i >= 0:
@@ -199,7 +205,7 @@ def engine_steps(names: Sequence[str], args: argparse.Namespace) -> dict[str, fl
         chosen = [text for name in names for text in ("--workload", name)]
         command = ["taskset", "--cpu-list", ",".join(map(str, args.cores)), sys.executable, str(ENGINE)]
         command += ["--model", str(args.model), "--threads", str(len(args.cores)), "--repeat", "3", *chosen]
-        command += ["--roofline-seconds", "0", "--json", file.name]
+        command += ["--temperature", "1", "--roofline-seconds", "0", "--json", file.name]
         done = subprocess.run(command, check=False, text=True, capture_output=True)
         if done.returncode:
             sys.exit(f"benchmarks/engine.py failed: {done.stderr[-2000:]}")

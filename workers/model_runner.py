@@ -1,4 +1,4 @@
-"""Batch -> tensors -> logits -> tokens: the Runner that computes with torch.
+"""Batch -> tokens: the Runner that computes a model, by the compiled CPU kernels or by torch.
 
 Life: load (config and weights checked, then read; KV memory reserved) -> run, once a step -> close.
 

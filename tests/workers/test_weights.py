@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from diptych.workers.errors import CheckpointError
 from diptych.workers.models.spec import load_spec
-from diptych.workers.models.weights import Checkpoint, DecoderWeights, expected_tensors
+from diptych.workers.models.tensor_names import expected_tensors
+from diptych.workers.models.weights import Checkpoint, DecoderWeights
 
 from ..checkpoints import make_checkpoint
 

@@ -1,5 +1,6 @@
 """Which compiled kernels compute a worker's steps on a CPU, or why torch does. Run it to see for this machine."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ def choose(isa: str = "auto") -> Choice:
         if isa != "auto":
             raise ConfigError(f"cpu_isa {isa} is not to be had: {why}; install a C++ compiler and then Diptych, again")
         return Choice(None, f"torch computes, slower: {why}; install a C++ compiler and then Diptych, again")
+    wanted = os.environ.get(ISA_VARIABLE)
+    if wanted and wanted not in found.isas:
+        raise ConfigError(f"{ISA_VARIABLE} must be none or one that this processor has ({', '.join(found.isas)})")
     if isa not in ("auto", *found.isas):
         raise ConfigError(f"cpu_isa must be auto, none or one that this processor has ({', '.join(found.isas)})")
     chosen = found if isa == "auto" else found.using(isa)

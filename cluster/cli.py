@@ -89,6 +89,9 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     device: Annotated[str | None, typer.Option(help="cpu or cuda.  [default: cpu]")] = None,
     max_context_tokens: Annotated[int | None, typer.Option(help="Longest sequence.  [default: the model's]")] = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Longest prefill chunk; 0: no limit.  [default: 0]")] = None,
+    layer_groups: Annotated[
+        int | None, typer.Option(help="In how many groups of layers KV is handed off; 0: by cost.  [default: 0]")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV cache of each worker, as 2GiB.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
     cores: Annotated[int | None, typer.Option(help="Cores that each worker is bound to; 0: none.")] = None,
@@ -110,7 +113,13 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         "dashboard": dashboard,
         "router": {"host": host, "http_port": http_port, "grpc_port": grpc_port, "api_key": api_key},
     }
-    shared = {"chunk_tokens": chunk_tokens, "kv_memory_bytes": kv_memory, "threads": threads, "cores": cores}
+    shared = {
+        "chunk_tokens": chunk_tokens,
+        "layer_groups": layer_groups,
+        "kv_memory_bytes": kv_memory,
+        "threads": threads,
+        "cores": cores,
+    }
     settings = config_file.load(config, flags, {"prefill": prefill, "decode": decode, "mixed": mixed}, shared)
     from .launcher import Stopped
     from .launcher import serve as run

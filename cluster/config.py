@@ -75,6 +75,7 @@ class PoolConfig(_Settings):
     max_batch_tokens: Annotated[int, Field(ge=0)] = 0  # 0: by device
     max_running: Annotated[int, Field(ge=1)] = 256
     target_step_s: Annotated[float, Field(ge=0)] = 0.0  # of a step with running decodes; 0: no matter
+    layer_groups: Annotated[int, Field(ge=0)] = 0  # in which a step's KV is handed off; 0: by measured cost
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

@@ -52,8 +52,9 @@ def test_help_imports_neither_ray_nor_torch() -> None:
 def test_flags_say_what_the_file_says(settings: list[ClusterConfig], tmp_path: Path) -> None:
     flags = "--prefill 2 --decode 3 --mixed 1 --name x --http-port 1 --grpc-port 2 --dtype float32 --chunk-tokens 64"
     more = "--kv-memory 1GiB --threads 2 --transport grpc --transport nixl --served-model-name m --max-context-tokens 9"
-    assert call("serve", str(tmp_path), *flags.split(), *more.split(), "--verify-kv").exit_code == 0
-    pool = "{replicas: %d, chunk_tokens: 64, threads: 2, kv_memory_bytes: 1GiB}"
+    kv = "--verify-kv --layer-groups 4"
+    assert call("serve", str(tmp_path), *flags.split(), *more.split(), *kv.split()).exit_code == 0
+    pool = "{replicas: %d, chunk_tokens: 64, layer_groups: 4, threads: 2, kv_memory_bytes: 1GiB}"
     (tmp_path / "cluster.yaml").write_text(
         f"""
 model: {tmp_path}

@@ -90,6 +90,13 @@ def test_a_pool_may_lay_its_kv_out_in_its_own_way() -> None:
     assert not any(group >= {"prefill", "decode"} for group in interchangeable(config.pools))
 
 
+def test_how_a_pool_announces_its_kv_reaches_its_workers() -> None:
+    found = deployment(prefill={"layer_groups": 4}, decode={})
+    assert [found.worker_config(pool, "").layer_groups for pool in ("prefill", "decode")] == [4, 0]
+    with pytest.raises(ConfigError, match=r"layer_groups"):
+        deployment(decode={"layer_groups": -1})
+
+
 def test_a_router_is_replaced_where_it_listened() -> None:
     again = deployment().listening_at(RouterStarted("127.0.0.1", 4711, 4712, 1))
     assert (again.config.router.http_port, again.config.router.grpc_port) == (4711, 4712)

@@ -2,6 +2,9 @@
 for at the end."""
 
 import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,8 @@ from diptych.workers.channel import auth_metadata, open_channel
 from diptych.workers.fake_runner import fake_output
 
 from .test_router_with_workers import (
+    CONFIG,
+    TIMEOUT_S,
     TOKEN,
     Cluster,
     LiveWorker,
@@ -17,13 +22,46 @@ from .test_router_with_workers import (
     check_answers,
     cluster,
     prompts,
+    request,
     run,
     start_worker,
 )
 
 STEP_S = 0.01
-# So many tokens take 12 s at that pace, whatever the machine does besides: nothing ends before `hurry`.
-SLOW_STEP_S, LONG_ANSWER = 0.06, 200
+UNENDING = 20_000  # tokens: a test has failed long before steps of STEP_S have made so many
+MORE = 20  # tokens that a client still hears when it has heard enough
+ROOMY: dict[str, Any] = {"step_s": STEP_S, "num_blocks": 1 << 13, "max_context": UNENDING + 100}
+# Nobody is given up for being late: this machine may do other things for a while.
+PATIENT: dict[str, Any] = ROOMY | {
+    "config": replace(CONFIG, worker_timeout_s=TIMEOUT_S, hello_timeout_s=TIMEOUT_S),
+    "lease_s": TIMEOUT_S,
+}
+
+
+class Audience:
+    """Clients of answers without an end. They stay until the test has seen what it is about."""
+
+    def __init__(self, running: Cluster, asked: list[list[int]]) -> None:
+        self._router = running.router
+        self._has_seen = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._listen(prompt)) for prompt in asked]
+
+    async def leave(self) -> None:
+        """Each after a few tokens more. What they heard is right so far."""
+        assert not any(task.done() for task in self._tasks)
+        self._has_seen.set()
+        await asyncio.gather(*self._tasks)
+
+    async def _listen(self, prompt: list[int]) -> None:
+        heard: list[int] = []
+        num_more = MORE
+        async with aclosing(self._router.stream(request(prompt, UNENDING))) as deltas:
+            async for delta in deltas:
+                heard += delta.token_ids
+                num_more -= len(delta.token_ids) if self._has_seen.is_set() else 0
+                if num_more <= 0:
+                    break
+        assert heard == fake_output(prompt, len(heard))
 
 
 async def drain(worker: LiveWorker) -> None:
@@ -35,12 +73,6 @@ async def drain(worker: LiveWorker) -> None:
             if message.load.draining:
                 call.cancel()
                 return
-
-
-def hurry(running: Cluster) -> None:
-    """What still runs takes no longer than it must."""
-    for worker in running.workers:
-        worker.runner.step_s = 0.0
 
 
 async def runs(worker: LiveWorker, num_sequences: int) -> None:
@@ -74,16 +106,14 @@ async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int, num
 @pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("mixed", "mixed")], ids="+".join)
 def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_twice(roles: tuple[str, ...]) -> None:
     async def test() -> None:
-        async with cluster(*roles, step_s=SLOW_STEP_S) as running:
+        async with cluster(*roles, **PATIENT) as running:
             asked = prompts(12, 30, seed=1)
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=LONG_ANSWER))
+            audience = Audience(running, asked)
             leaving = running.workers[-1]
             await runs(leaving, 4)
             await drain(leaving)
             await leaving.settled_state()
-            assert not answers.done()
-            hurry(running)
-            await answers
+            await audience.leave()
             assert count(running, "diptych_request_migrations_total") > 3
             assert count(running, "diptych_request_resumes_total") == 0
             reports = await loads(running.workers)
@@ -99,16 +129,13 @@ def test_workers_drain_one_after_the_other_under_load() -> None:
 
     async def test() -> None:
         roles = ("prefill", "decode", "decode", "decode")
-        async with cluster(*roles, step_s=SLOW_STEP_S) as running:
-            asked = prompts(9, 30, seed=2)
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=LONG_ANSWER))
+        async with cluster(*roles, **PATIENT) as running:
+            audience = Audience(running, prompts(9, 30, seed=2))
             for worker in running.of("decode")[:2]:
                 await runs(worker, 1)
                 await drain(worker)
                 await worker.settled_state()
-            assert not answers.done()
-            hurry(running)
-            await answers
+            await audience.leave()
             reports = await loads(running.workers)
             assert all(load.num_migrated_out for load in reports[1:3])
             assert count(running, "diptych_request_resumes_total") == 0
@@ -119,17 +146,16 @@ def test_workers_drain_one_after_the_other_under_load() -> None:
 @pytest.mark.parametrize("victim", ["source", "sink"])
 def test_a_worker_killed_while_sequences_move_costs_no_token(victim: str) -> None:
     async def test() -> None:
-        async with cluster("prefill", "decode", "decode", "decode", step_s=STEP_S) as running:
-            answers = asyncio.create_task(check_answers(running.router, prompts(20, 30, seed=3), max_tokens=60))
+        async with cluster("prefill", "decode", "decode", "decode", **ROOMY) as running:
+            audience = Audience(running, prompts(20, 30, seed=3))
             source, sink, _ = running.of("decode")
             await running.busy(source)
             drained = asyncio.create_task(drain(source))
             while not any(run.record.moving() for run in running.router._runs):
-                assert not answers.done(), "nothing moved"
                 await asyncio.sleep(0)
             await running.lose(source if victim == "source" else sink)
             await asyncio.gather(drained, return_exceptions=True)  # its stream may break with the worker
-            await answers
+            await audience.leave()
 
     run(test)
 

@@ -74,7 +74,9 @@ class Cluster:
         self.announce()
 
 
-async def start_worker(role: str, step_s: float, *, num_blocks: int = 1024, **settings: object) -> LiveWorker:
+async def start_worker(
+    role: str, step_s: float, *, num_blocks: int = 1024, max_context: int = 512, **settings: object
+) -> LiveWorker:
     config = WorkerConfig(
         model="fake",
         role=role,
@@ -83,7 +85,7 @@ async def start_worker(role: str, step_s: float, *, num_blocks: int = 1024, **se
         transports=("grpc",),
         auth_token=TOKEN,
     )
-    runner = FakeRunner(num_blocks=num_blocks, step_s=step_s)
+    runner = FakeRunner(num_blocks=num_blocks, max_context=max_context, step_s=step_s)
     service = WorkerService(replace(config, **settings), runner)  # type: ignore[arg-type]
     where = await service.start()
     return LiveWorker(service, WorkerInfo(where.incarnation, where.address, role, role), runner)

@@ -5,6 +5,7 @@ compile them ahead of time). Otherwise `jit` leaves kernels as plain functions t
 not wait for the import, and needs no triton at all. Modules of kernels postpone annotations, for then `tl` is None.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,6 +18,9 @@ _HAS_GPU_BUILD = torch.version.cuda is not None or torch.version.hip is not None
 if TYPE_CHECKING or "triton" in sys.modules or (_HAS_GPU_BUILD and find_spec("triton") is not None):
     import triton
     import triton.language as tl
+
+    # Products and sums may become one instruction, whichever default a version of triton has: kernels rely on the rate.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
     def jit(fn: Callable[..., Any]) -> Any:
         """A kernel: call it as kernel[grid](arguments)."""

@@ -1,41 +1,171 @@
-"""Compiles every kernel for an H100, needing none: prints its name and the size of the machine code."""
+"""Compiles the kernels for GPUs, needing none: prints registers, shared memory and spills as a table.
 
+    python ahead_of_time.py            the launches that the test compiles
+    python ahead_of_time.py --all      all of them
+    python ahead_of_time.py NAME...    those of the named files of triton_cases/, all
+
+Each wrapper is called with tensors of no memory, for a driver that launches nothing: so what is compiled is what would
+be launched, with the configurations tuned for the target's device. Exit status 1: something does not compile, needs
+more shared memory than the chip has, or spills more than its Launch allows.
+"""
+
+import argparse
+import ast
+import importlib
+import io
+import multiprocessing
+import os
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from diptych.kernels import paged_attention, rms_norm, rope_kv_write, silu_mul
+from diptych.kernels import tuning
 
-CONSTANTS = {
-    rms_norm._rms_norm_kernel: {"HAS_RESIDUAL": True, "BLOCK": 4096},
-    silu_mul._silu_mul_kernel: {"BLOCK": 1024},
-    rope_kv_write._rope_kv_write_kernel: {"BLOCK": 64},
-    paged_attention._paged_attention_kernel: {
-        "GROUP": 4,
-        "DIM": 128,
-        "BLOCK_M": 64,
-        "BLOCK_N": 64,
-        "BLOCK_D": 128,
-    },
+ROOT = Path(__file__).parent.parent.parent
+CASES = Path(__file__).parent / "triton_cases"
+DEVICES = {  # of each target: what is compiled for, and the device whose tuned configurations are launched
+    "sm_80": (GPUTarget("cuda", 80, 32), "a100"),
+    "sm_90": (GPUTarget("cuda", 90, 32), "h200"),
+    "sm_100": (GPUTarget("cuda", 100, 32), "b200"),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), "mi300x"),
 }
-POINTERS = {"cos_sin": "*fp32", "slots": "*i64", "block_tables": "*i32", "context_lens": "*i32", "query_starts": "*i32"}
-TENSORS = {"x", "residual", "weight", "out", "gate_up", "q", "k", "v", "cache"}
 
 
-def argument_type(name: str) -> str:
-    if name in ("eps", "scale"):
-        return "fp32"
-    return POINTERS.get(name) or ("*bf16" if name in TENSORS else "i32")
+@dataclass(frozen=True)
+class Row:
+    kernel: str
+    launch: str
+    target: str
+    registers: int = 0
+    shared_bytes: int = 0
+    spilled_bytes: int = 0
+    problem: str = ""
 
 
-def compile_for_h100(kernel: Any, constants: dict[str, Any]) -> bytes:
-    signature = {n: "constexpr" if n in constants else argument_type(n) for n in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+class NoDevice:
+    """A driver whose device is described and not there."""
+
+    def __init__(self, target: GPUTarget, index: int) -> None:
+        self._target, self._index = target, index
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._index  # each target is a device, with a cache of kernels, of its own
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+def case_names() -> list[str]:
+    return sorted(p.stem for p in CASES.glob("*.py") if p.stem not in ("common", "conftest"))
+
+
+def launches_of(case: str) -> list[Any]:
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return importlib.import_module(f"tests.kernels.triton_cases.{case}").LAUNCHES
+
+
+def compile_launch(job: tuple[str, int, str]) -> list[Row]:
+    """job: (case, index of its launch, target). One row for each kernel that is launched, or one with the error."""
+    case, index, target = job
+    launch = launches_of(case)[index]
+    gpu, device = DEVICES[target]
+    os.environ[tuning.DEVICE_VARIABLE] = device
+    tuning.chip_of.cache_clear()
+    triton.runtime.driver.set_active(NoDevice(gpu, list(DEVICES).index(target)))
+    triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+    rows: list[Row] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        log = io.StringIO()
+        with redirect_stdout(log):
+            compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        used = used_on_amd(compiled) if target == "gfx942" else used_on_nvidia(log.getvalue())
+        if used is not None:
+            problem = excess(compiled.metadata.shared, used[1], tuning.CHIPS[device], launch.spilled_bytes)
+            rows.append(Row(self.__name__, launch.name, target, used[0], compiled.metadata.shared, used[1], problem))
+
+    JITFunction.run = compile_only
+    try:
+        launch.call()
+    except Exception as error:
+        return [*rows, Row(case, launch.name, target, problem=f"{type(error).__name__}: {error}")]
+    finally:
+        JITFunction.run = run
+    return rows
+
+
+def used_on_nvidia(log: str) -> tuple[int, int] | None:
+    """(registers of a thread, bytes that it spills), by ptxas; None if this process has compiled it before."""
+    registers = re.search(r"Used (\d+) registers", log)
+    spilled = re.search(r"(\d+) bytes spill stores", log)
+    return (int(registers[1]), int(spilled[1])) if registers and spilled else None
+
+
+def used_on_amd(compiled: Any) -> tuple[int, int]:
+    """The same, by the metadata of the assembly, which counts registers of four bytes."""
+    found = {
+        key: int(value)
+        for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", compiled.asm["amdgcn"])
+    }
+    return found["vgpr_count"], 4 * found["vgpr_spill_count"]
+
+
+def excess(shared_bytes: int, spilled_bytes: int, chip: tuning.Chip, allowed_spill: int) -> str:
+    if shared_bytes > chip.shared_bytes:
+        return f"{shared_bytes} bytes of shared memory, the chip has {chip.shared_bytes}"
+    return f"spills {spilled_bytes} bytes, {allowed_spill} are allowed" if spilled_bytes > allowed_spill else ""
+
+
+def kernels_of_the_room() -> set[str]:
+    """Names of what is launched: the functions of kernels/ whose docstring begins with their grid."""
+    functions = (
+        node
+        for path in (ROOT / "kernels").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    )
+    return {f.name for f in functions if (ast.get_docstring(f) or "").startswith("Grid")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--all", action="store_true")
+    options = parser.parse_args()
+    every = options.all or bool(options.names)
+    jobs = [
+        (case, i, target)
+        for case in options.names or case_names()
+        for i, launch in enumerate(launches_of(case))
+        if every or launch.is_gated
+        for target in launch.targets
+    ]
+    processes = min(len(os.sched_getaffinity(0)), 4)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        rows = [row for rows in pool.map(compile_launch, jobs) for row in rows]
+    print("| kernel | launch | target | registers | shared memory, bytes | spilled, bytes |\n|---|---|---|---|---|---|")
+    for r in rows:
+        print(f"| {r.kernel} | {r.launch} | {r.target} | {r.registers} | {r.shared_bytes} | {r.spilled_bytes} |")
+    problems = [f"{r.kernel} ({r.launch}) for {r.target}: {r.problem}" for r in rows if r.problem]
+    if not options.names:
+        missing = kernels_of_the_room() - {r.kernel for r in rows}
+        problems += [f"{name}: no launch of it is compiled" for name in sorted(missing)]
+    print("", *problems, sep="\n")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    for kernel, constants in CONSTANTS.items():
-        print(kernel.__name__, len(compile_for_h100(kernel, constants)))
+    sys.exit(main())

@@ -28,18 +28,19 @@ def run(*arguments: str, **environment: str) -> str:
 
 
 def run_cases(**environment: str) -> str:
-    return run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), **environment)
+    files = sorted(str(p) for p in (HERE / "triton_cases").glob("*.py") if p.stem not in ("common", "conftest"))
+    return run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, **environment)
 
 
 def test_interpreted_kernels_equal_their_twins() -> None:
     assert " passed" in run_cases(TRITON_INTERPRET="1")
 
 
-def test_kernels_compile_for_an_h100_without_one(tmp_path: Path) -> None:
-    printed = run(str(HERE / "ahead_of_time.py"), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
-    sizes = {line.split()[0]: int(line.split()[1]) for line in printed.splitlines()}
-    assert set(sizes) == {"_rms_norm_kernel", "_silu_mul_kernel", "_rope_kv_write_kernel", "_paged_attention_kernel"}
-    assert all(size > 1000 for size in sizes.values())
+def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
+    table = run(str(HERE / "ahead_of_time.py"), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    print(table)
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        assert f"| _paged_attention_kernel | chunk | {target} |" in table
 
 
 @pytest.mark.gpu

@@ -1,0 +1,86 @@
+"""Which configuration a kernel is launched with: frozen tables by device and size, looked up, never searched.
+
+A kernel's file holds its `Tuned` table: for the devices on which it was measured, and a generic one for all others.
+A lookup is pure and takes about a microsecond: it may stand on the request path and inside a graph's capture.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Generic, TypeVar
+
+import torch
+
+DEVICE_VARIABLE = "DIPTYCH_GPU"  # a name of CHIPS, instead of what the device says it is
+ANY = math.inf
+
+Config = TypeVar("Config")
+Row = tuple[tuple[float, ...], Config]
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    kinds: tuple[str, ...]  # what it is, from the most particular name to the most general
+    num_cores: int  # streaming multiprocessors, or compute units
+    shared_bytes: int  # that one program may have
+
+    @property
+    def is_amd(self) -> bool:
+        return "hip" in self.kinds
+
+    @property
+    def capability(self) -> int:
+        """80, 90, 100: of NVIDIA's; 0 of others."""
+        return next((int(kind[3:]) for kind in self.kinds if kind.startswith("sm_")), 0)
+
+
+CHIPS = {
+    "a100": Chip(("a100", "sm_80", "cuda"), 108, 163 * 1024),
+    "h100": Chip(("h100", "sm_90", "cuda"), 132, 227 * 1024),
+    "h200": Chip(("h200", "h100", "sm_90", "cuda"), 132, 227 * 1024),
+    "b200": Chip(("b200", "sm_100", "cuda"), 148, 227 * 1024),
+    "mi300x": Chip(("mi300x", "gfx942", "hip"), 304, 64 * 1024),
+}
+# What interprets kernels: few cores, so that small tests split contexts and wrap grids as large ones do.
+INTERPRETER = Chip(("interpreter",), 4, 64 * 1024)
+
+
+class Tuned(Generic[Config]):
+    """Rows of (limits, configuration) by kind of device: the first row with every size within its limit is taken.
+
+    The last row of each table has no limits (ANY), and there is one for "generic": so every lookup ends in one.
+    """
+
+    def __init__(self, **tables: Sequence[Row[Config]]) -> None:
+        assert "generic" in tables
+        for rows in tables.values():
+            assert rows and all(limit == ANY for limit in rows[-1][0])
+            assert all(len(limits) == len(rows[-1][0]) for limits, _ in rows)
+        self.tables = tables
+
+    def of(self, chip: Chip, *sizes: float) -> Config:
+        kind = next((kind for kind in chip.kinds if kind in self.tables), "generic")
+        for limits, config in self.tables[kind]:
+            if all(size <= limit for size, limit in zip(sizes, limits, strict=True)):
+                return config
+        raise AssertionError("the last row has no limits")
+
+
+@cache
+def chip_of(device: torch.device) -> Chip:
+    """Raises KeyError if DEVICE_VARIABLE names none of CHIPS."""
+    named = os.environ.get(DEVICE_VARIABLE)
+    if named:
+        return CHIPS[named]
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    general = ("hip",) if torch.version.hip else (f"sm_{properties.major}{properties.minor}", "cuda")
+    if torch.version.hip:
+        general = (properties.gcnArchName.split(":")[0], *general)
+    name = properties.name.lower().replace(" ", "")
+    kinds = next((chip.kinds for known, chip in CHIPS.items() if known in name), general)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    return Chip(kinds, properties.multi_processor_count, shared_bytes)

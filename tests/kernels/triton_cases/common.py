@@ -1,0 +1,47 @@
+"""What the cases of the kernels share. Each file beside this one has the cases of one kernel:
+
+    test_*      its values against its twin's, interpreted or on a GPU: odd sizes, strided inputs, poisoned outputs
+    LAUNCHES    calls of its wrapper with tensors of no memory: what they would launch is compiled for every target
+
+test_triton.py runs both, each in a process of its own: a process decides once, when it imports the kernels, how they
+run. Files are found by themselves.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+DTYPES = [torch.float32, torch.bfloat16]
+# The interpreter multiplies matrices of bfloat16 by their bits, as if they were whole numbers.
+DOT_DTYPES = [torch.float32, torch.float16 if DEVICE == "cpu" else torch.bfloat16]
+NVIDIA = ("sm_80", "sm_90", "sm_100")
+TARGETS = (*NVIDIA, "gfx942")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call whose kernels are compiled as the wrapper launches them: with its constants, warps and stages."""
+
+    name: str  # what is particular: dtype, sizes, options
+    call: Callable[[], object]  # the wrapper's, with tensors made by `meta`
+    targets: tuple[str, ...] = TARGETS
+    spilled_bytes: int = 0  # that a thread may at most spill, on any target
+    is_gated: bool = True  # False: compiled by `ahead_of_time.py --all` alone
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor that has no memory, and an address that is a multiple of 16 as an allocated one's."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within a few roundings; NaN, which stands for an element that was not written, is never near."""
+    tolerance = 1e-5 if found.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)

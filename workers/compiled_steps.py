@@ -26,10 +26,13 @@ class CompiledSteps:
         sequences = self._write(batch.entries)
         if self._ranks is not None:
             self._ranks.tell(Step.of(batch.entries, self._block_size))
-        self._decoder.step(len(sequences), watch)
+        num_sampled, memory, picks = len(sequences), self._decoder.memory, self._sampler.is_argmax(sequences)
+        self._decoder.step(num_sampled, watch, picks=picks)
         if not sequences:
             return []
-        return self._sampler.sample(self._decoder.memory.logits[: len(sequences)], sequences)
+        if picks:
+            return [SampledToken(*of) for of in zip(sequences, memory.ids[:num_sampled].tolist(), strict=True)]
+        return self._sampler.sample(memory.logits[:num_sampled], sequences)
 
     def profile(self) -> Tensor:
         """From now on gains the nanoseconds of each of layer.PARTS, [len(PARTS)] int64."""

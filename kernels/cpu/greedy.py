@@ -9,8 +9,8 @@ from .library import DTYPES, Team
 from .linear import PackedLinear
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-_BEST_BYTES = 16  # Best of logits.h
-_SCRATCH = 128 * 4 * 32  # kGreedyScratch of logits.h
+BEST_BYTES = 16  # Best of logits.h
+SCRATCH = 128 * 4 * 32  # kGreedyScratch of logits.h
 
 
 def greedy(team: Team, hidden: Tensor, head: PackedLinear) -> Tensor:
@@ -19,8 +19,8 @@ def greedy(team: Team, hidden: Tensor, head: PackedLinear) -> Tensor:
     num_rows, k = hidden.shape
     assert k == head.of.k and hidden.dtype == head.dtype and hidden.stride(1) == 1 and not head.of.is_gated
     ids = torch.empty(num_rows, dtype=torch.int64)
-    bests = torch.empty(team.num_threads * num_rows * _BEST_BYTES, dtype=torch.uint8)
-    scratch = torch.empty(team.num_threads * _SCRATCH)
+    bests = torch.empty(team.num_threads * num_rows * BEST_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(team.num_threads * SCRATCH)
     kernel = team.library.kernel("greedy", _P, _I, _P, _L, _L, _P, _P, _P)
     kernel(
         team.address,

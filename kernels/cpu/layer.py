@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import Heads, Limits, Scratch
+from .greedy import BEST_BYTES, SCRATCH
 from .library import DTYPES, Team
 from .linear import Linear, PackedLinear
 
@@ -52,7 +53,9 @@ class Step(ctypes.Structure):
         *((name, _P) for name in ("cos_sin", "slots", "residual", "normed", "qkv", "attended", "inner", "partial")),
         ("scratch", _P),
         ("limits", Limits),
-        *((name, _P) for name in ("logits", "nanoseconds")),
+        ("logits", _P),
+        ("picks", _L),
+        *((name, _P) for name in ("ids", "bests", "few_logits", "nanoseconds")),
     )
 
 
@@ -112,11 +115,12 @@ class StepMemory:
     residual: Tensor  # [T, H]
     partial: Tensor  # [T, H] float32: where this is one of several ranks, its part of what the residual gains
     logits: Tensor  # [R, vocab] float32
+    ids: Int64s  # [R]: the likeliest tokens, where the step picks them instead
 
     def __init__(self, team: Team, shape: DecoderShape, *, is_split: bool) -> None:
         """is_split: one of several ranks."""
         self._team, self._shape, self._is_split = team, shape, is_split
-        self._num_rows = self._num_seqs = self._num_sampled = self._width = 0
+        self._num_rows = self._num_seqs = self._num_logits = self._num_picked = self._width = 0
         self._kept: dict[str, Tensor] = {}  # by field of `struct`
         self.struct = Step()
         self.address = ctypes.addressof(self.struct)
@@ -137,9 +141,16 @@ class StepMemory:
         self.struct.tables, self.struct.table_width = tables.ctypes.data, tables.shape[1]
         self._table_rows[: len(rows)] = rows
 
-    def reserve_sampled(self, num_sampled: int) -> None:
-        if num_sampled > self._num_sampled:
-            self._num_sampled = num_sampled
+    def want(self, num_sampled: int, *, picks: bool) -> None:
+        """What becomes of the sampled rows when their head is next computed: their likeliest tokens, or logits."""
+        self.struct.num_sampled, self.struct.picks = num_sampled, picks
+        if picks and num_sampled > self._num_picked:
+            self._num_picked, num_threads = _grown(num_sampled), self._team.num_threads
+            self.ids = self._make("ids", (self._num_picked,), torch.int64).numpy()
+            self._make("bests", (num_threads * self._num_picked * BEST_BYTES,), torch.uint8)
+            self._make("few_logits", (num_threads, SCRATCH), torch.float32)
+        if not picks and num_sampled > self._num_logits:
+            self._num_logits = num_sampled
             self.logits = self._make("logits", (num_sampled, self._shape.vocab_size), torch.float32)
 
     def profile(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -82,13 +82,21 @@ class Rank:
 
     def logits(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None = None) -> Tensor:
         """Of the last token of each sequence."""
+        self.compute(token_ids, step, watch, picks=False)
+        return self.decoder.memory.logits[: len(step.num_new)].clone()
+
+    def picked(self, token_ids: SequenceOf[int], step: Step) -> list[int]:
+        """The likeliest token after each sequence."""
+        self.compute(token_ids, step, None, picks=True)
+        return self.decoder.memory.ids[: len(step.num_new)].tolist()
+
+    def compute(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None, *, picks: bool) -> None:
         memory = self.decoder.memory
         memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
         memory.set_tables(step.tables, np.arange(len(step.num_new)))
         memory.token_ids[: len(token_ids)] = token_ids
         memory.sampled[: len(step.num_new)] = np.cumsum(step.num_new) - 1
-        self.decoder.step(len(step.num_new), watch)
-        return memory.logits[: len(step.num_new)].clone()
+        self.decoder.step(len(step.num_new), watch, picks=picks)
 
 
 def two_prompts() -> tuple[list[int], Step]:
@@ -134,6 +142,29 @@ def test_whoever_watches_hears_when_layers_have_stored_their_kv(llama: Path) -> 
 
     assert torch.equal(rank.logits(token_ids, step, LayerWatch((1, 3), reached)), expected)
     assert heard == [1, 3]
+
+
+def test_the_likeliest_tokens_are_picked_without_their_logits(llama: Path) -> None:
+    rank = Rank.of(llama, Alone())
+    memory, (token_ids, step) = rank.decoder.memory, two_prompts()
+    expected = rank.logits(token_ids, step)
+    memory.logits.fill_(torch.nan)
+    assert rank.picked(token_ids, step) == expected.argmax(dim=-1).tolist()
+    assert memory.logits.isnan().all()
+    one = Step(step.num_new[:1], step.context_lens[:1], step.tables[:1])
+    assert rank.picked(token_ids[:40], one) == expected[:1].argmax(dim=-1).tolist()
+    assert torch.equal(rank.logits(token_ids, step), expected)
+
+
+def test_picked_tokens_are_those_of_the_logits(llama: Path) -> None:
+    runner = ModelRunner.load(ModelRunnerConfig(llama, max_context_tokens=512, kv_memory_bytes=8 << 20))
+    prompts = random_prompts(5, [3, 17, 40, 9, 130])
+    server, plain = Server(runner, SchedulerConfig(), prefix_cache=False), SamplingParams(temperature=0.0, max_tokens=9)
+    found: list[list[list[int]]] = []
+    for asked in ([plain] * 5, [replace(plain, logprobs=0)] * 5, [plain, replace(plain, logprobs=0)] * 2 + [plain]):
+        found.append([[t.token_id for t in tokens] for tokens in server.generate(prompts, asked)])
+    runner.close()
+    assert found[0] == found[1] == found[2]
 
 
 def test_parts_of_a_step_are_timed_when_asked(llama: Path) -> None:

@@ -118,15 +118,15 @@ class CompiledDecoder:
         layers = [cache.layer(i) for i in range(spec.num_layers)]
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, cos_sin, layers)
 
-    def step(self, num_sampled: int, watch: LayerWatch | None = None) -> None:
-        """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows."""
+    def step(self, num_sampled: int, watch: LayerWatch | None = None, *, picks: bool = False) -> None:
+        """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
+        leaves their logits; where it `picks`, their likeliest tokens alone, in `memory.ids`."""
         memory, layers = self.memory, self._layers
-        memory.reserve_sampled(num_sampled)
         if watch is None and not self._is_split:
-            memory.struct.num_sampled = num_sampled
+            memory.want(num_sampled, picks=picks)
             layers.step(memory, 0, layers.num_layers)
             return
-        memory.struct.num_sampled = 0
+        memory.want(0, picks=False)
         if self._is_split:
             self._halves(watch)
         elif watch is not None:
@@ -134,7 +134,7 @@ class CompiledDecoder:
                 layers.step(memory, first, last)
                 watch.reached(last)
         if num_sampled:
-            memory.struct.num_sampled = num_sampled
+            memory.want(num_sampled, picks=picks)
             layers.step(memory, layers.num_layers, layers.num_layers)
 
     def follow(self, step: Step) -> None:

@@ -70,7 +70,14 @@ class Way {
       rms_norm_row(residual(row), (const T *)of_.norm, x + i * of_.hidden_size, of_.hidden_size, of_.eps);
     }
     done(kNorms);
-    linear(of_.head, x, of_.hidden_size, step_.num_sampled, step_.logits, of_.head.n, kStore, index_, team_.size);
+    if (step_.picks) {
+      best_of_part(of_.head, x, of_.hidden_size, step_.num_sampled, step_.bests + index_ * step_.num_sampled,
+                   step_.few_logits + index_ * kGreedyScratch, index_, team_.size);
+      team_.barrier();
+      if (index_ == 0) best_of_all(step_.bests, step_.num_sampled, team_.size, step_.ids);
+    } else {
+      linear(of_.head, x, of_.hidden_size, step_.num_sampled, step_.logits, of_.head.n, kStore, index_, team_.size);
+    }
     done(kHead);
   }
 

@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "logits.h"
 
 namespace DIPTYCH_ISA {
 
@@ -62,6 +63,11 @@ struct Step {
   void *scratch;   // of the attention, as attention.h wants it
   AttentionLimits limits;
   float *logits;   // [num_sampled, vocab]
+  // Where the likeliest token of each sampled row is all that is wanted: `ids`, and `logits` is left alone.
+  int64_t picks;
+  int64_t *ids;    // [num_sampled]
+  Best *bests;     // [threads][num_sampled]
+  float *few_logits;  // [threads][kGreedyScratch]
   int64_t *nanoseconds;  // [kNumParts], gains what each part took; or null
 };
 

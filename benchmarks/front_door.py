@@ -54,9 +54,9 @@ WARM_UP_S = 1.0
 class InstantRunner(FakeRunner):
     """Computes nothing: token after token of the vocabulary, `step_s` a step."""
 
-    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
-        if self._step_s:
-            time.sleep(self._step_s)
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        if self.step_s:
+            time.sleep(self.step_s)
         span = LAST_TOKEN - FIRST_TOKEN
         return [
             SampledToken(entry.sequence, FIRST_TOKEN + entry.sequence.num_tokens * 7 % span)

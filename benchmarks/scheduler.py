@@ -15,12 +15,14 @@ import mmap
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from diptych.workers.engine import Engine
 from diptych.workers.kv_layout import KVLayout, KVMemory, Region
+from diptych.workers.launched import Deferred
 from diptych.workers.request import Request, SamplingParams
-from diptych.workers.runner import LayerWatch, ModelInfo
+from diptych.workers.runner import Launched, LayerWatch, ModelInfo
 from diptych.workers.scheduler import SchedulerConfig
 from diptych.workers.sequence import Batch, SampledToken
 
@@ -48,7 +50,10 @@ class NullRunner:
         self.memory = KVMemory(self.layout, num_blocks, Region(0, 4096, memoryview(self._buffer)))
         self.elapsed_s = 0.0
 
-    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        return Deferred(partial(self._compute, batch))
+
+    def _compute(self, batch: Batch) -> list[SampledToken]:
         began = time.perf_counter()
         sampled = [SampledToken(entry.sequence, 7) for entry in batch.entries if entry.samples]
         self.elapsed_s = time.perf_counter() - began

@@ -73,7 +73,7 @@ def sequence_of(prompt: list[int], table: list[int]) -> Sequence:
 
 def step(runner: ModelRunner, sequence: Sequence) -> int:
     num_new = len(sequence.token_ids) - sequence.num_computed
-    [sampled] = runner.run(Batch([ScheduledSequence(sequence, num_new)]))
+    [sampled] = runner.launch(Batch([ScheduledSequence(sequence, num_new)])).tokens()
     sequence.num_computed += num_new
     sequence.token_ids.append(sampled.token_id)
     return sampled.token_id

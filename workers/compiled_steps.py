@@ -1,10 +1,12 @@
 """A batch computed by the compiled CPU kernels: what changed since the last step is written into arrays that stay."""
 
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from torch import Tensor
 
 from .batch_tables import BatchTables
+from .launched import Compute
 from .models.compiled import CompiledDecoder
 from .rank_processes import RankProcesses
 from .runner import LayerWatch
@@ -21,9 +23,11 @@ class CompiledSteps:
         self._decoder, self._tables, self._block_size = decoder, tables, tables.block_size
         self._sampler, self._ranks = sampler, ranks
 
-    def run(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
-        """As Runner.run. Raises RankLost."""
-        sequences = self._write(batch.entries)
+    def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
+        return partial(self._compute, batch, self._write(batch.entries), watch)
+
+    def _compute(self, batch: Batch, sequences: list[Sequence], watch: LayerWatch | None) -> list[SampledToken]:
+        """`sequences`: those that are sampled. Raises RankLost."""
         if self._ranks is not None:
             self._ranks.tell(Step.of(batch.entries, self._block_size))
         num_sampled, memory, picks = len(sequences), self._decoder.memory, self._sampler.is_argmax(sequences)

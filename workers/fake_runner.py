@@ -8,12 +8,14 @@ so a block or a layer that was lost, reused or moved wrongly gives a wrong token
 import mmap
 import time
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from .kv_layout import KVLayout, KVMemory, Region
-from .runner import LayerWatch, ModelInfo
+from .launched import Deferred
+from .runner import Launched, LayerWatch, ModelInfo
 from .sequence import Batch, SampledToken, Sequence
 
 
@@ -54,7 +56,10 @@ class FakeRunner:
         region = Region(self._kv.ctypes.data, len(self._buffer), memoryview(self._buffer))
         self.memory = KVMemory(self.layout, num_blocks, region)
 
-    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        return Deferred(partial(self._compute, batch, watch))
+
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
         if self.step_s:
             time.sleep(self.step_s)
         for layer in range(self.layout.num_layers):

@@ -1,15 +1,16 @@
 """Batch -> tokens: the Runner that computes a model, by the compiled CPU kernels or by torch.
 
-Life: load (config and weights checked, then read; KV memory reserved) -> run, once a step -> close.
+Life: load (config and weights checked, then read; KV memory reserved) -> launch, once a step -> close.
 
 With `tensor_parallel` above 1 this is rank 0 of as many: the others are processes of their own (rank_processes.py)
-that compute each step with it. If one is lost, `run` raises RankLost and the runner is of no more use.
+that compute each step with it. If one is lost, a step raises RankLost and the runner is of no more use.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from .cpu_kernels import Choice, choose_for, make_team
 from .errors import ConfigError, RankLost
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
+from .launched import Compute, Deferred
 from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import Decoder
 from .models.rope import rope_table
@@ -34,7 +36,7 @@ from .parallel import Alone, Group
 from .quant.formats import QUANTIZE
 from .rank import RankSettings
 from .rank_processes import OnLoss, RankProcesses
-from .runner import LayerWatch, ModelInfo
+from .runner import Launched, LayerWatch, ModelInfo
 from .sampler import Sampler
 from .sequence import Batch, SampledToken
 from .torch_steps import TorchSteps
@@ -92,8 +94,8 @@ class ModelRunnerConfig:
 class Steps(Protocol):
     """How a batch is computed: TorchSteps or CompiledSteps."""
 
-    def run(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
-        """As Runner.run, for a batch that is not empty. Raises RankLost."""
+    def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
+        """What computes the batch, see Runner.launch. It may raise RankLost."""
         ...
 
 
@@ -167,13 +169,13 @@ class ModelRunner:
         if self._ranks is not None:
             self._ranks.close()
 
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        return Deferred(partial(self._compute, self.steps.prepare(batch, watch)))
+
     @torch.inference_mode()
-    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
-        """Compute the batch's new tokens into the cache; one sampled token for each entry that `samples`, in order."""
-        if not batch:
-            return []
+    def _compute(self, compute: Compute) -> list[SampledToken]:
         try:
-            return self.steps.run(batch, watch)
+            return compute()
         except RankLost as e:
             assert self._ranks is not None
             raise self._ranks.fail(e) from e

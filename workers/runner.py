@@ -38,6 +38,19 @@ class LayerWatch:
     reached: Callable[[int], object]  # called once with each of `ends`, in order, on the engine's thread
 
 
+class Launched(Protocol):
+    """A step that was launched."""
+
+    def tokens(self) -> list[SampledToken]:
+        """Wait until it is computed: one sampled token for each entry that `samples`, in order. Once; raises whatever
+        went wrong."""
+        ...
+
+    def abandon(self) -> None:
+        """Nobody wants its tokens any more: returns once nothing of it runs, and raises nothing."""
+        ...
+
+
 class Runner(Protocol):
     """Owns weights and KV memory. `max_context_tokens` never exceeds what the KV memory can hold."""
 
@@ -50,15 +63,15 @@ class Runner(Protocol):
     @property
     def memory(self) -> KVMemory: ...
 
-    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
-        """Compute the batch's new tokens into the cache; one sampled token for each entry that `samples`, in order.
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        """Compute the new tokens of a batch that is not empty into the cache, and sample; returns at once where it can.
 
         When `watch` is told, the KV of those layers is in memory that transports may read, of every rank.
         """
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of all layers and ranks, (from, to), before a `run`. Only a source is in two pairs."""
+        """Copy the KV of all layers and ranks, (from, to), before a `launch`. Only a source is in two pairs."""
         ...
 
     def close(self) -> None: ...

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .kv_cache import KVCache
+from .launched import Compute
 from .models.decoder import Decoder
 from .rank_processes import RankProcesses
 from .runner import LayerWatch
@@ -25,8 +27,11 @@ class TorchSteps:
         self._sampler, self._ranks = sampler, ranks
         self._device = cache.tensor.device
 
-    def run(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
-        """As Runner.run. Raises RankLost."""
+    def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
+        return partial(self._compute, batch, watch)
+
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        """Raises RankLost."""
         # Attention wants sequences with one new token first; order is restored by sampling in the batch's own order.
         order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
         entries = [batch.entries[i] for i in order]

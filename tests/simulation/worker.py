@@ -35,8 +35,8 @@ MOMENT_S = 0.4
 class CheckedRunner(FakeRunner):
     """Raises AssertionError as soon as a token would be made from KV that is not the sequence's own."""
 
-    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
-        sampled = super().run(batch, watch)
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        sampled = super()._compute(batch, watch)
         for entry in batch.entries:
             if entry.samples:
                 sequence = entry.sequence

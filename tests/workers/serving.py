@@ -44,7 +44,7 @@ class Server:
     def _step(self, outputs: dict[Sequence, list[SampledToken]]) -> None:
         batch = self.scheduler.schedule()
         assert batch, "the scheduler is stuck"
-        sampled = self.runner.run(batch)
+        sampled = self.runner.launch(batch).tokens()
         assert [s.sequence for s in sampled] == [e.sequence for e in batch.entries if e.samples]
         for entry in batch.entries:
             sequence = entry.sequence

@@ -26,9 +26,9 @@ class Watched(FakeRunner):
         self.log: list[object] = []
         self._fails_after = fails_after
 
-    def run(self, batch: Batch, watch: LayerWatch | None = None) -> list[SampledToken]:
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
         self.log.append("step")
-        return super().run(batch, watch)
+        return super()._compute(batch, watch)
 
     def _store(self, batch: Batch, layer: int) -> None:
         if layer == self._fails_after:

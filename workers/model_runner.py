@@ -33,7 +33,7 @@ from .models.sharding import Share, check_divides, spec_of
 from .models.spec import ModelSpec, load_spec
 from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
 from .parallel import Alone, Group
-from .quant.formats import QUANTIZE
+from .quant.formats import QUANTIZE, check_shares
 from .rank import RankSettings
 from .rank_processes import OnLoss, RankProcesses
 from .runner import Launched, LayerWatch, ModelInfo
@@ -123,6 +123,7 @@ class ModelRunner:
         path, device = Path(config.model_path), _device(config.device)
         spec, share = load_spec(path), Share(0, config.tensor_parallel)
         check_divides(spec, share.size)
+        check_shares(spec, config.quantize, share.size)
         max_context_tokens = _max_context_tokens(config, spec)
         threads = config.threads_per_rank
         if threads is not None:

@@ -85,11 +85,13 @@ def pack(
     *,
     gated: bool = False,
     format: Format = Format.PLAIN,
+    scales: Tensor | None = None,
     take: Callable[[int], Tensor] = lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8),
 ) -> PackedLinear:
     """weights: [n_i, k] of one dtype, float32 or bfloat16, rows contiguous: W is them below one another. bias: [n].
 
-    gated: W is a gate and its up, of as many rows each. take: returns that many bytes, uint8, aligned to 64.
+    gated: W is a gate and its up, of as many rows each. scales: float32 [n, groups], to quantise with, where W is a
+    part of longer rows; None: W's own. take: returns that many bytes, uint8, aligned to 64.
     """
     dtype, k = weights[0].dtype, weights[0].shape[1]
     assert all(w.dtype == dtype and w.shape[1] == k and w.stride(1) == 1 for w in weights) and k > 0
@@ -97,15 +99,18 @@ def pack(
     assert bias is None or bias.shape == (n,)
     assert not gated or n % 2 == 0
     group, num_panels = group_of(format, k), -(-n // PANEL)
+    num_groups = -(-k // group)
+    if scales is not None:
+        assert scales.shape == (n, num_groups) and scales.dtype == torch.float32 and scales.is_contiguous()
     packed = take(packed_bytes(n, k, dtype, format))
-    scales = None if format == Format.PLAIN else torch.empty(num_panels, -(-k // group), PANEL)
+    stored_scales = None if format == Format.PLAIN else torch.empty(num_panels, num_groups, PANEL)
     wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
     parts = (_Part * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
-    kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P)
-    to = (packed.data_ptr(), _address(scales))
-    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, *to)
-    of = Linear(packed.data_ptr(), _address(scales), _address(wide), n, k, format, gated, group)
-    return PackedLinear(of, dtype, packed, scales, wide)
+    kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P, _P)
+    to = (packed.data_ptr(), _address(stored_scales))
+    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, _address(scales), *to)
+    of = Linear(packed.data_ptr(), _address(stored_scales), _address(wide), n, k, format, gated, group)
+    return PackedLinear(of, dtype, packed, stored_scales, wide)
 
 
 def _packed_bias(bias: Tensor, num_panels: int, gated: bool) -> Tensor:

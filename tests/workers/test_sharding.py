@@ -1,20 +1,27 @@
 """Shares of a decoder: those of all ranks together are the whole, and what cannot be shared is refused."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from diptych.kernels.cpu.library import Team, library
+from diptych.kernels.cpu.linear import Linear, linear
 from diptych.workers.errors import ConfigError
+from diptych.workers.models.compiled import read_weights
 from diptych.workers.models.sharding import Share, check_divides, spec_of
 from diptych.workers.models.spec import ModelSpec, load_spec
 from diptych.workers.models.weights import Checkpoint, LayerWeights
+from diptych.workers.quant.formats import check_shares
 
 from ..checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels are not built")
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +31,25 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("biased") / "llama", "llama", 5, **changes)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """128 and 384 inputs of the products that ranks cut: in groups of 128 whole, of 64 and of 32 in parts."""
+    changes: dict[str, Any] = {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+    return make_checkpoint(tmp_path_factory.mktemp("wide") / "llama", "llama", 6, intermediate_size=384, **changes)
+
+
+def without_bias(of: Linear) -> Linear:
+    return Linear(of.weight, of.scales, None, of.n, of.k, of.format, of.is_gated, of.group)
+
+
 def projections(fused: Tensor, spec: ModelSpec) -> list[Tensor]:
     """Queries, keys and values of a fused weight or bias."""
     return list(fused.split([n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]))
 
 
-def shares(path: Path, size: int) -> list[list[LayerWeights]]:
+def shares(path: Path, size: int, quantize: str | None = None) -> list[list[LayerWeights]]:
     with Checkpoint(path, load_spec(path)) as checkpoint:
-        return [checkpoint.load_layers(torch.float32, CPU, Share(rank, size)) for rank in range(size)]
+        return [checkpoint.load_layers(torch.float32, CPU, Share(rank, size), quantize) for rank in range(size)]
 
 
 def assert_joined(whole: LayerWeights, parts: list[LayerWeights], spec: ModelSpec) -> None:
@@ -65,6 +83,44 @@ def test_all_shares_together_are_the_whole(biased: Path, size: int) -> None:
         whole = checkpoint.load(torch.float32, CPU).layers
     for i, parts in enumerate(zip(*shares(biased, size), strict=True)):
         assert_joined(whole[i], list(parts), spec)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_all_quantised_shares_together_are_the_whole_quantised(wide: Path, quantize: str, size: int) -> None:
+    (whole,) = shares(wide, 1, quantize)
+    for i, parts in enumerate(zip(*shares(wide, size, quantize), strict=True)):
+        assert_joined(whole[i], list(parts), load_spec(wide))
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_packed_shares_are_of_the_whole_quantised(wide: Path, quantize: str) -> None:
+    """A product with the unit matrix says what weights a rank holds."""
+    (whole,) = shares(wide, 1, quantize)
+    kernels = library()
+    assert kernels is not None
+    with Checkpoint(wide, load_spec(wide)) as checkpoint:
+        for rank in range(2):
+            share = Share(rank, 2)
+            team = Team(kernels, 1)
+            packed = read_weights(team, checkpoint.reader(torch.float32, CPU, share=share, quantize=quantize)).layers
+            for i, layer in enumerate(whole):
+                for field in ("o", "down"):
+                    weights, held = getattr(layer, field), getattr(packed[i], field)
+                    part = weights[:, share.part_of(weights.shape[1])]
+                    found = linear(team, torch.eye(part.shape[1]), replace(held, of=without_bias(held.of)))
+                    assert torch.equal(found.T, part)
+            team.close()
+
+
+@pytest.mark.parametrize(("quantize", "is_refused"), [("int4", True), ("int8", False), (None, False)])
+def test_groups_with_one_scale_are_not_cut(biased: Path, quantize: str | None, is_refused: bool) -> None:
+    spec = load_spec(biased)  # 160 inner, of which each of two ranks has 80
+    check_shares(spec, quantize, 1)
+    refused = pytest.raises(ConfigError, match="80 inputs of the intermediate size") if is_refused else nullcontext()
+    with refused:
+        check_shares(spec, quantize, 2)
 
 
 def test_ranks_that_share_a_key_value_head_hold_it_whole(qwen3: Path) -> None:

@@ -65,6 +65,7 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
             fields.fused(f"{name}_bias"),
             gated=gated,
             format=fields.format(name),
+            scales=fields.scales(name),
             take=arena.take,
         )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...kernels.cpu.linear import Format
 from ..errors import CheckpointError
-from ..quant.formats import as_stored, format_of
+from ..quant.formats import as_stored, format_of, scales_of_part
 from .sharding import WHOLE, Share, part_of_tensor
 from .spec import ModelSpec, read_json_object
 from .tensor_names import Shape, expected_tensors, layer_tensors, outer_tensors
@@ -253,6 +253,17 @@ class Reader:
             start += own[0]
         return target
 
+    def scales(self, sources: dict[str, Shape], format: Format) -> Tensor | None:
+        """Of the whole rows, where this share holds a part of their inputs; None: its rows are whole, or `format` has
+        no scales. Reads one tensor whole, for a while."""
+        name = next(iter(sources))
+        part = self._part(name)
+        if format == Format.PLAIN or len(part) == 1:
+            return None
+        assert len(sources) == 1
+        whole = self._checkpoint.read(name, (slice(None),)).to(self._device, self._dtype)
+        return scales_of_part(whole, format, part[1])
+
     def _read(self, name: str, shape: Shape) -> Tensor:
         stored = self._checkpoint.read(name, self._part(name))
         self._done += self._bytes(name, shape)
@@ -297,9 +308,13 @@ class Fields:
     def format(self, field: str) -> Format:
         return format_of(self._reader.quantize, field)
 
+    def scales(self, field: str) -> Tensor | None:
+        """Those that the tensors of `field` are quantised with, where they are not their own: float32 [n, groups]."""
+        return self._reader.scales(self._fields[field], self.format(field))
+
     def as_stored(self, field: str) -> Tensor:
         """A `field` that exists, as its format leaves it."""
-        return as_stored(self.tensor(field), self.format(field))
+        return as_stored(self.tensor(field), self.format(field), self.scales(field))
 
 
 def load_weights(reader: Reader) -> DecoderWeights:

@@ -71,16 +71,20 @@ void quantise(const T *__restrict weights, int64_t count, float scale, Format fo
   }
 }
 
-// rows: kPanel of them, null: zeros. out: one panel of units; scales: its [k / group][kPanel].
+// rows: kPanel of them, null: zeros. given: each row's scales, or nulls: found here. out: one panel of units; scales: its
+// [k / group][kPanel].
 template <class T>
-void quantise_panel(const T *const *rows, int64_t k, int64_t group, Format format, uint32_t *out, float *scales) {
+void quantise_panel(const T *const *rows, const float *const *given, int64_t k, int64_t group, Format format,
+                    uint32_t *out, float *scales) {
   const int bits = format == kInt8 ? 8 : 4, inputs = 32 / bits;
   constexpr int64_t kRun = 512;
   int8_t q[kRun];
   for (int lane = 0; lane < kPanel; lane++)
     for (int64_t first = 0; first < k; first += group) {
       const int64_t end = std::min(first + group, k);
-      const float scale = rows[lane] ? scale_of(rows[lane] + first, end - first, format) : 0.0f;
+      const float scale = !rows[lane]   ? 0.0f
+                          : given[lane] ? given[lane][first / group]
+                                        : scale_of(rows[lane] + first, end - first, format);
       scales[first / group * kPanel + lane] = scale;
       for (int64_t run = first; run < end; run += kRun) {
         const int64_t count = std::min(kRun, end - run);
@@ -97,9 +101,10 @@ void quantise_panel(const T *const *rows, int64_t k, int64_t group, Format forma
 
 }  // namespace
 
-// As API(pack_linear) has them. group: inputs that share a scale; k for kInt8.
+// As API(pack_linear) has them. group: inputs that share a scale; k for kInt8. given: [n][groups], or null.
 struct Packing {
   const Part *parts;
+  const float *given;
   int64_t num_parts, n, k, group;
   Format format;
   bool is_gated;
@@ -113,23 +118,28 @@ void pack(const Packing &of, void *out, float *scales, int index, int size) {
   const int64_t num_groups = (of.k + of.group - 1) / of.group;
   for (int64_t panel = panels.first; panel < panels.last; panel++) {
     const T *rows[kPanel];
-    for (int64_t lane = 0; lane < kPanel; lane++)
-      rows[lane] = row_of<T>(of.parts, of.num_parts, packed_row(of.n, of.is_gated, panel, lane));
+    const float *given[kPanel];
+    for (int64_t lane = 0; lane < kPanel; lane++) {
+      const int64_t row = packed_row(of.n, of.is_gated, panel, lane);
+      rows[lane] = row_of<T>(of.parts, of.num_parts, row);
+      given[lane] = of.given ? of.given + row * num_groups : nullptr;
+    }
     if (of.format == kPlain)
       pack_panel(rows, of.k, (T *)out + panel * ((of.k + kStep - 1) / kStep * kStep * kPanel));
     else
-      quantise_panel(rows, of.k, of.group, of.format, (uint32_t *)out + panel * num_units * kPanel,
+      quantise_panel(rows, given, of.k, of.group, of.format, (uint32_t *)out + panel * num_units * kPanel,
                      scales + panel * num_groups * kPanel);
   }
 }
 
 }  // namespace DIPTYCH_ISA
 
-// parts: together n rows of k elements of `dtype`; out: the panels, in `format`; scales: as Linear's, or null.
+// parts: together n rows of k elements of `dtype`; given: their scales [n][k / group], where the weights are a part of
+// longer rows, or null; out: the panels, in `format`; scales: as Linear's, or null.
 API(pack_linear)(Team *team, int32_t dtype, const void *parts, int64_t num_parts, int64_t n, int64_t k,
-                 int32_t is_gated, int32_t format, int64_t group, void *out, float *scales) {
+                 int32_t is_gated, int32_t format, int64_t group, const float *given, void *out, float *scales) {
   using namespace DIPTYCH_ISA;
-  const Packing of{(const Part *)parts, num_parts, n, k, group, Format(format), is_gated != 0};
+  const Packing of{(const Part *)parts, given, num_parts, n, k, group, Format(format), is_gated != 0};
   team->run([&](int index) {
     if (dtype == kFloat32) pack<float>(of, out, scales, index, team->size);
     else pack<bf16>(of, out, scales, index, team->size);

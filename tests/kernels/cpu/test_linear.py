@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, silu
 from diptych.kernels.cpu.library import Library, Team
 from diptych.kernels.cpu.linear import Format, Then, linear, pack
 from diptych.workers.quant import int4, int8
+from diptych.workers.quant.formats import scales_of_part
 
 SIZES = [(1, 1, 1), (2, 31, 15), (3, 32, 64), (13, 33, 65), (25, 130, 1030), (250, 96, 66)]  # rows, n, k
 FORMATS = list(Format)
@@ -81,6 +82,17 @@ def test_quantised_weights_are_their_twins(pair: Team, dtype: torch.dtype, k: in
     for format in (Format.INT8, Format.INT4):
         rows = linear(pair, torch.eye(k, dtype=dtype), pack(pair, [weight], format=format), out=torch.empty(k, 40))
         assert torch.equal(rows.T, as_stored(weight, format).float())
+
+
+@pytest.mark.parametrize("format", [Format.INT8, Format.INT4])
+def test_a_part_of_longer_rows_has_their_scales(pair: Team, dtype: torch.dtype, format: Format) -> None:
+    _, weight, _ = operands(1, 40, 384, dtype)
+    weight[:, :96] /= 16  # by its own scales it would be stored otherwise
+    for part in (slice(0, 96), slice(96, 192), slice(192, 384)):
+        scales = scales_of_part(weight, format, part)
+        packed = pack(pair, [weight[:, part]], format=format, scales=scales)
+        rows = linear(pair, torch.eye(packed.of.k, dtype=dtype), packed, out=torch.empty(packed.of.k, 40))
+        assert torch.equal(rows.T, as_stored(weight, format)[:, part].float())
 
 
 def test_sum_without_a_bias(pair: Team, dtype: torch.dtype) -> None:

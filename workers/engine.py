@@ -3,7 +3,7 @@
 It owns every Sequence of the worker and all block bookkeeping. It knows no socket and no event loop: commands come in
 as method calls (engine_thread.py makes them from other threads), events go out in a StepOutput. Moves of KV are
 announced in the StepOutput and carried out by handoff_source.py and handoff_sink.py, which come back through `reserve`,
-`commit`, `fail_import`, `settle`, `caught_up` and `end_lease`.
+`begin`, `commit`, `fail_import`, `settle`, `caught_up` and `end_lease`.
 """
 
 import heapq
@@ -21,6 +21,7 @@ from .engine_events import (
     HandoffHeld,
     HandoffRefused,
     StepOutput,
+    StepTokens,
     TokenNote,
 )
 from .engine_handoff import HandoffLedger
@@ -29,16 +30,15 @@ from .errors import (
     DeadlineExceeded,
     DiptychError,
     HandoffError,
-    InternalError,
     InvalidRequest,
     LeaseLost,
     RequestAborted,
 )
 from .prefix_cache import PrefixCache, block_hashes
-from .request import Request, check_token_ids
+from .request import Request
 from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
-from .sequence import Batch, FinishReason, SampledToken, Sequence, SequenceStatus
+from .sequence import Batch, Provisional, SampledToken, Sequence, SequenceStatus
 from .timings import PullTimes, SequenceClock, SequenceTimings
 
 LOAD_INTERVAL_S = 0.1
@@ -88,7 +88,8 @@ class Engine:
         A bad request becomes a FailureEvent, never an exception: the peer's mistake is not the engine's.
         """
         try:
-            self._check(request, output_token_ids)
+            info = self._runner.info
+            request.validate(info.vocab_size, info.max_context_tokens, output_token_ids)
             if handoff_id is not None and self.handoffs.is_open(handoff_id):
                 raise InvalidRequest("the hand-off id is in use: ids are single-use")
         except InvalidRequest as error:
@@ -96,7 +97,7 @@ class Engine:
             if handoff_id is not None:
                 self._output.handoffs.append(HandoffEnded(handoff_id, error))
             return
-        now, info, sampling = self._clock(), self._runner.info, request.sampling
+        now, sampling = self._clock(), request.sampling
         num_prompt, num_tokens = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(output_token_ids)
         sequence = Sequence(
             key=key,
@@ -135,7 +136,7 @@ class Engine:
             why = "the sequence is not here (any more)"
         elif sequence.handoff_id is not None:
             why = "the sequence is being handed off already"
-        elif sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding:
+        elif sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding or sequence.provisional:
             why = "the sequence is not decoding: it can be handed off once it has its first token here"
         else:
             self._output.handoffs += self.handoffs.open_live(handoff_id, sequence)
@@ -180,12 +181,20 @@ class Engine:
         if sequence is not None and sequence.is_decoding:
             self._seal(sequence)
 
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        """The KV for `key` was read, and its source is asked whether it had held it: compute its next token, and keep
+        that, and the KV, to ourselves until `commit`. What is wrong with it is for `commit` to say."""
+        if self._knows(output_token_ids):
+            self.handoffs.begin(key, num_computed, output_token_ids, self._clock())
+
     def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
         """The KV for `key` is here: it runs. Raises where the request is gone, or differs from what was sealed."""
-        if any(not 0 <= token_id < self._runner.info.vocab_size for token_id in output_token_ids):
+        if not self._knows(output_token_ids):
             raise HandoffError("the source sealed tokens that are not in the vocabulary")
         sequence = self.handoffs.commit(key, num_computed, output_token_ids)
-        if output_token_ids:  # a sequence that is computed here but for its prefix queues since it came
+        if sequence.provisional is not None:
+            self._end_provisional(sequence, sequence.provisional, times)
+        elif output_token_ids:  # a sequence that is computed here but for its prefix queues since it came
             now = self._clock()
             sequence.clock = SequenceClock(now, times.committed(now))
         if sequence.handoff_id is not None:
@@ -273,23 +282,37 @@ class Engine:
                 self._store(sequence, before // block_size)
 
     def _store(self, sequence: Sequence, first_new_block: int) -> None:
-        """Blocks are full."""
-        self.cache.insert(sequence, first_new_block)
+        """Blocks are full. A provisional sequence's are found once it has committed."""
+        if sequence.provisional is None:
+            self.cache.insert(sequence, first_new_block)
         if sequence.handoff_id is not None:
             self.handoffs.keep_replaced(sequence, first_new_block)
 
     def _tell(self, events: SequenceOf[HandoffEvent], publish: Callable[[StepOutput], object] | None) -> None:
-        """While a step runs: `events`, after those that wait to be told."""
-        self._output.handoffs += events
-        if publish is not None and self._output.handoffs:
-            handoffs, self._output.handoffs = self._output.handoffs, []
-            publish(StepOutput(self._output.step, handoffs=handoffs))
+        """While a step runs: `events`, after those that wait to be told, and tokens that were kept back until now."""
+        waiting = self._output
+        waiting.handoffs += events
+        if publish is not None and (waiting.handoffs or waiting.tokens):
+            publish(StepOutput(waiting.step, tokens=waiting.tokens, handoffs=waiting.handoffs))
+            waiting.tokens, waiting.handoffs = StepTokens(), []
+
+    def _end_provisional(self, sequence: Sequence, provisional: Provisional, times: PullTimes) -> None:
+        """Its source had held its KV: what it made is true."""
+        sequence.provisional, sequence.is_held = None, False
+        assert sequence.clock is not None
+        token = provisional.token
+        sequence.clock.commit(times, 0.0 if token is None else self._clock() - provisional.sampled_at)
+        if token is not None:
+            self._accept([token])
 
     def _accept(self, sampled: SequenceOf[SampledToken]) -> None:
         tokens = self._output.tokens
         keys, token_ids, positions = tokens.keys, tokens.token_ids, tokens.positions
         for token in sampled:
             sequence, token_id = token.sequence, token.token_id
+            if sequence.provisional is not None:
+                sequence.provisional.keep(token, self._clock())
+                continue
             ids = sequence.token_ids
             ids.append(token_id)
             num_tokens = len(ids)
@@ -308,7 +331,7 @@ class Engine:
     def _note(self, token: SampledToken) -> None:
         """It is not one of many: say what there is to say of it, and do what follows."""
         sequence = token.sequence
-        finish = self._finish_reason(sequence)
+        finish = sequence.finish_reason
         num_cached = None if sequence.clock is None else sequence.num_cached
         note = TokenNote(finish, token.logprob, token.top, num_cached, self._stop_clock(sequence))
         self._output.tokens.notes[len(self._output.tokens) - 1] = note
@@ -329,13 +352,6 @@ class Engine:
         """With its first token here."""
         clock, sequence.clock = sequence.clock, None
         return None if clock is None else clock.timings(self._clock())
-
-    @staticmethod
-    def _finish_reason(sequence: Sequence) -> FinishReason | None:
-        num_tokens = sequence.num_tokens
-        if num_tokens >= sequence.min_end and sequence.token_ids[-1] in sequence.stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= sequence.end else None
 
     def _expire(self) -> None:
         now = self._clock()
@@ -359,19 +375,15 @@ class Engine:
 
     def _drop(self, sequence: Sequence, error: DiptychError) -> None:
         del self._sequences[sequence.key]
-        if sequence.status is SequenceStatus.IMPORTING:
+        if sequence.status is SequenceStatus.IMPORTING or sequence.provisional is not None:
             self.handoffs.give_up(sequence.key, error)
         else:
             self.scheduler.remove(sequence)
         if sequence.handoff_id is not None:
             self._output.handoffs.append(self.handoffs.end(sequence.handoff_id, error))
 
-    def _check(self, request: Request, output_token_ids: list[int]) -> None:
-        info = self._runner.info
-        request.validate(info.vocab_size, info.max_context_tokens)
-        check_token_ids(tuple(output_token_ids), info.vocab_size, "output_token_ids")
-        if len(output_token_ids) >= request.sampling.max_tokens:
-            raise InvalidRequest("output_token_ids already hold max_tokens tokens: nothing is left to compute")
+    def _knows(self, token_ids: SequenceOf[int]) -> bool:
+        return all(0 <= token_id < self._runner.info.vocab_size for token_id in token_ids)
 
     def _take_output(self, *, ran: bool) -> StepOutput:
         output = self._output
@@ -384,8 +396,3 @@ class Engine:
             output.stored, output.removed = self.cache.take_events()
         self._output = StepOutput(output.step + 1)
         return output
-
-
-def internal(error: BaseException) -> InternalError:
-    """A bug of ours, as the peer gets to see it."""
-    return InternalError(f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback")

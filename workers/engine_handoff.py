@@ -5,8 +5,9 @@ Source:  open -> announce* -> seal -> (blocks leased only) -> end_lease
          open_live: the sequence decodes on between announcements, at most as far as was offered, and is sealed once
          its sink has caught up; if the hand-off ends before, it simply runs on here
          open_prefix: blocks of the prefix cache, sealed at once; no sequence
-Sink:    expect -> reserve -> commit (the sequence runs here)
-              └─────────┴──> fail [-> quarantined -> settle]     give_up: the request is gone, the pull is not yet
+Sink:    expect -> reserve -> [begin (it runs, provisionally) ->] commit (the sequence runs here)
+              └─────────┴───────────┴──> fail [-> quarantined -> settle]
+         give_up: the request is gone, the pull is not yet
          a prefix: commit leaves the rest to compute here, and so does fail, with all of it
 
 Block bookkeeping only: the protocol is in handoff.py. `reserve` may wait for blocks: the pull is not begun meanwhile,
@@ -22,7 +23,8 @@ from .errors import DiptychError, HandoffError, OutOfBlocks, RequestAborted
 from .handoff_types import Reservation
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
-from .sequence import ScheduledSequence, Sequence, SequenceStatus
+from .sequence import Provisional, ScheduledSequence, Sequence, SequenceStatus
+from .timings import SequenceClock
 
 LIVE_SLACK_BLOCKS = 2  # that a running sequence may fill between its offer and its seal
 
@@ -79,10 +81,11 @@ class HandoffLedger:
 
     @property
     def num_importing(self) -> int:
-        return len(self._incoming)
+        return len(self.importing_tables())
 
     def importing_tables(self) -> list[list[int]]:
-        return [i.sequence.block_table for i in self._incoming.values()]
+        """Of those that do not run yet."""
+        return [i.sequence.block_table for i in self._incoming.values() if i.sequence.provisional is None]
 
     # -- source -----------------------------------------------------------------------------------------------------
 
@@ -290,37 +293,61 @@ class HandoffLedger:
                 del self._arriving[name]
         incoming.names = []
 
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int], now: float) -> None:
+        """The sequence's KV was read, and its source was asked whether it had held it: it computes one token, and no
+        more until `commit`. What cannot be waits for that, which says why."""
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.gone is not None or incoming.is_prefix:
+            return
+        sequence = incoming.sequence
+        num_missing = max(self._num_blocks(num_computed + 1) - len(sequence.block_table), 0)
+        may_begin = sequence.handoff_id is None and num_missing <= self._manager.num_free  # it is announced to nobody
+        if may_begin and self._take_all(incoming, num_computed, output_token_ids):
+            sequence.block_table += self._manager.allocate(num_missing)
+            sequence.provisional = Provisional()
+            sequence.clock = SequenceClock(now)
+            self._scheduler.add_running(sequence)
+
     def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> Sequence:
-        """The sequence's KV is here: it runs from its next token on. Raises where the request is gone or differs."""
+        """The sequence's KV is here: it runs from its next token on. Raises where the request is gone or differs. One
+        that has begun is `provisional` still, for its token's sake."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
             raise RequestAborted("the request ended while its KV was on the way")
         sequence = incoming.sequence
         if incoming.is_prefix:
             self._take_prefix(incoming, num_computed, output_token_ids)
-        else:
-            self._take_all(incoming, num_computed, output_token_ids)
+        elif sequence.provisional is None and not self._take_all(incoming, num_computed, output_token_ids):
+            raise HandoffError(
+                f"the source sealed {num_computed} tokens and {len(output_token_ids)} outputs, and offered "
+                f"{incoming.num_reserved}, of a prompt of {sequence.num_prompt} with {sequence.num_output} outputs"
+            )
         del self._incoming[key]
         self._arrived(key, incoming)
         self._cache.insert(sequence, 0)
-        self._scheduler.add_running(sequence)
+        self.num_received += not incoming.is_prefix
+        if sequence.provisional is None:
+            self._scheduler.add_running(sequence)
         return sequence
 
-    def _take_all(self, incoming: _Incoming, num_computed: int, outputs: list[int]) -> None:
-        """The source may have made more tokens than were known when the request was sent here."""
+    @staticmethod
+    def _take_all(incoming: _Incoming, num_computed: int, outputs: list[int]) -> bool:
+        """Whether it can be: the source may have made more tokens than were known when the request was sent here."""
         sequence = incoming.sequence
-        known = sequence.output_token_ids
-        num_due = sequence.num_prompt + len(outputs) - 1
-        fits = num_computed == num_due <= incoming.num_reserved and len(outputs) < sequence.request.sampling.max_tokens
-        if not fits or not outputs or outputs[: len(known)] != known:
-            raise HandoffError(
-                f"the source sealed {num_computed} tokens and {len(outputs)} outputs, of which {num_due} and the "
-                f"{len(known)} known were due; {incoming.num_reserved} were offered"
-            )
+        known, num_due = sequence.output_token_ids, sequence.num_prompt + len(outputs) - 1
+        is_due = num_computed == num_due <= incoming.num_reserved
+        if not (is_due and 0 < len(outputs) < sequence.request.sampling.max_tokens and outputs[: len(known)] == known):
+            return False
         sequence.token_ids[sequence.num_prompt :] = outputs
         sequence.num_resumed = len(outputs)
         sequence.num_computed = num_computed
-        self.num_received += 1
+        return True
+
+    def _stop(self, sequence: Sequence) -> None:
+        """If it has begun, it runs no more, and what it made is forgotten."""
+        if sequence.provisional is not None:
+            self._scheduler.detach(sequence)
+            sequence.provisional, sequence.status = None, SequenceStatus.IMPORTING
 
     def _take_prefix(self, incoming: _Incoming, num_computed: int, outputs: list[int]) -> None:
         """One token at least is computed here, for its logits are needed."""
@@ -336,6 +363,7 @@ class HandoffLedger:
         """The request ended: its blocks wait for `fail`, which the pull calls when it has stopped reading."""
         incoming = self._incoming[key]
         incoming.gone = error
+        self._stop(incoming.sequence)
         self._scheduler.give_up(incoming.sequence)
         self._arrived(key, incoming)
         grant = self._waiting.pop(key, None)
@@ -354,6 +382,7 @@ class HandoffLedger:
         is_over = incoming.gone is None and not incoming.is_prefix
         self._arrived(key, incoming)
         self.num_failed += is_over
+        self._stop(incoming.sequence)
         table, incoming.sequence.block_table = incoming.sequence.block_table, []
         if quarantine:
             fresh = table[incoming.num_held :]

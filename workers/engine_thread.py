@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from .cores import bind_this_thread
-from .engine import Engine, internal
+from .engine import Engine
 from .engine_events import StepOutput
-from .errors import DiptychError, RankLost, Unavailable
+from .errors import DiptychError, InternalError, RankLost, Unavailable
 from .handoff_types import Reservation
 from .timings import PullTimes
 
@@ -101,6 +101,9 @@ class EngineThread:
         )
         return await granted
 
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        self.post(lambda engine: engine.begin(key, num_computed, output_token_ids))
+
     async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
         await self.call(lambda engine: engine.commit(key, num_computed, output_token_ids, times))
 
@@ -121,7 +124,7 @@ class EngineThread:
         except Exception as e:
             log.exception("the engine's thread failed by our own fault")
             self._is_stopping = True  # nobody answers any more
-            self._on_broken(internal(e))
+            self._on_broken(_internal(e))
 
     def _run_until_stopped(self) -> None:
         idle = False
@@ -134,7 +137,7 @@ class EngineThread:
             except Exception as e:
                 # The top loop: one bad batch must not take the worker's other requests with it.
                 log.exception("a step failed; its sequences are failed")
-                self._engine.fail_all(internal(e))
+                self._engine.fail_all(_internal(e))
                 continue
             if output:
                 self._listener(output)
@@ -153,3 +156,8 @@ class EngineThread:
     def _idle_s(self) -> float:
         deadline = self._engine.next_deadline()
         return IDLE_WAIT_S if deadline is None else min(max(deadline - time.monotonic(), 0.0), IDLE_WAIT_S)
+
+
+def _internal(error: BaseException) -> InternalError:
+    """A bug of ours, as the peer gets to see it."""
+    return InternalError(f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback")

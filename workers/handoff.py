@@ -16,6 +16,7 @@ Sink, one a pull:
     WAITING ──first segment: reserve──> PULLING ──sealed and all read: release──> PULLED ──held──> COMMITTED
        └───────────────────────────────────┴─────────────────────────────────────────┴──else──> FAILED
 
+    PULLED begins the sequence: its next token is computed while the release is answered, and told when COMMITTED.
     FAILED frees the reserved blocks, or quarantines them while a read may still land, until `settled`.
 
 Time: `now` comes in with every call (seconds, any monotonic clock); `wake_at` says when `tick` is due next. The
@@ -35,6 +36,7 @@ from .handoff_types import (
     Abandon,
     Aborted,
     Answer,
+    Begin,
     CaughtUp,
     Commit,
     EndLease,
@@ -390,7 +392,9 @@ class SinkHandoff:
             return self._ask(now) if self._offer.is_live else []
         self.state = SinkState.PULLED
         self._heard(now)
-        return self._ask(now)
+        seal = self._seal
+        begin = [Begin(seal.num_computed, seal.output_token_ids)] if seal.output_token_ids else []  # a prefix waits
+        return [*self._ask(now), *begin]
 
     def _refuse(self, what: str, now: float) -> list[SinkAction]:
         return self.failed(HandoffError(f"the source broke the protocol: {what}"), now)

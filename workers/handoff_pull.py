@@ -33,6 +33,7 @@ from .handoff import SinkHandoff
 from .handoff_intake import AS_IT_IS, Intake, PullSettings
 from .handoff_types import (
     Abandon,
+    Begin,
     Commit,
     Fail,
     Offer,
@@ -73,6 +74,10 @@ class SinkPort(Protocol):
 
     async def reserve(self, key: str, num_tokens: int) -> Reservation:
         """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
+        ...
+
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        """All is read: compute on, and let nothing of it be seen until `commit`; `fail` drops it. Must not block."""
         ...
 
     async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
@@ -156,6 +161,8 @@ class Pull:
                     self._start(self._renew(action.num_read), self._workers)
                 case Release():
                     self._start(self._release(), self._workers)
+                case Begin():
+                    self._around.port.begin(self._errand.key, action.num_computed, list(action.output_token_ids))
                 case Commit():
                     self._start(self._commit(action), self._cleaners)
                 case Fail():
@@ -228,8 +235,8 @@ class Pull:
                 self._carry_out(self._machine.announced(Segment.from_proto(announcement.segment), now))
             case "sealed":
                 self._clock.sealed()
-                sealed = announcement.sealed
-                seal = Seal(sealed.num_segments, sealed.num_computed_tokens, tuple(sealed.output_token_ids))
+                s = announcement.sealed
+                seal = Seal(s.num_segments, s.num_computed_tokens, tuple(s.output_token_ids))
                 self._carry_out(self._machine.sealed(seal, now))
             case "aborted":
                 self.give_up(_aborted(announcement.aborted))
@@ -262,13 +269,13 @@ class Pull:
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, Intake]:
         """Over the source's choice of transport, or gRPC where that one cannot reach it."""
         source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, self._around.metadata)
-        names = [opened.transport, *(["grpc"] if "grpc" in self._around.transports else [])]
-        for name in names[:-1]:
+        *names, last = [opened.transport, *(["grpc"] if "grpc" in self._around.transports else [])]
+        for name in names:
             try:
                 return name, await self._intake(name, source, bridge)
             except TransportError as e:
-                log.warning("the source cannot be read over %s (%s): using %s", name, e, names[-1])
-        return names[-1], await self._intake(names[-1], source, bridge)
+                log.warning("the source cannot be read over %s (%s): using %s", name, e, last)
+        return last, await self._intake(last, source, bridge)
 
     async def _intake(self, transport: str, source: Source, bridge: Bridge) -> Intake:
         reader, around = await self._around.transports[transport].connect(source), self._around
@@ -325,8 +332,7 @@ class Pull:
     async def _commit(self, commit: Commit) -> None:
         self._stop_workers()
         port, key = self._around.port, self._errand.key
-        connected = self._connected()
-        name = "none" if connected is None else connected[0]  # everything was held already
+        name = connected[0] if (connected := self._connected()) else "none"  # everything was held already
         try:
             await port.commit(key, commit.num_computed, list(commit.output_token_ids), self._clock.times(name))
         except DiptychError as error:

@@ -171,6 +171,15 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """All is read, and the release asked for: the sequence may be computed on, but nothing that comes of it may be told
+    or shared before `Commit`. `Fail` may follow instead."""
+
+    num_computed: int
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """The engine's answer: blocks for all tokens, of which the first `num_held_tokens` have their KV there already."""
 
@@ -204,4 +213,4 @@ class Settle:
     """The quarantined blocks are free."""
 
 
-SinkAction = Reserve | Read | Renew | Release | Commit | Fail | Abandon | Settle
+SinkAction = Reserve | Read | Renew | Release | Begin | Commit | Fail | Abandon | Settle

@@ -1,7 +1,7 @@
 """What a client asked for: Request and SamplingParams. Frozen; knows neither torch nor the wire."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .errors import InvalidRequest, PromptTooLong
@@ -71,8 +71,8 @@ class Request:
     cache_salt: bytes = b""  # prefix-cache namespace: other salts never share blocks
     group: str = ""  # requests of one prompt that came together, and go to the same workers; "": alone
 
-    def validate(self, vocab_size: int, max_context_tokens: int) -> None:
-        """Raise InvalidRequest or PromptTooLong for what the model cannot compute."""
+    def validate(self, vocab_size: int, max_context_tokens: int, output_token_ids: Sequence[int] = ()) -> None:
+        """Raise InvalidRequest or PromptTooLong for what the model cannot compute. `output_token_ids`: made before."""
         num_prompt = len(self.prompt_token_ids)
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
@@ -92,9 +92,12 @@ class Request:
             raise InvalidRequest(f"timeout_s must be positive and finite, got {self.timeout_s}", param="timeout_s")
         check_token_ids(self.prompt_token_ids, vocab_size, "prompt")
         self.sampling.validate(vocab_size)
+        check_token_ids(output_token_ids, vocab_size, "output_token_ids")
+        if len(output_token_ids) >= self.sampling.max_tokens:
+            raise InvalidRequest("output_token_ids already hold max_tokens tokens: nothing is left to compute")
 
 
-def check_token_ids(ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest where an id is outside [0, vocab_size)."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)

@@ -296,8 +296,9 @@ class Scheduler:
         sequence.block_table += self._manager.allocate(1)
 
     def _victim(self) -> Sequence | None:
-        """The youngest running sequence. A source's blocks are leased: preempting it would free nothing."""
-        return next((s for s in reversed(self._running) if s.handoff_id is None), None)
+        """The youngest running sequence. A source's blocks are leased: preempting it would free nothing. A provisional
+        one is not its own yet: it commits in a moment, or frees them all."""
+        return next((s for s in reversed(self._running) if s.handoff_id is None and s.provisional is None), None)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)

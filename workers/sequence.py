@@ -3,7 +3,7 @@
 Life of a sequence:  WAITING -> RUNNING -> FINISHED
                         ^          |
                         └──────────┘ preempted: its blocks are freed, its tokens kept
-    IMPORTING (a sink: its KV is on the way) -> RUNNING
+    IMPORTING (a sink: its KV is on the way) -> RUNNING, at first provisionally
     RUNNING -> HANDED_OFF (a source: its blocks now belong to the hand-off)
 
 One rule covers prefill, chunks, decode, preemption, resumption and hand-off alike: a sequence has `token_ids` (prompt
@@ -46,7 +46,8 @@ class Sequence:
     min_end: int = 0  # ... and, once it has so many, with one of these:
     stop_ids: frozenset[int] = frozenset()
     handoff_id: str | None = None  # the source side of a hand-off
-    is_held: bool = False  # it has made what was offered, and waits for its sink
+    is_held: bool = False  # it has made what was offered, or what it may make provisionally: it waits for its peer
+    provisional: "Provisional | None" = None  # a sink, until the release is answered
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission
@@ -79,6 +80,14 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_uncomputed == 1 and self.num_output > 0
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of its last token; None: it goes on."""
+        num_tokens = len(self.token_ids)
+        if num_tokens >= self.min_end and self.token_ids[-1] in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self.end else None
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -126,3 +135,17 @@ class SampledToken:
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Provisional:
+    """The sequence's KV was read, and may prove void yet: the token that it makes meanwhile is kept back here. The
+    sequence itself does not know it."""
+
+    token: SampledToken | None = None
+    sampled_at: float = 0.0
+
+    def keep(self, token: SampledToken, now: float) -> None:
+        """It makes no more for now."""
+        self.token, self.sampled_at = token, now
+        token.sequence.is_held = True

@@ -91,7 +91,7 @@ def check_name(name: str) -> str:
 
 @dataclass(slots=True)
 class SequenceClock:
-    """Runs from receipt (a sink: from the commit) to the sequence's first token here."""
+    """Runs from receipt (a sink: from when it may compute) to the sequence's first token here."""
 
     ready_at: float
     handoff: HandoffTimings | None = None
@@ -101,6 +101,14 @@ class SequenceClock:
         """The first step that it is part of begins; later ones do not count."""
         if self.started_at is None:
             self.started_at = now
+
+    def commit(self, times: "PullTimes", waited_s: float) -> None:
+        """A sequence that began provisionally may go on. `waited_s`: its token was there, and the release's answer was
+        not."""
+        self.ready_at += waited_s
+        if self.started_at is not None:
+            self.started_at += waited_s
+        self.handoff = times.committed(self.ready_at)
 
     def timings(self, now: float) -> SequenceTimings:
         assert self.started_at is not None, "a token without a step"

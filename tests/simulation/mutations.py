@@ -19,7 +19,7 @@ from diptych.workers.engine_handoff import HandoffLedger
 from diptych.workers.handoff import SinkHandoff, SourceHandoff
 from diptych.workers.handoff_pull import Pull
 from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.handoff_types import Abandon, Answer, EndLease, Fail, Read, Release, Renew
+from diptych.workers.handoff_types import Abandon, Answer, Commit, EndLease, Fail, Read, Release, Renew
 from diptych.workers.prefix_cache import PrefixCache
 from diptych.workers.service import WorkerService
 from diptych.workers.service_handoffs import ServiceHandoffs
@@ -239,6 +239,46 @@ def blocks_are_cached_before_they_are_computed() -> list[Replacement]:
         sequence.num_computed = computed
 
     return [(PrefixCache, "insert", insert)]
+
+
+def a_token_is_told_before_the_release_is_answered() -> list[Replacement]:
+    real = Engine._accept
+
+    def accept(self: Engine, sampled: Any) -> None:
+        for token in sampled:
+            if token.sequence.provisional is not None:
+                self._output.tokens.keys.append(token.sequence.key)
+                self._output.tokens.token_ids.append(token.token_id)
+                self._output.tokens.positions.append(token.sequence.num_output)
+        real(self, sampled)
+
+    return [(Engine, "_accept", accept)]
+
+
+def a_silent_source_counts_as_a_release() -> list[Replacement]:
+    real = SinkHandoff.tick
+
+    def tick(self: SinkHandoff, now: float) -> Any:
+        actions = real(self, now)
+        is_late = self._seal is not None and actions and isinstance(actions[0], Fail) and not actions[0].quarantine
+        return [Commit(self._seal.num_computed, self._seal.output_token_ids)] if self._seal and is_late else actions
+
+    return [(SinkHandoff, "tick", tick)]
+
+
+def what_is_provisional_is_cached() -> list[Replacement]:
+    real = HandoffLedger.begin
+
+    def begin(self: HandoffLedger, key: str, *args: Any) -> None:
+        real(self, key, *args)
+        if key in self._incoming and self._incoming[key].sequence.provisional is not None:
+            self._cache.insert(self._incoming[key].sequence, 0)
+
+    return [(HandoffLedger, "begin", begin)]
+
+
+def what_has_begun_runs_on_after_its_pull_failed() -> list[Replacement]:
+    return [(HandoffLedger, "_stop", lambda self, sequence: None)]
 
 
 # -- the worker's service ---------------------------------------------------------------------------------------------

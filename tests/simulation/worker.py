@@ -11,10 +11,11 @@ import numpy as np
 
 from diptych.proto import kv_pb2
 from diptych.workers.engine import Engine
+from diptych.workers.engine_events import HandoffOpened, StepOutput
 from diptych.workers.engine_thread import IDLE_WAIT_S, EngineThread
 from diptych.workers.errors import TransportError, WorkerLost
 from diptych.workers.fake_runner import FakeRunner
-from diptych.workers.handoff_pull import Pull
+from diptych.workers.handoff_pull import Errand, Pull
 from diptych.workers.kv_layout import Copies, Region
 from diptych.workers.runner import LayerWatch
 from diptych.workers.sequence import Batch, SampledToken
@@ -33,7 +34,8 @@ MOMENT_S = 0.4
 
 
 class CheckedRunner(FakeRunner):
-    """Raises AssertionError as soon as a token would be made from KV that is not the sequence's own."""
+    """Raises AssertionError as soon as a token would be made from KV that is not the sequence's own; a provisional one
+    may be, for nobody must ever see it."""
 
     def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
         sampled = super()._compute(batch, watch)
@@ -44,7 +46,7 @@ class CheckedRunner(FakeRunner):
                 held = self._kv[sequence.block_table].transpose(1, 2, 0, 3)  # [layers, kv, blocks, slots]
                 held = held.reshape(self.layout.num_layers, 2, -1)[:, :, :end]
                 wrong = (held[:, 0] != sequence.token_ids[:end]) | (held[:, 1] != np.arange(end))
-                assert not wrong.any(), (
+                assert not wrong.any() or sequence.provisional is not None, (
                     f"a token made from wrong KV: {sequence.request.request_id} at positions {np.flatnonzero(wrong)}"
                 )
         return sampled
@@ -89,7 +91,9 @@ class SimEngineThread(EngineThread):
         cores: Sequence[int] | None,
     ) -> None:
         assert cores is None, "simulated workers have no cores"
-        super().__init__(engine, listener, on_broken)
+        super().__init__(engine, self._check_and_tell, on_broken)
+        self._real_listener = listener
+        self._begun: dict[str, Errand] = {}  # by sequence
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ProcessLoop)
         self._world = world
@@ -108,14 +112,37 @@ class SimEngineThread(EngineThread):
     def stop(self) -> None:
         self._is_stopping = True
 
+    def begin(self, key: str, *args: Any, **kwargs: Any) -> None:
+        self._begun[key] = self._errand_of(key)
+        super().begin(key, *args, **kwargs)
+
     async def commit(self, key: str, *args: Any, **kwargs: Any) -> None:
         """Only what its source has released to this very attempt."""
+        self._check_released(self._errand_of(key), "commits")
+        await super().commit(key, *args, **kwargs)
+
+    def _errand_of(self, key: str) -> Errand:
         worker = self._world.workers[self._process.name]
         assert worker is not None
-        errand = next(p._errand for p in worker.pulls if p._errand.key == key)
+        return next(p._errand for p in worker.pulls if p._errand.key == key)
+
+    def _check_released(self, errand: Errand, what: str) -> None:
         if self._world.released.get(errand.source.handoff_id) != errand.sink:
-            self._world.bug(f"{errand.sink} commits {errand.source.handoff_id}, which was not released to it")
-        await super().commit(key, *args, **kwargs)
+            self._world.bug(f"{errand.sink} {what} {errand.source.handoff_id}, which was not released to it")
+
+    def _check_and_tell(self, output: StepOutput) -> None:
+        for key in output.tokens.keys:
+            if key in self._begun:
+                self._check_released(self._begun[key], "tells a token of")
+        self._world.num_live_offers += sum(isinstance(e, HandoffOpened) and e.is_live for e in output.handoffs)
+        self._real_listener(output)
+
+    def _check_provisional(self) -> None:
+        engine = self._engine
+        for key, incoming in engine.handoffs._incoming.items():
+            own = incoming.sequence.block_table[incoming.num_held :]
+            if incoming.sequence.provisional is not None and any(engine.manager._is_cached[b] for b in own):
+                self._world.bug(f"{self._process.name} shares the KV of {key}, which was not released to it yet")
 
     def _on_put(self) -> None:
         if self._is_started and not self._is_busy:
@@ -138,6 +165,7 @@ class SimEngineThread(EngineThread):
         for command in waiting:
             command()
         output = self._engine.step(self._listener)
+        self._check_provisional()
         world = self._world
         busy_s = world.step_s(process.name) if output.ran else 0.0
         if output:

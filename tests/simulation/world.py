@@ -55,6 +55,7 @@ class World:
         self.processes: list[ProcessLoop] = []
         self.supervisor_back_at = 0.0
         self.num_drains = 0
+        self.num_live_offers = 0
         self.stall_s = 0.0  # of the router
         self.prefill_tokens_s = rng.choice((50.0, 50.0, 1e6))  # for the policy: moving KV is cheap, or is not
         self.has_fabric = rng.random() < 0.5  # RDMA has a network of its own

@@ -15,7 +15,9 @@ from diptych.workers.engine_events import (
 from diptych.workers.errors import DiptychError
 from diptych.workers.fake_runner import FakeRunner
 from diptych.workers.handoff_types import Reservation
+from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.sequence import Batch, SampledToken
 from diptych.workers.timings import PullTimes
 
 HANDOFF = "handoff-1"
@@ -32,6 +34,22 @@ class Clock:
 def make(num_blocks: int = 64, *, prefix_cache: bool = True, clock: Clock | None = None, **config: int) -> Engine:
     runner = FakeRunner(num_blocks=num_blocks)
     return Engine(runner, SchedulerConfig(**config), prefix_cache=prefix_cache, clock=clock or Clock())
+
+
+class SlowRunner(FakeRunner):
+    """A step takes two seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        self._clock.now += 2
+        return super()._compute(batch, watch)
+
+
+def make_slow(clock: Clock, chunk_tokens: int = 0) -> Engine:
+    return Engine(SlowRunner(clock), SchedulerConfig(chunk_tokens=chunk_tokens), clock=clock)
 
 
 def run(engine: Engine, limit: int = 1000) -> list[StepOutput]:
@@ -82,6 +100,7 @@ class Move:
     over: DiptychError | None = None
     reservation: Reservation | None = None
     num_read: int = 0
+    has_begun: bool = False
 
     def hear(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """What the source's engine says of it."""
@@ -109,6 +128,13 @@ class Move:
         for segment in self.segments[self.num_read :]:
             copy_blocks(self.source, self.sink, segment, self.reservation)
         self.num_read = len(self.segments)
+
+    def begin(self) -> None:
+        """All is read, and the source is being asked whether the lease held."""
+        self.read()
+        assert self.sealed is not None
+        self.sink.begin(self.key, self.sealed.num_computed, list(self.sealed.output_token_ids))
+        self.has_begun = True
 
     def commit(self) -> None:
         """All is read, and the source confirms that the lease held."""

@@ -30,6 +30,7 @@ TIMEOUT_S = 20.0
 # What a SinkEngine notes of `Served.hand_off`, pulled as "k".
 COMMIT = ("commit", "k", 11, [7])
 RESERVE = ("reserve", "k", 11)
+BEGIN = ("begin", "k", 11, [7])
 
 
 def make_memory(layout: KVLayout, num_blocks: int, seed: int | None = None) -> KVMemory:
@@ -106,6 +107,9 @@ class SinkEngine:
         if self.reserve_error is not None:
             raise self.reserve_error
         return Reservation(self.table, self.num_held * SMALL.block_size)
+
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        self.note(("begin", key, num_computed, output_token_ids))
 
     async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
         self.times = times

@@ -14,15 +14,13 @@ from diptych.workers.errors import (
     LeaseLost,
     RequestAborted,
 )
-from diptych.workers.fake_runner import FakeRunner, fake_output
+from diptych.workers.fake_runner import fake_output
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.request import Request, SamplingParams
-from diptych.workers.runner import LayerWatch
-from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import Batch, FinishReason, SampledToken
+from diptych.workers.sequence import FinishReason
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
-from .engines import HANDOFF, Clock, assert_clean, copy_blocks, make, reserve, run, tokens
+from .engines import HANDOFF, Clock, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens
 from .sequences import make_request
 
 
@@ -173,22 +171,6 @@ def hand_off(source: Engine, sink: Engine, key: str, request: Request, resumed: 
     sink.handoffs.commit(key, sealed.num_computed, list(sealed.output_token_ids))
     source.end_lease(HANDOFF)
     return outputs + run(sink)
-
-
-class SlowRunner(FakeRunner):
-    """A step takes two seconds."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
-        self._clock.now += 2
-        return super()._compute(batch, watch)
-
-
-def make_slow(clock: Clock, chunk_tokens: int = 0) -> Engine:
-    return Engine(SlowRunner(clock), SchedulerConfig(chunk_tokens=chunk_tokens), clock=clock)
 
 
 def test_the_first_token_tells_what_it_waited_for() -> None:

@@ -62,7 +62,8 @@ class World:
     def advance(self, number: int, moves: dict[int, Move]) -> None:
         """One thing that the network may do next for a hand-off."""
         move, roll = moves[number], self.rng.random()
-        if (roll < 0.05 and move.sealed is None) or move.over is not None:  # the lease lapses, or the source gave up
+        can_lapse = move.sealed is None or move.has_begun
+        if (can_lapse and roll < 0.05) or move.over is not None:  # or the source gave up
             self.give_up(number, moves)
         elif move.opened is None:
             return
@@ -72,6 +73,8 @@ class World:
                 move.reservation = granted
             else:  # none is left (the answer would come later), or no use for it: it is given up
                 self.give_up(number, moves)
+        elif move.sealed is not None and not move.has_begun and roll < 0.5:
+            move.begin()
         elif move.sealed is not None:
             move.commit()
             if moves is self.moves:

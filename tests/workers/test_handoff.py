@@ -8,6 +8,7 @@ from diptych.workers.handoff_types import (
     Abandon,
     Aborted,
     Answer,
+    Begin,
     CaughtUp,
     Commit,
     EndLease,
@@ -31,6 +32,7 @@ FIRST = Segment(0, (5, 6), (1, 1), 0, NUM_LAYERS)
 LAST = Segment(2, (9,), (4,), 0, NUM_LAYERS)
 SEAL = Seal(2, 11, (7,))
 TABLE = (30, 31, 32)
+BEGIN = Begin(11, (7,))
 
 
 def source() -> SourceHandoff:
@@ -62,7 +64,7 @@ def pulled_sink() -> SinkHandoff:
     machine.announced(LAST, 1.0)
     machine.sealed(SEAL, 1.0)
     assert machine.read_done(0, 1.0) == []
-    assert machine.read_done(1, 1.0) == [Release()]
+    assert machine.read_done(1, 1.0) == [Release(), BEGIN]
     return machine
 
 
@@ -223,7 +225,7 @@ def test_a_pull_from_its_opening_to_its_commit() -> None:
     assert machine.announced(LAST, 2.0) == []
     assert machine.reserved(TABLE, 0, 3.0) == [Read(0, FIRST, TABLE, 0), Read(1, LAST, TABLE, 0)]
     assert machine.read_done(1, 3.5) == machine.sealed(SEAL, 4.0) == []
-    assert machine.read_done(0, 4.5) == [Release()]
+    assert machine.read_done(0, 4.5) == [Release(), BEGIN]
     assert machine.state is SinkState.PULLED
     assert machine.released(True, 5.0) == [Commit(11, (7,))]
     assert machine.state is SinkState.COMMITTED and machine.wake_at is None
@@ -238,7 +240,7 @@ def test_blocks_that_the_prefix_cache_holds_are_not_read() -> None:
     machine.announced(FIRST, 1.0)
     machine.announced(LAST, 1.0)
     machine.sealed(SEAL, 1.0)
-    assert machine.reserved(TABLE, 12, 1.0) == [Release()], "nothing to read"
+    assert machine.reserved(TABLE, 12, 1.0) == [Release(), BEGIN], "nothing to read"
 
 
 def test_layers_may_come_apart() -> None:
@@ -249,7 +251,7 @@ def test_layers_may_come_apart() -> None:
     machine.reserved((0, 1, 2), 0, 1.0)
     machine.sealed(SEAL, 1.0)
     assert machine.read_done(0, 1.0) == []
-    assert machine.read_done(1, 1.0) == [Release()]
+    assert machine.read_done(1, 1.0) == [Release(), BEGIN]
 
 
 def test_the_lease_is_renewed_in_time_and_silence_noticed() -> None:
@@ -271,6 +273,27 @@ def test_a_release_is_asked_again_until_silence_is_certain() -> None:
     assert machine.tick(3.0) == [Release()]
     assert machine.renewed(False, 4.0) == [], "a renewal that the release overtook"
     assert isinstance(the_error(machine.tick(9.0)), WorkerLost)
+
+
+def test_a_prefix_does_not_begin_before_its_release_is_answered() -> None:
+    machine = opened_sink()
+    machine.announced(FIRST, 1.0)
+    machine.announced(LAST, 1.0)
+    machine.sealed(Seal(2, 11, ()), 1.0)
+    assert machine.reserved(TABLE, 12, 1.0) == [Release()]
+    assert machine.released(True, 2.0) == [Commit(11, ())]
+
+
+def test_what_has_begun_fails_like_anything_else() -> None:
+    error = HandoffError("x")
+    ends = [
+        pulled_sink().released(False, 2.0),
+        pulled_sink().failed(error, 2.0),
+        pulled_sink().tick(9.0),
+        pulled_sink().tick(100.0),
+    ]
+    assert [type(end) for actions in ends for end in actions] == [Fail, Abandon] * 4
+    assert not any(fail.quarantine for fail, _ in ends if isinstance(fail, Fail)), "every read is done"
 
 
 def test_a_lost_lease_is_never_committed() -> None:

@@ -5,7 +5,19 @@ from hypothesis import strategies as st
 
 from diptych.workers.errors import RequestAborted
 from diptych.workers.handoff import SinkState, SourceState
-from diptych.workers.handoff_types import Answer, Commit, EndLease, Fail, Offer, Read, Refuse, Release, Renew, Segment
+from diptych.workers.handoff_types import (
+    Answer,
+    Begin,
+    Commit,
+    EndLease,
+    Fail,
+    Offer,
+    Read,
+    Refuse,
+    Release,
+    Renew,
+    Segment,
+)
 
 from .test_handoff import FIRST, LAST, NUM_LAYERS, SEAL, sink, source
 
@@ -65,7 +77,7 @@ def test_a_pull_ends_once_and_commits_only_what_was_read_and_held(data: st.DataO
     machine, now = sink(), 0.0
     reading: set[int] = set()
     segments = iter([FIRST, LAST])
-    ends, was_asked = 0, False
+    ends, begins, was_asked = 0, 0, False
     for _ in range(25):
         now += data.draw(st.floats(0, 5))
         calls = ["opened", "announced", "sealed", "reserved", "renewed", "released", "tick", "stream_ended"]
@@ -92,7 +104,10 @@ def test_a_pull_ends_once_and_commits_only_what_was_read_and_held(data: st.DataO
                 held = data.draw(st.booleans())
                 actions = getattr(machine, name)(held, now)
                 if any(isinstance(action, Commit) for action in actions):
-                    assert name == "released" and held and was_read
+                    assert name == "released" and held and was_read and begins == 1
+        if any(isinstance(action, Begin) for action in actions):
+            begins += 1
+            assert begins == 1 and machine.state is SinkState.PULLED and not reading and Release() in actions
         reading |= {action.number for action in actions if isinstance(action, Read)}
         was_asked |= any(isinstance(action, Renew | Release) for action in actions)
         ends += sum(isinstance(action, Commit | Fail) for action in actions)

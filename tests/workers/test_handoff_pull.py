@@ -17,6 +17,7 @@ from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 
 from .handoff_pair import (
+    BEGIN,
     COMMIT,
     RESERVE,
     SMALL,
@@ -144,7 +145,7 @@ def test_no_blocks_means_no_pull_and_the_next_sink_may_come() -> None:
             await until_quiet(first)
             assert poor.calls == [RESERVE, ("fail", "k", False)]
             await start(second, served)
-            assert rich.calls == [RESERVE, COMMIT]
+            assert rich.calls == [RESERVE, BEGIN, COMMIT]
             assert piece(memory, 0) == piece(served.memory, 5)
 
     run(test)
@@ -156,7 +157,7 @@ def test_a_commit_that_is_refused_gives_the_blocks_back() -> None:
         async with serve() as served, receive(engine) as (sink, _):
             served.hand_off()
             assert isinstance(await failure(start(sink, served)), RequestAborted)
-            assert engine.calls == [RESERVE, COMMIT, ("fail", "k", False)]
+            assert engine.calls == [RESERVE, BEGIN, COMMIT, ("fail", "k", False)]
 
     run(test)
 
@@ -218,6 +219,6 @@ def test_cancelling_cleans_up_and_another_sink_takes_over(moment: str) -> None:
                     served.announce([5, 6, 2])
                 served.source.seal("h", 11, [7])
                 await start(second, served)
-            assert other.calls == [RESERVE, COMMIT]
+            assert other.calls == [RESERVE, BEGIN, COMMIT]
 
     run(test)

@@ -23,6 +23,7 @@ from diptych.workers.handoff_source import HandoffSource
 from diptych.workers.kv_layout import KVLayout
 
 from .handoff_pair import (
+    BEGIN,
     COMMIT,
     RESERVE,
     SMALL,
@@ -43,7 +44,7 @@ def test_a_pull_brings_every_byte_and_commits() -> None:
         async with serve() as served, receive(engine) as (sink, memory):
             served.hand_off([5, 6, 2])
             result = await sink.pull("k", served.named(), 15.0)
-            assert engine.calls == [RESERVE, COMMIT]
+            assert engine.calls == [RESERVE, BEGIN, COMMIT]
             assert [piece(memory, b) for b in (7, 3, 0)] == [piece(served.memory, b) for b in (5, 6, 2)]
             assert (result.num_bytes, result.transport) == (3 * SMALL.block_bytes, "grpc")
             assert result.waited_s > 0
@@ -70,7 +71,7 @@ def test_segments_are_pulled_while_the_source_still_computes() -> None:
             served.announce([6, 2], first_block=1)
             served.source.seal("h", 11, [7])
             await pull
-            assert engine.calls == [RESERVE, COMMIT]
+            assert engine.calls == [RESERVE, BEGIN, COMMIT]
             assert piece(memory, 2) == piece(served.memory, 2)
 
     run(test)
@@ -319,7 +320,7 @@ def test_without_a_positive_release_nothing_is_committed() -> None:
         async with serve(kind=Forgetful) as served, receive(engine) as (sink, _):
             served.hand_off()
             assert isinstance(await failure(start(sink, served)), LeaseLost)
-            assert engine.calls == [RESERVE, ("fail", "k", False)]
+            assert engine.calls == [RESERVE, BEGIN, ("fail", "k", False)]
 
     run(test)
 

@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     timeout_s: float
     model: str
+    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def build_request(
     """Raises InvalidRequest for what protobuf cannot carry."""
     sampling: dict[str, Any] = dict(options)
     stop = sampling.pop("stop", ())
-    call = {name: sampling.pop(name) for name in ("timeout_s", "model") if name in sampling}
+    call = {name: sampling.pop(name) for name in ("timeout_s", "model", "cache_salt") if name in sampling}
     try:
         request = inference_pb2.GenerateRequest(
             sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call

@@ -54,6 +54,7 @@ class GenerationSpec:
     default_max_tokens: int | None = None  # where max_tokens is None; None: what the context still holds
     timeout_s: float | None = None
     model: str | None = None
+    cache_salt: str = ""  # prefix-cache namespace: other salts never share blocks
 
 
 class FrontDoor:
@@ -142,6 +143,7 @@ class FrontDoor:
             prompt_token_ids=token_ids,
             sampling=replace(spec.sampling, seed=seed, max_tokens=max_tokens),
             timeout_s=self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s,
+            cache_salt=spec.cache_salt.encode(),
         )
 
 

@@ -120,6 +120,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
             timeout_s=timeout_s,
             model=request.model or None,
+            cache_salt=request.cache_salt,
         )
 
 

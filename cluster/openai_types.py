@@ -103,6 +103,7 @@ class _Body(BaseModel):
     min_tokens: int | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None  # prefixes are shared among those who send the same
     # Diptych's
     timeout_s: float | None = None
     timings: bool | None = None  # tell where the time went
@@ -118,6 +119,8 @@ class _Body(BaseModel):
                 raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+        if self.cache_salt == "":
+            raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
         given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
@@ -168,6 +171,7 @@ class CompletionBody(_Body):
             default_max_tokens=DEFAULT_COMPLETION_TOKENS,
             timeout_s=self.timeout_s,
             model=self.model,
+            cache_salt=self.cache_salt or "",
         )
 
 
@@ -221,6 +225,7 @@ class ChatBody(_Body):
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             timeout_s=self.timeout_s,
             model=self.model,
+            cache_salt=self.cache_salt or "",
         )
 
 

@@ -9,6 +9,7 @@ from .errors import InvalidRequest, PromptTooLong
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_CACHE_SALT_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,10 @@ class Request:
             )
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise InvalidRequest(f"timeout_s must be positive and finite, got {self.timeout_s}", param="timeout_s")
+        if len(self.cache_salt) > MAX_CACHE_SALT_BYTES:
+            raise InvalidRequest(
+                f"cache_salt has {len(self.cache_salt)} bytes; at most {MAX_CACHE_SALT_BYTES}", param="cache_salt"
+            )
         check_token_ids(self.prompt_token_ids, vocab_size, "prompt")
         self.sampling.validate(vocab_size)
         check_token_ids(output_token_ids, vocab_size, "output_token_ids")

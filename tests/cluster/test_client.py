@@ -68,11 +68,13 @@ def test_options_arrive(client: Client, server: Served) -> None:
         stop_token_ids=[7],
         timeout_s=9,
         model="echo",
+        cache_salt="Ann",
     )
     assert (got.text, got.stop_string) == ("a", "bc")
     (request,) = server.source.requests
     assert request.sampling.is_greedy and request.sampling.max_tokens == 9 and request.timeout_s == 9
     assert (request.sampling.logit_bias, request.sampling.stop_token_ids) == ({5: 1.5}, (7,))
+    assert request.cache_salt == b"Ann"
 
 
 def test_stream(client: Client) -> None:

@@ -31,6 +31,11 @@ def test_what_is_not_given_is_chosen() -> None:
     assert start(timeout_s=2.5).completions[0].request.timeout_s == 2.5
 
 
+def test_the_cache_salt_goes_along() -> None:
+    assert start().completions[0].request.cache_salt == b""
+    assert [c.request.cache_salt for c in start(cache_salt="é", n=2).completions] == ["é".encode()] * 2
+
+
 def test_seeds_of_choices() -> None:
     seeds = [c.request.sampling.seed for c in start(prompts=("a", "b"), n=3, seed=5).completions]
     assert seeds[:3] == seeds[3:] == [5, choice_seed(5, 1), choice_seed(5, 2)]
@@ -77,6 +82,7 @@ def test_a_conversation_is_rendered_and_gets_no_special_tokens_twice() -> None:
         ({"timeout_s": 601.0}, "timeout_s", "timeout_s must be in"),
         ({"timeout_s": float("nan")}, "timeout_s", "timeout_s must be in"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+        ({"cache_salt": "é" * 129}, "cache_salt", "258 bytes; at most 256"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature", "temperature"),
     ],
 )

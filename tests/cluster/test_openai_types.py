@@ -49,13 +49,14 @@ def test_sampling_parameters() -> None:
     spec = chat(
         temperature=0, top_p=0.5, presence_penalty=1, frequency_penalty=-1, logit_bias={"5": -100, "6": 1.5}, seed=-3,
         n=2, stop="x", top_k=4, min_p=0.1, repetition_penalty=1.2, min_tokens=2, stop_token_ids=[7], ignore_eos=True,
-        logprobs=True, top_logprobs=3, timeout_s=4.5, model="m",
+        logprobs=True, top_logprobs=3, timeout_s=4.5, model="m", cache_salt="Ann",
     ).spec()  # fmt: skip
     assert spec.sampling == SamplingParams(
         temperature=0, top_k=4, top_p=0.5, min_p=0.1, repetition_penalty=1.2, presence_penalty=1, frequency_penalty=-1,
         logit_bias={5: -100.0, 6: 1.5}, min_tokens=2, stop_token_ids=(7,), ignore_eos=True, logprobs=3,
     )  # fmt: skip
     assert (spec.n, spec.stop, spec.seed, spec.timeout_s, spec.model) == (2, ("x",), -3, 4.5, "m")
+    assert (spec.cache_salt, completion(cache_salt="Bob").spec().cache_salt) == ("Ann", "Bob")
 
 
 def test_null_means_not_given() -> None:
@@ -99,6 +100,8 @@ def test_what_nobody_knows_is_ignored_and_what_does_no_harm_accepted() -> None:
     ("body", "param", "words"),
     [
         ({"suffix": "x"}, "suffix", "not supported"),
+        ({"cache_salt": ""}, "cache_salt", "non-empty"),
+        ({"cache_salt": 5}, "cache_salt", "string"),
         ({"best_of": 2}, "best_of", "not supported beyond n"),
         ({"echo": True, "logprobs": 1}, "echo", "not supported"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),

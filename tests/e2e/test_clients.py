@@ -9,11 +9,16 @@ import httpx
 import openai
 import pytest
 
+from diptych import Client
+from diptych.cluster.front_door import choice_seed
+from diptych.kernels.cpu.library import library
 from diptych.proto import inference_pb2, inference_pb2_grpc
 
 from .cluster_harness import Served, diptych, serving
 
 MODEL = "tiny"
+# With the compiled kernels an answer depends on its own tokens alone in bfloat16 too.
+DTYPE = "float32" if library() is None else "bfloat16"
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]
 
 pytestmark = pytest.mark.e2e
@@ -22,7 +27,7 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("clients")
-    with serving(home, "--prefill", "1", "--decode", "1", model=MODEL) as cluster:
+    with serving(home, "--prefill", "1", "--decode", "1", "--dtype", DTYPE, model=MODEL) as cluster:
         yield cluster
 
 
@@ -75,6 +80,36 @@ def test_completions_with_n_stop_seed_and_logprobs(client: openai.OpenAI) -> Non
     stop = text[8:12]
     stopped = client.completions.create(**greedy, stop=[stop]).choices[0]
     assert (stopped.text, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_n_completions_are_those_of_n_calls(client: openai.OpenAI) -> None:
+    """They share the prompt's blocks, and each copies the last, which is not full."""
+    ask = {"model": MODEL, "prompt": [3 + 5 * i % 400 for i in range(70)], "max_tokens": 40}
+    together = client.completions.create(**ask, seed=7, n=4, extra_body={"cache_salt": "together"})
+    alone = [
+        client.completions.create(**ask, seed=choice_seed(7, i), extra_body={"cache_salt": f"alone {i}"})
+        for i in range(4)
+    ]
+    assert [c.text for c in together.choices] == [a.choices[0].text for a in alone]
+    assert len({c.text for c in together.choices}) > 1
+    assert together.usage is not None and together.usage.prompt_tokens == 70
+
+
+def test_other_salts_never_share_blocks(served: Served, client: openai.OpenAI) -> None:
+    prompt = [3 + 7 * i % 400 for i in range(80)]
+
+    def cached_over_http(**extra: str) -> int:
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, temperature=0, extra_body=extra)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    with Client(served.grpc_address) as grpc_client:
+        assert cached_over_http(cache_salt="Ann") == 0
+        assert cached_over_http(cache_salt="Ann") >= 64
+        assert grpc_client.generate(prompt, max_tokens=4, cache_salt="Ann").usage.cached_tokens >= 64, "the same salt"
+        assert grpc_client.generate(prompt, max_tokens=4, cache_salt="Bob").usage.cached_tokens == 0
+        assert cached_over_http() == 0
+        assert cached_over_http(cache_salt="Bob") >= 64
 
 
 def test_models_health_and_metrics(served: Served, client: openai.OpenAI) -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..workers.garbage import loading
 from .deployment import Deployment
 from .fleet import WorkerInfo
 from .front_door import FrontDoor, Limits
@@ -48,7 +49,8 @@ class RouterProcess:
         shares_port = settings.replicas > 1
         # First, so that a port in use is told before the work of reading the tokenizer.
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
+        with loading():
+            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
         door = FrontDoor(self._router, tokenizer, Limits(max_timeout_s=settings.request_timeout_s))
         self._grpc = InferenceServer(door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port)
         await self._router.start()

@@ -16,6 +16,7 @@ NO_TORCH = {
     "cores",
     "errors",
     "event_loop",
+    "garbage",
     "kv_layout",
     "prefix_cache",
     "request",

@@ -19,6 +19,7 @@ from pathlib import Path
 from .cores import affinity_kept, openmp_settings, part_of
 from .errors import DiptychError, RankLost
 from .event_loop import new_event_loop
+from .garbage import loading
 from .load_bar import load_bar
 from .runner import Runner
 from .service import WorkerAddress, WorkerService
@@ -62,7 +63,8 @@ async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop:
     lost: Future[RankLost] = Future()
     try:
         config.validate()
-        runner = await asyncio.to_thread(load_runner, config, lost.set_result)
+        with loading():
+            runner = await asyncio.to_thread(load_runner, config, lost.set_result)
         try:
             service = WorkerService(config, runner)
             where = await service.start()
@@ -118,7 +120,7 @@ def parse_args(argv: list[str]) -> WorkerConfig:
     """Flags are WorkerConfig's fields, with dashes."""
     parser = argparse.ArgumentParser(prog="python -m diptych.workers.worker", description=__doc__)
     defaults = {f.name: f.default for f in fields(WorkerConfig)}
-    types = {"threads": int, "kv_memory_bytes": int, "max_context_tokens": int}
+    types = {"threads": int, "kv_memory_bytes": int, "max_context_tokens": int, "target_step_s": float}
     for name, default in defaults.items():
         flag = "--" + name.replace("_", "-")
         if name == "model":

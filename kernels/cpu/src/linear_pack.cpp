@@ -39,9 +39,13 @@ void pack_panel(const T *const *rows, int64_t k, T *out) {
   constexpr int64_t kRun = 64;  // inputs at a time: whole cache lines are read and written
   for (int64_t first = 0; first < k; first += kRun) {
     const int64_t last = std::min(first + kRun, (k + kStep - 1) / kStep * kStep);
-    for (int lane = 0; lane < kPanel; lane++)
-      for (int64_t i = first; i < last; i++)
-        out[i / kStep * kStep * kPanel + lane * kStep + i % kStep] = rows[lane] && i < k ? rows[lane][i] : T{};
+    for (int lane = 0; lane < kPanel; lane++) {
+      T *const to = out + lane * kStep;
+      const int64_t whole = rows[lane] ? std::min(last, k / kStep * kStep) : first;
+      for (int64_t i = first; i < whole; i += kStep) std::memcpy(to + i * kPanel, rows[lane] + i, kStep * sizeof(T));
+      for (int64_t i = whole; i < last; i++)
+        to[i / kStep * kStep * kPanel + i % kStep] = rows[lane] && i < k ? rows[lane][i] : T{};
+    }
   }
 }
 

@@ -74,7 +74,7 @@ class PoolConfig(_Settings):
     chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
     max_batch_tokens: Annotated[int, Field(ge=0)] = 0  # 0: by device
     max_running: Annotated[int, Field(ge=1)] = 256
-    target_step_s: Annotated[float, Field(ge=0)] = 0.0  # of a step with running decodes; 0: no matter
+    target_step_s: Annotated[float, Field(ge=0)] | None = None  # with running decodes; 0: no matter; None: by load
     layer_groups: Annotated[int, Field(ge=0)] = 0  # in which a step's KV is handed off; 0: by measured cost
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Self
 
 from ..workers.cores import usable_cores
 from ..workers.worker_config import WorkerConfig
-from .config import ClusterConfig
+from .config import ClusterConfig, PoolConfig
 from .handles import RouterStarted
 
 NAMESPACE = "diptych"
@@ -76,7 +76,7 @@ class Deployment:
             max_batch_tokens=settings.max_batch_tokens,
             chunk_tokens=settings.chunk_tokens,
             max_running=settings.max_running,
-            target_step_s=settings.target_step_s,
+            target_step_s=self._target_step_s(settings),
             layer_groups=settings.layer_groups,
             ttft_s=config.service_level.ttft_s,
             prefix_cache=config.prefix_cache,
@@ -85,6 +85,12 @@ class Deployment:
             host="127.0.0.1" if self.is_local else host,
             auth_token=self.token,
         )
+
+    def _target_step_s(self, pool: PoolConfig) -> float | None:
+        """The pool's own; else the time per token that was promised, where one was: then no token waits longer."""
+        level = self.config.service_level
+        promised_s = level.tpot_s if "tpot_s" in level.model_fields_set else None
+        return promised_s if pool.target_step_s is None else pool.target_step_s
 
 
 def make_worker_id(pool: str, number: int) -> str:

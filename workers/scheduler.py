@@ -4,8 +4,8 @@
               ^                      └──────── preempted ────────┘
 
 One budget a step: running decodes first (one token each), then prefill chunks of admitted sequences, then admission of
-waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside decodes, in the seconds that are
-left of `target_step_s` by what steps were measured to cost (step_cost.py). A sequence gets the blocks of all its tokens
+waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside decodes, in seconds, by what steps
+were measured to cost (step_cost.py): see `_target_s`. A sequence gets the blocks of all its tokens
 when it is admitted and one more whenever a decode crosses a block's end; where none is left, the youngest sequence is
 preempted: its blocks are freed, its tokens kept, and it is computed again later (recompute, PagedAttention §4.5).
 
@@ -13,6 +13,7 @@ A waiting sequence is not admitted while another computes blocks that it can sha
 O(sequences that run), with a small constant: decodes keep their entries from step to step.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -26,6 +27,9 @@ from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
+# Where no target is set; docs/performance.md has what others give.
+TARGET_STEP_S = 0.04
+TARGET_DECODE_STEPS = 4.0  # where decodes alone take long: prompts have three quarters of the time
 
 
 class Role(Enum):
@@ -42,7 +46,7 @@ class SchedulerConfig:
     chunk_tokens: int = 0  # a sequence's share of it while prefilling; 0: no limit but the budget
     max_running: int = 256
     decode_role_prefill_tokens: int = 256  # prefill tokens a step beside running decodes, in the decode role
-    target_step_s: float = 0.0  # with running decodes; 0: no matter
+    target_step_s: float | None = None  # with running decodes; 0: no matter; None: see Scheduler._target_s
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
 
 
@@ -52,7 +56,7 @@ class _Budget:
 
     num_tokens: int
     work: StepWork
-    is_timed: bool
+    target_s: float = math.inf  # with prefill
 
     @property
     def is_spent(self) -> bool:
@@ -157,7 +161,7 @@ class Scheduler:
 
     def measured(self, batch: Batch, seconds: float) -> None:
         """The batch took so long; call it before what was computed is counted."""
-        if self.config.target_step_s:
+        if self.config.target_step_s != 0:
             work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
             for entry in batch.entries[batch.num_decodes :]:
                 work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
@@ -204,9 +208,21 @@ class Scheduler:
         num_tokens = config.max_batch_tokens - len(decodes)
         if decodes and self.role is Role.DECODE:
             num_tokens = min(num_tokens, config.decode_role_prefill_tokens)
-        is_timed = bool(decodes) and config.target_step_s > 0 and self.cost.is_measured
-        work = self._decode_work([e.sequence for e in decodes]) if is_timed else StepWork()
-        return _Budget(num_tokens, work, is_timed)
+        if not (decodes and (self._prefilling or len(self._queue)) and self.cost.is_measured):
+            return _Budget(num_tokens, StepWork())
+        work = self._decode_work([e.sequence for e in decodes])
+        return _Budget(num_tokens, work, self._target_s(work))
+
+    def _target_s(self, decodes: StepWork) -> float:
+        """How long a step may take that computes prompts beside these. Where nothing is set, a few do not hold up a
+        lot of work: while more than a whole budget of prompt tokens waits for each that decodes, there is no bound."""
+        target_s = self.config.target_step_s
+        if target_s is not None:
+            return target_s or math.inf
+        is_swamped = self.num_waiting_tokens > decodes.num_decodes * self.config.max_batch_tokens
+        if is_swamped or self.role is Role.PREFILL:
+            return math.inf
+        return max(TARGET_STEP_S, TARGET_DECODE_STEPS * self.cost.seconds(decodes))
 
     def _schedule_prefills(self, entries: list[ScheduledSequence], budget: _Budget) -> None:
         for sequence in self._prefilling:
@@ -269,8 +285,8 @@ class Scheduler:
     def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: _Budget) -> None:
         num_left, start = sequence.num_uncomputed, sequence.num_computed
         num_new = min(num_left, budget.num_tokens, self.config.chunk_tokens or num_left)
-        if budget.is_timed:
-            fitting = self.cost.prefill_tokens(budget.work, start, self.config.target_step_s)
+        if budget.target_s < math.inf:
+            fitting = self.cost.prefill_tokens(budget.work, start, budget.target_s)
             if fitting < num_new:  # and nothing after it
                 budget.num_tokens = num_new = min(num_new, max(fitting, LEAST_PREFILL_TOKENS - budget.work.num_prefill))
         if num_new > 0:

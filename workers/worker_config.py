@@ -33,7 +33,7 @@ class WorkerConfig:
     max_batch_tokens: int = 0  # a step's budget; 0: by device, see DEVICE_BATCH_TOKENS
     chunk_tokens: int = 0  # 0: no limit but the budget
     max_running: int = 256
-    target_step_s: float = 0.0  # prefill beside running decodes is bounded to keep a step near it; 0: not
+    target_step_s: float | None = None  # of a step with prefill beside running decodes; 0: no matter; None: by load
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
     prefix_cache: bool = True
     transports: tuple[str, ...] | Literal["auto"] = "auto"
@@ -65,8 +65,8 @@ class WorkerConfig:
         least = {"block_size": 1, "max_batch_tokens": 0, "chunk_tokens": 0, "max_running": 1, "layer_groups": 0}
         least |= {"target_step_s": 0, "ttft_s": 0}
         for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}")
         if self.cores is not None and not (self.cores and all(0 <= core < MAX_CORES for core in self.cores)):
             raise ConfigError(f"cores must be numbers of this machine's CPUs, got {self.cores}")
         if not 1 <= self.tensor_parallel <= MAX_RANKS:

@@ -49,6 +49,17 @@ def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
     config.validate()
 
 
+def test_the_time_per_token_that_is_promised_bounds_steps() -> None:
+    def target_step_s(pool: dict[str, object], **level: float) -> float | None:
+        config = build({"model": "m", "pools": {"decode": pool}, "service_level": level})
+        return Deployment(config, "secret", is_local=True).worker_config("decode", "").target_step_s
+
+    assert target_step_s({}) is None
+    assert target_step_s({}, ttft_s=0.5) is None
+    assert target_step_s({}, tpot_s=0.1) == 0.1
+    assert target_step_s({"target_step_s": 0.0}, tpot_s=0.1) == 0.0
+
+
 def test_threads_that_are_given_stay() -> None:
     assert deployment(decode={"threads": 3}).worker_config("decode", "").threads == 3
 

@@ -1,14 +1,24 @@
+import pytest
+
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.prefix_cache import PrefixCache
-from diptych.workers.scheduler import Role, Scheduler, SchedulerConfig
+from diptych.workers.scheduler import (
+    LEAST_PREFILL_TOKENS,
+    TARGET_DECODE_STEPS,
+    TARGET_STEP_S,
+    Role,
+    Scheduler,
+    SchedulerConfig,
+)
 from diptych.workers.sequence import Batch, Sequence, SequenceStatus
+from diptych.workers.step_cost import StepWork
 
 from .sequences import make_sequence
 
 BLOCK = 4
 
 
-def make(num_blocks: int = 64, **config: int) -> tuple[Scheduler, BlockManager]:
+def make(num_blocks: int = 64, **config: float) -> tuple[Scheduler, BlockManager]:
     manager = BlockManager(num_blocks)
     return Scheduler(SchedulerConfig(**config), manager, PrefixCache(manager, BLOCK, enabled=False)), manager
 
@@ -60,6 +70,48 @@ def test_in_the_decode_role_prefill_is_held_back_only_beside_decodes() -> None:
     compute(scheduler.schedule())
     scheduler.add(second)
     assert shape(scheduler.schedule()) == [(first, 1), (second, 8)]
+
+
+def beside_decodes(
+    num_decodes: int, *waiting: int, decode_s: float = 0.001, role: Role = Role.MIXED, **config: float
+) -> int:
+    """Prompt tokens of the step in which so many sequences decode and prompts so long have come. It was measured that a
+    prompt token takes a millisecond and each decoding sequence `decode_s`."""
+    scheduler, _ = make(num_blocks=1024, max_batch_tokens=100, **config)
+    scheduler.role = role
+    for number in range(300):
+        num_prefill = 10 * (number % 3)
+        scheduler.cost.add(
+            StepWork(number % 5).with_chunk(0, num_prefill), 0.001 * num_prefill + decode_s * (number % 5)
+        )
+    for _ in range(num_decodes):
+        scheduler.add(make_sequence([1]))
+    compute(scheduler.schedule())
+    for num_prompt in waiting:
+        scheduler.add(make_sequence([1] * num_prompt))
+    batch = scheduler.schedule()
+    assert batch.num_decodes == num_decodes
+    return batch.num_prefill_tokens
+
+
+def test_beside_decodes_prompts_fill_a_step_of_a_fixed_time() -> None:
+    assert beside_decodes(4, 90) == pytest.approx(1000 * TARGET_STEP_S - 4, abs=2)
+    assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * TARGET_STEP_S - 4, abs=2)
+    assert beside_decodes(4, 90, role=Role.PREFILL) == 90
+
+
+def test_where_decodes_take_long_prompts_have_their_share_of_time() -> None:
+    assert beside_decodes(4, 90, decode_s=0.005) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=2)
+
+
+def test_a_few_decodes_do_not_hold_up_many_budgets_of_prompts() -> None:
+    assert beside_decodes(2, 190) == pytest.approx(1000 * TARGET_STEP_S - 2, abs=2)
+    assert beside_decodes(2, 190, 190) == 98
+
+
+@pytest.mark.parametrize(("target_step_s", "expected"), [(0.0, 96), (0.03, 26), (0.002, LEAST_PREFILL_TOKENS)])
+def test_a_target_that_is_set_is_kept(target_step_s: float, expected: int) -> None:
+    assert beside_decodes(4, 500, target_step_s=target_step_s) == pytest.approx(expected, abs=2)
 
 
 def test_admission_is_in_order_and_waits_for_blocks() -> None:

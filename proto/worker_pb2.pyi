@@ -489,7 +489,7 @@ class SequenceTimings(_message.Message):
     entry: _builtins.int
     """index into the columns"""
     queue_s: _builtins.float
-    """from receipt (a sink: from the commit) to the first step it is part of"""
+    """from receipt (a sink: since it may compute) to the first step it is part of"""
     compute_s: _builtins.float
     """from there to the token: prefill, or a sink's first decode step"""
     @_builtins.property
@@ -529,7 +529,7 @@ class HandoffTimings(_message.Message):
     last_segment_s: _builtins.float
     """from the seal to the end of the last read"""
     release_s: _builtins.float
-    """from there to the commit"""
+    """from there till it may compute; and so long its first token waited for the answer"""
     num_bytes: _builtins.int
     transport: _builtins.str
     def __init__(

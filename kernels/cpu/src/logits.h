@@ -53,7 +53,7 @@ inline float log_sum_exp(const float *x, int64_t n) {
   const float best = largest_of(x, n);
   const int64_t whole = n / kLanes * kLanes;
   auto mass = [&](f32x16 v) { return exp(v - best); };
-  double total = sum_of(x, whole, mass, [](f32x16 v) { return v > -INFINITY; });
+  double total = sum_of(x, whole, mass, [](f32x16 v) { return above(v, splat(-INFINITY)); });
   if (whole < n) total += double(sum(mass(load_or_least(x + whole, n - whole))));
   return best + float(std::log(total));
 }
@@ -72,9 +72,9 @@ inline void largest_in_order(const float *x, int64_t n, int64_t num_top, int64_t
   };
   for (int64_t i = 0; i < n && num_top; i += kLanes) {
     f32x16 v = load_or_least(x + i, n - i);
-    uint32_t held = bits(kLaneIds < int32_t(n - i < kLanes ? n - i : kLanes));
+    uint32_t held = bits(first_lanes(n - i));
     for (; held; held &= held - 1) {
-      if (num_found == num_top && !(held &= bits(v > values[num_top - 1]))) break;
+      if (num_found == num_top && !(held &= bits(above(v, splat(values[num_top - 1]))))) break;
       insert(i + __builtin_ctz(held));
     }
   }

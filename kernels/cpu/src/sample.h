@@ -53,7 +53,7 @@ inline i32x16 may_win(f32x16 logits, f32x16 uniforms, float best) {
   constexpr float one = 0x1p23f, log2e = 1.44269504f, rounding = 1024.0f;
   f32x16 exponent = min(max(logits - best, splat(-100.0f)), splat(0.0f));
   i32x16 limit = __builtin_convertvector(exponent * (log2e * one) + (127 * one + rounding), i32x16);
-  return (i32x16)uniforms <= limit;
+  return at_most((i32x16)uniforms, limit);
 }
 
 // argmax of logits + noise over the logits >= threshold, the lowest id among equals (Gumbel-max; Maddison et al. 2014).
@@ -64,7 +64,7 @@ inline int64_t draw(const float *logits, int64_t padded, float threshold, uint64
   for (int64_t i = 0; i < padded; i += kLanes) {
     f32x16 v = load(logits + i);
     float least = best - kLargestNoise > threshold ? best - kLargestNoise : threshold;
-    i32x16 is_in = v >= least;
+    i32x16 is_in = at_least(v, splat(least));
     if (!bits(is_in)) continue;
     uint32_t held = bits(is_in & may_win(v, uniforms_from(key + uint64_t(i) * kGolden), best));
     for (; held; held &= held - 1) {
@@ -83,7 +83,7 @@ inline int64_t draw(const float *logits, int64_t padded, float threshold, uint64
 // kept are kept. logits: at most 0. scratch: `padded` floats.
 inline float threshold_of(const float *logits, int64_t padded, const Draw &of, float *scratch) {
   float threshold = of.log_min_p > -FLT_MAX ? of.log_min_p : -FLT_MAX;
-  auto is_kept = [&](f32x16 v) { return v >= threshold; };
+  auto is_kept = [&](f32x16 v) { return at_least(v, splat(threshold)); };
   if (of.top_k > 0) {
     int64_t n = keep(logits, padded, scratch, is_kept);
     if (n > of.top_k) threshold = end_of(scratch, n, of.top_k, [](f32x16) { return splat(1.0f); });

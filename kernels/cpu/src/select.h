@@ -12,11 +12,16 @@ namespace DIPTYCH_ISA {
 
 constexpr int64_t kBlock = 64 * kLanes;  // summed in float, and then in double
 
+// The first `count` of sixteen lanes, at most all.
+inline i32x16 first_lanes(int64_t count) {
+  return at_most(kLaneIds, i32x16{} + int32_t((count < kLanes ? count : kLanes) - 1));
+}
+
 inline int64_t whole_vectors(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // The first `count` of sixteen floats, the others -inf.
 inline f32x16 load_or_least(const float *from, int64_t count) {
-  return kLaneIds < int32_t(count) ? load_some(from, count) : splat(-INFINITY);
+  return choose(first_lanes(count), load_some(from, count), splat(-INFINITY));
 }
 
 // The largest of any number of floats; -inf where there is none.
@@ -33,7 +38,7 @@ inline int64_t argmax_of(const float *x, int64_t n) {
   float best = largest_of(x, n);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes)
-    if (uint32_t held = bits(load(x + i) == best)) return i + __builtin_ctz(held);
+    if (uint32_t held = bits(equal(load(x + i), splat(best)))) return i + __builtin_ctz(held);
   for (; i < n; i++)
     if (x[i] == best) return i;
   return 0;  // all NaN
@@ -47,7 +52,7 @@ double sum_of(const float *x, int64_t padded, Weight &&weight, Mask &&mask) {
     f32x16 part{};
     for (int64_t i = start; i < padded && i < start + kBlock; i += kLanes) {
       f32x16 v = load(x + i);
-      part += mask(v) ? weight(v) : splat(0.0f);
+      part += choose(mask(v), weight(v), splat(0.0f));
     }
     total += double(sum(part));
   }
@@ -74,27 +79,27 @@ float end_of(float *x, int64_t n, double wanted, Weight &&weight) {
   f32x16 lows = splat(FLT_MAX), highs = splat(-FLT_MAX);
   for (int64_t i = 0; i < padded; i += kLanes) {
     f32x16 v = load(x + i);
-    lows = v > -INFINITY ? min(v, lows) : lows;
+    lows = choose(above(v, splat(-INFINITY)), min(v, lows), lows);
     highs = max(v, highs);
   }
   float low = -largest(-lows), high = largest(highs);
   while (low < high) {
     float middle = low * 0.5f + high * 0.5f;
     if (!(low <= middle && middle < high)) middle = low;
-    f32x16 above = splat(FLT_MAX), below = splat(-FLT_MAX);
+    f32x16 over = splat(FLT_MAX), under = splat(-FLT_MAX);  // the values on either side that are next to it
     double upper = sum_of(x, padded, weight, [&](f32x16 v) {
-      i32x16 is_upper = v > middle;
-      above = is_upper ? min(v, above) : above;
-      below = is_upper ? below : max(v, below);
+      i32x16 is_upper = above(v, splat(middle));
+      over = choose(is_upper, min(v, over), over);
+      under = choose(is_upper, under, max(v, under));
       return is_upper;
     });
     if (upper >= wanted) {
-      n = keep(x, padded, x, [&](f32x16 v) { return v > middle; });
-      low = -largest(-above);
+      n = keep(x, padded, x, [&](f32x16 v) { return above(v, splat(middle)); });
+      low = -largest(-over);
     } else {
       wanted -= upper;
-      n = keep(x, padded, x, [&](f32x16 v) { return (v <= middle) & (v >= low); });
-      high = largest(below);
+      n = keep(x, padded, x, [&](f32x16 v) { return at_least(splat(middle), v) & at_least(v, splat(low)); });
+      high = largest(under);
     }
     padded = whole_vectors(n);
   }

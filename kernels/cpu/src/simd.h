@@ -32,6 +32,73 @@ inline V load_raw(const void *from) {
   return v;
 }
 
+// Vectors of the processor's own width: comparisons and choices between wider ones would be made lane by lane.
+#if defined(__AVX512F__)
+constexpr int kNativeBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kNativeBytes = 32;
+#else
+constexpr int kNativeBytes = 16;
+#endif
+using native_floats = float __attribute__((vector_size(kNativeBytes)));
+using native_words = int32_t __attribute__((vector_size(kNativeBytes)));
+
+template <class Native>
+inline Native part_of(const void *vector, int part) {
+  return load_raw<Native>(static_cast<const char *>(vector) + part * kNativeBytes);
+}
+
+// One vector of the natives that work(0), work(1), ... return.
+template <class V, class Work>
+__attribute__((always_inline)) inline V by_parts(Work &&work) {
+  V whole;
+#pragma GCC unroll 4
+  for (int part = 0; part < int(sizeof(V)) / kNativeBytes; part++) {
+    auto native = work(part);
+    std::memcpy(reinterpret_cast<char *>(&whole) + part * kNativeBytes, &native, kNativeBytes);
+  }
+  return whole;
+}
+
+// Lanes where a > b, a >= b, a == b.
+inline i32x16 above(f32x16 a, f32x16 b) {
+  return by_parts<i32x16>([&](int i) { return part_of<native_floats>(&a, i) > part_of<native_floats>(&b, i); });
+}
+
+inline i32x16 at_least(f32x16 a, f32x16 b) {
+  return by_parts<i32x16>([&](int i) { return part_of<native_floats>(&a, i) >= part_of<native_floats>(&b, i); });
+}
+
+inline i32x16 equal(f32x16 a, f32x16 b) {
+  return by_parts<i32x16>([&](int i) { return part_of<native_floats>(&a, i) == part_of<native_floats>(&b, i); });
+}
+
+inline i32x16 at_most(i32x16 a, i32x16 b) {
+  return by_parts<i32x16>([&](int i) { return part_of<native_words>(&a, i) <= part_of<native_words>(&b, i); });
+}
+
+// a in the lanes that the mask holds, b in the others.
+inline f32x16 choose(i32x16 mask, f32x16 a, f32x16 b) {
+  return by_parts<f32x16>([&](int i) {
+    return part_of<native_words>(&mask, i) ? part_of<native_floats>(&a, i) : part_of<native_floats>(&b, i);
+  });
+}
+
+// b where either is NaN.
+inline f32x16 max(f32x16 a, f32x16 b) {
+  return by_parts<f32x16>([&](int i) {
+    auto x = part_of<native_floats>(&a, i), y = part_of<native_floats>(&b, i);
+    return x > y ? x : y;
+  });
+}
+
+inline f32x16 min(f32x16 a, f32x16 b) {
+  return by_parts<f32x16>([&](int i) {
+    auto x = part_of<native_floats>(&a, i), y = part_of<native_floats>(&b, i);
+    return x < y ? x : y;
+  });
+}
+
 inline f32x16 splat(float x) { return x - f32x16{}; }  // x - 0 is x, also of -0: no addition is left
 
 inline f32x16 load(const float *from) { return load_raw<f32x16>(from); }
@@ -51,8 +118,8 @@ inline u16x16 to_bf16(f32x16 v) {
   u32x16 bits = (u32x16)v;
   u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   u32x16 quiet = (bits >> 16) | 0x40;
-  auto is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  return __builtin_convertvector(is_nan ? quiet : rounded, u16x16);
+  i32x16 is_number = at_most((i32x16)(bits & 0x7fffffff), i32x16{} + 0x7f800000);
+  return __builtin_convertvector((u32x16)choose(is_number, (f32x16)rounded, (f32x16)quiet), u16x16);
 #endif
 }
 
@@ -109,15 +176,12 @@ inline float sum(f32x16 v) {
 }
 
 inline float largest(f32x16 v) {
-  float best = v[0];
-  for (int i = 1; i < kLanes; i++) best = v[i] > best ? v[i] : best;
+  float lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof v);
+  float best = lanes[0];
+  for (int i = 1; i < kLanes; i++) best = lanes[i] > best ? lanes[i] : best;
   return best;
 }
-
-// b where either is NaN.
-inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
-
-inline f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
 
 // Bit i: lane i of the mask.
 inline uint32_t bits(i32x16 mask) {
@@ -130,7 +194,9 @@ inline uint32_t bits(i32x16 mask) {
   return uint32_t(_mm256_movemask_ps(low)) | uint32_t(_mm256_movemask_ps(high)) << 8;
 #else
   uint32_t set = 0;
-  for (int i = 0; i < kLanes; i++) set |= uint32_t(mask[i] & 1) << i;
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &mask, sizeof mask);
+  for (int i = 0; i < kLanes; i++) set |= uint32_t(lanes[i] & 1) << i;
   return set;
 #endif
 }
@@ -164,7 +230,7 @@ inline f32x16 exp(f32x16 x) {
   p = p * r + 1.0f;
   p = p * r + 1.0f;
   f32x16 scaled = p * (f32x16)(((u32x16)power + 127) << 23);
-  return x < -87.0f ? splat(0.0f) : scaled;
+  return choose(above(splat(-87.0f), x), splat(0.0f), scaled);
 }
 
 }  // namespace DIPTYCH_ISA

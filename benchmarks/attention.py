@@ -5,6 +5,7 @@ in turn, more than the last-level cache holds, as a model does. Each figure is t
 """
 
 import argparse
+import mmap
 import time
 from collections.abc import Callable
 from itertools import cycle
@@ -45,6 +46,14 @@ def make_batch(num_seqs: int, num_new: int, context_len: int) -> PagedBatch:
     )
 
 
+def in_huge_pages(of: Tensor) -> Tensor:
+    """A copy, where a worker's pool is."""
+    huge = 2 << 20
+    mapping = mmap.mmap(-1, -(-of.numel() * of.element_size() // huge) * huge, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=of.dtype, count=of.numel()).view(of.shape).copy_(of)
+
+
 def best_s(call: Callable[[], object], seconds: float) -> float:
     call()
     best, end = float("inf"), time.perf_counter() + seconds
@@ -65,7 +74,7 @@ def measure(team: Team, shape: tuple[int, int, int], work: tuple[int, int, int],
     layer_bytes = num_blocks * 2 * BLOCK_SIZE * num_kv_heads * dim * 2
     num_layers = max(POOL_BYTES // layer_bytes, 1)
     rows = torch.randn(num_blocks, num_layers, 2, BLOCK_SIZE, num_kv_heads, dim).bfloat16()
-    packed = torch.stack([pack(rows[:, i].contiguous()) for i in range(num_layers)], dim=1)
+    packed = in_huge_pages(torch.stack([pack(rows[:, i].contiguous()) for i in range(num_layers)], dim=1))
     q = torch.randn(num_seqs * num_new, num_heads, dim).bfloat16()
     heads = Heads.of(num_heads, num_kv_heads, dim)
     scratch = Scratch.of(team, q.dtype, heads, Limits(num_seqs, len(q), context_len))

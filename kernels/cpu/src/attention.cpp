@@ -13,13 +13,6 @@ namespace {
 
 constexpr float kLog2e = 1.44269504f;
 constexpr int64_t kTileGroups = kTile / kGroup;
-constexpr int64_t kFewRows = 16;  // below, memory is slower than the arithmetic: what comes next is fetched early
-
-// The processor does not see what follows in a table of blocks.
-void fetch(const void *from, int64_t num_bytes) {
-  const char *line = static_cast<const char *>(from), *end = line + num_bytes;
-  for (; line < end; line += 64) __builtin_prefetch(line, 0, 2);
-}
 
 // A result that more can be merged into: rows of `out` are not yet divided by `sums`; scores are in units of log2.
 struct Result {
@@ -90,37 +83,50 @@ struct Piece {
     return {first, last > first ? last : first};
   }
 
-  int64_t group_bytes() const { return kGroup * dim * int64_t(sizeof(T)); }
-
-  void fetch_keys(int64_t tile) const {
-    Span some = groups(0, num_rows, tile);
-    for (int64_t g = some.first; g < some.last; g++) fetch(at(false, tile, g), group_bytes());
-  }
-
-  T *at(bool is_value, int64_t tile, int64_t group_of_tile) const {
-    int64_t number = tile * kTileGroups + group_of_tile, per_block = cache.block_size / kGroup;
-    return group_of<T>(cache, is_value, table[number / per_block], item.kv_head, number % per_block);
+  // Where K or V of the groups of a tile are, into `to`.
+  void find(bool is_value, int64_t tile, Span groups, const T **to) const {
+    int64_t per_block = cache.block_size / kGroup, number = tile * kTileGroups + groups.first;
+    int64_t block = number / per_block, inside = number % per_block;
+    for (int64_t g = groups.first; g < groups.last; g++) {
+      *to++ = group_of<T>(cache, is_value, table[block], item.kv_head, inside);
+      if (++inside == per_block) block++, inside = 0;
+    }
   }
 };
 
-// Groups of 16 slots of one tile.
+// What a tile reads, in this order: its groups of K, those of V, and the first groups of K of what comes after it.
 template <class T>
-struct Groups {
-  const T *keys[kTileGroups], *values[kTileGroups];
+struct Runs {
+  Span groups;  // of the tile
+  const T *of[2 * kTileGroups + kAhead];
+
+  Runs(const Piece<T> &piece, int64_t tile) : groups(piece.groups(0, piece.num_rows, tile)) {
+    piece.find(false, tile, groups, of);
+    piece.find(true, tile, groups, of + size());
+    for (int64_t i = 0; i < kAhead; i++) of[2 * size() + i] = size() ? of[2 * size() - 1] : nullptr;
+  }
+
+  int64_t size() const { return groups.last - groups.first; }
+  const T **keys(int64_t group) { return of + group - groups.first; }
+  const T **values(int64_t group) { return keys(group) + size(); }
+
+  // What comes after it.
+  void before(const Piece<T> &piece, int64_t tile) {
+    Span some = piece.groups(0, piece.num_rows, tile);
+    if (some.last - some.first > kAhead) some.last = some.first + kAhead;
+    piece.find(false, tile, some, of + 2 * size());
+  }
 
   // What lies beyond the context may be anything, even NaN, and NaN survives a weight of zero: `spare` is for a copy.
-  void find(const Piece<T> &piece, int64_t tile, Span groups, T *spare) {
-    for (int64_t g = groups.first; g < groups.last; g++) {
-      keys[g] = piece.at(false, tile, g);
-      values[g] = piece.at(true, tile, g);
-      int64_t num_valid = piece.context_len - (tile * kTile + g * kGroup);
-      if (num_valid >= kGroup) continue;
-      std::memcpy(spare, values[g], kGroup * piece.dim * sizeof(T));
-      for (int64_t slot = num_valid; slot < kGroup; slot++)
-        for (int64_t d = 0; d < piece.dim; d++)
-          spare[(slot / kPack<T> * piece.dim + d) * kPack<T> + slot % kPack<T>] = T{};
-      values[g] = spare;
-    }
+  void clear_beyond(const Piece<T> &piece, int64_t tile, T *spare) {
+    int64_t num_valid = piece.context_len - (tile * kTile + (groups.last - 1) * kGroup);
+    if (num_valid >= kGroup || size() == 0) return;
+    const T *&last = *values(groups.last - 1);
+    std::memcpy(spare, last, kGroup * piece.dim * sizeof(T));
+    for (int64_t slot = num_valid; slot < kGroup; slot++)
+      for (int64_t d = 0; d < piece.dim; d++)
+        spare[(slot / kPack<T> * piece.dim + d) * kPack<T> + slot % kPack<T>] = T{};
+    last = spare;
   }
 };
 
@@ -155,37 +161,34 @@ void read_queries(const Piece<T> &piece, const T *q, int64_t q_stride, T *to) {
     std::memcpy(to + token * piece.group * piece.dim, q + token * q_stride, piece.group * piece.dim * sizeof(T));
 }
 
-// A tile alone, into own.tile. Calls fetch_next() once its keys are done with.
-template <class T, class Fetch>
-void compute_tile(const Piece<T> &piece, const Own<T> &own, int64_t tile, Fetch &&fetch_next) {
+// A tile alone, into own.tile.
+template <class T>
+void compute_tile(const Piece<T> &piece, const Own<T> &own, int64_t tile, Runs<T> &runs) {
   int64_t dim = piece.dim, num_rows = piece.num_rows;
-  Span all = piece.groups(0, num_rows, tile);
-  Groups<T> groups;
-  groups.find(piece, tile, all, own.values);
+  const Span all = runs.groups;
   const float factor = piece.heads.softcap ? piece.heads.scale / piece.heads.softcap : piece.heads.scale * kLog2e;
   for (int64_t g = all.first; g < all.last; g += kVectors) {
     int64_t num_groups = all.last - g < kVectors ? all.last - g : kVectors;
-    if (num_rows < kFewRows)
-      for (int64_t i = g; i < g + num_groups; i++) fetch(groups.values[i], piece.group_bytes());
     for (int64_t row = 0; row < num_rows; row += kRows) {
       int64_t num = num_rows - row < kRows ? num_rows - row : kRows;
       Span seen = piece.groups(row, row + num, tile);
       if (g >= seen.last || g + num_groups <= seen.first) continue;
-      score_kernel<T>(num, num_groups)(own.queries + row * dim, dim, groups.keys + g, factor,
-                                       own.scores + row * kTile + g * kGroup);
+      kernel_for<Score, T>(num, num_groups)(own.queries + row * dim, dim, runs.keys(g), factor,
+                                            own.scores + row * kTile + g * kGroup);
     }
   }
-  if (num_rows < kFewRows) fetch_next();
+  runs.clear_beyond(piece, tile, own.values);
   for (int64_t row = 0; row < num_rows; row += kRows) {
     int64_t num = num_rows - row < kRows ? num_rows - row : kRows;
     Span seen = piece.groups(row, row + num, tile);
     for (int64_t r = row; r < row + num; r++)
       soften_row<T>(own.scores + r * kTile, seen, piece.begin(r) - tile * kTile, piece.end(r) - tile * kTile,
                     piece.heads.softcap * kLog2e, own.tile.maxima[r], own.tile.sums[r]);
+    const T *probs = (const T *)(own.scores + row * kTile) + seen.first * kGroup;
     for (int64_t d = 0; d < dim; d += kVectors * kLanes) {
       int64_t num_vectors = (dim - d) / kLanes < kVectors ? (dim - d) / kLanes : kVectors;
-      value_kernel<T>(num, num_vectors)((const T *)(own.scores + row * kTile), groups.values, seen, dim, d,
-                                        own.tile.out + row * dim + d);
+      kernel_for<Weigh, T>(num, num_vectors)(probs, runs.values(seen.first), seen.last - seen.first, dim, d,
+                                             own.tile.out + row * dim + d);
     }
   }
 }
@@ -201,32 +204,40 @@ struct Step {
   const Cache &cache;
   Plan &plan;
 
-  void attend(const Item &item, const Own<T> &own) const {
+  // Returns the ticket of this thread's next piece, whose first keys are fetched already.
+  int32_t attend(const Item &item, const Own<T> &own) const {
     Piece<T> piece(item, heads, sequences, cache);
     int64_t first = sequences.query_starts[item.seq] + item.first_token;
     int64_t column = item.kv_head * piece.group * piece.dim;
     read_queries(piece, q + first * q_stride + column, q_stride, own.queries);
     T *to = out + first * out_stride + column;
-    if (item.join != kNone) {
-      part(piece, own, to);
-      return;
-    }
-    clear(own.merged, piece.num_rows, piece.dim);
-    int64_t end = item.first_tile + item.num_tiles;
-    for (int64_t tile = item.first_tile; tile < end; tile++) {
-      compute_tile(piece, own, tile, [&] {
-        if (tile + 1 < end) piece.fetch_keys(tile + 1);
-        else fetch_next_piece();
-      });
+    if (item.join == kNone) clear(own.merged, piece.num_rows, piece.dim);
+    int64_t last = item.first_tile + item.num_tiles - 1;
+    for (int64_t tile = item.first_tile; tile < last; tile++) {
+      Runs<T> runs(piece, tile);
+      runs.before(piece, tile + 1);
+      compute_tile(piece, own, tile, runs);
       merge(piece, own.merged, own.tile);
     }
-    finish(piece, own.merged, to);
+    Runs<T> runs(piece, last);
+    int32_t ticket = draw(plan.next, 1);
+    if (ticket < plan.num_items) {
+      const Item &next = plan.at<Item>(plan.items)[ticket];
+      runs.before(Piece<T>(next, heads, sequences, cache), next.first_tile);
+    }
+    compute_tile(piece, own, last, runs);
+    if (item.join == kNone) {
+      merge(piece, own.merged, own.tile);
+      finish(piece, own.merged, to);
+    } else {
+      part(piece, own, to);
+    }
+    return ticket;
   }
 
-  // One tile of a token: whoever brings the last merges all.
+  // own.tile is one tile of a token: whoever brings the last merges all.
   void part(const Piece<T> &piece, const Own<T> &own, T *to) const {
     const Item &item = piece.item;
-    compute_tile(piece, own, item.first_tile, [&] { fetch_next_piece(); });
     Result kept = partial(item.partial, piece);
     std::memcpy(kept.out, own.tile.out, piece.num_rows * piece.dim * sizeof(float));
     std::memcpy(kept.maxima, own.tile.maxima, piece.num_rows * sizeof(float));
@@ -237,14 +248,6 @@ struct Step {
     clear(own.merged, piece.num_rows, piece.dim);
     for (int64_t t = 0; t < join.num_tiles; t++) merge(piece, own.merged, partial(join.first_partial + t, piece));
     finish(piece, own.merged, to);
-  }
-
-  // A guess: another thread may take it.
-  void fetch_next_piece() const {
-    int32_t next = __atomic_load_n(&plan.next, __ATOMIC_RELAXED);
-    if (next >= plan.num_items) return;
-    const Item &item = plan.at<Item>(plan.items)[next];
-    Piece<T>(item, heads, sequences, cache).fetch_keys(item.first_tile);
   }
 
   Result partial(int64_t number, const Piece<T> &piece) const {
@@ -278,8 +281,8 @@ void paged_attention(const T *q, int64_t q_stride, T *out, int64_t out_stride, c
   Step<T> step{q, q_stride, out, out_stride, heads, sequences, cache, plan};
   Own<T> own(plan, Shape(heads), index);
   const Item *items = plan.at<Item>(plan.items);
-  int32_t ticket;
-  while ((ticket = draw(plan.next, 1)) < plan.num_items) step.attend(items[ticket], own);
+  int32_t ticket = draw(plan.next, 1);
+  while (ticket < plan.num_items) ticket = step.attend(items[ticket], own);
   if (ticket == plan.num_items + size - 1) plan.next = 0;
 }
 

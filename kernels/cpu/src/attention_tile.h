@@ -29,14 +29,14 @@ inline f32x16 exp2_below(f32x16 x) {
   p = p * r + 0.6931470037f;
   p = p * r + 1.0f;
   f32x16 scaled = (f32x16)((i32x16)p + ((i32x16)shifted << 23));
-  return x >= -126.0f ? scaled : splat(0.0f);
+  return choose(at_least(x, splat(-126.0f)), scaled, splat(0.0f));
 }
 
 // Of |x| below 60; its error is relative to 1.
 inline f32x16 tanh(f32x16 x) {
   f32x16 decay = exp2_below(max(x, -x) * -2.88539008f);  // e^(-2 |x|)
   f32x16 size = (1.0f - decay) / (1.0f + decay);
-  return x < 0.0f ? -size : size;
+  return choose(above(splat(0.0f), x), -size, size);
 }
 
 inline u32x16 broadcast(const void *from) {
@@ -48,14 +48,23 @@ inline u32x16 broadcast(const void *from) {
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const float *) { return acc + (f32x16)a * (f32x16)b; }
 inline f32x16 multiply_add(f32x16 acc, u32x16 a, u32x16 b, const bf16 *) { return dot2(acc, a, b); }
 
+// Runs of memory are read in the order of a list, and while one is, the one so far behind it is fetched, at the same
+// pace: the processor does not see what follows in a table of blocks, and many fetches at once would stop it.
+constexpr int64_t kAhead = 4;
+
 // acc[m][n] += sum over `steps` of a[m][i] * b[n][i]: kPack numbers of a row of `a`, and as many in each lane of b.
+// next: what is fetched, at the same pace as b is read.
 template <class T, int M, int N>
 __attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const T *a, int64_t a_stride,
-                                                      const T *const (&b)[N], int64_t b_step, int64_t steps) {
+                                                      const T *const (&b)[N], const T *const (&next)[N],
+                                                      int64_t b_step, int64_t steps) {
   for (int64_t i = 0; i < steps; i++) {
     u32x16 right[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) right[n] = load_raw<u32x16>(b[n] + i * b_step);
+    for (int n = 0; n < N; n++) {
+      __builtin_prefetch(next[n] + i * b_step);
+      right[n] = load_raw<u32x16>(b[n] + i * b_step);
+    }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++) {
       u32x16 left = broadcast(a + m * a_stride + i * kPack<T>);
@@ -65,58 +74,52 @@ __attribute__((always_inline)) inline void accumulate(f32x16 (&acc)[M][N], const
   }
 }
 
-// scores[m, 16 n ..] = factor * q[m] . k of N groups. q: [M, dim]; scores: rows of kTile.
+// scores[m, 16 n ..] = factor * q[m] . k of N groups, and kAhead runs more. q: [M, dim]; scores: rows of kTile.
 template <class T, int M, int N>
-void score(const T *q, int64_t dim, const T *const *keys, float factor, float *scores) {
-  f32x16 acc[M][N] = {};
-  const T *groups[N];
+struct Score {
+  static void run(const T *q, int64_t dim, const T *const *keys, float factor, float *scores) {
+    f32x16 acc[M][N] = {};
+    const T *groups[N], *next[N];
 #pragma GCC unroll 4
-  for (int n = 0; n < N; n++) groups[n] = keys[n];
-  accumulate<T, M, N>(acc, q, dim, groups, kGroup * kPack<T>, dim / kPack<T>);
+    for (int n = 0; n < N; n++) groups[n] = keys[n], next[n] = keys[n + kAhead];
+    accumulate<T, M, N>(acc, q, dim, groups, next, kGroup * kPack<T>, dim / kPack<T>);
 #pragma GCC unroll 6
-  for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) store(scores + m * kTile + n * kGroup, acc[m][n] * factor);
-}
-
-// out[m, 16 n ..] = sum over the slots of `groups` of probs[m] * v[from + 16 n ..]. probs: rows of kTile floats' size.
-template <class T, int M, int N>
-void weigh(const T *probs, const T *const *values, Span groups, int64_t dim, int64_t from, float *out) {
-  f32x16 acc[M][N] = {};
-  for (int64_t g = groups.first; g < groups.last; g++) {
-    const T *columns[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) columns[n] = values[g] + (from + n * kLanes) * kPack<T>;
-    accumulate<T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, dim * kPack<T>, kGroup / kPack<T>);
+      for (int n = 0; n < N; n++) store(scores + m * kTile + n * kGroup, acc[m][n] * factor);
   }
-#pragma GCC unroll 6
-  for (int m = 0; m < M; m++)
+};
+
+// out[m, 16 n ..] = sum over the slots of `num_groups` groups, and kAhead runs more, of probs[m] * v[from + 16 n ..].
+// probs: rows of kTile floats' size.
+template <class T, int M, int N>
+struct Weigh {
+  static void run(const T *probs, const T *const *values, int64_t num_groups, int64_t dim, int64_t from, float *out) {
+    f32x16 acc[M][N] = {};
+    for (int64_t g = 0; g < num_groups; g++) {
+      const T *columns[N], *next[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) store(out + m * dim + n * kLanes, acc[m][n]);
-}
+      for (int n = 0; n < N; n++) {
+        int64_t column = (from + n * kLanes) * kPack<T>;
+        columns[n] = values[g] + column, next[n] = values[g + kAhead] + column;
+      }
+      accumulate<T, M, N>(acc, probs + g * kGroup, kTile * kPack<T>, columns, next, dim * kPack<T>, kGroup / kPack<T>);
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) store(out + m * dim + n * kLanes, acc[m][n]);
+  }
+};
 
-template <class T>
-using ScoreKernel = void (*)(const T *, int64_t, const T *const *, float, float *);
-template <class T>
-using ValueKernel = void (*)(const T *, const T *const *, Span, int64_t, int64_t, float *);
-
-// The one for `rows` (1 to kRows) and `vectors` (1 to kVectors).
-template <class T, int M = kRows, int N = kVectors>
-ScoreKernel<T> score_kernel(int64_t rows, int64_t vectors) {
+// Kernel's function for `rows` (1 to kRows) and `vectors` (1 to kVectors).
+template <template <class, int, int> class Kernel, class T, int M = kRows, int N = kVectors>
+auto kernel_for(int64_t rows, int64_t vectors) -> decltype(&Kernel<T, 1, 1>::run) {
   if constexpr (M > 1)
-    if (rows < M) return score_kernel<T, M - 1, N>(rows, vectors);
+    if (rows < M) return kernel_for<Kernel, T, M - 1, N>(rows, vectors);
   if constexpr (N > 1)
-    if (vectors < N) return score_kernel<T, M, N - 1>(rows, vectors);
-  return score<T, M, N>;
-}
-
-template <class T, int M = kRows, int N = kVectors>
-ValueKernel<T> value_kernel(int64_t rows, int64_t vectors) {
-  if constexpr (M > 1)
-    if (rows < M) return value_kernel<T, M - 1, N>(rows, vectors);
-  if constexpr (N > 1)
-    if (vectors < N) return value_kernel<T, M, N - 1>(rows, vectors);
-  return weigh<T, M, N>;
+    if (vectors < N) return kernel_for<Kernel, T, M, N - 1>(rows, vectors);
+  return Kernel<T, M, N>::run;
 }
 
 // A row's scores in `groups` become 2^(score - their maximum), of T, those outside slots [begin, end) 0.
@@ -133,7 +136,7 @@ __attribute__((noinline)) void soften_row(float *scores, Span groups, int64_t be
     if (first > 0 || last < kGroup) {
       i32x16 low = i32x16{} + int32_t(first < 0 ? 0 : first < kGroup ? first : kGroup);
       i32x16 high = i32x16{} + int32_t(last < 0 ? 0 : last < kGroup ? last : kGroup);
-      score = ((lanes >= low) & (lanes < high)) ? score : splat(-INFINITY);
+      score = choose(at_most(low, lanes) & at_most(lanes, high - 1), score, splat(-INFINITY));
     }
     store(scores + g * kGroup, score);
     highest = max(highest, score);

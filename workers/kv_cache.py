@@ -16,6 +16,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.blocks import copy_blocks, copy_blocks_twin
+from ..kernels.cpu.library import Library, Team
 from .errors import ConfigError
 from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region
 from .memory import huge_page_mapping, shared_mapping
@@ -26,10 +28,17 @@ MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only rese
 
 class KVCache:
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, *, rank: int = 0, shared_fd: int | None = None
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        shared_fd: int | None = None,
+        library: Library | None = None,
     ) -> None:
         """`shared_fd`: a memory file that all ranks have open; it is grown to the size of the pool where it is smaller.
-        Raises ConfigError if the memory is not to be had."""
+        `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them. Raises ConfigError if the memory is not to be had."""
         assert num_blocks > 0
         assert (shared_fd is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
@@ -52,6 +61,8 @@ class KVCache:
             self._mapping = None
             self._pool = torch.zeros((1, *shape), dtype=dtype, device=device)
         self.tensor = self._pool[rank]
+        # A team of its own: blocks may be copied while another one computes.
+        self._team = Team(library, 1) if library is not None else None
 
     @property
     def memory(self) -> KVMemory:
@@ -67,9 +78,14 @@ class KVCache:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Every layer's KV, of every rank: (from, to). Only a source may stand in two pairs."""
-        sources, targets = (torch.tensor(blocks, device=self.tensor.device) for blocks in zip(*pairs, strict=True))
-        axis = 1 if self._is_block_major else 2
-        self._pool.index_copy_(axis, targets, self._pool.index_select(axis, sources))
+        if not pairs:
+            return
+        sources, targets = zip(*pairs, strict=True)
+        pool = self._pool if self._is_block_major else self._pool.flatten(0, 1)
+        if self._team is not None:
+            copy_blocks(self._team, pool, sources, targets)
+        else:
+            copy_blocks_twin(pool, sources, targets)
 
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, 2, block_size, heads of this rank, head_dim], or as its packing has it."""

@@ -139,7 +139,8 @@ class ModelRunner:
             steps_with = _read_weights(config, reader, spec_of(spec, share), choice, ranks)
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
-            cache = KVCache(layout, num_blocks, device, shared_fd=ranks.memory_fd if ranks is not None else None)
+            memory_fd = ranks.memory_fd if ranks is not None else None
+            cache = KVCache(layout, num_blocks, device, shared_fd=memory_fd, library=choice.library)
             if ranks is not None:
                 ranks.begin(num_blocks)
             stack.pop_all()

@@ -1,5 +1,6 @@
 """The KV pool: its bytes are where KVMemory says, and its size is what was asked, within reason."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 from diptych.kernels.cpu.attention import is_packed, pack
+from diptych.kernels.cpu.library import Library, library
 from diptych.workers.errors import ConfigError
 from diptych.workers.kv_cache import MAX_CONTEXTS, KVCache, plan_num_blocks
-from diptych.workers.kv_layout import DOT, LAYER_MAJOR, KVLayout
+from diptych.workers.kv_layout import DOT, LAYER_MAJOR, ROWS, KVLayout
 from diptych.workers.kv_packing import unpacked
 
 LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
@@ -83,10 +85,33 @@ def test_a_packed_layer_is_as_the_kernels_take_it() -> None:
 
 
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
-def test_blocks_are_copied_whole_and_only_where_asked(order: str) -> None:
-    cache = KVCache(replace(LAYOUT, axis_order=order), 5, torch.device("cpu"))
+@pytest.mark.parametrize("packing", [ROWS, DOT])
+@pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
+def test_blocks_are_copied_whole_and_only_where_asked(order: str, packing: str, kernels: Library | None) -> None:
+    layout = replace(LAYOUT, axis_order=order, packing=packing, block_size=16, head_dim=16)
+    cache = KVCache(layout, 5, torch.device("cpu"), library=kernels)
     cache.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    for i in range(3):
+        cache.layer(i)[[1, 3]] = torch.nan
     before = [cache.layer(i).clone() for i in range(3)]
+    cache.copy_blocks([])
     cache.copy_blocks([(0, 3), (0, 1)])
     for i in range(3):
         assert torch.equal(cache.layer(i), before[i][[0, 0, 2, 0, 4]])
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+@pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
+def test_blocks_are_copied_in_every_rank(order: str, kernels: Library | None) -> None:
+    memory_fd = os.memfd_create("test-kv")
+    layout, cpu = replace(LAYOUT, axis_order=order, tensor_parallel=2), torch.device("cpu")
+    try:
+        first = KVCache(layout, 3, cpu, shared_fd=memory_fd, library=kernels)
+        second = KVCache(layout, 3, cpu, rank=1, shared_fd=memory_fd)
+    finally:
+        os.close(memory_fd)
+    second.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    before = [second.layer(i).clone() for i in range(3)]
+    first.copy_blocks([(2, 0)])
+    for i in range(3):
+        assert torch.equal(second.layer(i), before[i][[2, 1, 2]])

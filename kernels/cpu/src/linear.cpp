@@ -10,7 +10,8 @@ namespace DIPTYCH_ISA {
 
 namespace {
 
-constexpr int64_t kBlockRows = 240;    // rows that share a panel's weights while the cache holds them
+constexpr int64_t kBlockRows = 240;    // rows, at most, that share a panel's weights while the cache holds them
+constexpr int64_t kBlockBytes = 512 << 10;  // of the same rows, in one chunk: they stay in cache for the next panel
 constexpr int64_t kChunk = 2048;       // inputs summed before the next rows: their weights stay in cache
 constexpr int64_t kUnpacked = 512;     // the same of int8 weights, which are unpacked into scratch
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
@@ -76,9 +77,14 @@ template <class T, class Source>
 class Panel {
  public:
   Panel(const Linear &of, int64_t index) : of_(of), index_(index) {
-    const int64_t num_chunks = (of.k + kMost - 1) / kMost;
-    chunk_ = kByGroup ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
+    chunk_ = chunk_of(of);
     weight_ = (const char *)of.weight + index * units(of.k) * kUnitBytes;
+  }
+
+  // Inputs that are summed before the next rows'.
+  static int64_t chunk_of(const Linear &of) {
+    const int64_t num_chunks = (of.k + kMost - 1) / kMost;
+    return kByGroup ? of.group : (of.k + 64 * num_chunks - 1) / (64 * num_chunks) * 64;
   }
 
   // x, out: the block's first row, out at the panel's first output; width: outputs within the matrix.
@@ -141,8 +147,11 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
               Epilogue then, int index, int size) {
   const int64_t width = of.is_gated ? kPanel / 2 : kPanel, num_outputs = of.is_gated ? of.n / 2 : of.n;
   const Span span = span_of((num_outputs + width - 1) / width, 1, index, size);
-  for (int64_t first = 0; first < num_rows; first += kBlockRows) {
-    const int64_t rows = num_rows - first < kBlockRows ? num_rows - first : kBlockRows;
+  const int64_t fitting = kBlockBytes / (Panel<T, Source>::chunk_of(of) * int64_t(sizeof(T)));
+  const int64_t most = fitting < kBlockRows ? fitting : kBlockRows;
+  const int64_t num_blocks = (num_rows + most - 1) / most;
+  for (int64_t block = 0; block < num_blocks; block++) {
+    const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
     for (int64_t panel = span.first; panel < span.last; panel++) {
       const int64_t column = panel * width, left = num_outputs - column;
       Panel<T, Source>(of, panel).run(x + first * x_stride, x_stride, rows, out + first * out_stride + column,

@@ -38,7 +38,8 @@ class KVCache:
         library: Library | None = None,
     ) -> None:
         """`shared_fd`: a memory file that all ranks have open; it is grown to the size of the pool where it is smaller.
-        `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them. Raises ConfigError if the memory is not to be had."""
+        `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them.
+        Raises ConfigError if the memory is not to be had."""
         assert num_blocks > 0
         assert (shared_fd is not None) == (layout.tensor_parallel > 1)
         self.layout = layout

@@ -3,6 +3,7 @@
 A full collection in a loaded worker looks at 190,000 objects: every thread stops for a tenth of a second or more.
 """
 
+import atexit
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,5 +18,6 @@ def loading() -> Generator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules call what is left at the very end a leak
         if was_enabled:
             gc.enable()

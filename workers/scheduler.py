@@ -208,7 +208,8 @@ class Scheduler:
         num_tokens = config.max_batch_tokens - len(decodes)
         if decodes and self.role is Role.DECODE:
             num_tokens = min(num_tokens, config.decode_role_prefill_tokens)
-        if not (decodes and (self._prefilling or len(self._queue)) and self.cost.is_measured):
+        may_admit = len(self._queue) and len(self._running) < config.max_running
+        if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
             return _Budget(num_tokens, StepWork())
         work = self._decode_work([e.sequence for e in decodes])
         return _Budget(num_tokens, work, self._target_s(work))

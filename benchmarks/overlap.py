@@ -1,4 +1,5 @@
-"""Does moving KV hide behind computing? Two questions, asked of real worker processes with one core each.
+"""Does moving KV hide behind computing? Two questions, asked of real worker processes that compute on one core each;
+their event loops float, as on any worker that `diptych serve` starts.
 
     python benchmarks/overlap.py [--json] [--transport nixl --transport grpc] [--repeat 3] [--prompt 4096]
 
@@ -115,7 +116,6 @@ class ThrottledTransport(Transport):
 
 async def work(core: int, bytes_s: float | None, settings: dict[str, Any]) -> None:
     """Until stdin ends."""
-    os.sched_setaffinity(0, {core})
     if bytes_s is not None:
         make = service.make_transports
 
@@ -123,7 +123,7 @@ async def work(core: int, bytes_s: float | None, settings: dict[str, Any]) -> No
             return {name: ThrottledTransport(inner, bytes_s) for name, inner in make(*args).items()}
 
         service.make_transports = make_throttled
-    config = WorkerConfig(threads=1, prefix_cache=False, kv_memory_bytes=KV_BYTES, **settings)
+    config = WorkerConfig(threads=1, cores=(core,), prefix_cache=False, kv_memory_bytes=KV_BYTES, **settings)
     ready: Future[WorkerAddress] = Future()
     ready.add_done_callback(lambda f: f.exception() or print(json.dumps(asdict(f.result())), flush=True))
     stop = asyncio.Event()

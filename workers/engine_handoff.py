@@ -294,8 +294,7 @@ class HandoffLedger:
         incoming.names = []
 
     def begin(self, key: str, num_computed: int, output_token_ids: list[int], now: float) -> None:
-        """The sequence's KV was read, and its source was asked whether it had held it: it computes one token, and no
-        more until `commit`. What cannot be waits for that, which says why."""
+        """All is read, and the release asked for: compute one token, if that can be, and no more until `commit`."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None or incoming.is_prefix:
             return
@@ -309,8 +308,7 @@ class HandoffLedger:
             self._scheduler.add_running(sequence)
 
     def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> Sequence:
-        """The sequence's KV is here: it runs from its next token on. Raises where the request is gone or differs. One
-        that has begun is `provisional` still, for its token's sake."""
+        """The KV is here: it runs on; who has begun is `provisional` still. Raises where it is gone or differs."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
             raise RequestAborted("the request ended while its KV was on the way")
@@ -324,10 +322,12 @@ class HandoffLedger:
             )
         del self._incoming[key]
         self._arrived(key, incoming)
-        self._cache.insert(sequence, 0)
-        self.num_received += not incoming.is_prefix
         if sequence.provisional is None:
             self._scheduler.add_running(sequence)
+        else:  # a step has used its table: another list says that its blocks may be others (see batch_tables.py)
+            sequence.block_table = [*sequence.block_table]
+        self._cache.insert(sequence, 0)
+        self.num_received += not incoming.is_prefix
         return sequence
 
     @staticmethod

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diptych.proto import kv_pb2
+from diptych.workers.batch_tables import BatchTables
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffOpened, StepOutput
 from diptych.workers.engine_thread import IDLE_WAIT_S, EngineThread
@@ -37,8 +38,16 @@ class CheckedRunner(FakeRunner):
     """Raises AssertionError as soon as a token would be made from KV that is not the sequence's own; a provisional one
     may be, for nobody must ever see it."""
 
+    def __init__(self, **shape: int) -> None:
+        super().__init__(**shape)  # type: ignore[arg-type]
+        self._tables = BatchTables(self.layout.block_size, self.memory.num_blocks)
+
     def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
         sampled = super()._compute(batch, watch)
+        for entry, row in zip(batch.entries, self._tables.update(batch.entries), strict=True):
+            num_blocks = (entry.sequence.num_computed + entry.num_new - 1) // self.layout.block_size + 1
+            kept = self._tables.array[row, :num_blocks].tolist()
+            assert kept == entry.sequence.block_table[:num_blocks], "a compiled step would use other blocks"
         for entry in batch.entries:
             if entry.samples:
                 sequence = entry.sequence

@@ -2,13 +2,16 @@
 
 import pytest
 
+from diptych.workers.batch_tables import BatchTables
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffRefused, StepOutput, TokenEvent
 from diptych.workers.errors import HandoffError, RequestAborted
-from diptych.workers.fake_runner import fake_output
+from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.prefix_cache import block_hashes
-from diptych.workers.sequence import FinishReason
+from diptych.workers.runner import LayerWatch
+from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.sequence import Batch, FinishReason, SampledToken
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
 from .engines import Clock, Move, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens
@@ -227,6 +230,32 @@ def test_who_is_handed_on_at_once_begins_with_the_commit() -> None:
     assert isinstance(reserve(sink, KEY, 3), Reservation)
     sink.begin(KEY, 3, [6])
     assert not sink.scheduler.has_work
+
+
+class TabledRunner(FakeRunner):
+    """Keeps block tables from step to step, as compiled steps do, and compares them with the sequences' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables = BatchTables(self.layout.block_size, max_blocks=64)
+
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        for entry, row in zip(batch.entries, self._tables.update(batch.entries), strict=True):
+            num_blocks = (entry.sequence.num_computed + entry.num_new - 1) // self.layout.block_size + 1
+            assert self._tables.array[row, :num_blocks].tolist() == entry.sequence.block_table[:num_blocks]
+        return super()._compute(batch, watch)
+
+
+def test_blocks_that_the_commit_replaces_are_replaced_in_kept_tables() -> None:
+    sink, prompt = Engine(TabledRunner(), SchedulerConfig(), clock=Clock()), list(range(1, 12))
+    move = hand_over(sink, prompt)
+    move.begin()
+    sink.step()
+    sink.submit("0/2", make_request(prompt, 9), [])  # its blocks are cached first
+    sink.step()
+    move.commit()
+    assert shown(run(sink)) == list(enumerate(fake_output(prompt, MAX_TOKENS)))[1:]
+    assert_clean(sink)
 
 
 @pytest.mark.parametrize("answer_s", [0.0, 5.0])

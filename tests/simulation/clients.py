@@ -13,8 +13,8 @@ from diptych.workers.request import Request, SamplingParams
 from diptych.workers.sequence import FinishReason
 
 from .faults import Weather
+from .memory import VOCAB_SIZE
 from .rpc import ClientCall, SimChannel
-from .worker import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from .world import World

@@ -18,6 +18,7 @@ from contextvars import Context
 from typing import Any
 
 MAX_EVENTS = 200_000
+THREAD_S = 0.02  # at most, until a thread has done what it was given
 
 
 class Hang(AssertionError):
@@ -178,8 +179,22 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> SimFuture:
+        """On a thread, which takes a moment and does its work whether anybody waits or not."""
         future = self.create_future()
-        future.set_result(func(*args))
+
+        def run() -> None:
+            outcome, tell = None, future.set_result
+            try:
+                outcome = func(*args)
+            except Exception as e:
+                outcome, tell = e, future.set_exception
+            if not future.cancelled():
+                tell(outcome)
+
+        if self._rng.random() < 0.5:
+            run()
+        else:
+            self.call_later(self._rng.random() * THREAD_S, run)
         return future
 
     def get_debug(self) -> bool:

@@ -1,6 +1,6 @@
 """Bugs to plant in the real code, each a few lines that somebody could have written. test_mutations.py finds them all.
 
-A mutation is a function that returns what to replace: (class, attribute, new value).
+A mutation is a function that returns what to replace: (class or module, attribute, new value).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from diptych.workers.prefix_cache import PrefixCache
 from diptych.workers.service import WorkerService
 from diptych.workers.service_handoffs import ServiceHandoffs
 
-Replacement = tuple[type[Any], str, Any]
+Replacement = tuple[Any, str, Any]
 
 
 @contextmanager

@@ -11,18 +11,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from diptych.cluster import kv_costs, request_run, router, worker_link
-from diptych.workers import handoff_sink, handoff_source, service
+from diptych.workers import handoff_pull, handoff_sink, handoff_source, kv_bridge, service
 from diptych.workers.engine import Engine
 from diptych.workers.transport.grpc import GrpcTransport
 
 from .rpc import SimChannel, SimServer
-from .worker import SimEngineThread, SimRdma
+from .worker import SimEngineThread, SimRdma, WatchedBridge
 
 if TYPE_CHECKING:
     from .world import World
 
 LOAD_REPEAT_S = 1.0
-CHUNK_BYTES = 24  # of KV over gRPC: less than a block
 
 
 def _silent(*_: object, **__: object) -> None:
@@ -42,13 +41,13 @@ def replaced(world: "World") -> Iterator[None]:
     number = itertools.count()
 
     def transports(names: Any, regions: Any, host: str) -> dict[str, Any]:
-        worker = world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
-        made: dict[str, Any] = {"nixl": SimRdma(world, regions[0], worker.runner)} if "nixl" in names else {}
+        worker = this_worker()
+        assert [*regions] == [worker.runner.memory.region, worker.staging.region]
+        made: dict[str, Any] = {"nixl": SimRdma(world, worker.runner, worker.staging)} if "nixl" in names else {}
         return made | {"grpc": GrpcTransport()}
 
-    def incarnation() -> str:
-        worker = world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
-        return worker.incarnation
+    def this_worker() -> Any:
+        return world.workers[asyncio.get_running_loop().name]  # type: ignore[attr-defined]
 
     health = SimpleNamespace(aio=_Health, SERVICE_NAME="health")
     channel = partial(SimChannel, world.network, world.weather)
@@ -61,9 +60,12 @@ def replaced(world: "World") -> Iterator[None]:
         (service, "health", health),
         (service, "health_pb2_grpc", SimpleNamespace(add_HealthServicer_to_server=_silent)),
         (service, "reflection", SimpleNamespace(enable_server_reflection=_silent, SERVICE_NAME="reflection")),
-        (service, "uuid", SimpleNamespace(uuid4=incarnation)),
+        (service, "uuid", SimpleNamespace(uuid4=lambda: this_worker().incarnation)),
+        (service, "Staging", lambda: this_worker().staging),
+        (handoff_pull, "Bridge", partial(WatchedBridge, world)),
+        (kv_bridge, "PART_BYTES", world.part_bytes),
         (service, "LOAD_REPEAT_S", LOAD_REPEAT_S),
-        (handoff_source, "CHUNK_BYTES", CHUNK_BYTES),
+        (handoff_source, "CHUNK_BYTES", world.chunk_bytes),
         (handoff_sink, "open_channel", channel),
         (worker_link, "open_channel", channel),
         (request_run, "secrets", SimpleNamespace(token_hex=lambda _: f"handoff-{next(number)}")),

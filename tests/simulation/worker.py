@@ -1,5 +1,5 @@
 """A worker process: the real WorkerService with its real engine, hand-offs and gRPC transport; a simulated thread,
-server and RDMA. Its memory is checked: what a sequence reads back must be what it wrote, and freed blocks are poisoned.
+server and RDMA, over a memory that is checked (memory.py).
 """
 
 import asyncio
@@ -7,73 +7,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from diptych.proto import kv_pb2
-from diptych.workers.batch_tables import BatchTables
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffOpened, StepOutput
 from diptych.workers.engine_thread import IDLE_WAIT_S, EngineThread
 from diptych.workers.errors import TransportError, WorkerLost
-from diptych.workers.fake_runner import FakeRunner
 from diptych.workers.handoff_pull import Errand, Pull
+from diptych.workers.handoff_types import Segment
+from diptych.workers.kv_bridge import Bridge
 from diptych.workers.kv_layout import Copies, Region
-from diptych.workers.runner import LayerWatch
-from diptych.workers.sequence import Batch, SampledToken
+from diptych.workers.staging import GRAIN_BYTES
 from diptych.workers.transport.base import Reader, Source, Transport
 
 from .clock import ProcessLoop, SimFuture, Timer
+from .memory import CheckedRunner, CountedStaging
 
 if TYPE_CHECKING:
     from diptych.workers.service import WorkerService
 
     from .world import World
 
-VOCAB_SIZE = 997
-POISON = 777_777
 MOMENT_S = 0.4
-
-
-class CheckedRunner(FakeRunner):
-    """Raises AssertionError as soon as a token would be made from KV that is not the sequence's own; a provisional one
-    may be, for nobody must ever see it."""
-
-    def __init__(self, **shape: int) -> None:
-        super().__init__(**shape)  # type: ignore[arg-type]
-        self._tables = BatchTables(self.layout.block_size, self.memory.num_blocks)
-
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
-        sampled = super()._compute(batch, watch)
-        for entry, row in zip(batch.entries, self._tables.update(batch.entries), strict=True):
-            num_blocks = (entry.sequence.num_computed + entry.num_new - 1) // self.layout.block_size + 1
-            kept = self._tables.array[row, :num_blocks].tolist()
-            assert kept == entry.sequence.block_table[:num_blocks], "a compiled step would use other blocks"
-        for entry in batch.entries:
-            if entry.samples:
-                sequence = entry.sequence
-                end = sequence.num_computed + entry.num_new
-                held = self._kv[sequence.block_table].transpose(1, 2, 0, 3)  # [layers, kv, blocks, slots]
-                held = held.reshape(self.layout.num_layers, 2, -1)[:, :, :end]
-                wrong = (held[:, 0] != sequence.token_ids[:end]) | (held[:, 1] != np.arange(end))
-                assert not wrong.any() or sequence.provisional is not None, (
-                    f"a token made from wrong KV: {sequence.request.request_id} at positions {np.flatnonzero(wrong)}"
-                )
-        return sampled
-
-    def poison(self, block: int) -> None:
-        self._kv[block] = POISON
-
-
-class PoisonedList(list[int]):
-    """Free blocks: what they held is gone at once."""
-
-    def __init__(self, blocks: list[int], runner: CheckedRunner) -> None:
-        super().__init__(blocks)
-        self._runner = runner
-
-    def append(self, block: int) -> None:
-        self._runner.poison(block)
-        super().append(block)
 
 
 class _Commands:
@@ -192,6 +146,25 @@ class SimEngineThread(EngineThread):
             self._listener(output)
 
 
+class WatchedBridge(Bridge):
+    """A conversion writes to blocks that somebody holds."""
+
+    def __init__(self, world: "World", *args: Any) -> None:
+        super().__init__(*args)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ProcessLoop)
+        self._world, self._process = world, loop
+
+    def convert(self, data: memoryview, part: Segment, table: Sequence[int], first_token: int) -> None:
+        manager = self._world.manager_of(self._process)
+        first = max(first_token, part.first_block * self.source.block_size) // self._ours.layout.block_size
+        last = (part.first_block + len(part.block_ids)) * self.source.block_size - 1
+        blocks = table[first : last // self._ours.layout.block_size + 1]
+        if not all(manager._references[block] for block in blocks):
+            self._world.bug(f"{self._process.name}: a conversion writes after its pull's end")
+        super().convert(data, part, table, first_token)
+
+
 # -- RDMA -------------------------------------------------------------------------------------------------------------
 
 
@@ -211,17 +184,19 @@ class SimRdma(Transport):
 
     name = "nixl"
 
-    def __init__(self, world: "World", region: Region, runner: CheckedRunner) -> None:
+    def __init__(self, world: "World", runner: CheckedRunner, staging: CountedStaging) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ProcessLoop)
         self.world = world
         self.process = loop
-        self.region = region
         self.runner = runner
+        self.staging = staging
         self.reads: dict[_Read, None] = {}
 
     def endpoint(self) -> kv_pb2.NixlEndpoint:
-        return kv_pb2.NixlEndpoint(agent_name=self.process.name, num_bytes=self.region.num_bytes, memory="DRAM")
+        return kv_pb2.NixlEndpoint(
+            agent_name=self.process.name, num_bytes=self.runner.memory.region.num_bytes, memory="DRAM"
+        )
 
     async def connect(self, source: Source) -> Reader:
         world, incarnation = self.world, source.opened.source_incarnation
@@ -259,7 +234,7 @@ class SimReader(Reader):
         for remote, local, length in zip(
             copies.remote.tolist(), copies.local.tolist(), copies.lengths.tolist(), strict=True
         ):
-            self._fetch_later(read, remote, local, length)
+            self._fetch_later(read, remote, local, length, into)
         if world.rng.random() < world.weather.read_error:
             await asyncio.sleep(world.rng.random() * world.network.latency_s)
             raise TransportError("the read went wrong", may_still_land=True)
@@ -275,19 +250,24 @@ class SimReader(Reader):
             if late:
                 self._transport.forget(self._incarnation)
 
-    def _fetch_later(self, read: _Read, remote: int, local: int, length: int) -> None:
+    def _fetch_later(self, read: _Read, remote: int, local: int, length: int, into: Region) -> None:
         """Layer by layer of each block, each at a time of its own."""
         transport = self._transport
-        layout = transport.runner.layout
-        world, step = transport.world, layout.layer_bytes
-        manager = world.manager_of(transport.process)
+        world, step = transport.world, transport.runner.layout.layer_bytes
         read.num_left -= 1
         for at in range(0, length, step):
             read.num_left += 1
-            target = (local + at) // layout.block_bytes
-            landing = _Landing(remote + at, local + at, min(step, length - at), target, manager.generations[target])
+            landing = _Landing(remote + at, local + at, min(step, length - at), into, self._owner(into, local + at))
             delay = world.read_delay(self._incarnation, transport.process.name)
             world.clock.after(delay, self._fetch, read, landing)
+
+    def _owner(self, into: Region, local: int) -> int:
+        """Another number once the memory there is somebody else's."""
+        transport = self._transport
+        if into is transport.staging.region:
+            return transport.staging.times_returned[local // GRAIN_BYTES]
+        manager, block = transport.world.manager_of(transport.process), transport.runner.block_at(local)
+        return manager.generations[block] if manager._references[block] else -1
 
     def _fetch(self, read: _Read, landing: "_Landing") -> None:
         transport = self._transport
@@ -312,10 +292,9 @@ class SimReader(Reader):
         transport = self._transport
         if read.is_cut or transport.process.is_dead:
             return
-        manager = transport.world.manager_of(transport.process)
-        if manager.generations[landing.block] != landing.generation or not manager._references[landing.block]:
-            transport.world.bug(f"{transport.process.name}: a read landed in block {landing.block} after its end")
-        view = transport.region.view
+        if landing.owner != self._owner(landing.into, landing.local):
+            transport.world.bug(f"{transport.process.name}: a read landed at {landing.local} after its end")
+        view = landing.into.view
         assert view is not None
         view[landing.local : landing.local + landing.length] = data
         read.num_left -= 1
@@ -333,8 +312,8 @@ class _Landing:
     remote: int
     local: int
     length: int
-    block: int
-    generation: int
+    into: Region
+    owner: int
 
 
 @dataclass(eq=False)
@@ -345,6 +324,7 @@ class Worker:
     incarnation: str
     pool: str
     runner: CheckedRunner
+    staging: CountedStaging = field(default_factory=CountedStaging)
     service: "WorkerService | None" = None
     wrong_since: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 

@@ -16,10 +16,11 @@ from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.request_record import RequestRecord
 from diptych.cluster.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.workers import service
+from diptych.workers import kv_bridge, service
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.errors import DiptychError
 from diptych.workers.handoff import SourceState
+from diptych.workers.kv_layout import KVLayout
 from diptych.workers.request import Request
 from diptych.workers.worker_config import WorkerConfig
 
@@ -27,13 +28,14 @@ from .clients import Client, forge_a_pull, plan_clients
 from .clock import Clock, ProcessLoop, dispose
 from .faults import Fault, Weather, choose_weather, drain, plan
 from .invariants import check_end, check_worker, what_is_held
+from .memory import CheckedRunner, PoisonedList, plan_layout, vary
 from .network import Network
 from .rpc import SimChannel
 from .seams import replaced
-from .worker import VOCAB_SIZE, CheckedRunner, PoisonedList, Worker
+from .worker import Worker
 
 QUIET_LIMIT_S = 60.0  # after the last request has ended and all is well again: by then nothing is held any more
-BLOCK_SIZE = 4
+NUM_TOKENS = (72, 120)  # that a worker's KV memory holds
 
 
 class World:
@@ -66,8 +68,10 @@ class World:
         self._steps: dict[str, float] = {}
         self._configs: dict[str, WorkerConfig] = {}
         self._num_blocks: dict[str, int] = {}
-        self._num_layers = rng.randint(1, 3)
+        self._layouts: dict[str, KVLayout] = {}
         self._plan_workers()
+        self.chunk_bytes = max(layout.layer_bytes for layout in self._layouts.values()) * 3 // 4  # less than a block
+        self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
         self.router_process = self._process("router")
         self.supervisor = self._process("supervisor")
@@ -81,11 +85,14 @@ class World:
         rng = self.rng
         pools = ["prefill"] * rng.randint(1, 2) + ["decode"] * rng.randint(1, 3) + ["mixed"] * (rng.random() < 0.2)
         transports = rng.choice((("nixl", "grpc"), ("nixl", "grpc"), ("grpc",)))
+        layout = plan_layout(rng)
+        usual, are_alike = vary(rng, layout), rng.random() < 0.4
         for number, pool in enumerate(pools):
             host = f"{pool}{pools[:number].count(pool)}"
             self._pools[host] = pool
             self._steps[host] = 10 ** rng.uniform(-3, -1.2)
-            self._num_blocks[host] = rng.randint(18, 30)
+            own = self._layouts[host] = usual if are_alike else vary(rng, layout)
+            self._num_blocks[host] = own.num_blocks_for(rng.randint(*NUM_TOKENS)) + (own.block_size > 4)
             self.workers[host] = None
             self._configs[host] = WorkerConfig(
                 model="fake",
@@ -95,8 +102,9 @@ class World:
                 prefix_cache=rng.random() < 0.85,
                 transports=transports,
                 lease_s=self.lease_s,
-                layer_groups=self.rng.choice((0, 1, 2, 3)),
-                verify_kv=self.rng.random() < 0.3,
+                layer_groups=rng.choice((0, 1, 2, 3)),
+                verify_kv=rng.random() < 0.3,
+                wire_dtype="bfloat16" if rng.random() < 0.1 else None,
             )
 
     def _process(self, name: str) -> ProcessLoop:
@@ -130,12 +138,7 @@ class World:
         if self.workers[host] is not None:
             return
         process = self._process(host)
-        runner = CheckedRunner(
-            num_blocks=self._num_blocks[host],
-            num_layers=self._num_layers,
-            block_size=BLOCK_SIZE,
-            vocab_size=VOCAB_SIZE,
-        )
+        runner = CheckedRunner(self._layouts[host], self._num_blocks[host])
         worker = Worker(process, f"{host}.{next(self._num_incarnations)}", self._pools[host], runner)
         self.note(f"start {worker.incarnation}")
         self.workers[host] = worker

@@ -1,0 +1,194 @@
+"""KV memory of any layout, known number by number: what a sequence reads back must be what it wrote, in every head,
+layer and rank. Freed blocks are poisoned.
+
+    a number = (digit of the token (K) or of its position (V) + shifts by head, layer, K or V, and dimension) mod 256
+
+so that a byte from another token, head, layer or half is another number; all are exact in every dtype of a cache.
+"""
+
+import random
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.workers.batch_tables import BatchTables
+from diptych.workers.fake_runner import fake_next
+from diptych.workers.kv_layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, KVMemory, Region
+from diptych.workers.kv_wire import STORAGE, Numbers
+from diptych.workers.launched import Deferred
+from diptych.workers.runner import Launched, LayerWatch, ModelInfo
+from diptych.workers.sequence import Batch, SampledToken, Sequence
+from diptych.workers.staging import GRAIN_BYTES, Slice, Staging
+
+VOCAB_SIZE = 997
+POISON = 300  # no number is
+MAX_CONTEXT = 512
+NUM_GRAINS = 4  # of a staging buffer: pulls that come together wait for each other
+Places = npt.NDArray[np.int64]
+
+
+def plan_layout(rng: random.Random) -> KVLayout:
+    """What all workers of a world agree on."""
+    head_dim = GROUP if rng.random() < 0.1 else 2
+    return KVLayout("float32", 4, rng.randint(1, 3), rng.choice((1, 2, 4)), head_dim, "fake")
+
+
+def vary(rng: random.Random, layout: KVLayout) -> KVLayout:
+    """Another worker's layout, with which the bridge can deal."""
+    can_be_dot = layout.head_dim % GROUP == 0
+    packing = rng.choice((ROWS, DOT)) if can_be_dot else ROWS
+    return replace(
+        layout,
+        dtype=rng.choice(("float32", "bfloat16")),
+        block_size=GROUP if packing == DOT else rng.choice((2, 4, 4, 8)),
+        axis_order=rng.choice(list(AXIS_ORDERS.values())),
+        tensor_parallel=rng.choice((1, 1, 2, 4)),
+        packing=packing,
+    )
+
+
+class CheckedRunner:
+    """A Runner. Raises AssertionError as soon as a token would be made from KV that is not the sequence's own; a
+    provisional one may be, and is wrong then, for nobody must ever see it."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        max_context = min(MAX_CONTEXT, num_blocks * layout.block_size)
+        self.info = ModelInfo("fake", "FakeForCausalLM", VOCAB_SIZE, max_context, (0,), layout.dtype)
+        self.layout = layout
+        self._numbers: Numbers = np.zeros(num_blocks * layout.block_bytes // _width(layout), STORAGE[layout.dtype])
+        self._places, self._known = _places(layout, num_blocks), _known(replace(layout, block_size=1))
+        self._tables = BatchTables(layout.block_size, num_blocks)
+        region = Region(self._numbers.ctypes.data, self._numbers.nbytes, memoryview(self._numbers).cast("B"))
+        self.memory = KVMemory(layout, num_blocks, region)
+
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        return Deferred(partial(self._compute, batch, watch))
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._numbers[self._places[:, target]] = self._numbers[self._places[:, source]]
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def poison(self, block: int) -> None:
+        self._numbers[self._places[:, block]] = _stored(np.float32(POISON), self.layout.dtype)
+
+    def block_at(self, offset: int) -> int:
+        """Whose byte that is."""
+        layout, num_blocks = self.layout, self.memory.num_blocks
+        in_rank = offset % (num_blocks * layout.rank_block_bytes)
+        if layout.is_block_major:
+            return in_rank // layout.rank_block_bytes
+        return in_rank // layout.layer_bytes % num_blocks
+
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        ends = watch.ends if watch is not None else (self.layout.num_layers,)
+        for first, end in zip((0, *ends), ends, strict=False):
+            for entry in batch.entries:
+                sequence = entry.sequence
+                self._store(sequence, sequence.num_computed, sequence.num_computed + entry.num_new, slice(first, end))
+            if watch is not None:
+                watch.reached(end)
+        self._check_tables(batch)
+        return [self._sample(entry.sequence) for entry in batch.entries if entry.samples]
+
+    def _check_tables(self, batch: Batch) -> None:
+        for entry, row in zip(batch.entries, self._tables.update(batch.entries), strict=True):
+            num_blocks = (entry.sequence.num_computed + entry.num_new - 1) // self.layout.block_size + 1
+            kept = self._tables.array[row, :num_blocks].tolist()
+            assert kept == entry.sequence.block_table[:num_blocks], "a compiled step would use other blocks"
+
+    def _store(self, sequence: Sequence, first: int, end: int, layers: slice) -> None:
+        positions = np.arange(first, end)
+        blocks = np.asarray(sequence.block_table)[positions // self.layout.block_size]
+        places = self._places[:, blocks, positions % self.layout.block_size, layers]
+        self._numbers[places[0]] = self._known[0, sequence.token_ids[first:end], layers]
+        self._numbers[places[1]] = self._known[1, first:end, layers]
+
+    def _sample(self, sequence: Sequence) -> SampledToken:
+        tokens = sequence.token_ids
+        places = self._places[:, sequence.block_table]
+        held = self._numbers[places.reshape(2, -1, *places.shape[3:])[:, : len(tokens)]]
+        wrong = (held[0] != self._known[0, tokens]) | (held[1] != self._known[1, : len(tokens)])
+        is_wrong = bool(wrong.any())
+        assert not is_wrong or sequence.provisional is not None, (
+            f"a token made from wrong KV: {sequence.request.request_id} at positions "
+            f"{np.flatnonzero(wrong.any(axis=(1, 2)))} of {self.layout}"
+        )
+        return SampledToken(sequence, fake_next([*tokens, is_wrong], VOCAB_SIZE))
+
+
+class PoisonedList(list[int]):
+    """Free blocks: what they held is gone at once."""
+
+    def __init__(self, blocks: list[int], runner: CheckedRunner) -> None:
+        super().__init__(blocks)
+        self._runner = runner
+
+    def append(self, block: int) -> None:
+        self._runner.poison(block)
+        super().append(block)
+
+
+class CountedStaging(Staging):
+    """Knows when a slice has changed hands."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_GRAINS * GRAIN_BYTES)
+        self.times_returned = [0] * NUM_GRAINS
+
+    def give_back(self, piece: Slice) -> None:
+        for grain in range(piece.start // GRAIN_BYTES, (piece.start + piece.num_bytes) // GRAIN_BYTES):
+            self.times_returned[grain] += 1
+        super().give_back(piece)
+
+
+def _width(layout: KVLayout) -> int:
+    return np.dtype(STORAGE[layout.dtype]).itemsize
+
+
+def _stored(values: npt.NDArray[np.float32] | np.float32, dtype: str) -> Numbers:
+    """Whole numbers as a cache holds them."""
+    wide = np.asarray(values, np.float32)
+    return wide if dtype == "float32" else (wide.view(np.uint32) >> 16).astype(np.uint16)
+
+
+@lru_cache(maxsize=256)
+def _places(layout: KVLayout, num_blocks: int) -> Places:
+    """[k and v, block, slot, layer, numbers of all ranks]: where in the pool each is, by kv_layout.py's description and
+    not by its code."""
+    ranks, layers, heads, dim = layout.tensor_parallel, layout.num_layers, layout.heads_per_rank, layout.head_dim
+    slots, pair = layout.block_size, 4 // _width(layout)
+    count = np.arange(ranks * num_blocks * layers * 2 * slots * heads * dim, dtype=np.int64)
+    if layout.is_block_major:
+        pieces = count.reshape(ranks, num_blocks, layers, 2, -1)
+    else:
+        pieces = count.reshape(ranks, layers, num_blocks, 2, -1).swapaxes(1, 2)
+    outer = ranks, num_blocks, layers
+    if layout.packing == ROWS:
+        both = pieces.reshape(*outer, 2, slots, heads, dim)
+    else:
+        groups = slots // GROUP
+        keys = pieces[:, :, :, 0].reshape(*outer, heads, groups, dim // pair, GROUP, pair)
+        keys = keys.transpose(0, 1, 2, 4, 6, 3, 5, 7).reshape(*outer, slots, heads, dim)
+        values = pieces[:, :, :, 1].reshape(*outer, heads, groups, GROUP // pair, dim, pair)
+        values = values.transpose(0, 1, 2, 4, 5, 7, 3, 6).reshape(*outer, slots, heads, dim)
+        both = np.stack((keys, values), axis=3)
+    return np.ascontiguousarray(both.transpose(3, 1, 4, 2, 0, 5, 6)).reshape(2, num_blocks, slots, layers, -1)
+
+
+@lru_cache(maxsize=64)
+def _known(layout: KVLayout) -> Numbers:
+    """[k and v, token or position, layer, numbers of all ranks]: what they are."""
+    number = np.arange(VOCAB_SIZE)[:, None, None, None]
+    layer = np.arange(layout.num_layers)[:, None, None]
+    heads = [layout.first_head(r) + h for r in range(layout.tensor_parallel) for h in range(layout.heads_per_rank)]
+    dim = np.arange(layout.head_dim)
+    digit = np.where(dim % 2, number // 256, number)
+    codes = digit + 11 * layer + 37 * np.array(heads)[:, None] + 7 * dim
+    both = np.stack((codes % 256, (codes + 101) % 256)).astype(np.float32)
+    return _stored(both.reshape(2, VOCAB_SIZE, layout.num_layers, -1), layout.dtype)

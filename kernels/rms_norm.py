@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from .lang import jit, next_power_of_2, tl
+from .tuning import chip_of
+
+_TILE = 2048  # numbers of a program at once, in several rows where they are short
+_PER_WARP = 512  # 16 numbers a thread: two vectors of bfloat16 under way
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,23 +58,33 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     """out: [rows..., D] contiguous, every element written."""
     dim = x.shape[-1]
     num_heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    assert x.stride(-1) == 1 and weight.is_contiguous() and out.is_contiguous()
-    assert residual is None or (residual.shape == x.shape and residual.stride(-1) == 1)
-    if x.numel():
-        _rms_norm_kernel[(x.shape[0] * num_heads,)](
-            x,
-            residual if residual is not None else x,
-            weight,
-            out,
-            x.stride(0),
-            head_stride,
-            residual.stride(0) if residual is not None else 0,
-            num_heads,
-            dim,
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=next_power_of_2(dim),
-        )
+    assert x.dim() in (2, 3) and x.stride(-1) == 1 and out.is_contiguous()
+    assert weight.shape == (dim,) and weight.is_contiguous() and weight.dtype == x.dtype
+    if residual is not None:
+        assert x.dim() == 2 and residual.shape == x.shape and residual.stride(-1) == 1 and residual.dtype == x.dtype
+    num_rows = x.shape[0] * num_heads
+    if not num_rows or not dim:
+        return
+    block = next_power_of_2(dim)
+    rows = max(_TILE // block, 1)
+    num_warps = min(max(rows * block // _PER_WARP, 1), 16)
+    _rms_norm_kernel[(min(-(-num_rows // rows), chip_of(x.device).resident_programs(num_warps)),)](
+        x,
+        residual if residual is not None else x,
+        weight,
+        out,
+        x.stride(0),
+        head_stride,
+        residual.stride(0) if residual is not None else 0,
+        num_rows,
+        num_heads,
+        dim,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
 
 
 @jit
@@ -78,29 +92,34 @@ def _rms_norm_kernel(
     x: tl.tensor,  # [T, num_heads, dim]
     residual: tl.tensor,  # [T, dim], read and written where HAS_RESIDUAL
     weight: tl.tensor,  # [dim]
-    out: tl.tensor,  # [T, num_heads, dim] contiguous
+    out: tl.tensor,  # [num_rows, dim] contiguous
     x_token_stride: int,
     x_head_stride: int,
     residual_stride: int,
+    num_rows: int,  # T * num_heads
     num_heads: int,
     dim: int,
     eps: float,
     HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (T * num_heads,), one program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    token, head = row // num_heads, row % num_heads
-    d = tl.arange(0, BLOCK)
-    inside = d < dim
-    value = tl.load(x + token * x_token_stride + head * x_head_stride + d, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
-        target = residual + token * residual_stride + d
-        value = (value.to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
-        tl.store(target, value, mask=inside)
-    wide = value.to(tl.float32)
-    mean_square = tl.sum(wide * wide, axis=0) / dim  # pyright: ignore[reportOperatorIssue]
-    scale = 1.0 / tl.sqrt(mean_square + eps)
-    normed = (wide * scale).to(value.dtype).to(tl.float32)
-    scaled = normed * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * dim + d, scaled.to(value.dtype), mask=inside)
+    """Grid: (programs that are resident at once, or fewer,): a program takes every so many-th group of ROWS rows, and
+    the weight once."""
+    d = tl.arange(0, BLOCK)[None, :]
+    scale_of = tl.load(weight + d, mask=d < dim, other=0.0).to(tl.float32)
+    for group in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        index = (group * ROWS + tl.arange(0, ROWS))[:, None]
+        row = index.to(tl.int64)
+        inside = (row < num_rows) & (d < dim)
+        token, head = (index // num_heads).to(tl.int64), (index % num_heads).to(tl.int64)
+        value = tl.load(x + token * x_token_stride + head * x_head_stride + d, mask=inside, other=0.0)
+        if HAS_RESIDUAL:
+            target = residual + row * residual_stride + d
+            value = (value.to(tl.float32) + tl.load(target, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+            tl.store(target, value, mask=inside)
+        wide = value.to(tl.float32)
+        mean_square = tl.sum(wide * wide, axis=1) / dim  # pyright: ignore[reportOperatorIssue]
+        scale = 1.0 / tl.sqrt(mean_square + eps)
+        normed = (wide * scale[:, None]).to(value.dtype).to(tl.float32)
+        tl.store(out + row * dim + d, (normed * scale_of).to(value.dtype), mask=inside)

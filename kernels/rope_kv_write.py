@@ -5,26 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .kv_scales import largest_of, quantise, scale_and_inverse, to_stored
 from .lang import jit, next_power_of_2, tl
 
+_TILE = 2048  # numbers of a program: several heads, of several tokens where these have few
+_NUM_WARPS = 4
 
-def rope_kv_write(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+
+def rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = None
+) -> Tensor:
     """Rotate q and k; store k and v in one layer of the cache.
 
-    q: [T, N, D]; k, v: [T, K, D], last axis contiguous, of the cache's dtype. cos_sin: [T, D] float32, cos of the D/2
-    angles of each token's position, then sin. cache: [num_blocks, 2, block_size, K, D], last axis contiguous, written
-    in place. slots: [T] int64, block * block_size + offset. Returns the rotated q, [T, N, D] contiguous.
+    q: [T, N, D]; k, v: [T, K, D], last axis contiguous. cos_sin: [T, D] float32, cos of the D/2 angles of each token's
+    position, then sin. cache: [num_blocks, 2, block_size, K, D], last axis contiguous, written in place, of the dtype
+    of k and v, or of 8 bits and with `scales` (see kv_scales.py). slots: [T] int64, block * block_size + offset;
+    below 0: not stored. Returns the rotated q, [T, N, D] contiguous.
     """
     run = rope_kv_write_triton if q.is_cuda else rope_kv_write_twin
-    return run(q, k, v, cos_sin, cache, slots)
+    return run(q, k, v, cos_sin, cache, slots, scales)
 
 
-def rope_kv_write_twin(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
-    block_size = cache.shape[2]
-    blocks, offsets = slots // block_size, slots % block_size
+def rope_kv_write_twin(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = None
+) -> Tensor:
     cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
-    cache[blocks, 0, offsets] = _rotate(k, cos, sin)
-    cache[blocks, 1, offsets] = v
+    rotated = _rotate(k, cos, sin)
+    stored = slots >= 0
+    if not bool(stored.all()):
+        rotated, v, slots = rotated[stored], v[stored], slots[stored]
+    blocks, offsets = slots // cache.shape[2], slots % cache.shape[2]
+    for which, vectors in ((0, rotated), (1, v)):
+        if scales is None:
+            cache[blocks, which, offsets] = vectors
+        else:
+            cache[blocks, which, offsets], scales[blocks, which, offsets] = quantise(vectors, cache.dtype)
     return _rotate(q, cos, sin)
 
 
@@ -34,36 +49,81 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def rope_kv_write_triton(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+def rope_kv_write_triton(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = None
+) -> Tensor:
     num_tokens, num_heads, dim = q.shape
     num_kv_heads = k.shape[1]
-    assert all(t.stride(-1) == 1 for t in (q, k, v, cache)) and cos_sin.is_contiguous() and slots.is_contiguous()
+    assert k.shape == v.shape == (num_tokens, num_kv_heads, dim) and dim % 2 == 0
+    assert cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[3:] == (num_kv_heads, dim)
+    assert all(t.stride(-1) == 1 for t in (q, k, v, cache))
+    assert cos_sin.shape == (num_tokens, dim) and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
+    assert slots.shape == (num_tokens,) and slots.dtype == torch.int64 and slots.is_contiguous()
+    assert q.dtype == k.dtype == v.dtype and (scales is not None or cache.dtype == q.dtype)
+    largest = largest_of(cache, scales)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    block = next_power_of_2(dim // 2)
+    rows = max(_TILE // (2 * block), 1)
     if num_tokens:
-        _rope_kv_write_kernel[(num_tokens, num_heads + num_kv_heads)](
+        _rope_kv_write_kernel[(-(-num_tokens * num_heads // rows) + -(-num_tokens * num_kv_heads // rows),)](
             q,
             k,
             v,
             cos_sin,
             cache,
+            cache if scales is None else scales,
             slots,
             out,
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
             *cache.stride()[:4],
+            *((0, 0, 0, 0) if scales is None else scales.stride()),
+            num_tokens,
             num_heads,
+            num_kv_heads,
             dim // 2,
             cache.shape[2],
-            BLOCK=next_power_of_2(dim // 2),
+            LARGEST=largest,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=_NUM_WARPS,
         )
     return out
 
 
 @jit
-def _rotated(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor):
+def _rotated(source: tl.tensor, angles: tl.tensor, half: int, inside: tl.tensor):
+    """Both halves of rows at `source` by the cos and sin at `angles`, rounded to their dtype."""
+    cos = tl.load(angles, mask=inside, other=0.0)
+    sin = tl.load(angles + half, mask=inside, other=0.0)
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + half, mask=inside, other=0.0)
     one, two = first.to(tl.float32), second.to(tl.float32)
     return (one * cos - two * sin).to(first.dtype), (two * cos + one * sin).to(first.dtype)
+
+
+@jit
+def _store(
+    target: tl.tensor,  # [ROWS, BLOCK], pointers to the first halves
+    scale_target: tl.tensor,  # [ROWS, 1], pointers
+    first: tl.tensor,  # [ROWS, BLOCK]
+    second: tl.tensor,
+    half: int,
+    inside: tl.tensor,  # [ROWS, BLOCK]
+    stored: tl.tensor,  # [ROWS, 1]
+    LARGEST: tl.constexpr,
+):
+    if LARGEST > 0.0:
+        one, two = first.to(tl.float32), second.to(tl.float32)
+        magnitude = tl.maximum(tl.max(tl.abs(one), axis=1), tl.max(tl.abs(two), axis=1))[:, None]
+        scale, inverse = scale_and_inverse(magnitude, LARGEST)
+        tl.store(scale_target, scale, mask=stored)
+        tl.store(target, to_stored(one, inverse, LARGEST), mask=inside & stored)
+        tl.store(target + half, to_stored(two, inverse, LARGEST), mask=inside & stored)
+    else:
+        tl.store(target, first, mask=inside & stored)
+        tl.store(target + half, second, mask=inside & stored)
 
 
 @jit
@@ -73,6 +133,7 @@ def _rope_kv_write_kernel(
     v: tl.tensor,  # [T, K, 2 half]
     cos_sin: tl.tensor,  # [T, 2 half] float32 contiguous
     cache: tl.tensor,  # [num_blocks, 2, block_size, K, 2 half]
+    scales: tl.tensor,  # [num_blocks, 2, block_size, K] float32 where LARGEST is not 0
     slots: tl.tensor,  # [T] int64
     out: tl.tensor,  # [T, N, 2 half] contiguous
     q_token_stride: int,
@@ -85,38 +146,46 @@ def _rope_kv_write_kernel(
     cache_kv_stride: int,
     cache_slot_stride: int,
     cache_head_stride: int,
+    scale_block_stride: int,
+    scale_kv_stride: int,
+    scale_slot_stride: int,
+    scale_head_stride: int,
+    num_tokens: int,
     num_heads: int,
+    num_kv_heads: int,
     half: int,
     block_size: int,
+    LARGEST: tl.constexpr,  # magnitude that the cache stores, 0 where it has no scales
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (T, N + K): a program rotates one query head, or rotates and stores one key head with its value."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    d = tl.arange(0, BLOCK)
-    inside = d < half
-    cos = tl.load(cos_sin + token * 2 * half + d, mask=inside, other=0.0)
-    sin = tl.load(cos_sin + token * 2 * half + half + d, mask=inside, other=0.0)
-    if head < num_heads:
+    """Grid: (ceil(T N / ROWS) + ceil(T K / ROWS),): the first programs rotate ROWS query heads each; the others rotate
+    and store ROWS key heads each, with their values."""
+    num_query_programs = tl.cdiv(num_tokens * num_heads, ROWS)
+    d = tl.arange(0, BLOCK)[None, :]
+    if tl.program_id(0) < num_query_programs:
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+        token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
+        inside = (token < num_tokens) & (d < half)
         source = q + token * q_token_stride + head * q_head_stride + d
-        target = out + (token * num_heads + head) * 2 * half + d
-        first, second = _rotated(
-            tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0), cos, sin
-        )
-        tl.store(target, first, mask=inside)
-        tl.store(target + half, second, mask=inside)
+        first, second = _rotated(source, cos_sin + token * 2 * half + d, half, inside)
+        rotated = out + row.to(tl.int64) * 2 * half + d
+        tl.store(rotated, first, mask=inside)
+        tl.store(rotated + half, second, mask=inside)
     else:
-        kv_head = head - num_heads
-        slot = tl.load(slots + token)
-        target = cache + slot // block_size * cache_block_stride + slot % block_size * cache_slot_stride
-        target += kv_head * cache_head_stride + d
-        source = k + token * k_token_stride + kv_head * k_head_stride + d
-        first, second = _rotated(
-            tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0), cos, sin
-        )
-        tl.store(target, first, mask=inside)
-        tl.store(target + half, second, mask=inside)
-        source = v + token * v_token_stride + kv_head * v_head_stride + d
-        target += cache_kv_stride
-        tl.store(target, tl.load(source, mask=inside, other=0.0), mask=inside)
-        tl.store(target + half, tl.load(source + half, mask=inside, other=0.0), mask=inside)
+        row = ((tl.program_id(0) - num_query_programs) * ROWS + tl.arange(0, ROWS))[:, None]
+        token, head = (row // num_kv_heads).to(tl.int64), (row % num_kv_heads).to(tl.int64)
+        inside = (token < num_tokens) & (d < half)
+        slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+        stored = slot >= 0
+        block = slot // block_size
+        offset = slot - block * block_size
+        target = cache + block * cache_block_stride + offset * cache_slot_stride + head * cache_head_stride + d
+        scale_target = scales + block * scale_block_stride + offset * scale_slot_stride + head * scale_head_stride
+        source = k + token * k_token_stride + head * k_head_stride + d
+        first, second = _rotated(source, cos_sin + token * 2 * half + d, half, inside)
+        _store(target, scale_target, first, second, half, inside, stored, LARGEST)
+        source = v + token * v_token_stride + head * v_head_stride + d
+        first = tl.load(source, mask=inside, other=0.0)
+        second = tl.load(source + half, mask=inside, other=0.0)
+        _store(target + cache_kv_stride, scale_target + scale_kv_stride, first, second, half, inside, stored, LARGEST)

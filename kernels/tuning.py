@@ -15,6 +15,7 @@ import torch
 
 DEVICE_VARIABLE = "DIPTYCH_GPU"  # a name of CHIPS, instead of what the device says it is
 ANY = math.inf
+_THREADS = 2048  # that a core holds, of all that are named here
 
 Config = TypeVar("Config")
 Row = tuple[tuple[float, ...], Config]
@@ -25,6 +26,10 @@ class Chip:
     kinds: tuple[str, ...]  # what it is, from the most particular name to the most general
     num_cores: int  # streaming multiprocessors, or compute units
     shared_bytes: int  # that one program may have
+
+    def resident_programs(self, num_warps: int) -> int:
+        """How many of so many warps it holds at once, by their threads alone: a persistent grid has no more."""
+        return self.num_cores * max(_THREADS // (32 * num_warps), 1)
 
     @property
     def is_amd(self) -> bool:

@@ -1,4 +1,4 @@
-"""The gate of an MLP, compiled: the twin of silu_mul.py, and its GELU (Shazeer 2020)."""
+"""The gate of an MLP, compiled: the twin of gate_mul.py, SiLU and GELU by its tanh form (Shazeer 2020)."""
 
 import ctypes
 

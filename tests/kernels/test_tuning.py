@@ -33,3 +33,7 @@ def test_the_environment_names_the_device(monkeypatch: pytest.MonkeyPatch) -> No
         chip_of.cache_clear()
         assert chip_of(meta) is expected
     chip_of.cache_clear()
+
+
+def test_a_persistent_grid_has_as_many_programs_as_a_device_holds() -> None:
+    assert [CHIPS["h100"].resident_programs(num_warps) for num_warps in (4, 16)] == [132 * 16, 132 * 4]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
+from ...kernels.gate_mul import silu_mul
 from ...kernels.rms_norm import add_rms_norm, rms_norm
-from ...kernels.silu_mul import silu_mul
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
 from .attention import StepMeta, attention

@@ -94,7 +94,7 @@ def ours(engine: Engine, batch: list[list[int]], num_new: int, temperature: floa
         num_first += sum(token.position == 0 for token in engine.step().tokens)
     first_s = time.perf_counter() - start
     steps: list[float] = []
-    while engine.scheduler.has_work:
+    while engine.scheduler.has_work or engine.steps:
         began = time.perf_counter()
         engine.step()
         steps.append(time.perf_counter() - began)
@@ -127,9 +127,11 @@ class Bench:
             cores=cores if len(cores) == args.threads else None,
             max_context_tokens=min(self._cost.spec.max_position_embeddings, MAX_CONTEXT),
             prefix_cache=False,
+            look_ahead=args.look_ahead,
         )
         runner = load_runner(config, lambda _: None)  # first: it settles how OpenMP binds its threads
-        bind_this_thread(config.cores)
+        if not args.look_ahead:  # else another thread computes
+            bind_this_thread(config.cores)
         self._roofline = measure(args.threads, args.roofline_seconds) if args.roofline_seconds else None
         self._engine = Engine(runner, config.scheduler(), prefix_cache=False)
         self._vocab_size = runner.info.vocab_size
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=ITEM_BYTES, default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--temperature", type=float, default=0.0, help="of our sampler")
+    parser.add_argument("--look-ahead", action="store_true", help="prepare a step while the one before it is computed")
     parser.add_argument("--transformers", action="store_true", help="compare with transformers")
     parser.add_argument("--roofline-seconds", type=float, default=3.0, help="to measure the machine; 0: do not")
     parser.add_argument("--repeat", type=int, default=5)

@@ -38,8 +38,8 @@ from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.router_process import RouterProcess
 from diptych.workers.event_loop import new_event_loop
 from diptych.workers.fake_runner import FakeRunner
-from diptych.workers.runner import LayerWatch
-from diptych.workers.sequence import Batch, SampledToken
+from diptych.workers.fake_stream import FakeStep
+from diptych.workers.sequence import SampledToken
 from diptych.workers.service import WorkerService
 from diptych.workers.worker_config import WorkerConfig
 
@@ -54,14 +54,12 @@ WARM_UP_S = 1.0
 class InstantRunner(FakeRunner):
     """Computes nothing: token after token of the vocabulary, `step_s` a step."""
 
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+    def _compute(self, step: FakeStep) -> list[SampledToken]:
         if self.step_s:
             time.sleep(self.step_s)
         span = LAST_TOKEN - FIRST_TOKEN
         return [
-            SampledToken(entry.sequence, FIRST_TOKEN + entry.sequence.num_tokens * 7 % span)
-            for entry in batch.entries
-            if entry.samples
+            SampledToken(row.sequence, FIRST_TOKEN + len(row.token_ids) * 7 % span) for row in step.rows if row.samples
         ]
 
 

@@ -59,6 +59,9 @@ class NullRunner:
         self.elapsed_s = time.perf_counter() - began
         return sampled
 
+    def feeds(self, sampling: SamplingParams) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

@@ -77,6 +77,7 @@ class Deployment:
             chunk_tokens=settings.chunk_tokens,
             max_running=settings.max_running,
             target_step_s=self._target_step_s(settings),
+            look_ahead=settings.look_ahead,
             layer_groups=settings.layer_groups,
             ttft_s=config.service_level.ttft_s,
             prefix_cache=config.prefix_cache,

@@ -36,14 +36,19 @@ class BatchTables:
         self._free = list(range(FIRST_ROWS))
         self._step = 0
 
-    def update(self, entries: SequenceOf[ScheduledSequence]) -> list[int]:
-        """Write what is new; the rows of `array` that are these sequences'. `array` may be another one afterwards."""
+    def update(self, entries: SequenceOf[ScheduledSequence], *, is_fed: bool = False) -> list[int]:
+        """Write what is new; the rows of `array` that are these sequences'. `array` may be another one afterwards.
+
+        is_fed: each continues with a token that it does not have yet (Batch.fed_by). What the step before fills can
+        still change in its table then, for that step is not in the books yet.
+        """
         self._step += 1
         block_size, rows, step = self.block_size, self._rows, self._step
         indices: list[int] = []
         for entry in entries:
             sequence = entry.sequence
-            table, start = sequence.block_table, sequence.num_computed
+            table, num_stable = sequence.block_table, sequence.num_computed // block_size
+            start = len(sequence.token_ids) if is_fed else sequence.num_computed
             num_blocks = (start + entry.num_new - 1) // block_size + 1
             row = rows.get(sequence)
             if row is None:
@@ -51,10 +56,10 @@ class BatchTables:
             if (
                 row.table is not table
                 or row.num_written < num_blocks
-                or row.num_stable < start // block_size
+                or row.num_stable < num_stable
                 or row.last_block != table[row.num_written - 1]
             ):
-                self._write(row, table, num_blocks, start // block_size)
+                self._write(row, table, num_blocks, num_stable)
             row.step = step
             indices.append(row.index)
         if len(rows) > 2 * len(entries) + FIRST_ROWS:

@@ -6,11 +6,14 @@ Life of a block:
                                               --last release, if the prefix cache knows it--> EVICTABLE
     EVICTABLE --share--> HELD          EVICTABLE --allocate, oldest first--> HELD (its cached content is forgotten)
 
+While a step that was launched is under way (`begin_step` to `end_step`), it may still read and write every block that
+was in use when it was launched: what is released meanwhile rests, and becomes free or evictable when the step is over.
+
 A block's generation counts its allocations: (block, generation) names one content, so a reader of a reused block can
 tell. Leases (open hand-offs) and quarantine (a read that may still be landing) are references with a name of their own.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import OutOfBlocks
@@ -32,6 +35,7 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._leased: Counter[int] = Counter()
         self._quarantined: set[int] = set()
+        self._resting: deque[dict[int, None]] = deque()  # by step under way: what was released since it was launched
         self.on_evict: Callable[[int], None] = lambda _: None
 
     @property
@@ -51,6 +55,15 @@ class BlockManager:
     def num_cached(self) -> int:
         return self._num_cached
 
+    def begin_step(self) -> None:
+        """A step is launched."""
+        self._resting.append({})
+
+    def end_step(self) -> None:
+        """The oldest step under way is over. What was released before the next was launched is in no step's hands."""
+        for block in self._resting.popleft():
+            self._put_back(block)
+
     def allocate(self, num: int) -> list[int]:
         """`num` blocks with one reference each, evicting cached ones where needed. Raises OutOfBlocks, taking none."""
         free, references, generations = self._free, self._references, self.generations
@@ -69,8 +82,7 @@ class BlockManager:
         """One more reference on each. A block must be held or evictable: a free one has no content to share."""
         for block in blocks:
             if self._references[block] == 0:
-                assert block in self._evictable, f"block {block} is free and cannot be shared"
-                del self._evictable[block]
+                self._wake(block)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -79,10 +91,10 @@ class BlockManager:
             assert self._references[block] > 0, f"block {block} is released once too often"
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._is_cached[block]:
-                    self._evictable[block] = None
+                if self._resting:
+                    self._resting[-1][block] = None
                 else:
-                    self._free.append(block)
+                    self._put_back(block)
 
     def lease(self, blocks: Sequence[int]) -> None:
         """Hold `blocks` for an open hand-off."""
@@ -132,13 +144,29 @@ class BlockManager:
         expected.update(self._quarantined)
         for table in holders:
             expected.update(table)
-        idle = set(self._free) | set(self._evictable)
-        assert len(idle) == len(self._free) + len(self._evictable), "a block is in two idle lists"
+        lists = [self._free, self._evictable, *self._resting]
+        idle = set().union(*lists)
+        assert len(idle) == sum(len(blocks) for blocks in lists), "a block is in two idle lists"
         return sum(
             1
             for block in range(self.num_blocks)
             if self._references[block] != expected[block] or (self._references[block] == 0) != (block in idle)
         )
+
+    def _put_back(self, block: int) -> None:
+        if self._is_cached[block]:
+            self._evictable[block] = None
+        else:
+            self._free.append(block)
+
+    def _wake(self, block: int) -> None:
+        """It is held again."""
+        if block in self._evictable:
+            del self._evictable[block]
+            return
+        resting = next((blocks for blocks in self._resting if block in blocks), None)
+        assert resting is not None, f"block {block} is free and cannot be shared"
+        del resting[block]
 
     def _evict(self, num: int, num_needed: int) -> None:
         """Make the `num` oldest cached blocks free."""

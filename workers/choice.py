@@ -25,10 +25,11 @@ _MAX_NOISE_ELEMENTS = 1 << 20  # drawn at a time
 
 def choose_compiled(sampler: RowSampler, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
     """As `choose`; leaves the logits as they are."""
-    return sampler.sample(logits, [_draw_of(sequence) for sequence in sequences])
+    return sampler.sample(logits, [draw_of(sequence, sequence.num_tokens) for sequence in sequences])
 
 
-def _draw_of(sequence: Sequence) -> Draw:
+def draw_of(sequence: Sequence, position: int) -> Draw:
+    """Of its token at `position`."""
     sampling = sequence.request.sampling
     if sampling.is_greedy:
         return Draw()
@@ -37,7 +38,7 @@ def _draw_of(sequence: Sequence) -> Draw:
         _log(sampling.min_p),
         sampling.top_p,
         sampling.top_k,
-        stream_key(sampling.seed, sequence.num_tokens),
+        stream_key(sampling.seed, position),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 
 from ..proto import worker_pb2
 from .block_manager import BlockManager
+from .engine_ahead import LaunchedSteps
 from .engine_announcer import StepAnnouncer
 from .engine_events import (
     FailureEvent,
@@ -68,6 +69,7 @@ class Engine:
         self._output = StepOutput(0)
         self._num_submitted = 0
         self._load = EngineLoad(self.manager, self.scheduler, self.handoffs)
+        self.steps = LaunchedSteps(runner, self.scheduler, self.manager, self._load, clock)
         self._load_due = 0.0
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -111,6 +113,7 @@ class Engine:
             min_end=num_prompt + sampling.min_tokens,
             stop_ids=frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids)),
             handoff_id=handoff_id,
+            is_fed=self._runner.feeds(sampling),
             num_resumed=len(output_token_ids),
             clock=SequenceClock(now),
         )
@@ -178,7 +181,11 @@ class Engine:
     def caught_up(self, handoff_id: str) -> None:
         """The sink has all blocks that were announced: a running sequence that is handed off stops here. Idempotent."""
         sequence = self.handoffs.still_running(handoff_id)
-        if sequence is not None and sequence.is_decoding:
+        if sequence is None or not sequence.is_decoding:
+            return
+        if self.steps:  # it may write into the last block still
+            self.steps.defer(lambda: self.caught_up(handoff_id))
+        else:
             self._seal(sequence)
 
     def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
@@ -202,30 +209,30 @@ class Engine:
 
     def fail_all(self, error: DiptychError) -> None:
         """Fail every sequence that is not waiting for its KV (a step went wrong and left the cache in doubt)."""
+        self.steps.abandon()
         for sequence in list(self.scheduler.sequences()):
             self._fail(sequence, error)
         self.cache.clear()
 
     def step(self, publish: Callable[[StepOutput], object] | None = None) -> StepOutput:
-        """Compute one batch and return everything that happened since the last call.
+        """Compute one batch and return everything that happened since the last call. The next may be launched already.
 
         `publish` gets what hand-offs have to say while the batch is computed; without it, that is returned too.
         """
         self._expire()
         num_preemptions = self.scheduler.num_preemptions
-        batch = self.scheduler.schedule()
+        batch = self.steps.first or self.scheduler.schedule()
         if self.scheduler.num_preemptions != num_preemptions:
             self._output.handoffs += self.handoffs.end_preempted()
         if batch:
             self._tell((), publish)
-            began = self._clock()
-            self._copy(batch)
-            watch = self.announcer.begin(batch, lambda events: self._tell(events, publish))
-            sampled = self._runner.launch(batch, watch).tokens()
+            if not self.steps:
+                self.steps.launch(batch, self.announcer.begin(batch, lambda events: self._tell(events, publish)))
+            step = self.steps.finish(self._sequences)
             self.announcer.end()
-            self._count(batch, self._clock() - began)
-            self._advance(batch, began)
-            self._accept(sampled)
+            self._advance(step.batch, step.began)
+            self._accept(step.sampled)
+            self.steps.run_deferred()
         self.handoffs.grant_reservations()
         return self._take_output(ran=bool(batch))
 
@@ -257,17 +264,6 @@ class Engine:
         self.scheduler.role = role
 
     # -- one step ---------------------------------------------------------------------------------------------------
-
-    def _copy(self, batch: Batch) -> None:
-        if batch.copies:
-            try:
-                self._runner.copy_blocks(batch.copies)
-            finally:
-                self.scheduler.copied(batch)
-
-    def _count(self, batch: Batch, elapsed_s: float) -> None:
-        self.scheduler.measured(batch, elapsed_s)
-        self._load.count(batch, elapsed_s)
 
     def _advance(self, batch: Batch, began: float) -> None:
         """What the batch computed is in the cache. Here and in `_accept` every microsecond counts once a token."""

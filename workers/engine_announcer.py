@@ -61,6 +61,7 @@ class StepAnnouncer:
         """The step went well."""
         if self._num_prefilled:
             self._cost.add_step(self._num_prefilled, self._clock() - self._began)
+            self._num_prefilled = 0
 
     def _watch(
         self, prompts: list[tuple[ScheduledSequence, SegmentReady]], decoding: list[SegmentReady], tell: Tell

@@ -22,7 +22,8 @@ class EngineLoad:
         num_prefill = batch.num_prefill_tokens
         self._num_decode_tokens += batch.num_decodes
         self._num_prefill_tokens += num_prefill
-        self._prefill_s += elapsed_s * num_prefill / (batch.num_decodes + num_prefill)
+        if num_prefill:
+            self._prefill_s += elapsed_s * num_prefill / (batch.num_decodes + num_prefill)
 
     def report(self) -> worker_pb2.LoadReport:
         """O(sequences that run)."""

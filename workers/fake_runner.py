@@ -8,15 +8,15 @@ so a block or a layer that was lost, reused or moved wrongly gives a wrong token
 import mmap
 import time
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from .fake_stream import FakeRow, FakeStep, FakeStream
 from .kv_layout import KVLayout, KVMemory, Region
-from .launched import Deferred
-from .runner import Launched, LayerWatch, ModelInfo
-from .sequence import Batch, SampledToken, Sequence
+from .request import SamplingParams
+from .runner import LayerWatch, ModelInfo
+from .sequence import Batch, SampledToken
 
 
 def fake_next(token_ids: list[int], vocab_size: int) -> int:
@@ -44,11 +44,15 @@ class FakeRunner:
         max_context: int = 512,
         step_s: float = 0.0,
         num_layers: int = 1,
+        looks_ahead: bool = False,
     ) -> None:
+        """`looks_ahead`: as a device that is fed its own tokens, with at most two steps under way."""
         max_context = min(max_context, num_blocks * block_size)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
         self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
         self.step_s = step_s
+        self._looks_ahead = looks_ahead
+        self.stream = FakeStream(self._compute)
         self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
         # [block, layer, kv, slot] int32: the layout's axes with its single head and dimension left out.
         shape = (num_blocks, num_layers, 2, block_size)
@@ -56,39 +60,42 @@ class FakeRunner:
         region = Region(self._kv.ctypes.data, len(self._buffer), memoryview(self._buffer))
         self.memory = KVMemory(self.layout, num_blocks, region)
 
-    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
-        return Deferred(partial(self._compute, batch, watch))
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
+        return self.stream.launch(batch, watch)
 
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+    def feeds(self, sampling: SamplingParams) -> bool:
+        return self._looks_ahead
+
+    def _compute(self, step: FakeStep) -> list[SampledToken]:
         if self.step_s:
             time.sleep(self.step_s)
+        watch = step.watch
         for layer in range(self.layout.num_layers):
-            self._store(batch, layer)
+            self._store(step, layer)
             if watch is not None and layer + 1 in watch.ends:
                 watch.reached(layer + 1)
-        return [self._sample(entry.sequence) for entry in batch.entries if entry.samples]
+        return [self._sample(row) for row in step.rows if row.samples]
 
-    def _store(self, batch: Batch, layer: int) -> None:
-        for entry in batch.entries:
-            sequence = entry.sequence
-            end = sequence.num_computed + entry.num_new
-            for position in range(sequence.num_computed, end):
-                block, slot = self._slot(sequence, position)
-                self._kv[block, layer, :, slot] = sequence.token_ids[position], position
+    def _store(self, step: FakeStep, layer: int) -> None:
+        for row in step.rows:
+            for position in range(row.start, len(row.token_ids)):
+                block, slot = self._slot(row, position)
+                self._kv[block, layer, :, slot] = row.token_ids[position], position
 
-    def _sample(self, sequence: Sequence) -> SampledToken:
+    def _sample(self, row: FakeRow) -> SampledToken:
         read: list[int] = []
-        for position in range(sequence.num_tokens):
-            block, slot = self._slot(sequence, position)
+        for position in range(len(row.token_ids)):
+            block, slot = self._slot(row, position)
             read.append(int(self._kv[block, position % self.layout.num_layers, 0, slot]))
-        return SampledToken(sequence, fake_next(read, self.info.vocab_size))
+        return SampledToken(row.sequence, fake_next(read, self.info.vocab_size))
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        assert not self.stream, "blocks are copied beside a step"
         for source, target in pairs:
             self._kv[target] = self._kv[source]
 
     def close(self) -> None:
         """The memory goes with the process: transports may still hold views of it."""
 
-    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
-        return sequence.block_table[position // self.layout.block_size], position % self.layout.block_size
+    def _slot(self, row: FakeRow, position: int) -> tuple[int, int]:
+        return row.table[position // self.layout.block_size], position % self.layout.block_size

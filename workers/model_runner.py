@@ -25,7 +25,7 @@ from .cpu_kernels import Choice, choose_for, make_team
 from .errors import ConfigError, RankLost
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
-from .launched import Compute, Deferred
+from .launched import Compute, ComputeThread, Deferred
 from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import Decoder
 from .models.rope import rope_table
@@ -36,8 +36,9 @@ from .parallel import Alone, Group
 from .quant.formats import QUANTIZE, check_shares
 from .rank import RankSettings
 from .rank_processes import OnLoss, RankProcesses
+from .request import SamplingParams
 from .runner import Launched, LayerWatch, ModelInfo
-from .sampler import Sampler
+from .sampler import Sampler, is_plain
 from .sequence import Batch, SampledToken
 from .torch_steps import TorchSteps
 
@@ -60,6 +61,7 @@ class ModelRunnerConfig:
     tensor_parallel: int = 1  # ranks
     quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
+    look_ahead: bool = False  # with those, of one rank: compute on a thread of its own, that is fed its own tokens
 
     def validate(self) -> None:
         """Raise ConfigError for a value outside its range."""
@@ -102,8 +104,16 @@ class Steps(Protocol):
 class ModelRunner:
     """A Runner (see runner.py). Make it with `load`."""
 
-    def __init__(self, info: ModelInfo, steps: Steps, cache: KVCache, ranks: RankProcesses | None = None) -> None:
-        self._info, self.steps, self._cache, self._ranks = info, steps, cache, ranks
+    def __init__(
+        self,
+        info: ModelInfo,
+        steps: Steps,
+        cache: KVCache,
+        ranks: RankProcesses | None = None,
+        thread: ComputeThread | None = None,
+    ) -> None:
+        """`thread`: computes what nobody watches. Its steps must be CompiledSteps with room for two."""
+        self._info, self.steps, self._cache, self._ranks, self._thread = info, steps, cache, ranks, thread
         self._memory = cache.memory
 
     @classmethod
@@ -152,7 +162,9 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             dtype=config.dtype,
         )
-        return cls(info, steps_with(cache, rope_table(spec, max_context_tokens, device), group), cache, ranks)
+        steps = steps_with(cache, rope_table(spec, max_context_tokens, device), group)
+        is_ahead = config.look_ahead and ranks is None and choice.library is not None
+        return cls(info, steps, cache, ranks, ComputeThread((config.cores or ())[:1]) if is_ahead else None)
 
     @property
     def info(self) -> ModelInfo:
@@ -167,12 +179,17 @@ class ModelRunner:
         return self._memory
 
     def close(self) -> None:
-        """End the other ranks; what else is held is memory, which goes with the object. Idempotent."""
+        """End the other ranks, and our thread; what else is held is memory, which goes with the object. Idempotent."""
+        if self._thread is not None:
+            self._thread.close()
         if self._ranks is not None:
             self._ranks.close()
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
-        return Deferred(partial(self._compute, self.steps.prepare(batch, watch)))
+        compute = partial(self._compute, self.steps.prepare(batch, watch))
+        if self._thread is None or watch is not None:
+            return Deferred(compute)
+        return self._thread.launch(compute)
 
     @torch.inference_mode()
     def _compute(self, compute: Compute) -> list[SampledToken]:
@@ -181,6 +198,9 @@ class ModelRunner:
         except RankLost as e:
             assert self._ranks is not None
             raise self._ranks.fail(e) from e
+
+    def feeds(self, sampling: SamplingParams) -> bool:
+        return self._thread is not None and is_plain(sampling)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._cache.copy_blocks(pairs)
@@ -218,7 +238,8 @@ def _read_weights(
     packed, sampler = read_weights(team, reader), Sampler(spec.eos_token_ids, RowSampler(team))
 
     def steps_with(cache: KVCache, cos_sin: Tensor, group: Group) -> Steps:
-        tables = BatchTables(config.block_size, cache.layout.num_blocks_for(len(cos_sin)))
+        num_blocks = cache.layout.num_blocks_for(len(cos_sin))
+        tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if config.look_ahead else 1)]
         return CompiledSteps(CompiledDecoder(spec, packed, cache, cos_sin, team, group), tables, sampler, ranks)
 
     return steps_with

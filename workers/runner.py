@@ -6,6 +6,7 @@ from typing import Protocol
 
 from ..proto import inference_pb2
 from .kv_layout import KVLayout, KVMemory
+from .request import SamplingParams
 from .sequence import Batch, SampledToken
 
 
@@ -66,12 +67,18 @@ class Runner(Protocol):
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
         """Compute the new tokens of a batch that is not empty into the cache, and sample; returns at once where it can.
 
-        When `watch` is told, the KV of those layers is in memory that transports may read, of every rank.
+        When `watch` is told, the KV of those layers is in memory that transports may read, of every rank. A batch that
+        is `fed_by` another is launched while that one, and no other, is under way; what is launched is computed in
+        order.
         """
         ...
 
+    def feeds(self, sampling: SamplingParams) -> bool:
+        """Whether a sequence that is sampled so may be in a batch that is `fed_by` another, without its last token."""
+        ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of all layers and ranks, (from, to), before a `launch`. Only a source is in two pairs."""
+        """Copy the KV of all layers and ranks, (from, to); nothing is under way. Only a source is in two pairs."""
         ...
 
     def close(self) -> None: ...

@@ -4,6 +4,7 @@ The order of operations is vLLM's: log-probabilities of the raw logits; bans (mi
 then the choice (see choice.py).
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.sample import RowSampler
-from .choice import choose, choose_compiled
+from .choice import choose, choose_compiled, draw_of
+from .request import SamplingParams
 from .sequence import SampledToken, Sequence
 
 
@@ -52,6 +54,17 @@ class Sampler:
         if logprobs is None:
             return [SampledToken(sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
         return _with_logprobs(sequences, ids, logprobs)
+
+    def sample_next(self, sequences: SequenceOf[Sequence]) -> Callable[[Tensor], list[SampledToken]]:
+        """As `sample`, by the compiled kernels, for the token after the one that each of them is about to get. All that
+        it needs of the sequences, which must be `is_plain`, is read now."""
+        rows, draws = self._rows, [draw_of(sequence, sequence.num_tokens + 1) for sequence in sequences]
+        assert rows is not None
+
+        def sample(logits: Tensor) -> list[SampledToken]:
+            return [SampledToken(*of) for of in zip(sequences, rows.sample(logits, draws), strict=True)]
+
+        return sample
 
     def _raw_logprobs(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> _Logprobs | None:
         """Of the rows that ask for it, before anything changes them."""
@@ -102,6 +115,18 @@ def _penalise(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
             ids, counts = np.unique(sequence.output_token_ids, return_counts=True)
             amounts = sampling.presence_penalty + sampling.frequency_penalty * counts
             logits[row, torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(amounts).to(logits)
+
+
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether a token is chosen from logits, seed and position alone, whatever the tokens before it are."""
+    return (
+        sampling.logprobs is None
+        and sampling.min_tokens == 0
+        and not sampling.logit_bias
+        and sampling.repetition_penalty == 1.0
+        and sampling.presence_penalty == 0.0
+        and sampling.frequency_penalty == 0.0
+    )
 
 
 def _is_changed(sequence: Sequence) -> bool:

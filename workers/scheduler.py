@@ -180,6 +180,49 @@ class Scheduler:
         self._admit(entries, budget, copies)
         return Batch(entries, num_decodes, copies)
 
+    def schedule_ahead(self, under_way: Batch) -> Batch | None:
+        """The batch after one that is still computed, if all that it does is to decode on: as if no sequence stopped by
+        the token that it is about to get. What turns out to have stopped is left out of what that batch yields.
+
+        None where there is more to decide, or memory runs short: then the step waits for the one before it.
+        """
+        block_size, running = self._cache.block_size, self._running
+        entries: list[ScheduledSequence] = []
+        fed_by: list[int] = []
+        growing: list[Sequence] = []
+        num_left = 0
+        for i, entry in enumerate(under_way.entries):
+            sequence = entry.sequence
+            if sequence not in running:
+                continue  # it ended meanwhile
+            if not sequence.is_fed or sequence.handoff_id is not None or sequence.provisional is not None:
+                return None
+            is_decode = i < under_way.num_decodes
+            if not is_decode and not entry.samples:
+                return None
+            num_left += 1
+            num_tokens = len(sequence.token_ids) + 1
+            if num_tokens < sequence.end:
+                entries.append(entry if is_decode else ScheduledSequence(sequence, 1))
+                fed_by.append(i)
+                if num_tokens > len(sequence.block_table) * block_size:
+                    growing.append(sequence)
+        is_whole = num_left == len(running)  # nobody else has something to compute
+        if not entries or not is_whole or self._may_admit(len(running) - len(entries)):
+            return None
+        if len(growing) > self._manager.num_free:
+            return None
+        for sequence in growing:
+            sequence.block_table += self._manager.allocate(1)
+        return Batch(entries, len(entries), fed_by=fed_by)
+
+    def _may_admit(self, num_ending: int) -> bool:
+        """Whether somebody waits who could join the next step, of which so many have ended."""
+        if not len(self._queue) or (not num_ending and len(self._running) >= self.config.max_running):
+            return False
+        sequence = self._queue.peek()
+        return num_ending > 0 or sequence is None or not self._is_stuck(sequence)
+
     def _end_prefills(self) -> None:
         """Who has nothing left but its last token decodes from now on."""
         for sequence in list(self._prefilling):

@@ -65,7 +65,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._runner = runner
         engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache, layer_groups=config.layer_groups)
         engine.set_role(Role(config.role))
-        cores = part_of(config.cores, 0, config.tensor_parallel)
+        cores = None if config.look_ahead else part_of(config.cores, 0, config.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
         self._links = Links()
         self._handoffs = ServiceHandoffs(self._engine, self._links, config.lease_s)

@@ -44,6 +44,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         cores=config.cores,
         quantize=config.quantize,
         cpu_isa=config.cpu_isa,
+        look_ahead=config.look_ahead,
         tensor_parallel=config.tensor_parallel,
         block_size=config.block_size,
         kv_axis_order=config.kv_axis_order,

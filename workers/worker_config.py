@@ -25,6 +25,7 @@ class WorkerConfig:
     cores: tuple[int, ...] | None = None  # that its compute threads are bound to, in order; None: not bound
     quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": compute with torch
+    look_ahead: bool = False  # prepare a step while the one before it is computed: compiled CPU kernels, one rank
     tensor_parallel: int = 1  # ranks: processes that share the model's heads and MLP, on this machine
     block_size: int = 16  # tokens a block
     kv_memory_bytes: int | None = None  # None: by fraction

@@ -102,7 +102,8 @@ def test_a_pool_may_lay_its_kv_out_in_its_own_way() -> None:
 
 
 def test_how_a_pool_announces_its_kv_reaches_its_workers() -> None:
-    found = deployment(prefill={"layer_groups": 4}, decode={})
+    found = deployment(prefill={"layer_groups": 4}, decode={"look_ahead": True})
+    assert [found.worker_config(pool, "").look_ahead for pool in ("prefill", "decode")] == [False, True]
     assert [found.worker_config(pool, "").layer_groups for pool in ("prefill", "decode")] == [4, 0]
     with pytest.raises(ConfigError, match=r"layer_groups"):
         deployment(decode={"layer_groups": -1})

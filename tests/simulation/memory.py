@@ -7,20 +7,22 @@ so that a byte from another token, head, layer or half is another number; all ar
 """
 
 import random
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from diptych.workers.batch_tables import BatchTables
 from diptych.workers.fake_runner import fake_next
+from diptych.workers.fake_stream import FakeRow, FakeStep, FakeStream
 from diptych.workers.kv_layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, KVMemory, Region
 from diptych.workers.kv_wire import STORAGE, Numbers
-from diptych.workers.launched import Deferred
-from diptych.workers.runner import Launched, LayerWatch, ModelInfo
-from diptych.workers.sequence import Batch, SampledToken, Sequence
+from diptych.workers.request import SamplingParams
+from diptych.workers.runner import LayerWatch, ModelInfo
+from diptych.workers.sequence import Batch, SampledToken
 from diptych.workers.staging import GRAIN_BYTES, Slice, Staging
 
 VOCAB_SIZE = 997
@@ -54,20 +56,31 @@ class CheckedRunner:
     """A Runner. Raises AssertionError as soon as a token would be made from KV that is not the sequence's own; a
     provisional one may be, and is wrong then, for nobody must ever see it."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, haste: random.Random | None = None) -> None:
+        """`haste`: a step may be launched ahead, and this says whether it is computed at once, or as late as can be."""
         max_context = min(MAX_CONTEXT, num_blocks * layout.block_size)
         self.info = ModelInfo("fake", "FakeForCausalLM", VOCAB_SIZE, max_context, (0,), layout.dtype)
         self.layout = layout
         self._numbers: Numbers = np.zeros(num_blocks * layout.block_bytes // _width(layout), STORAGE[layout.dtype])
         self._places, self._known = _places(layout, num_blocks), _known(replace(layout, block_size=1))
-        self._tables = BatchTables(layout.block_size, num_blocks)
+        num_tables = 1 if haste is None else 2  # used in turn, as compiled_steps.py does
+        self._tables = deque(BatchTables(layout.block_size, num_blocks) for _ in range(num_tables))
+        self._stream, self._haste = FakeStream(self._compute), haste
         region = Region(self._numbers.ctypes.data, self._numbers.nbytes, memoryview(self._numbers).cast("B"))
         self.memory = KVMemory(layout, num_blocks, region)
 
-    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
-        return Deferred(partial(self._compute, batch, watch))
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
+        step = self._stream.launch(batch, watch)
+        self._check_tables(batch, step)
+        if batch.fed_by and self._haste is not None and self._haste.random() < 0.5:
+            self._stream.compute_launched()
+        return step
+
+    def feeds(self, sampling: SamplingParams) -> bool:
+        return self._haste is not None
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        assert not self._stream, "blocks are copied beside a step"
         for source, target in pairs:
             self._numbers[self._places[:, target]] = self._numbers[self._places[:, source]]
 
@@ -85,33 +98,35 @@ class CheckedRunner:
             return in_rank // layout.rank_block_bytes
         return in_rank // layout.layer_bytes % num_blocks
 
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+    def _compute(self, step: FakeStep) -> list[SampledToken]:
+        watch = step.watch
         ends = watch.ends if watch is not None else (self.layout.num_layers,)
         for first, end in zip((0, *ends), ends, strict=False):
-            for entry in batch.entries:
-                sequence = entry.sequence
-                self._store(sequence, sequence.num_computed, sequence.num_computed + entry.num_new, slice(first, end))
+            for row in step.rows:
+                self._store(row, slice(first, end))
             if watch is not None:
                 watch.reached(end)
-        self._check_tables(batch)
-        return [self._sample(entry.sequence) for entry in batch.entries if entry.samples]
+        return [self._sample(row) for row in step.rows if row.samples]
 
-    def _check_tables(self, batch: Batch) -> None:
-        for entry, row in zip(batch.entries, self._tables.update(batch.entries), strict=True):
-            num_blocks = (entry.sequence.num_computed + entry.num_new - 1) // self.layout.block_size + 1
-            kept = self._tables.array[row, :num_blocks].tolist()
-            assert kept == entry.sequence.block_table[:num_blocks], "a compiled step would use other blocks"
+    def _check_tables(self, batch: Batch, step: FakeStep) -> None:
+        tables, is_fed = self._tables[0], bool(batch.fed_by)
+        self._tables.rotate()
+        for row, index in zip(step.rows, tables.update(batch.entries, is_fed=is_fed), strict=True):
+            num_blocks = (len(row.token_ids) + is_fed - 1) // self.layout.block_size + 1
+            kept = tables.array[index, :num_blocks].tolist()
+            assert kept == row.table[:num_blocks], "a compiled step would use other blocks"
 
-    def _store(self, sequence: Sequence, first: int, end: int, layers: slice) -> None:
+    def _store(self, row: FakeRow, layers: slice) -> None:
+        first, end = row.start, len(row.token_ids)
         positions = np.arange(first, end)
-        blocks = np.asarray(sequence.block_table)[positions // self.layout.block_size]
+        blocks = np.asarray(row.table)[positions // self.layout.block_size]
         places = self._places[:, blocks, positions % self.layout.block_size, layers]
-        self._numbers[places[0]] = self._known[0, sequence.token_ids[first:end], layers]
+        self._numbers[places[0]] = self._known[0, row.token_ids[first:end], layers]
         self._numbers[places[1]] = self._known[1, first:end, layers]
 
-    def _sample(self, sequence: Sequence) -> SampledToken:
-        tokens = sequence.token_ids
-        places = self._places[:, sequence.block_table]
+    def _sample(self, row: FakeRow) -> SampledToken:
+        sequence, tokens = row.sequence, row.token_ids
+        places = self._places[:, row.table]
         held = self._numbers[places.reshape(2, -1, *places.shape[3:])[:, : len(tokens)]]
         wrong = (held[0] != self._known[0, tokens]) | (held[1] != self._known[1, : len(tokens)])
         is_wrong = bool(wrong.any())

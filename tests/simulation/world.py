@@ -138,7 +138,9 @@ class World:
         if self.workers[host] is not None:
             return
         process = self._process(host)
-        runner = CheckedRunner(self._layouts[host], self._num_blocks[host])
+        looks_ahead = (self.seed + list(self.workers).index(host)) % 2 == 0
+        haste = random.Random(self.seed) if looks_ahead else None
+        runner = CheckedRunner(self._layouts[host], self._num_blocks[host], haste)
         worker = Worker(process, f"{host}.{next(self._num_incarnations)}", self._pools[host], runner)
         self.note(f"start {worker.incarnation}")
         self.workers[host] = worker

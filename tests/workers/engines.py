@@ -14,10 +14,10 @@ from diptych.workers.engine_events import (
 )
 from diptych.workers.errors import DiptychError
 from diptych.workers.fake_runner import FakeRunner
+from diptych.workers.fake_stream import FakeStep
 from diptych.workers.handoff_types import Reservation
-from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import Batch, SampledToken
+from diptych.workers.sequence import SampledToken
 from diptych.workers.timings import PullTimes
 
 HANDOFF = "handoff-1"
@@ -43,9 +43,9 @@ class SlowRunner(FakeRunner):
         super().__init__()
         self._clock = clock
 
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+    def _compute(self, step: FakeStep) -> list[SampledToken]:
         self._clock.now += 2
-        return super()._compute(batch, watch)
+        return super()._compute(step)
 
 
 def make_slow(clock: Clock, chunk_tokens: int = 0) -> Engine:
@@ -55,7 +55,7 @@ def make_slow(clock: Clock, chunk_tokens: int = 0) -> Engine:
 def run(engine: Engine, limit: int = 1000) -> list[StepOutput]:
     """Step until nothing is left to compute."""
     outputs = [engine.step()]
-    while engine.scheduler.has_work:
+    while engine.scheduler.has_work or engine.steps:
         outputs.append(engine.step())
         assert len(outputs) < limit
     return outputs

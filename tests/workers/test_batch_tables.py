@@ -103,3 +103,16 @@ def live(generator: random.Random, entry: ScheduledSequence, running: list[Seque
         sequence.block_table = [generator.randrange(1000) for _ in range(-(-sequence.num_tokens // BLOCK_SIZE))]
     while len(sequence.block_table) * BLOCK_SIZE < sequence.num_tokens:
         sequence.block_table.append(generator.randrange(1000))
+
+
+def test_what_the_step_before_fills_may_be_replaced_after_the_next_is_written() -> None:
+    """Step n + 1 is written before the books know step n; the cache replaces n's block; n + 2 is written."""
+    tables, sequence = BatchTables(BLOCK_SIZE, 8), sequence_of(4, [1, 2])
+    sequence.num_computed = 3  # step n computes the fourth token, and so fills block 1
+    entry = ScheduledSequence(sequence, 1)
+    [row] = tables.update([entry], is_fed=True)
+    assert tables.array[row, :2].tolist() == [1, 2]
+    sequence.num_computed, sequence.token_ids = 4, [1, 2, 3, 4, 5]
+    sequence.block_table[0] = 9
+    assert tables.update([entry], is_fed=True) == [row]
+    assert tables.array[row, :2].tolist() == [9, 2]

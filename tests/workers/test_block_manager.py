@@ -109,3 +109,31 @@ def test_random_holders_never_lose_a_block(seed: int) -> None:
             tables.append(list(rng.choice(tables)))
             manager.share(tables[-1])
         assert manager.check_integrity(tables) == 0
+
+
+def test_what_a_step_may_write_rests_until_it_is_over() -> None:
+    manager = BlockManager(4)
+    first, second, third = (manager.allocate(1) for _ in range(3))
+    manager.begin_step()
+    manager.release(first)
+    manager.begin_step()  # without `first`
+    manager.release(second)
+    assert manager.num_free == 1
+    manager.end_step()
+    assert manager.num_free == 2 and manager.check_integrity([third]) == 0
+    manager.release(third)
+    manager.end_step()
+    assert manager.num_free == 4 and manager.check_integrity([]) == 0
+
+
+def test_a_cached_block_that_rests_can_be_shared() -> None:
+    manager = BlockManager(2)
+    table = manager.allocate(1)
+    manager.mark_cached(table[0])
+    manager.begin_step()
+    manager.release(table)
+    manager.share(table)
+    manager.end_step()
+    assert manager.num_free == 1 and manager.check_integrity([table]) == 0
+    manager.release(table)
+    assert manager.num_free == 2 and manager.num_cached == 1

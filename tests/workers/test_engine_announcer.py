@@ -8,9 +8,9 @@ from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffEnded, HandoffRefused, HandoffSealed, SegmentReady, StepOutput
 from diptych.workers.errors import InternalError
 from diptych.workers.fake_runner import FakeRunner, fake_output
-from diptych.workers.runner import LayerWatch
+from diptych.workers.fake_stream import FakeStep
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import Batch, SampledToken
+from diptych.workers.sequence import SampledToken
 
 from .sequences import make_request
 
@@ -26,15 +26,15 @@ class Watched(FakeRunner):
         self.log: list[object] = []
         self._fails_after = fails_after
 
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+    def _compute(self, step: FakeStep) -> list[SampledToken]:
         self.log.append("step")
-        return super()._compute(batch, watch)
+        return super()._compute(step)
 
-    def _store(self, batch: Batch, layer: int) -> None:
+    def _store(self, step: FakeStep, layer: int) -> None:
         if layer == self._fails_after:
             self._fails_after = None
             raise RuntimeError("the device is gone")
-        super()._store(batch, layer)
+        super()._store(step, layer)
         self.log.append(layer)
 
 
@@ -203,10 +203,10 @@ def test_groups_are_chosen_by_what_steps_and_reads_took() -> None:
     now = 0.0
 
     class Timed(Watched):
-        def _store(self, batch: Batch, layer: int) -> None:
+        def _store(self, step: FakeStep, layer: int) -> None:
             nonlocal now
-            super()._store(batch, layer)
-            now += batch.num_tokens * 0.01 / self.layout.num_layers
+            super()._store(step, layer)
+            now += step.num_tokens * 0.01 / self.layout.num_layers
 
     engine = make(Timed(num_layers=8), 0, lambda: now)
 

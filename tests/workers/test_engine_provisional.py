@@ -7,11 +7,12 @@ from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffRefused, StepOutput, TokenEvent
 from diptych.workers.errors import HandoffError, RequestAborted
 from diptych.workers.fake_runner import FakeRunner, fake_output
+from diptych.workers.fake_stream import FakeStep
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.prefix_cache import block_hashes
 from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import Batch, FinishReason, SampledToken
+from diptych.workers.sequence import Batch, FinishReason
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
 from .engines import Clock, Move, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens
@@ -239,11 +240,11 @@ class TabledRunner(FakeRunner):
         super().__init__()
         self._tables = BatchTables(self.layout.block_size, max_blocks=64)
 
-    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
         for entry, row in zip(batch.entries, self._tables.update(batch.entries), strict=True):
             num_blocks = (entry.sequence.num_computed + entry.num_new - 1) // self.layout.block_size + 1
             assert self._tables.array[row, :num_blocks].tolist() == entry.sequence.block_table[:num_blocks]
-        return super()._compute(batch, watch)
+        return super().launch(batch, watch)
 
 
 def test_blocks_that_the_commit_replaces_are_replaced_in_kept_tables() -> None:

@@ -7,6 +7,7 @@ Otherwise each half of a layer is one, and the ranks' parts of the residual are 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -115,9 +116,14 @@ class CompiledDecoder:
             eps=spec.rms_norm_eps,
             dtype=cache.tensor.dtype,
         )
-        self.memory = StepMemory(team, shape, is_split=self._is_split)
+        self._new_memory = partial(StepMemory, team, shape, is_split=self._is_split)
+        self.memory = self.new_memory()
         layers = [cache.layer(i) for i in range(spec.num_layers)]
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, cos_sin, layers)
+
+    def new_memory(self) -> StepMemory:
+        """Another, to be written while a step computes in the one that is `memory` now."""
+        return self._new_memory()
 
     def step(self, num_sampled: int, watch: LayerWatch | None = None, *, picks: bool = False) -> None:
         """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It

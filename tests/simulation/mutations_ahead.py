@@ -1,0 +1,25 @@
+"""Bugs to plant in what is launched one step ahead: see mutations.py."""
+
+from typing import Any
+
+from diptych.workers.block_manager import BlockManager
+from diptych.workers.engine_ahead import LaunchedSteps
+
+from .mutations import Replacement
+
+
+def blocks_come_free_beneath_a_launched_step() -> list[Replacement]:
+    return [(BlockManager, "begin_step", lambda self: None), (BlockManager, "end_step", lambda self: None)]
+
+
+def what_left_beneath_a_step_gets_its_token() -> list[Replacement]:
+    real = LaunchedSteps.finish
+
+    def finish(self: LaunchedSteps, here: Any) -> Any:
+        launched = (entry.sequence for step in self._steps for entry in step.batch.entries)
+        return real(self, {sequence.key: sequence for sequence in launched})
+
+    return [(LaunchedSteps, "finish", finish)]
+
+
+AHEAD = (blocks_come_free_beneath_a_launched_step, what_left_beneath_a_step_gets_its_token)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from diptych.kernels.cpu.attention import Heads, Limits, Scratch, pack, paged_attention, plan_attention
 from diptych.kernels.cpu.library import Team, library
-from diptych.kernels.paged_attention import PagedBatch, paged_attention_twin
+from diptych.kernels.paged_attention import paged_attention_twin
+from diptych.kernels.paged_batch import PagedBatch
 
 BLOCK_SIZE = 16
 POOL_BYTES = 96 << 20  # of all layers together: three times the last-level cache of a desktop

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.paged_attention import PagedBatch
+from ..kernels.paged_batch import PagedBatch
 from .errors import InternalError
 from .models.attention import StepMeta
 from .parallel import Group

@@ -101,7 +101,8 @@ def compile_launch(job: tuple[str, int, str]) -> list[Row]:
     try:
         launch.call()
     except Exception as error:
-        return [*rows, Row(case, launch.name, target, problem=f"{type(error).__name__}: {error}")]
+        problem = "\n".join(f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e is not None)
+        return [*rows, Row(case, launch.name, target, problem=problem)]
     finally:
         JITFunction.run = run
     return rows

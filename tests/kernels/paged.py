@@ -2,7 +2,7 @@
 
 import torch
 
-from diptych.kernels.paged_attention import PagedBatch
+from diptych.kernels.paged_batch import PagedBatch
 
 
 def make_batch(

@@ -40,7 +40,7 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
     table = run(str(HERE / "ahead_of_time.py"), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     print(table)
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        assert f"| _paged_attention_kernel | chunk | {target} |" in table
+        assert f"| _decode_attention_kernel | bf16 d 128 | {target} |" in table
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.kernels.paged_attention import PagedBatch
+from diptych.kernels.paged_batch import PagedBatch
 from diptych.workers.kv_cache import KVCache
 from diptych.workers.kv_layout import KVLayout
 from diptych.workers.models.attention import StepMeta

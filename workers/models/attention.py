@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...kernels.paged_attention import PagedBatch, paged_attention
+from ...kernels.paged_attention import paged_attention
+from ...kernels.paged_batch import PagedBatch
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope_kv_write import rope_kv_write
 from ..parallel import Group

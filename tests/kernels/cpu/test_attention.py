@@ -18,7 +18,8 @@ from diptych.kernels.cpu.attention import (
     unpack,
 )
 from diptych.kernels.cpu.library import Library, Team
-from diptych.kernels.paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch, paged_attention_twin
+from diptych.kernels.paged_attention import paged_attention_twin
+from diptych.kernels.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from diptych.kernels.rms_norm import rms_norm_twin
 from diptych.kernels.rope_kv_write import rope_kv_write_twin
 

@@ -1,0 +1,60 @@
+"""A step's sequences over the paged KV cache, as the attention kernels take them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Where the tokens of a step stand. S sequences; those with one new token come first.
+
+    A sequence's `num_new` tokens are the last of its `context_lens` ones; their KV is already in the cache.
+    """
+
+    block_tables: Tensor  # [S, max_blocks] int32, padded with any valid block
+    context_lens: Tensor  # [S] int32
+    query_starts: Tensor  # [S + 1] int32: sequence s owns query rows query_starts[s] to query_starts[s + 1]
+    host_context_lens: list[int]
+    host_num_new: list[int]
+    num_decodes: int
+    block_size: int
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
+
+    @cached_property
+    def decode_blocks(self) -> Tensor:
+        """[num_decodes * padded blocks] int64: what the twin gathers for its decodes."""
+        longest = max(self.host_context_lens[: self.num_decodes])
+        return self.block_tables[: self.num_decodes, : -(-longest // self.block_size)].reshape(-1).long()
+
+    @cached_property
+    def decode_padding(self) -> tuple[Tensor, Tensor]:
+        """(bias [num_decodes, 1, 1, L] float32 of 0 and -inf, rows of the gathered KV beyond the contexts, int64)."""
+        num_slots = self.decode_blocks.numel() // self.num_decodes * self.block_size
+        beyond = torch.arange(num_slots) >= self.context_lens[: self.num_decodes, None]
+        bias = torch.zeros(beyond.shape).masked_fill_(beyond, float("-inf"))
+        return bias[:, None, None, :], beyond.view(-1).nonzero().view(-1)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    scale: float | None = None  # of the scores; None: 1 / sqrt(D)
+    softcap: float = 0.0  # 0: none; else scores become softcap * tanh(score / softcap) (Gemma 2, section 2)
+    window: int = 0  # 0: all; else a token sees so many, itself the last (Mistral 7B, section 2)
+    sinks: Tensor | None = None  # [N] float32: a score of each head that takes weight and gives no value (gpt-oss)
+
+    @property
+    def are_default(self) -> bool:
+        return self.scale is None and not self.softcap and not self.window and self.sinks is None
+
+    def scale_of(self, dim: int) -> float:
+        return 1.0 / math.sqrt(dim) if self.scale is None else self.scale
+
+
+NO_OPTIONS = AttentionOptions()

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from diptych.kernels.decode_plan import Decodes
+from diptych.kernels.mla_decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
+
+from ..paged import make_batch, make_cache
+from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
+
+I32 = torch.int32
+
+
+def launch(heads: int, queries: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    decodes = Decodes(meta(64, 128, dtype=I32), meta(64, dtype=I32), meta(65, dtype=I32), queries)
+    cache = meta(256, 64, 576, dtype=dtype)
+    q = meta(64 * queries, heads, 576, dtype=dtype)
+    plan = plan_mla_decode(decodes, cache, heads, 512)
+    mla_decode_triton(q[..., :512], q[..., 512:], cache, decodes, plan, 0.1)
+
+
+LAUNCHES = [
+    Launch("bf16, 128 heads", lambda: launch(128, 1), spilled_bytes=460),
+    Launch("fp16, 16 heads", lambda: launch(16, 1, torch.float16), is_gated=False),
+    Launch("fp32, 16 heads, 2 queries", lambda: launch(16, 2, torch.float32), spilled_bytes=600, is_gated=False),
+]
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize(
+    ("context_lens", "num_new"), [([1], [1]), ([9, 1, 310, 64], [1, 1, 1, 1]), ([130, 3, 65], [4, 3, 1])]
+)
+@pytest.mark.parametrize(("num_heads", "block_size"), [(5, 5), (24, 16)])
+def test_mla_decode(
+    context_lens: list[int], num_new: list[int], num_heads: int, block_size: int, dtype: torch.dtype
+) -> None:
+    batch = make_batch(context_lens, num_new, block_size, 100, DEVICE)
+    cache = make_cache(batch, 100, 1, 48, dtype)[:, 0, :, 0]
+    lengths = batch.context_lens * (batch.context_lens != 64)  # a sequence of a padded graph has no context
+    decodes = Decodes(batch.block_tables, lengths, batch.query_starts, max(num_new))
+    q = normal(sum(num_new), num_heads, 50, dtype=dtype)
+    queries = q[..., 1:33], q[..., 33:49]
+    plan = plan_mla_decode(decodes, cache, num_heads, 32)
+    found, expected = (run(*queries, cache, decodes, plan, 0.2) for run in (mla_decode_triton, mla_decode_twin))
+    assert_near(found, expected)

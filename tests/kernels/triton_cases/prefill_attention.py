@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from diptych.kernels.kv_scales import quantise
+from diptych.kernels.paged_batch import NO_OPTIONS, AttentionOptions
+from diptych.kernels.prefill_attention import prefill_attention_triton, prefill_attention_twin
+
+from ..paged import make_batch, make_cache
+from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
+
+FP8 = torch.float8_e4m3fn
+
+
+def launch(
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    stored: torch.dtype | None = None,
+    options: AttentionOptions = NO_OPTIONS,
+) -> None:
+    batch = make_batch([3000, 700], [1000, 700], 16, 256, "meta")
+    cache = meta(256, 2, 16, 8, dim, dtype=stored or dtype)
+    scales = meta(256, 2, 8, 16, dtype=torch.float32).transpose(2, 3) if stored else None
+    prefill_attention_triton(meta(1700, 32, dim, dtype=dtype), cache, batch, options, scales)
+
+
+def all_options(num_heads: int, device: str) -> AttentionOptions:
+    sinks = torch.linspace(-1, 1, num_heads).to(device)
+    return AttentionOptions(scale=0.3, softcap=5.0, window=19, sinks=sinks)
+
+
+LAUNCHES = [
+    Launch("bf16 d 128", launch),
+    Launch(
+        "fp8 KV d 64, all options", lambda: launch(64, stored=FP8, options=all_options(32, "meta")), spilled_bytes=32
+    ),
+    Launch(
+        "bf16 d 64, all options", lambda: launch(64, options=all_options(32, "meta")), spilled_bytes=32, is_gated=False
+    ),
+    Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
+    Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
+    Launch("fp16 d 256", lambda: launch(256, torch.float16), spilled_bytes=160, is_gated=False),
+    Launch("bf16 d 96", lambda: launch(96), is_gated=False),
+    Launch("fp32 d 128", lambda: launch(128, torch.float32), is_gated=False),
+]
+BATCHES: list[tuple[list[int], list[int]]] = [
+    ([1], [1]),
+    ([33, 5, 20, 13], [1, 1, 7, 13]),
+    ([70, 90, 40], [70, 25, 16]),
+]
+
+
+def check(
+    context_lens: list[int],
+    num_new: list[int],
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    options: AttentionOptions = NO_OPTIONS,
+    stored: torch.dtype | None = None,
+) -> None:
+    num_heads, num_kv_heads, dim, block_size = heads
+    batch = make_batch(context_lens, num_new, block_size, 100, DEVICE)
+    cache, scales = make_cache(batch, 100, num_kv_heads, dim, dtype), None
+    if stored is not None:
+        cache, scales = quantise(cache.nan_to_num(), stored)
+    q = normal(sum(num_new), num_heads + 3, dim, dtype=dtype)[:, 1 : num_heads + 1]
+    expected = prefill_attention_twin(q, cache, batch, options, scales)
+    assert_near(prefill_attention_triton(q, cache, batch, options, scales), expected)
+
+
+@pytest.mark.parametrize(("context_lens", "num_new"), BATCHES)
+@pytest.mark.parametrize("heads", [(4, 4, 16, 8), (6, 2, 20, 32)])
+def test_prefill_attention(context_lens: list[int], num_new: list[int], heads: tuple[int, int, int, int]) -> None:
+    check(context_lens, num_new, heads, DOT_DTYPES[0])
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("stored", [None, torch.int8, FP8])
+def test_it_takes_every_dtype(dtype: torch.dtype, stored: torch.dtype | None) -> None:
+    check(*BATCHES[1], (4, 2, 20, 5), dtype, stored=stored)
+
+
+@pytest.mark.parametrize("window", [1, 8, 16, 19, 100])
+def test_window(window: int) -> None:
+    check(*BATCHES[2], (4, 2, 16, 8), torch.float32, AttentionOptions(window=window))
+
+
+def test_all_options_at_once() -> None:
+    check(*BATCHES[1], (6, 2, 20, 5), torch.float32, all_options(6, DEVICE), torch.int8)
+
+
+def test_it_writes_the_rows_of_its_sequences_alone() -> None:
+    batch = make_batch([33, 20], [1, 7], 8, 100, DEVICE)
+    cache = make_cache(batch, 100, 2, 16, torch.float32)
+    q = normal(8, 4, 16, dtype=torch.float32)
+    out = torch.zeros(8, 2, 4, 16, device=DEVICE)[:, 1]
+    assert prefill_attention_triton(q, cache, batch, out=out, first_seq=1) is out
+    assert not out[0].any()
+    assert_near(out[1:], prefill_attention_twin(q, cache, batch)[1:])

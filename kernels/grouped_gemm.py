@@ -1,0 +1,228 @@
+"""The two products of a mixture's experts, each over its own tokens: weights of 16 bits, fp8, int8 or packed."""
+
+from __future__ import annotations
+
+import itertools
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from .grouped_kernels import grouped_dense_kernel, grouped_packed_kernel
+from .moe_sort import ExpertOrder
+from .packed_weight import PackedWeight
+from .products import Tile
+from .quantise_rows import SCALE_BLOCK
+from .scaled_gemm import ScaledWeight, rows_unpacked
+from .tuning import ANY, Tuned, chip_of
+
+ExpertWeight = Tensor | ScaledWeight | PackedWeight  # [E, N, K]; a Tensor: contiguous, of x's dtype
+
+_BLOCK_M = Tuned[int](generic=[((8,), 16), ((24,), 32), ((96,), 64), ((ANY,), 128)])  # by pairs an expert
+
+# By rows of a tile.
+_WIDE = Tuned[Tile](  # weights of 16 bits
+    generic=[
+        ((16,), Tile(16, 64, 128, num_warps=4, num_stages=4, programs_per_core=2)),
+        ((32,), Tile(32, 64, 128, num_warps=4, num_stages=4, programs_per_core=2)),
+        ((64,), Tile(64, 128, 64, num_warps=4, num_stages=4)),
+        ((ANY,), Tile(128, 128, 64, num_warps=8, num_stages=4)),
+    ],
+    hip=[((32,), Tile(32, 64, 128, num_warps=4, num_stages=2)), ((ANY,), Tile(128, 128, 64, 8, num_stages=1))],
+)
+_NARROW = Tuned[Tile](  # weights of 8 bits
+    generic=[
+        ((16,), Tile(16, 64, 128, num_warps=4, num_stages=5, programs_per_core=3)),
+        ((32,), Tile(32, 64, 128, num_warps=4, num_stages=5, programs_per_core=3)),
+        ((64,), Tile(64, 64, 128, num_warps=4, num_stages=4, programs_per_core=2)),
+        ((ANY,), Tile(128, 64, 128, num_warps=8, num_stages=4)),
+    ],
+    hip=[((ANY,), Tile(128, 64, 128, num_warps=8, num_stages=1))],
+)
+_PACKED = Tuned[Tile](  # weights of 4 or 8 bits, unpacked to 16
+    generic=[
+        ((16,), Tile(16, 64, 128, num_warps=4, num_stages=4, programs_per_core=3)),
+        ((32,), Tile(32, 64, 128, num_warps=4, num_stages=4, programs_per_core=2)),
+        ((64,), Tile(64, 64, 64, num_warps=4, num_stages=4, programs_per_core=2)),
+        ((ANY,), Tile(128, 64, 64, num_warps=8, num_stages=4)),
+    ],
+    hip=[((ANY,), Tile(128, 64, 64, num_warps=8, num_stages=2))],
+)
+
+
+def block_m_of(num_pairs: int, num_experts: int, device: torch.device) -> int:
+    """Rows of the tiles for so many pairs: what moe_sort is to be called with."""
+    return _BLOCK_M.of(chip_of(device), -(-num_pairs // num_experts))
+
+
+def grouped_gate_up(
+    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None = None
+) -> Tensor:
+    """silu(x gate^T) * (x up^T) of every pair. Returns [P, I] contiguous by place; places in no tile unwritten.
+
+    x: [T, D], last axis contiguous; weight: [E, 2I, D], each expert's gate before its up. x is of the weight's dtype
+    where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does.
+    """
+    if x.is_cuda:
+        return grouped_gate_up_triton(x, weight, order, out_dtype, x_scales)
+    return grouped_gate_up_twin(x, weight, order, out_dtype, x_scales)
+
+
+def grouped_down(
+    act: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, act_scales: Tensor | None = None
+) -> Tensor:
+    """act down^T of every pair. Returns [P, D] contiguous by pair; those in no tile unwritten.
+
+    act: [P, I] by place, last axis contiguous; weight: [E, D, I]; dtypes and act_scales as grouped_gate_up's.
+    """
+    if act.is_cuda:
+        return grouped_down_triton(act, weight, order, out_dtype, act_scales)
+    return grouped_down_twin(act, weight, order, out_dtype, act_scales)
+
+
+def grouped_gate_up_twin(
+    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None = None
+) -> Tensor:
+    gate, up = _twin(x, weight, order, x_scales, is_first=True).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up).to(out_dtype)
+
+
+def grouped_down_twin(
+    act: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, act_scales: Tensor | None = None
+) -> Tensor:
+    return _twin(act, weight, order, act_scales, is_first=False).to(out_dtype)
+
+
+def _twin(x: Tensor, weight: ExpertWeight, order: ExpertOrder, x_scales: Tensor | None, is_first: bool) -> Tensor:
+    """One expert after another, in float32; 0 for pairs of no expert here."""
+    wide = x.float() if x_scales is None else rows_unpacked(x, x_scales)
+    dense = weight.float() if isinstance(weight, Tensor) else weight.unpacked()
+    out = torch.zeros(order.pairs.numel(), dense.shape[1], device=x.device)
+    starts = order.starts.tolist()
+    for expert, (start, end) in enumerate(itertools.pairwise(starts)):
+        pairs = order.pairs[start:end].long()
+        if is_first:
+            out[start:end] = wide[pairs // order.top_k] @ dense[expert].mT
+        else:
+            out[pairs] = wide[start:end] @ dense[expert].mT
+    return out
+
+
+def grouped_gate_up_triton(
+    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None = None
+) -> Tensor:
+    assert x.shape[0] * order.top_k == order.pairs.numel()
+    return _launch(x, weight, order, out_dtype, x_scales, gated=True)
+
+
+def grouped_down_triton(
+    act: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, act_scales: Tensor | None = None
+) -> Tensor:
+    assert act.shape[0] == order.pairs.numel()
+    return _launch(act, weight, order, out_dtype, act_scales, gated=False)
+
+
+def _launch(
+    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None, gated: bool
+) -> Tensor:
+    values = weight if isinstance(weight, Tensor) else _values_of(weight)
+    num_experts, rows = values.shape[:2]
+    columns = rows // 2 if gated else rows
+    assert x.stride(1) == 1 and order.starts.shape == (num_experts + 1,) and rows == columns * (2 if gated else 1)
+    out = torch.empty(order.pairs.numel(), columns, dtype=out_dtype, device=x.device)
+    if not order.max_tiles:
+        return out
+    if isinstance(weight, PackedWeight):
+        _launch_packed(x, weight, order, out, gated)
+    else:
+        _launch_dense(x, weight, order, out, x_scales, gated)
+    return out
+
+
+def _values_of(weight: ScaledWeight | PackedWeight) -> Tensor:
+    weight.check()
+    return weight.codes if isinstance(weight, PackedWeight) else weight.values
+
+
+def _programs(tile: Tile, order: ExpertOrder, columns: int) -> int:
+    tiles = order.max_tiles * -(-columns // tile.block_n)
+    return min(tiles, tile.programs_per_core * chip_of(order.pairs.device).num_cores)
+
+
+def _launch_dense(
+    x: Tensor, weight: Tensor | ScaledWeight, order: ExpertOrder, out: Tensor, x_scales: Tensor | None, gated: bool
+) -> None:
+    values, scales = (weight, x) if isinstance(weight, Tensor) else (weight.values, weight.scales)
+    has_scales = isinstance(weight, ScaledWeight)
+    has_blocks = isinstance(weight, ScaledWeight) and weight.has_blocks
+    k = values.shape[2]
+    assert x.shape[1] == k and x.dtype == values.dtype and values.is_contiguous()
+    assert has_scales == (x_scales is not None)
+    if x_scales is not None:
+        expected = (x.shape[0], -(-k // SCALE_BLOCK)) if has_blocks else (x.shape[0],)
+        assert x_scales.shape == expected and x_scales.dtype == torch.float32 and x_scales.is_contiguous()
+    tile = (_NARROW if has_scales else _WIDE).of(chip_of(x.device), order.block_m)
+    grouped_dense_kernel[(_programs(tile, order, out.shape[1]),)](
+        x,
+        x if x_scales is None else x_scales,
+        values,
+        scales,
+        out,
+        order.pairs,
+        order.starts,
+        order.tile_experts,
+        order.tile_starts,
+        order.num_tiles,
+        out.shape[1],
+        k,
+        x.stride(0),
+        0 if x_scales is None else x_scales.stride(0),
+        TOP_K=order.top_k,
+        GATED=gated,
+        HAS_SCALES=has_scales,
+        BLOCK_SCALED=has_blocks,
+        IS_INT=x.dtype == torch.int8,
+        SWAP=order.block_m < 64,
+        EVEN_K=k % tile.block_k == 0,
+        BLOCK_M=order.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _launch_packed(x: Tensor, weight: PackedWeight, order: ExpertOrder, out: Tensor, gated: bool) -> None:
+    assert x.shape[1] == weight.k
+    tile = _PACKED.of(chip_of(x.device), order.block_m)
+    block_k = gcd(tile.block_k, weight.group or tile.block_k)
+    grouped_packed_kernel[(_programs(tile, order, out.shape[1]),)](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        order.pairs if weight.order is None else weight.order,
+        out,
+        order.pairs,
+        order.starts,
+        order.tile_experts,
+        order.tile_starts,
+        order.num_tiles,
+        out.shape[1],
+        weight.k,
+        x.stride(0),
+        weight.codes.shape[-1],
+        weight.scales.shape[-2],
+        TOP_K=order.top_k,
+        GATED=gated,
+        BITS=weight.bits,
+        GROUP=weight.group,
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_ORDER=weight.order is not None,
+        EVEN_K=weight.k % block_k == 0,
+        BLOCK_M=order.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

@@ -1,0 +1,174 @@
+import pytest
+import torch
+
+from diptych.kernels.grouped_gemm import (
+    ExpertWeight,
+    grouped_down_triton,
+    grouped_down_twin,
+    grouped_gate_up_triton,
+    grouped_gate_up_twin,
+)
+from diptych.kernels.moe_combine import moe_combine_triton, moe_combine_twin
+from diptych.kernels.moe_routing import Routing, moe_routing_triton, moe_routing_twin
+from diptych.kernels.moe_sort import ExpertOrder, moe_sort_triton, moe_sort_twin
+from diptych.kernels.packed_weight import PackedWeight, pack
+from diptych.kernels.quantise_rows import quantise_rows_twin
+from diptych.kernels.scaled_gemm import ScaledWeight
+
+from ..quantised import random_codes, random_scaled
+from .common import DEVICE, DOT_DTYPES, DTYPES, Launch, assert_near, meta, normal
+from .quantise_rows import FP8, HOPPER
+
+NUM_EXPERTS = 64
+V3 = Routing(8, sigmoid=True, scale=2.5, num_groups=8, top_groups=4, group_by_two=True)
+
+
+def order_of_meta(rows: int, block_m: int) -> ExpertOrder:
+    return moe_sort_triton(meta(rows, 8, dtype=torch.int32), NUM_EXPERTS, block_m)
+
+
+def wide(n: int, k: int) -> ExpertWeight:
+    return meta(NUM_EXPERTS, n, k)
+
+
+def fp8_of_blocks(n: int, k: int, dtype: torch.dtype = FP8) -> ExpertWeight:
+    scales = meta(NUM_EXPERTS, n // 128, k // 128, dtype=torch.float32)
+    return ScaledWeight(meta(NUM_EXPERTS, n, k, dtype=dtype), scales)
+
+
+def int4(n: int, k: int) -> ExpertWeight:
+    scales = meta(NUM_EXPERTS, k // 128, n, dtype=torch.float16)
+    return PackedWeight(meta(NUM_EXPERTS, n, k // 2, dtype=torch.uint8), scales, None, None, 4, 128, k)
+
+
+def launch(rows: int, block_m: int, gate_up: ExpertWeight, down: ExpertWeight) -> None:
+    order = order_of_meta(rows, block_m)
+    for weight, num, product in ((gate_up, rows, grouped_gate_up_triton), (down, rows * 8, grouped_down_triton)):
+        if isinstance(weight, ScaledWeight):
+            x = meta(num, 2048, dtype=weight.values.dtype)
+            product(x, weight, order, torch.bfloat16, meta(num, 16, dtype=torch.float32))
+        else:
+            product(meta(num, 2048), weight, order, torch.bfloat16)
+
+
+def both(weight: object, rows: int, block_m: int) -> None:
+    launch(rows, block_m, weight(4096, 2048), weight(2048, 2048))  # type: ignore[operator]
+
+
+def combine_of_meta() -> None:
+    pairs = meta(64, 8, dtype=torch.float32), meta(64, 8, dtype=torch.int32)
+    moe_combine_triton(meta(512, 4096), *pairs, NUM_EXPERTS, 0, meta(64, 4096))
+
+
+LAUNCHES = [
+    Launch("256 experts in groups", lambda: moe_routing_triton(meta(64, 256), V3, meta(256, dtype=torch.float32))),
+    Launch("combine", combine_of_meta),
+    Launch("16 bits, few rows", lambda: both(wide, 32, 16)),
+    Launch("16 bits, 64 rows a tile", lambda: both(wide, 512, 64), is_gated=False),
+    Launch("16 bits, many rows", lambda: both(wide, 4096, 128), is_gated=False),
+    Launch("fp8, few rows", lambda: both(fp8_of_blocks, 32, 16), HOPPER, is_gated=False),
+    Launch("fp8, 64 rows a tile", lambda: both(fp8_of_blocks, 512, 64), HOPPER, is_gated=False),
+    Launch("fp8, many rows", lambda: both(fp8_of_blocks, 4096, 128), HOPPER),
+    Launch("int4, few rows", lambda: both(int4, 32, 16)),
+    Launch("int4, 64 rows a tile", lambda: both(int4, 512, 64), is_gated=False),
+    Launch("int4, many rows", lambda: both(int4, 4096, 128), is_gated=False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_experts", "routing", "has_bias"),
+    [
+        (8, Routing(2), False),
+        (60, Routing(4, renormalise=False), False),
+        (24, Routing(5, renormalise=False, scale=16.0, num_groups=3, top_groups=2), False),
+        (40, Routing(6, sigmoid=True, scale=2.5, num_groups=8, top_groups=3, group_by_two=True), True),
+    ],
+)
+def test_moe_routing(num_experts: int, routing: Routing, has_bias: bool, dtype: torch.dtype) -> None:
+    logits = normal(7, num_experts + 3, dtype=dtype)[:, 1:-2]
+    logits[2] = 1.0  # all equal
+    bias = normal(num_experts, dtype=torch.float32, seed=1) / 10 if has_bias else None
+    weights, experts = moe_routing_triton(logits, routing, bias)
+    expected_weights, expected_experts = moe_routing_twin(logits, routing, bias)
+    assert torch.equal(experts, expected_experts)
+    assert_near(weights, expected_weights)
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
+    logits = normal(3, 12, dtype=torch.float32)
+    logits[0, 5], logits[1] = torch.nan, torch.nan
+    logits[2, 1:] = -torch.inf
+    for routing in (Routing(3), Routing(3, sigmoid=True)):
+        _, experts = moe_routing_triton(logits, routing)
+        assert torch.equal(experts, moe_routing_twin(logits, routing)[1])
+        assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 12 for row in experts.tolist())
+
+
+def random_experts(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(4))
+    return scores.topk(top_k).indices.int().to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "first", "block_m"),
+    [(1, 2, 8, 0, 16), (40, 4, 12, 0, 16), (70, 3, 6, 2, 16), (5, 1, 3, 7, 16), (1100, 4, 20, 0, 64)],
+)
+def test_moe_sort(num_tokens: int, top_k: int, num_experts: int, first: int, block_m: int) -> None:
+    experts = random_experts(num_tokens, top_k, num_experts + 3)
+    experts[-1] = -1  # a row that is padding
+    found = moe_sort_triton(experts, num_experts, block_m, first)
+    expected = moe_sort_twin(experts.cpu(), num_experts, block_m, first)
+    tiles = int(expected.num_tiles)
+    assert int(found.num_tiles) == tiles <= found.max_tiles
+    assert torch.equal(found.pairs.cpu(), expected.pairs) and torch.equal(found.starts.cpu(), expected.starts)
+    assert torch.equal(found.tile_experts[:tiles].cpu(), expected.tile_experts[:tiles])
+    assert torch.equal(found.tile_starts[:tiles].cpu(), expected.tile_starts[:tiles])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moe_combine(dtype: torch.dtype) -> None:
+    experts = random_experts(5, 3, 8)
+    y, weights = normal(15, 1100, dtype=dtype), normal(5, 3, dtype=torch.float32, seed=1)
+    is_elsewhere = (experts.view(-1) < 2) | (experts.view(-1) > 5)
+    assert is_elsewhere.any()
+    y[is_elsewhere] = torch.nan  # of another rank: not written
+    shared = normal(5, 1103, dtype=dtype, seed=2)[:, 3:]
+    for given in (None, shared):
+        found = moe_combine_triton(y, weights, experts, 4, 2, given)
+        assert_near(found, moe_combine_twin(y, weights, experts, 4, 2, given))
+
+
+def weight_of(kind: str, num_experts: int, n: int, k: int, dtype: torch.dtype) -> ExpertWeight:
+    if kind == "16 bits":
+        return normal(num_experts, n, k, dtype=dtype, seed=n) / k**0.5
+    if kind == "int4":
+        parts = [random_codes(n, k, 4, 32, seed) for seed in range(num_experts)]
+        codes, scales, zeros = (torch.stack(part).to(DEVICE) for part in zip(*parts, strict=True))
+        return pack(codes, scales / k**0.5, zeros, 4, 32)
+    to = torch.int8 if kind == "int8" else FP8
+    values, scales = random_scaled((num_experts, n, k), to, kind == "fp8 of blocks", seed=n)
+    return ScaledWeight(values.to(DEVICE), scales.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("kind", ["16 bits", "fp8", "fp8 of blocks", "int8", "int4"])
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(3, 16), (40, 64)])
+def test_grouped_products(num_tokens: int, block_m: int, kind: str, dtype: torch.dtype) -> None:
+    num_experts, top_k, dim, inner = 3, 2, 160, 72
+    experts = random_experts(num_tokens, top_k, num_experts + 1)
+    order = moe_sort_twin(experts, num_experts, block_m)
+    num_here = int(order.starts[-1])
+    assert 0 < num_here < experts.numel()
+    gate_up, down = weight_of(kind, num_experts, 2 * inner, dim, dtype), weight_of(kind, num_experts, dim, inner, dtype)
+    steps = ((gate_up, dim, grouped_gate_up_triton, grouped_gate_up_twin),
+             (down, inner, grouped_down_triton, grouped_down_twin))  # fmt: skip
+    for weight, k, kernel, twin in steps:
+        x = normal(num_tokens if k == dim else num_tokens * top_k, k + 3, dtype=dtype, seed=5)[:, 2:-1]
+        scales = None
+        if isinstance(weight, ScaledWeight):
+            x, scales = quantise_rows_twin(x, weight.values.dtype, weight.has_blocks)
+        found, expected = kernel(x, weight, order, dtype, scales), twin(x, weight, order, dtype, scales)
+        written = torch.arange(num_here, device=DEVICE) if k == dim else order.pairs[:num_here].long()
+        assert int(found.isnan().any(dim=1).sum()) == experts.numel() - num_here
+        assert_near(found[written], expected[written])

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from diptych.kernels.kv_move import KVSlots, move_kv_triton, move_kv_twin
+from diptych.kernels.kv_scales import LARGEST
+
+from .common import DEVICE, Launch, meta, normal
+
+
+def launch(source: torch.dtype, target: torch.dtype) -> None:
+    slots = [
+        KVSlots(
+            meta(100, 32, 2, block_size, 16, 128, dtype=dtype).narrow(4, 4, 8),
+            meta(9, dtype=torch.int64),
+            0,
+            meta(100, 32, 2, 16, block_size, dtype=torch.float32).transpose(3, 4).narrow(4, 4, 8)
+            if dtype in LARGEST
+            else None,
+        )
+        for dtype, block_size in ((source, 16), (target, 64))
+    ]
+    move_kv_triton(*slots, 3, 100)
+
+
+LAUNCHES = [
+    Launch("bfloat16", lambda: launch(torch.bfloat16, torch.bfloat16)),
+    Launch("bfloat16 to int8", lambda: launch(torch.bfloat16, torch.int8)),
+    Launch("int8 to bfloat16", lambda: launch(torch.int8, torch.bfloat16), is_gated=False),
+    Launch("int8", lambda: launch(torch.int8, torch.int8), is_gated=False),
+    Launch("float32 to bfloat16", lambda: launch(torch.float32, torch.bfloat16), is_gated=False),
+]
+
+
+def pool(dtype: torch.dtype, block_size: int, num_heads: int, is_layer_major: bool) -> KVSlots:
+    """Of 11 blocks and 2 layers; numbers are small whole ones, of which every vector has a 127."""
+    outer = (2, 11) if is_layer_major else (11, 2)
+    numbers = (normal(*outer, 2, block_size, num_heads, 20, dtype=torch.float32) * 20).round().clamp_(-127, 127)
+    numbers[..., 3] = 127
+    scales = torch.full((*outer, 2, num_heads, block_size), 0.25, device=DEVICE).transpose(3, 4)
+    if is_layer_major:
+        numbers, scales = numbers.transpose(0, 1), scales.transpose(0, 1)
+    table = torch.randperm(11, generator=torch.Generator().manual_seed(block_size)).to(DEVICE)
+    return KVSlots(numbers.to(dtype), table, 2, scales if dtype in LARGEST else None)
+
+
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("source_size", "target_size"), [(5, 5), (4, 7), (7, 3)])
+def test_move_kv(source_size: int, target_size: int, source_dtype: torch.dtype, target_dtype: torch.dtype) -> None:
+    """Two heads out of five go into three, over blocks of another size and axes in another order."""
+    source = pool(source_dtype, source_size, 5, is_layer_major=True)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for run in (move_kv_twin, move_kv_triton):
+        target = pool(target_dtype, target_size, 3, is_layer_major=False)
+        run(heads(source, 2), heads(target, 1), 5, 24)
+        found.append((target.numbers,) if target.scales is None else (target.numbers, target.scales))
+    for expected, ours in zip(*found, strict=True):
+        assert torch.equal(expected, ours)
+    untouched = pool(target_dtype, target_size, 3, is_layer_major=False)
+    assert torch.equal(found[0][0][..., 0, :], untouched.numbers[..., 0, :])
+    assert not torch.equal(found[0][0], untouched.numbers)
+
+
+def heads(slots: KVSlots, first: int) -> KVSlots:
+    """Two of them."""
+    scales = None if slots.scales is None else slots.scales.narrow(4, first, 2)
+    return KVSlots(slots.numbers.narrow(4, first, 2), slots.table, slots.start, scales)

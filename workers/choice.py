@@ -2,8 +2,8 @@
 
 Twice: with torch, on any device, and by the compiled kernel where it was built. The noise is a function of (seed,
 position, token id) alone (see noise.py), so a draw does not depend on the batch it is made in. The two differ where
-the rounding of a logarithm or of a sum of probabilities decides, about once in a million draws: no more than the logits
-of two kinds of worker differ anyway.
+the rounding of a sum of probabilities decides, about once in a million draws: no more than the logits of two kinds of
+worker differ anyway.
 """
 
 import math
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.sample import Draw, RowSampler
-from .noise import gumbel, stream_key
+from ..kernels.gumbel import gumbel
+from .noise import stream_key
 from .request import SamplingParams
 from .sequence import Sequence
 

@@ -1,4 +1,4 @@
-// A token of one row of logits: the twin of workers/sampler.py's choice and of workers/noise.py.
+// A token of one row of logits: the twin of workers/choice.py, and of kernels/gumbel.py.
 #pragma once
 
 #include "select.h"
@@ -26,8 +26,7 @@ X mix(X x) {
   return x ^ (x >> 31);
 }
 
-// Standard Gumbel noise of a token under a key, rounded to float wherever the twin is: its logarithms, which are float's,
-// may differ from these in the last place.
+// Standard Gumbel noise of a token under a key, its logarithms taken in double and rounded to float as the twin's are.
 inline float gumbel(uint64_t key, int64_t id) {
   float uniform = float(int64_t(mix(key + uint64_t(id) * kGolden) >> 11)) * 0x1p-53f;
   if (uniform < 0x1p-54f) uniform = 0x1p-54f;

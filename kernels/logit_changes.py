@@ -1,0 +1,226 @@
+"""What a request asks of its logits before the choice: biases and bans, a mask of allowed tokens, penalties.
+
+The order is vLLM's: bias; then the repetition penalty over prompt and output (CTRL, Keskar et al. 2019, section 4.1);
+then presence and frequency penalties over output. A banned or masked token is -inf throughout.
+
+Which tokens a request has seen is kept on the device, a row of counts for each request that has penalties, so that a
+token goes from one step into the next without the host: count_tokens adds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .lang import jit, next_power_of_2, tl
+from .tuning import chip_of
+
+IN_PROMPT = 1 << 30  # in a count: the prompt has the token; below it: how often the output has
+LARGEST_BIASES = 2048  # of a row: as many as a request may have, with its bans
+_TILE = 2048
+_NUM_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Of each row, on the device. Rows share masks and counts by number; -1: none, and the row's tensors are not
+    read."""
+
+    bias_ids: Tensor  # [R, B] int32, no id twice in a row; -1: none
+    biases: Tensor  # [R, B] float32; -inf: banned
+    mask_rows: Tensor  # [R] int32
+    masks: Tensor  # [masks, ceil(vocab / 32)] int32: bit i % 32 of word i // 32 is set where token i is allowed
+    count_rows: Tensor  # [R] int32
+    counts: Tensor  # [rows, vocab] int32: see IN_PROMPT
+    repetition: Tensor  # [R] float32; 1: off
+    presence: Tensor  # [R] float64; 0: off
+    frequency: Tensor  # [R] float64; 0: off
+
+    def check(self, logits: Tensor) -> None:
+        num_rows, vocab_size = logits.shape
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1
+        assert self.bias_ids.shape == self.biases.shape == (num_rows, self.bias_ids.shape[1])
+        assert self.bias_ids.shape[1] <= LARGEST_BIASES
+        assert self.masks.shape[1] == -(-vocab_size // 32) and self.counts.shape[1] == vocab_size
+        per_row = (self.mask_rows, self.count_rows, self.repetition, self.presence, self.frequency)
+        assert all(t.shape == (num_rows,) for t in per_row)
+        whole = (self.bias_ids, self.mask_rows, self.masks, self.count_rows, self.counts)
+        assert all(t.dtype == torch.int32 for t in whole)
+        assert self.biases.dtype == self.repetition.dtype == torch.float32
+        assert self.presence.dtype == self.frequency.dtype == torch.float64
+        assert all(t.is_contiguous() for t in (*per_row, *whole, self.biases))
+
+
+def change_logits(logits: Tensor, changes: Changes) -> None:
+    """logits: [R, vocab] float32, last axis contiguous, changed in place: as workers/sampler.py changes them."""
+    (change_logits_triton if logits.is_cuda else change_logits_twin)(logits, changes)
+
+
+def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> None:
+    """counts[rows[i], ids[i]]: its output count grows by one; or, where `amount` is IN_PROMPT, the prompt has it.
+
+    counts: [rows, vocab] int32 contiguous; rows: [n] int32, -1: nothing is counted; ids: [n] int64.
+    """
+    (count_tokens_triton if counts.is_cuda else count_tokens_twin)(counts, rows, ids, amount)
+
+
+def change_logits_twin(logits: Tensor, changes: Changes) -> None:
+    changes.check(logits)
+    token = torch.arange(logits.shape[1], device=logits.device)
+    for row in range(len(logits)):
+        values = logits[row]
+        given = changes.bias_ids[row] >= 0
+        values[changes.bias_ids[row][given].long()] += changes.biases[row][given]
+        if (mask := int(changes.mask_rows[row])) >= 0:
+            values[(changes.masks[mask][token // 32] >> (token % 32)) & 1 == 0] = -torch.inf
+        if (counted := int(changes.count_rows[row])) < 0:
+            continue
+        counts, penalty = changes.counts[counted], changes.repetition[row]
+        values.copy_(torch.where(counts == 0, values, torch.where(values > 0, values / penalty, values * penalty)))
+        num_output = counts & (IN_PROMPT - 1)
+        amounts = changes.presence[row] + changes.frequency[row] * num_output.double()
+        values.sub_(torch.where(num_output > 0, amounts, 0.0).float())
+
+
+def change_logits_triton(logits: Tensor, changes: Changes) -> None:
+    changes.check(logits)
+    num_rows, vocab_size = logits.shape
+    num_biases = changes.bias_ids.shape[1]
+    if not num_rows:
+        return
+    if num_biases:
+        _add_biases[(num_rows,)](
+            logits,
+            changes.bias_ids,
+            changes.biases,
+            logits.stride(0),
+            num_biases,
+            BLOCK=next_power_of_2(num_biases),
+            num_warps=_NUM_WARPS,
+        )
+    num_tiles = -(-vocab_size // _TILE)
+    programs = -(-chip_of(logits.device).resident_programs(_NUM_WARPS) // num_rows)
+    _mask_and_penalise[(num_rows, min(num_tiles, programs))](
+        logits,
+        changes.mask_rows,
+        changes.masks,
+        changes.count_rows,
+        changes.counts,
+        changes.repetition,
+        changes.presence,
+        changes.frequency,
+        logits.stride(0),
+        changes.masks.shape[1],
+        vocab_size,
+        TILE=_TILE,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def count_tokens_twin(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> None:
+    _check_counted(counts, rows, ids, amount)
+    for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
+        if row >= 0:
+            counts[row, token] = counts[row, token] | IN_PROMPT if amount == IN_PROMPT else counts[row, token] + 1
+
+
+def count_tokens_triton(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> None:
+    _check_counted(counts, rows, ids, amount)
+    if len(rows):
+        _count_tokens[(-(-len(rows) // _TILE),)](
+            counts,
+            rows,
+            ids,
+            counts.shape[1],
+            len(rows),
+            AMOUNT=amount,
+            TILE=_TILE,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def _check_counted(counts: Tensor, rows: Tensor, ids: Tensor, amount: int) -> None:
+    assert counts.dim() == 2 and counts.dtype == torch.int32 and counts.is_contiguous()
+    assert rows.dim() == 1 and rows.dtype == torch.int32 and rows.is_contiguous()
+    assert ids.shape == rows.shape and ids.dtype == torch.int64 and ids.is_contiguous()
+    assert amount in (1, IN_PROMPT)
+
+
+@jit
+def _add_biases(
+    logits: tl.tensor,  # [R, vocab] float32
+    bias_ids: tl.tensor,  # [R, num_biases] int32
+    biases: tl.tensor,  # [R, num_biases] float32
+    row_stride: int,
+    num_biases: int,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (R,)."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    ids = tl.load(bias_ids + row * num_biases + i, mask=i < num_biases, other=-1)
+    given = ids >= 0
+    at = logits + row * row_stride + ids
+    bias = tl.load(biases + row * num_biases + i, mask=given, other=0.0)
+    tl.store(at, tl.load(at, mask=given, other=0.0) + bias, mask=given)
+
+
+@jit
+def _mask_and_penalise(
+    logits: tl.tensor,  # [R, vocab] float32
+    mask_rows: tl.tensor,  # [R] int32
+    masks: tl.tensor,  # [masks, num_words] int32
+    count_rows: tl.tensor,  # [R] int32
+    counts: tl.tensor,  # [rows, vocab] int32
+    repetitions: tl.tensor,  # [R] float32
+    presences: tl.tensor,  # [R] float64
+    frequencies: tl.tensor,  # [R] float64
+    row_stride: int,
+    num_words: int,
+    vocab_size: int,
+    TILE: tl.constexpr,
+):
+    """Grid: (R, programs of a row)."""
+    row = tl.program_id(0).to(tl.int64)
+    mask_row = tl.load(mask_rows + row).to(tl.int64)
+    count_row = tl.load(count_rows + row).to(tl.int64)
+    if (mask_row >= 0) | (count_row >= 0):
+        penalty = tl.load(repetitions + row)
+        presence, frequency = tl.load(presences + row), tl.load(frequencies + row)
+        for tile in range(tl.program_id(1), tl.cdiv(vocab_size, TILE), tl.num_programs(1)):
+            i = tile * TILE + tl.arange(0, TILE)
+            inside = i < vocab_size
+            values = tl.load(logits + row * row_stride + i, mask=inside, other=0.0)
+            if mask_row >= 0:
+                words = tl.load(masks + mask_row * num_words + i // 32, mask=inside, other=0)
+                values = tl.where((words >> (i % 32)) & 1 != 0, values, float("-inf"))
+            if count_row >= 0:
+                count = tl.load(counts + count_row * vocab_size + i, mask=inside, other=0)
+                repeated = tl.where(values > 0.0, tl.div_rn(values, penalty), values * penalty)
+                values = tl.where(count == 0, values, repeated)
+                num_output = count & 0x3FFFFFFF
+                amounts = presence + frequency * num_output.to(tl.float64)
+                values -= tl.where(num_output > 0, amounts, 0.0).to(tl.float32)
+            tl.store(logits + row * row_stride + i, values, mask=inside)
+
+
+@jit
+def _count_tokens(
+    counts: tl.tensor,  # [rows, vocab] int32
+    rows: tl.tensor,  # [n] int32
+    ids: tl.tensor,  # [n] int64
+    vocab_size: int,
+    num: int,
+    AMOUNT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid: (ceil(n / TILE),)."""
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.load(rows + i, mask=i < num, other=-1).to(tl.int64)
+    at = counts + row * vocab_size + tl.load(ids + i, mask=i < num, other=0)
+    if AMOUNT == 1:
+        tl.atomic_add(at, 1, mask=row >= 0)
+    else:
+        tl.atomic_or(at, AMOUNT, mask=row >= 0)

@@ -89,9 +89,9 @@ def vectors(
 ):
     """[slots, BLOCK_D] at [slots, BLOCK_D] addresses; zeros for slots that are not used, and beyond DIM."""
     if IS_MASKED:
-        stored = tl.load(address, mask=used[:, None] & (d < DIM)[None, :], other=0)
+        stored = tl.load(address, mask=used[:, None] & (d < DIM)[None, :], other=0.0)
     elif DIM != BLOCK_D:
-        stored = tl.load(address, mask=(d < DIM)[None, :], other=0)
+        stored = tl.load(address, mask=(d < DIM)[None, :], other=0.0)
     else:
         stored = tl.load(address)
     return stored

@@ -20,7 +20,7 @@ from .tuning import ANY, Tuned, chip_of
 TUNED = Tuned[tuple[int, DecodeConfig]](
     generic=[((ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
     sm_80=[((512, 2), (32, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
-    cuda=[((512, 2), (64, DecodeConfig(64, 8, 2, 1))), ((ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
+    cuda=[((512, 2), (64, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
     hip=[((512, 2), (32, DecodeConfig(32, 4, 1, 2))), ((ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
 )
 

@@ -31,15 +31,6 @@ class Chip:
         """How many of so many warps it holds at once, by their threads alone: a persistent grid has no more."""
         return self.num_cores * max(_THREADS // (32 * num_warps), 1)
 
-    @property
-    def is_amd(self) -> bool:
-        return "hip" in self.kinds
-
-    @property
-    def capability(self) -> int:
-        """80, 90, 100: of NVIDIA's; 0 of others."""
-        return next((int(kind[3:]) for kind in self.kinds if kind.startswith("sm_")), 0)
-
 
 CHIPS = {
     "a100": Chip(("a100", "sm_80", "cuda"), 108, 163 * 1024),

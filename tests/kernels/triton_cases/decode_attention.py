@@ -59,6 +59,7 @@ LAUNCHES = [
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, dtype=torch.float16), is_gated=False),
+    Launch("fp8 e5m2 KV d 128", lambda: launch(stored=torch.float8_e5m2), spilled_bytes=16, is_gated=False),
     Launch("fp32 d 128", lambda: launch(128, dtype=torch.float32), is_gated=False),
 ]
 BATCHES: list[tuple[list[int], list[int]]] = [
@@ -95,7 +96,7 @@ def test_decode_attention(context_lens: list[int], num_new: list[int], heads: tu
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("stored", [None, torch.int8, FP8])
+@pytest.mark.parametrize("stored", [None, torch.int8, FP8, torch.float8_e5m2])
 def test_it_takes_every_dtype(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     check(*BATCHES[2], (4, 2, 20, 5), dtype, stored=stored)
 

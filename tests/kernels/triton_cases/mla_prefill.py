@@ -16,7 +16,7 @@ def launch(dtype: torch.dtype = torch.bfloat16) -> None:
 LAUNCHES = [
     Launch("bf16", launch, spilled_bytes=16),
     Launch("fp16", lambda: launch(torch.float16), spilled_bytes=16, is_gated=False),
-    Launch("fp32", lambda: launch(torch.float32), spilled_bytes=600, is_gated=False),
+    Launch("fp32", lambda: launch(torch.float32), spilled_bytes=320, is_gated=False),
 ]
 
 

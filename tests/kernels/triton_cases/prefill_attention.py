@@ -39,6 +39,7 @@ LAUNCHES = [
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, torch.float16), spilled_bytes=160, is_gated=False),
+    Launch("fp8 e5m2 KV d 128", lambda: launch(stored=torch.float8_e5m2), is_gated=False),
     Launch("bf16 d 96", lambda: launch(96), is_gated=False),
     Launch("fp32 d 128", lambda: launch(128, torch.float32), is_gated=False),
 ]
@@ -74,7 +75,7 @@ def test_prefill_attention(context_lens: list[int], num_new: list[int], heads: t
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("stored", [None, torch.int8, FP8])
+@pytest.mark.parametrize("stored", [None, torch.int8, FP8, torch.float8_e5m2])
 def test_it_takes_every_dtype(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     check(*BATCHES[1], (4, 2, 20, 5), dtype, stored=stored)
 

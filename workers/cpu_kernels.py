@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..kernels.cpu.attention import LARGEST_HEAD_DIM
-from ..kernels.cpu.library import ISA_VARIABLE, PATH, Library, Team, library
+from ..kernels.cpu.library import ISA_VARIABLE, PATH, Library, StaleLibrary, Team, library
 from .errors import ConfigError
 from .kv_layout import DOT, GROUP, ROWS
 
@@ -25,7 +25,10 @@ def choose(isa: str = "auto") -> Choice:
     """isa: an instruction set by its name; "auto": the best that there is; "none". Raises ConfigError."""
     if isa == "none":
         return Choice(None, "torch computes, as cpu_isa says")
-    found = library()
+    try:
+        found = library()
+    except StaleLibrary as e:
+        raise ConfigError(f"{e}, or set {ISA_VARIABLE}=none to compute with torch") from e
     if found is None and PATH.is_file():
         return Choice(None, f"torch computes, as {ISA_VARIABLE} says")
     if found is None:

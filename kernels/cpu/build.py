@@ -4,6 +4,7 @@ One shared library holds every kernel once for each instruction set; which of th
 Standard library only: it runs before anything is installed.
 """
 
+import hashlib
 import os
 import platform
 import shutil
@@ -39,10 +40,19 @@ def find_compiler() -> str:
     raise CannotBuild("no C++ compiler was found: install g++ or clang++, or set CXX, and install Diptych again")
 
 
+def fingerprint() -> str:
+    """Of the sources and of how they are built: a library says which it was made from."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in (HERE / "build.py", *sorted(SOURCES.iterdir())):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def build(target: Path) -> None:
     """Compile into `target`. Raises CannotBuild."""
     compiler = find_compiler()
     isas = ISAS if platform.machine() in ("x86_64", "AMD64") else {"portable": ()}
+    sources = fingerprint()
     with tempfile.TemporaryDirectory() as folder:
         commands = [
             [
@@ -50,6 +60,7 @@ def build(target: Path) -> None:
                 *FLAGS,
                 *flags,
                 f"-DDIPTYCH_ISA={isa}",
+                f'-DDIPTYCH_SOURCES="{sources}"',
                 "-c",
                 str(source),
                 "-o",

@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 
+from .build import fingerprint
+
 PATH = Path(__file__).parent / "diptych_cpu.so"
 ISA_VARIABLE = "DIPTYCH_CPU_ISA"  # one of `Library.isas`, instead of the best; "none": compute with torch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class StaleLibrary(Exception):
+    """The compiled kernels are not those of these sources."""
 
 
 class Library:
@@ -36,10 +42,7 @@ class Library:
         """The function, given its argument types after the team; it returns nothing."""
         function = self._kernels.get(name)
         if function is None:
-            symbol = f"diptych_{name}_{self.isa}"
-            if not hasattr(self.handle, symbol):
-                raise RuntimeError(f"{PATH} has no {symbol}: it is older than its sources; run {PATH.parent}/build.py")
-            function = self._kernels[name] = getattr(self.handle, symbol)
+            function = self._kernels[name] = getattr(self.handle, f"diptych_{name}_{self.isa}")
             function.argtypes = (ctypes.c_void_p, *argtypes)
             function.restype = None
         return function
@@ -72,15 +75,24 @@ class Team:
 
 @cache
 def library() -> Library | None:
-    """None where the kernels were not built, or the environment says not to use them."""
+    """None where the kernels were not built, or the environment says not to use them.
+
+    Raises StaleLibrary for one that was built from other sources: what it takes for its arguments may not be.
+    """
     wanted = os.environ.get(ISA_VARIABLE, "")
     if wanted == "none" or not PATH.is_file():
         return None
     handle = ctypes.CDLL(str(PATH))
+    if not hasattr(handle, "diptych_sources") or _text(handle.diptych_sources) != fingerprint():
+        raise StaleLibrary(f"{PATH} was built from other sources than are here: run {PATH.with_name('build.py')}")
     isas = _isas(handle)
     return Library(handle, wanted if wanted in isas else isas[0])
 
 
 def _isas(handle: ctypes.CDLL) -> list[str]:
-    handle.diptych_isas.restype = ctypes.c_char_p
-    return handle.diptych_isas().decode().split()
+    return _text(handle.diptych_isas).split()
+
+
+def _text(function: Any) -> str:
+    function.restype = ctypes.c_char_p
+    return function().decode()

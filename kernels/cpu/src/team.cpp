@@ -100,6 +100,9 @@ API void *diptych_team_create(int32_t num_threads, const int32_t *cores) { retur
 
 API void diptych_team_destroy(void *team) { delete static_cast<Team *>(team); }
 
+// What the library was built from; see build.py.
+API const char *diptych_sources() { return DIPTYCH_SOURCES; }
+
 // Those that this build and this processor have, best first, separated by spaces.
 API const char *diptych_isas() {
 #if defined(__x86_64__)

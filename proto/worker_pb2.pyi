@@ -529,7 +529,7 @@ class HandoffTimings(_message.Message):
     last_segment_s: _builtins.float
     """from the seal to the end of the last read"""
     release_s: _builtins.float
-    """from there till it may compute; and so long its first token waited for the answer"""
+    """from there till it may compute, and while its first token waited for the answer"""
     num_bytes: _builtins.int
     transport: _builtins.str
     def __init__(

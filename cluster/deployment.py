@@ -6,7 +6,7 @@ from typing import Self
 
 from ..workers.cores import usable_cores
 from ..workers.worker_config import WorkerConfig
-from .config import ClusterConfig, PoolConfig
+from .config import ClusterConfig
 from .handles import RouterStarted
 
 NAMESPACE = "diptych"
@@ -76,10 +76,11 @@ class Deployment:
             max_batch_tokens=settings.max_batch_tokens,
             chunk_tokens=settings.chunk_tokens,
             max_running=settings.max_running,
-            target_step_s=self._target_step_s(settings),
+            target_step_s=settings.target_step_s,
             look_ahead=settings.look_ahead,
             layer_groups=settings.layer_groups,
             ttft_s=config.service_level.ttft_s,
+            **self._promised(),
             prefix_cache=config.prefix_cache,
             transports=config.transports,
             lease_s=config.lease_s,
@@ -87,11 +88,10 @@ class Deployment:
             auth_token=self.token,
         )
 
-    def _target_step_s(self, pool: PoolConfig) -> float | None:
-        """The pool's own; else the time per token that was promised, where one was: then no token waits longer."""
+    def _promised(self) -> dict[str, float]:
+        """The time per token, where one was promised: what steps with prompts aim at."""
         level = self.config.service_level
-        promised_s = level.tpot_s if "tpot_s" in level.model_fields_set else None
-        return promised_s if pool.target_step_s is None else pool.target_step_s
+        return {"tpot_s": level.tpot_s} if "tpot_s" in level.model_fields_set else {}
 
 
 def make_worker_id(pool: str, number: int) -> str:

@@ -11,7 +11,8 @@ on is launched so (Scheduler.schedule_ahead); before any other, what is under wa
 A guess has no effect where it was wrong. All books stay as they were before n until n is finished, and those of n + 1
 likewise: a row of a sequence that has left meanwhile (a stop token, an abort, a deadline) is dropped here, and the
 blocks that it had rest until the step that may still write them is over (BlockManager.begin_step). So nothing is told,
-cached or handed off before it is computed, and nobody is preempted for a step that may not be.
+cached or handed off before it is computed, and nobody is preempted for a step that may not be; a block that is only
+cached may be taken.
 """
 
 from collections import deque
@@ -105,6 +106,7 @@ class LaunchedSteps:
         while self._steps:
             self._steps.popleft().launched.abandon()
             self._manager.end_step()
+        self._deferred.clear()
 
     def defer(self, command: Callable[[], object]) -> None:
         """To be run when what is under way has been accepted."""

@@ -17,6 +17,7 @@ def loading() -> Generator[None]:
     try:
         yield
     finally:
+        gc.collect()  # what is garbage now would stay too
         gc.freeze()
         atexit.register(gc.unfreeze)  # extension modules call what is left at the very end a leak
         if was_enabled:

@@ -27,8 +27,6 @@ from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
-# Where no target is set; docs/performance.md has what others give.
-TARGET_STEP_S = 0.04
 TARGET_DECODE_STEPS = 4.0  # where decodes alone take long: prompts have three quarters of the time
 
 
@@ -47,6 +45,7 @@ class SchedulerConfig:
     max_running: int = 256
     decode_role_prefill_tokens: int = 256  # prefill tokens a step beside running decodes, in the decode role
     target_step_s: float | None = None  # with running decodes; 0: no matter; None: see Scheduler._target_s
+    tpot_s: float = 0.04  # what that aims at; docs/performance.md has what others give
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
 
 
@@ -198,8 +197,8 @@ class Scheduler:
             if not sequence.is_fed or sequence.handoff_id is not None or sequence.provisional is not None:
                 return None
             is_decode = i < under_way.num_decodes
-            if not is_decode and not entry.samples:
-                return None
+            if not is_decode and (not entry.samples or len(self._queue)):
+                return None  # who waits may share what this prompt has computed
             num_left += 1
             num_tokens = len(sequence.token_ids) + 1
             if num_tokens < sequence.end:
@@ -266,7 +265,7 @@ class Scheduler:
         is_swamped = self.num_waiting_tokens > decodes.num_decodes * self.config.max_batch_tokens
         if is_swamped or self.role is Role.PREFILL:
             return math.inf
-        return max(TARGET_STEP_S, TARGET_DECODE_STEPS * self.cost.seconds(decodes))
+        return max(self.config.tpot_s, TARGET_DECODE_STEPS * self.cost.seconds(decodes))
 
     def _schedule_prefills(self, entries: list[ScheduledSequence], budget: _Budget) -> None:
         for sequence in self._prefilling:

@@ -35,6 +35,7 @@ class WorkerConfig:
     chunk_tokens: int = 0  # 0: no limit but the budget
     max_running: int = 256
     target_step_s: float | None = None  # of a step with prefill beside running decodes; 0: no matter; None: by load
+    tpot_s: float = 0.04  # time per token that such a step aims at by load
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
     prefix_cache: bool = True
     transports: tuple[str, ...] | Literal["auto"] = "auto"
@@ -64,22 +65,27 @@ class WorkerConfig:
         if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:
             raise ConfigError(f"wire_dtype {self.wire_dtype} needs the transport grpc, which alone can narrow KV")
         least = {"block_size": 1, "max_batch_tokens": 0, "chunk_tokens": 0, "max_running": 1, "layer_groups": 0}
-        least |= {"target_step_s": 0, "ttft_s": 0}
+        least |= {"target_step_s": 0, "tpot_s": 0, "ttft_s": 0}
         for name, low in least.items():
             if (value := getattr(self, name)) is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, got {value}")
         if self.cores is not None and not (self.cores and all(0 <= core < MAX_CORES for core in self.cores)):
             raise ConfigError(f"cores must be numbers of this machine's CPUs, got {self.cores}")
+        self._check_ranks()
+        if not 0 < self.kv_memory_fraction <= 0.95:
+            raise ConfigError(f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}")
+        if self.auth_token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
+            raise ConfigError(f"a worker on {self.host} needs an auth_token: without one, listen on 127.0.0.1")
+
+    def _check_ranks(self) -> None:
         if not 1 <= self.tensor_parallel <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel must be in [1, {MAX_RANKS}], got {self.tensor_parallel}")
         if self.tensor_parallel > 1 and self.device != "cpu":
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
             )
-        if not 0 < self.kv_memory_fraction <= 0.95:
-            raise ConfigError(f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}")
-        if self.auth_token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
-            raise ConfigError(f"a worker on {self.host} needs an auth_token: without one, listen on 127.0.0.1")
+        if self.look_ahead and self.tensor_parallel > 1:
+            raise ConfigError("look_ahead works with one rank alone: leave it out, or set tensor_parallel to 1")
 
     def scheduler(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -87,5 +93,6 @@ class WorkerConfig:
             self.chunk_tokens,
             self.max_running,
             target_step_s=self.target_step_s,
+            tpot_s=self.tpot_s,
             ttft_s=self.ttft_s,
         )

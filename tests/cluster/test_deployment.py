@@ -8,6 +8,7 @@ from diptych.cluster.config_file import build
 from diptych.cluster.deployment import Deployment
 from diptych.cluster.handles import RouterStarted
 from diptych.workers.errors import ConfigError
+from diptych.workers.worker_config import WorkerConfig
 
 
 def deployment(is_local: bool = True, name: str = "a", **pools: object) -> Deployment:
@@ -49,15 +50,14 @@ def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
     config.validate()
 
 
-def test_the_time_per_token_that_is_promised_bounds_steps() -> None:
-    def target_step_s(pool: dict[str, object], **level: float) -> float | None:
+def test_steps_aim_at_the_time_per_token_that_is_promised() -> None:
+    def worker(pool: dict[str, object], **level: float) -> WorkerConfig:
         config = build({"model": "m", "pools": {"decode": pool}, "service_level": level})
-        return Deployment(config, "secret", is_local=True).worker_config("decode", "").target_step_s
+        return Deployment(config, "secret", is_local=True).worker_config("decode", "")
 
-    assert target_step_s({}) is None
-    assert target_step_s({}, ttft_s=0.5) is None
-    assert target_step_s({}, tpot_s=0.1) == 0.1
-    assert target_step_s({"target_step_s": 0.0}, tpot_s=0.1) == 0.0
+    assert worker({}, ttft_s=0.5).tpot_s == WorkerConfig(model="m").tpot_s
+    assert (worker({}, tpot_s=0.1).target_step_s, worker({}, tpot_s=0.1).tpot_s) == (None, 0.1)
+    assert worker({"target_step_s": 0.0}, tpot_s=0.1).target_step_s == 0.0
 
 
 def test_threads_that_are_given_stay() -> None:

@@ -20,8 +20,12 @@ def test_what_is_loaded_is_not_looked_at_again(is_enabled: bool) -> None:
     try:
         with loading():
             assert not gc.isenabled()
-            loaded = weakref.ref(Node())
+            garbage, kept = weakref.ref(Node()), Node()
+            loaded = weakref.ref(kept)
+            assert garbage() is not None
         assert gc.isenabled() is is_enabled
+        assert garbage() is None
+        del kept
         later = weakref.ref(Node())
         gc.collect()
         assert loaded() is not None and later() is None

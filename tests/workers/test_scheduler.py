@@ -5,7 +5,6 @@ from diptych.workers.prefix_cache import PrefixCache
 from diptych.workers.scheduler import (
     LEAST_PREFILL_TOKENS,
     TARGET_DECODE_STEPS,
-    TARGET_STEP_S,
     Role,
     Scheduler,
     SchedulerConfig,
@@ -95,8 +94,8 @@ def beside_decodes(
 
 
 def test_beside_decodes_prompts_fill_a_step_of_a_fixed_time() -> None:
-    assert beside_decodes(4, 90) == pytest.approx(1000 * TARGET_STEP_S - 4, abs=2)
-    assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * TARGET_STEP_S - 4, abs=2)
+    assert beside_decodes(4, 90) == pytest.approx(1000 * SchedulerConfig().tpot_s - 4, abs=2)
+    assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * SchedulerConfig().tpot_s - 4, abs=2)
     assert beside_decodes(4, 90, role=Role.PREFILL) == 90
 
 
@@ -105,8 +104,13 @@ def test_where_decodes_take_long_prompts_have_their_share_of_time() -> None:
 
 
 def test_a_few_decodes_do_not_hold_up_many_budgets_of_prompts() -> None:
-    assert beside_decodes(2, 190) == pytest.approx(1000 * TARGET_STEP_S - 2, abs=2)
+    assert beside_decodes(2, 190) == pytest.approx(1000 * SchedulerConfig().tpot_s - 2, abs=2)
     assert beside_decodes(2, 190, 190) == 98
+
+
+def test_a_promised_time_per_token_takes_the_place_of_the_fixed_one_and_never_starves_prompts() -> None:
+    assert beside_decodes(4, 90, tpot_s=0.06) == pytest.approx(56, abs=2)
+    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=2)
 
 
 @pytest.mark.parametrize(("target_step_s", "expected"), [(0.0, 96), (0.03, 26), (0.002, LEAST_PREFILL_TOKENS)])
@@ -124,6 +128,20 @@ def test_admission_is_in_order_and_waits_for_blocks() -> None:
     scheduler.remove(big)
     assert [s for s, _ in shape(scheduler.schedule())] == [bigger, small]
     assert manager.num_free == 0
+
+
+def test_a_prompts_last_step_is_followed_by_one_that_was_not_guessed_where_somebody_waits() -> None:
+    scheduler, _ = make(num_blocks=6)
+    short, stuck = make_sequence([1] * 4), make_sequence([1] * 40)
+    short.is_fed = True
+    scheduler.add(short)
+    scheduler.add(stuck)
+    prompt = scheduler.schedule()
+    assert shape(prompt) == [(short, 4)]
+    assert scheduler.schedule_ahead(prompt) is None
+    compute(prompt)
+    ahead = scheduler.schedule_ahead(scheduler.schedule())
+    assert ahead is not None and shape(ahead) == [(short, 1)]
 
 
 def test_max_running_is_kept() -> None:

@@ -1,5 +1,6 @@
 import pytest
 
+from diptych.workers.errors import ConfigError
 from diptych.workers.worker_config import WorkerConfig
 
 
@@ -8,3 +9,9 @@ def test_a_steps_budget_is_the_devices_unless_it_is_given(device: str, asked: in
     config = WorkerConfig("model", device=device, max_batch_tokens=asked)
     config.validate()
     assert config.scheduler().max_batch_tokens == expected
+
+
+def test_ranks_do_not_look_ahead() -> None:
+    WorkerConfig("model", look_ahead=True).validate()
+    with pytest.raises(ConfigError, match="look_ahead works with one rank"):
+        WorkerConfig("model", look_ahead=True, tensor_parallel=2).validate()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from ..workers.cores import usable_cores
+from ..workers.scheduler import TPOT_S
 from ..workers.worker_config import WorkerConfig
 from .config import ClusterConfig
 from .handles import RouterStarted
@@ -80,7 +81,7 @@ class Deployment:
             look_ahead=settings.look_ahead,
             layer_groups=settings.layer_groups,
             ttft_s=config.service_level.ttft_s,
-            **self._promised(),
+            tpot_s=self._tpot_s(),
             prefix_cache=config.prefix_cache,
             transports=config.transports,
             lease_s=config.lease_s,
@@ -88,10 +89,10 @@ class Deployment:
             auth_token=self.token,
         )
 
-    def _promised(self) -> dict[str, float]:
-        """The time per token, where one was promised: what steps with prompts aim at."""
+    def _tpot_s(self) -> float:
+        """What steps with prompts aim at: the time per token that was promised, where one was."""
         level = self.config.service_level
-        return {"tpot_s": level.tpot_s} if "tpot_s" in level.model_fields_set else {}
+        return level.tpot_s if "tpot_s" in level.model_fields_set else TPOT_S
 
 
 def make_worker_id(pool: str, number: int) -> str:

@@ -27,6 +27,7 @@ from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
+TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
 TARGET_DECODE_STEPS = 4.0  # where decodes alone take long: prompts have three quarters of the time
 
 
@@ -45,7 +46,7 @@ class SchedulerConfig:
     max_running: int = 256
     decode_role_prefill_tokens: int = 256  # prefill tokens a step beside running decodes, in the decode role
     target_step_s: float | None = None  # with running decodes; 0: no matter; None: see Scheduler._target_s
-    tpot_s: float = 0.04  # what that aims at; docs/performance.md has what others give
+    tpot_s: float = TPOT_S  # what that aims at
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from .errors import ConfigError
 from .kv_layout import AXIS_ORDERS
 from .kv_wire import WIRE_DTYPES
-from .scheduler import Role, SchedulerConfig
+from .scheduler import TPOT_S, Role, SchedulerConfig
 
 MAX_RANKS = 64
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
@@ -35,7 +35,7 @@ class WorkerConfig:
     chunk_tokens: int = 0  # 0: no limit but the budget
     max_running: int = 256
     target_step_s: float | None = None  # of a step with prefill beside running decodes; 0: no matter; None: by load
-    tpot_s: float = 0.04  # time per token that such a step aims at by load
+    tpot_s: float = TPOT_S  # time per token that such a step aims at by load
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
     prefix_cache: bool = True
     transports: tuple[str, ...] | Literal["auto"] = "auto"

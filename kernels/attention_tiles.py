@@ -34,6 +34,14 @@ def check_paged(q: Tensor, cache: Tensor, scales: Tensor | None, block_tables: T
     assert all(t.device == q.device for t in (cache, block_tables, context_lens))
 
 
+def output_for(q: Tensor, out: Tensor | None) -> Tensor:
+    """`out`, checked, or a new one: of q's shape and dtype, its last axis contiguous."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape and out.stride(2) == 1 and out.dtype == q.dtype
+    return out
+
+
 def stored_bits(cache: Tensor) -> Tensor:
     """A float8_e4m3fn cache as bytes, which every target can widen; any other as it is."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention_tiles import LOG2_E, check_paged, scale_strides, stored_bits, walk
+from .attention_tiles import check_paged, output_for, scale_strides, stored_bits, walk
 from .decode_plan import DecodePlan, Decodes, decode_config, first_slots
 from .kv_scales import dequantise
 from .lang import jit, next_power_of_2, tl
@@ -87,10 +87,8 @@ def decode_attention_triton(
     """
     check_paged(q, cache, scales, decodes.block_tables, decodes.context_lens)
     assert plan.window == options.window and len(plan.starts) == len(decodes.query_starts)
-    assert options.sinks is None or (options.sinks.is_contiguous() and options.sinks.numel() == q.shape[1])
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    assert out.shape == q.shape and out.stride(2) == 1 and out.dtype == q.dtype
+    options.check_heads(q.shape[1])
+    out = output_for(q, out)
     num_heads, dim = q.shape[1:]
     num_kv_heads = cache.shape[3]
     config = decode_config(chip_of(q.device), cache)
@@ -98,8 +96,6 @@ def decode_attention_triton(
     rows = decodes.max_queries * (num_heads // num_kv_heads)
     partial = torch.empty(len(plan.work), num_kv_heads, rows, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(len(plan.work), num_kv_heads, rows, dtype=torch.float32, device=q.device)
-    scale = options.scale_of(dim)
-    assert scale > 0
     tables = decodes.block_tables
     block_m = min(max(16, next_power_of_2(rows)), 64)
     _decode_attention_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](
@@ -122,16 +118,11 @@ def decode_attention_triton(
         *out.stride()[:2],
         tables.stride(0),
         tables.stride(1) if tables.dim() == 3 else 0,
-        scale if options.softcap else scale * LOG2_E,
-        options.softcap,
-        options.window,
+        *options.numbers(dim),
         GROUP=num_heads // num_kv_heads,
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
-        HAS_WINDOW=options.window > 0,
-        HAS_SOFTCAP=options.softcap > 0,
-        HAS_SCALES=scales is not None,
-        HAS_SINKS=options.sinks is not None,
+        **options.flags(scales),
         BLOCK_SIZE=cache.shape[2],
         BLOCK_M=block_m,
         BLOCK_N=config.slots,

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention_tiles import LOG2_E
+
 
 @dataclass(frozen=True)
 class PagedBatch:
@@ -55,6 +57,24 @@ class AttentionOptions:
 
     def scale_of(self, dim: int) -> float:
         return 1.0 / math.sqrt(dim) if self.scale is None else self.scale
+
+    def numbers(self, dim: int) -> tuple[float, float, int]:
+        """scale, softcap and window as kernels take them: scores are to base 2 where nothing caps them before."""
+        scale = self.scale_of(dim)
+        assert scale > 0
+        return scale if self.softcap else scale * LOG2_E, self.softcap, self.window
+
+    def flags(self, scales: Tensor | None) -> dict[str, bool]:
+        """Constants of a kernel: what it need not look at. scales: of 8-bit KV."""
+        return {
+            "HAS_WINDOW": self.window > 0,
+            "HAS_SOFTCAP": self.softcap > 0,
+            "HAS_SCALES": scales is not None,
+            "HAS_SINKS": self.sinks is not None,
+        }
+
+    def check_heads(self, num_heads: int) -> None:
+        assert self.sinks is None or (self.sinks.is_contiguous() and self.sinks.numel() == num_heads)
 
 
 NO_OPTIONS = AttentionOptions()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention_tiles import LOG2_E, check_paged, scale_strides, stored_bits, walk
+from .attention_tiles import check_paged, output_for, scale_strides, stored_bits, walk
 from .kv_scales import dequantise
 from .lang import jit, next_power_of_2, tl
 from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
@@ -137,18 +137,14 @@ def prefill_attention_triton(
     check_paged(q, cache, scales, batch.block_tables, batch.context_lens)
     assert batch.block_tables.dim() == 2 and batch.block_size == cache.shape[2]
     assert len(batch.host_num_new) == len(batch.host_context_lens) == batch.block_tables.shape[0]
-    assert options.sinks is None or (options.sinks.is_contiguous() and options.sinks.numel() == q.shape[1])
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    assert out.shape == q.shape and out.stride(2) == 1 and out.dtype == q.dtype
+    options.check_heads(q.shape[1])
+    out = output_for(q, out)
     num_heads, dim = q.shape[1:]
     num_kv_heads = cache.shape[3]
     chip = chip_of(q.device)
     config = prefill_config(chip, q, cache)
     group = num_heads // num_kv_heads
     tiles = tiles_of(batch, first_seq, max(config.rows // group, 1), options.window)
-    scale = options.scale_of(dim)
-    assert scale > 0
     _prefill_attention_kernel[(min(len(tiles) * num_kv_heads, chip.num_cores * config.programs_per_core),)](
         q,
         stored_bits(cache),
@@ -165,15 +161,10 @@ def prefill_attention_triton(
         *out.stride()[:2],
         batch.block_tables.stride(0),
         len(tiles),
-        scale if options.softcap else scale * LOG2_E,
-        options.softcap,
-        options.window,
+        *options.numbers(dim),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        HAS_WINDOW=options.window > 0,
-        HAS_SOFTCAP=options.softcap > 0,
-        HAS_SCALES=scales is not None,
-        HAS_SINKS=options.sinks is not None,
+        **options.flags(scales),
         BLOCK_SIZE=cache.shape[2],
         DIM=dim,
         BLOCK_M=max(config.rows, next_power_of_2(group)),

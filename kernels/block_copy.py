@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .lang import jit, tl
+from .lang import jit, kernel_for, tl
 from .tuning import chip_of
 
 _BYTES = 8192  # of a program at once: four vectors a thread
@@ -20,7 +20,7 @@ def copy_blocks(source: Tensor, target: Tensor, source_ids: Tensor | None, targe
     copy, so that a launch may be larger than its work. None: blocks 0, 1, ... in order (a buffer: gather or scatter).
     Both may be one pool if no block that is written is read or written again.
     """
-    run = copy_blocks_triton if source.is_cuda else copy_blocks_twin
+    run = kernel_for(source, copy_blocks_triton, copy_blocks_twin)
     run(source, target, source_ids, target_ids)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .tuning import ANY, Chip, Tuned, chip_of
 
 MAX_QUERIES = 16
@@ -123,7 +123,7 @@ def plan_decode(
     """For layers of so many KV heads (each read by so many tiles of rows) and such a window. Waits for nothing."""
     chip = chip_of(decodes.context_lens.device)
     programs = -(-chip.num_cores * config.programs_per_core // (num_kv_heads * tiles_of_rows))
-    run = plan_decode_twin if decodes.context_lens.device.type == "cpu" else plan_decode_triton
+    run = kernel_for(decodes.context_lens, plan_decode_triton, plan_decode_twin)
     # Every sequence's last split may be short, all others are of the size that fills the device.
     return run(decodes, programs, len(decodes.context_lens) + programs, config.slots, window)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .tuning import chip_of
 
 SILU, GELU, GELU_TANH = 0, 1, 2  # GELU_TANH: the approximation of Hendrycks & Gimpel 2016, section 2
@@ -24,7 +24,7 @@ def gate_mul(gate_up: Tensor, activation: int) -> Tensor:
 
     activation: SILU, GELU or GELU_TANH. Returns [T, I] contiguous, of the same dtype.
     """
-    return gate_mul_triton(gate_up, activation) if gate_up.is_cuda else gate_mul_twin(gate_up, activation)
+    return kernel_for(gate_up, gate_mul_triton, gate_mul_twin)(gate_up, activation)
 
 
 def gate_mul_twin(gate_up: Tensor, activation: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .grouped_kernels import grouped_dense_kernel, grouped_packed_kernel
+from .lang import kernel_for
 from .moe_sort import ExpertOrder
 from .packed_weight import PackedWeight
 from .products import Tile
@@ -63,9 +64,7 @@ def grouped_gate_up(
     x: [T, D], last axis contiguous; weight: [E, 2I, D], each expert's gate before its up. x is of the weight's dtype
     where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does.
     """
-    if x.is_cuda:
-        return grouped_gate_up_triton(x, weight, order, out_dtype, x_scales)
-    return grouped_gate_up_twin(x, weight, order, out_dtype, x_scales)
+    return kernel_for(x, grouped_gate_up_triton, grouped_gate_up_twin)(x, weight, order, out_dtype, x_scales)
 
 
 def grouped_down(
@@ -75,9 +74,7 @@ def grouped_down(
 
     act: [P, I] by place, last axis contiguous; weight: [E, D, I]; dtypes and act_scales as grouped_gate_up's.
     """
-    if act.is_cuda:
-        return grouped_down_triton(act, weight, order, out_dtype, act_scales)
-    return grouped_down_twin(act, weight, order, out_dtype, act_scales)
+    return kernel_for(act, grouped_down_triton, grouped_down_twin)(act, weight, order, out_dtype, act_scales)
 
 
 def grouped_gate_up_twin(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .kv_scales import dequantise, largest_of, quantise, scale_and_inverse, to_stored
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .tuning import chip_of
 
 _TILE = 2048  # numbers of a program at once, in whole vectors
@@ -35,7 +35,7 @@ def move_kv(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int)
 
     Numbers of one dtype are copied, with their scales; others go by float32 and are rounded once.
     """
-    run = move_kv_triton if source.numbers.is_cuda else move_kv_twin
+    run = kernel_for(source.numbers, move_kv_triton, move_kv_twin)
     run(source, target, first_token, num_tokens)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .ranked import id_of, no_token, ranked, score_of
 from .tuning import chip_of
 
@@ -23,7 +23,7 @@ def log_totals(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     [R, num_top] int64, and values, float32, in descending order, the lowest id first among equals. The log-probability
     of a token is its logit less the first. A row's results depend on that row alone.
     """
-    return log_totals_triton(logits, num_top) if logits.is_cuda else log_totals_twin(logits, num_top)
+    return kernel_for(logits, log_totals_triton, log_totals_twin)(logits, num_top)
 
 
 def log_totals_twin(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

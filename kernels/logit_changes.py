@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .tuning import chip_of
 
 IN_PROMPT = 1 << 30  # in a count: the prompt has the token; below it: how often the output has
@@ -55,7 +55,7 @@ class Changes:
 
 def change_logits(logits: Tensor, changes: Changes) -> None:
     """logits: [R, vocab] float32, last axis contiguous, changed in place: as workers/sampler.py changes them."""
-    (change_logits_triton if logits.is_cuda else change_logits_twin)(logits, changes)
+    kernel_for(logits, change_logits_triton, change_logits_twin)(logits, changes)
 
 
 def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> None:
@@ -63,7 +63,7 @@ def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> 
 
     counts: [rows, vocab] int32 contiguous; rows: [n] int32, -1: nothing is counted; ids: [n] int64.
     """
-    (count_tokens_triton if counts.is_cuda else count_tokens_twin)(counts, rows, ids, amount)
+    kernel_for(counts, count_tokens_triton, count_tokens_twin)(counts, rows, ids, amount)
 
 
 def change_logits_twin(logits: Tensor, changes: Changes) -> None:

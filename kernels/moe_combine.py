@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .lang import jit, tl
+from .lang import jit, kernel_for, tl
 
 _BLOCK = 1024
 
@@ -18,9 +18,8 @@ def moe_combine(
     y: [T * top_k, D] contiguous, not written (and not read) for experts beyond first_expert and the num_experts from
     it on; weights: [T, top_k] float32 and experts: [T, top_k] int32, contiguous; shared: [T, D], last axis contiguous.
     """
-    if y.is_cuda:
-        return moe_combine_triton(y, weights, experts, num_experts, first_expert, shared)
-    return moe_combine_twin(y, weights, experts, num_experts, first_expert, shared)
+    run = kernel_for(y, moe_combine_triton, moe_combine_twin)
+    return run(y, weights, experts, num_experts, first_expert, shared)
 
 
 def moe_combine_twin(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 
 _LOWEST = -1.0e38  # what no number counts as: above the -inf of an expert that may not be chosen
 _TINY = 1e-20
@@ -38,9 +38,7 @@ def moe_routing(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
     bias: [E] float32, added to the scores for the choice alone, not to the weights (DeepSeek-V3, section 2.1.2).
     Experts come best first; of equal ones the lowest. A logit that is no number counts as the lowest there is.
     """
-    if logits.is_cuda:
-        return moe_routing_triton(logits, routing, bias)
-    return moe_routing_twin(logits, routing, bias)
+    return kernel_for(logits, moe_routing_triton, moe_routing_twin)(logits, routing, bias)
 
 
 def moe_routing_twin(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

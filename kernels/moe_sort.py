@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ class ExpertOrder:
 
 def moe_sort(experts: Tensor, num_experts: int, block_m: int, first_expert: int = 0) -> ExpertOrder:
     """experts: [T, top_k] int32 contiguous; those from first_expert on, num_experts of them, are here."""
-    if experts.is_cuda:
-        return moe_sort_triton(experts, num_experts, block_m, first_expert)
-    return moe_sort_twin(experts, num_experts, block_m, first_expert)
+    return kernel_for(experts, moe_sort_triton, moe_sort_twin)(experts, num_experts, block_m, first_expert)
 
 
 def moe_sort_twin(experts: Tensor, num_experts: int, block_m: int, first_expert: int = 0) -> ExpertOrder:

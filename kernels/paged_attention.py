@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .decode_attention import decode_attention_triton
 from .decode_plan import DecodePlan, Decodes, decode_config, plan_decode
+from .lang import kernel_for
 from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from .prefill_attention import prefill_attention_triton, prefill_attention_twin
 from .tuning import chip_of
@@ -25,7 +26,7 @@ def paged_attention(
     q: [T, N, D]; cache: [num_blocks, 2, block_size, K, D], last axes contiguous, of q's dtype or of 8 bits with
     `scales` (kv_scales.py); N a multiple of K. Returns [T, N, D] contiguous.
     """
-    run = paged_attention_triton if q.is_cuda else paged_attention_twin
+    run = kernel_for(q, paged_attention_triton, paged_attention_twin)
     return run(q, cache, batch, options, scales)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .lang import jit, next_power_of_2, tl
+from .lang import has_kernel, jit, kernel_for, next_power_of_2, tl
 
 SCALE_BLOCK = 128  # DeepSeek-V3 (2024), section 3.3
 _BLOCKS = 16  # of a program, where a row has a scale for each
@@ -24,7 +24,7 @@ def quantise_rows(x: Tensor, dtype: torch.dtype, blocks: bool = False) -> tuple[
     x is about values * scale; scales: [M], or [M, ceil(K / 128)] with `blocks`; 0 where all they cover is 0.
     dtype: float8_e4m3fn, float8_e4m3fnuz (AMD's) or int8.
     """
-    return quantise_rows_triton(x, dtype, blocks) if x.is_cuda else quantise_rows_twin(x, dtype, blocks)
+    return kernel_for(x, quantise_rows_triton, quantise_rows_twin)(x, dtype, blocks)
 
 
 def quantise_rows_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -32,7 +32,7 @@ def quantise_rows_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     What is beyond the largest magnitude is cut to it.
     """
-    return quantise_rows_by_triton(x, scale, dtype) if x.is_cuda else _rounded(x.float() / scale, dtype)
+    return quantise_rows_by_triton(x, scale, dtype) if has_kernel(x) else _rounded(x.float() / scale, dtype)
 
 
 def quantise_rows_twin(x: Tensor, dtype: torch.dtype, blocks: bool = False) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .tuning import chip_of
 
 _TILE = 2048  # numbers of a program at once, in several rows where they are short
@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x: [T, D] or [T, heads, D], last axis contiguous; weight: [D], of one dtype. Returns a new contiguous tensor.
     """
-    return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_twin(x, weight, eps)
+    return kernel_for(x, rms_norm_triton, rms_norm_twin)(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,9 +25,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
     x, residual: [T, D], last axis contiguous; weight: [D], of one dtype. Returns [T, D] contiguous.
     """
-    if x.is_cuda:
-        return add_rms_norm_triton(x, residual, weight, eps)
-    return add_rms_norm_twin(x, residual, weight, eps)
+    return kernel_for(x, add_rms_norm_triton, add_rms_norm_twin)(x, residual, weight, eps)
 
 
 def rms_norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .kv_scales import largest_of, quantise, scale_and_inverse, to_stored
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 
 _TILE = 2048  # numbers of a program: several heads, of several tokens where these have few
 _NUM_WARPS = 4
@@ -22,7 +22,7 @@ def rope_kv_write(
     of k and v, or of 8 bits and with `scales` (see kv_scales.py). slots: [T] int64, block * block_size + offset;
     below 0: not stored. Returns the rotated q, [T, N, D] contiguous.
     """
-    run = rope_kv_write_triton if q.is_cuda else rope_kv_write_twin
+    run = kernel_for(q, rope_kv_write_triton, rope_kv_write_twin)
     return run(q, k, v, cos_sin, cache, slots, scales)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .gumbel import gumbel, gumbels, uniforms
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .ranked import id_of, no_token, ranked
 from .tuning import chip_of
 
@@ -53,7 +53,7 @@ class Draws:
 def sample(logits: Tensor, draws: Draws) -> Tensor:
     """logits: [R, vocab] of floats, last axis contiguous; not changed. The token of each row, [R] int64, the lowest id
     among equals: what workers/choice.py chooses, but where the rounding of a sum of probabilities decides."""
-    return sample_triton(logits, draws) if logits.is_cuda else sample_twin(logits, draws)
+    return kernel_for(logits, sample_triton, sample_twin)(logits, draws)
 
 
 def sample_twin(logits: Tensor, draws: Draws) -> Tensor:

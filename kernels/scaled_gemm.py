@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lang import jit, tl
+from .lang import has_kernel, jit, tl
 from .products import Tile, dense_product, place_of
 from .quantise_rows import SCALE_BLOCK
 from .split_k import SplitWorkspace, num_splits, sum_of_splits, workspace_for
@@ -82,7 +82,7 @@ def scaled_gemm(
     [M, ceil(K / 128)] where the weight's are of blocks (quantise_rows makes both); weight: [N, K]; bias: [N].
     workspace: of the stream that this runs on (static_workspace); None: allocated for this call.
     """
-    if x.is_cuda:
+    if has_kernel(x):
         return scaled_gemm_triton(x, x_scales, weight, out_dtype, bias, workspace)
     return scaled_gemm_twin(x, x_scales, weight, out_dtype, bias)
 

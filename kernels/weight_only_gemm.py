@@ -7,7 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from .lang import jit, tl
+from .lang import has_kernel, jit, tl
 from .packed_weight import PackedWeight
 from .products import Tile, packed_product, place_of
 from .split_k import SplitWorkspace, num_splits, sum_of_splits, workspace_for
@@ -38,7 +38,7 @@ def weight_only_gemm(
     x: [M, K] floating, last axis contiguous; weight: [N, K], scales of any floating dtype; bias: [N].
     workspace: of the stream that this runs on (static_workspace); None: allocated for this call.
     """
-    if x.is_cuda:
+    if has_kernel(x):
         return weight_only_gemm_triton(x, weight, bias, workspace)
     return weight_only_gemm_twin(x, weight, bias)
 

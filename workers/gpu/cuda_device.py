@@ -1,0 +1,77 @@
+"""A Device by torch.cuda: lanes are streams, graphs are CUDA graphs that share one pool of memory."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .device import Event, Lane, Work
+
+
+class CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def is_done(self) -> bool:
+        return self.event.query()
+
+
+class CudaLane:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    @torch.inference_mode()
+    def run(self, work: Work) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def after(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return CudaEvent(event)
+
+
+class CudaDevice:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: of type cuda; without an index, the current one."""
+        self._device = device if ":" in str(device) else torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    def lane(self, name: str, *, high_priority: bool = False) -> CudaLane:
+        return CudaLane(torch.cuda.Stream(self._device, priority=-1 if high_priority else 0))
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def capture(self, lane: Lane, work: Work) -> Callable[[], None]:
+        assert isinstance(lane, CudaLane)
+        # Once before: libraries take their workspaces, and kernels are compiled, outside of the graph.
+        self.synchronize()
+        lane.run(work)
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        lane.run(lambda: self._record(graph, work))
+        return graph.replay
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
+        # Not torch.cuda.graph, which collects garbage before each of hundreds. Other threads may go on allocating.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()

@@ -1,0 +1,59 @@
+"""What a CUDA engine needs of a device: lanes on which work is queued, events, pinned memory, graphs.
+
+    host     run(work) ─── run(work) ─── record() ──> event                    event.wait()
+    lane           work ────────── work ─────── the event happens ────────────────^
+
+There are two: cuda_device.py, and fake_device.py, which computes on CPU tensors as late (or early) as a real one may.
+What is run on a lane is computed in inference mode. Its Python may run late: hand `run` work whose Python values stay.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], object]  # only enqueues what a device does: it neither waits for it nor reads its results
+
+
+class Event(Protocol):
+    def wait(self) -> None:
+        """The host waits until all that was run on the lane before it is done. Raises what went wrong there."""
+        ...
+
+    def is_done(self) -> bool: ...
+
+
+class Lane(Protocol):
+    """What is run on it is done in order, beside what is run on other lanes."""
+
+    def run(self, work: Work) -> None: ...
+
+    def after(self, event: Event) -> None:
+        """What is run from now on begins once the event has happened; the host does not wait."""
+        ...
+
+    def record(self) -> Event: ...
+
+
+class Device(Protocol):
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def lane(self, name: str, *, high_priority: bool = False) -> Lane: ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory from and to which a device copies on its own (`copy_`, non_blocking)."""
+        ...
+
+    def capture(self, lane: Lane, work: Work) -> Callable[[], None]:
+        """A graph: what replays the device's work of `work`, on the same tensors. Run it on the same lane, never while
+        another graph that was captured before is under way on a lane beside.
+
+        `work` is done twice or so while it is captured; nothing may be under way then.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """The host waits for all lanes."""
+        ...

@@ -12,7 +12,6 @@ part of it, so that rank 0's transports reach them all.
 import mmap
 from collections.abc import Sequence
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -110,6 +109,8 @@ def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -
 def available_bytes(device: torch.device) -> int:
     """Memory that could be had now on `device`."""
     if device.type == "cpu":
+        import psutil  # on a GPU nothing else needs it
+
         return psutil.virtual_memory().available
     free, _ = torch.cuda.mem_get_info(device)
     return free

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from .errors import LayoutMismatch
@@ -85,6 +84,8 @@ def _blocks(offsets: Offsets, num_bytes: int) -> Iterator[Runs]:
 
 
 def _checksum(view: memoryview, runs: Runs, change: Callable[[Bytes], Bytes] | None) -> bytes:
+    from blake3 import blake3  # here, so that only who verifies KV needs it
+
     hasher = blake3()
     for start, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
         run = view[start : start + length]

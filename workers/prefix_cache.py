@@ -8,8 +8,7 @@ leave oldest first, children before parents, because sequences release their las
 from array import array
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-
-from blake3 import blake3
+from hashlib import blake2b
 
 from .block_manager import BlockManager
 from .sequence import Sequence
@@ -29,10 +28,10 @@ def block_hashes(
 
 
 def _extend(hashes: list[bytes], token_ids: SequenceOf[int], block_size: int, salt: bytes) -> None:
-    parent = hashes[-1] if hashes else blake3(b"diptych.prefix" + salt).digest(HASH_BYTES)
+    parent = hashes[-1] if hashes else blake2b(b"diptych.prefix" + salt, digest_size=HASH_BYTES).digest()
     for i in range(len(hashes), len(token_ids) // block_size):
         tokens = array("I", token_ids[i * block_size : (i + 1) * block_size]).tobytes()
-        parent = blake3(parent + tokens).digest(HASH_BYTES)
+        parent = blake2b(parent + tokens, digest_size=HASH_BYTES).digest()
         hashes.append(parent)
 
 

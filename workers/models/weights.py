@@ -7,15 +7,14 @@ with a checkpoint is found before a weight is read, and named.
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,16 +22,16 @@ from ...kernels.cpu.linear import Format
 from ..errors import CheckpointError
 from ..quant.formats import as_stored, format_of, scales_of_part
 from .sharding import WHOLE, Share, part_of_tensor
-from .spec import ModelSpec, read_json_object
+from .shards import INDEX_FILE, read_index, samples, shards
+from .spec import ModelSpec
 from .tensor_names import Shape, expected_tensors, layer_tensors, outer_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+# Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
+# bytes that it is done with. It may still be under way when it returns: see gpu/upload.py.
+Put = Callable[[Tensor, Tensor, Callable[[int], object]], object]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
-SAMPLE_BYTES = 128
-MAX_SHARDS = 4096
 
 
 @dataclass(slots=True)
@@ -59,6 +58,12 @@ class DecoderWeights:
     layers: list[LayerWeights]
     norm: Tensor  # [H]
     lm_head: Tensor  # [vocab, H]; the same tensor as `embed` where they are tied
+
+
+def put_now(target: Tensor, stored: Tensor, copied: Callable[[int], object]) -> None:
+    """A Put."""
+    target.copy_(stored)
+    copied(stored.nbytes)
 
 
 class Checkpoint:
@@ -90,20 +95,20 @@ class Checkpoint:
         return sum(self.stored_bytes(name) for name in self._files)
 
     def fingerprint(self) -> str:
-        """Hex name of the weights: blake3 over the spec, names, shapes, dtypes and a sample of each tensor's bytes.
+        """Hex name of the weights: blake2b over the spec, names, shapes, dtypes and a sample of each tensor's bytes.
 
         How the tensors are spread over files does not matter. Reads a few pages a tensor, whatever its size; not by
         mmap, whose faults read ahead by megabytes. Raises CheckpointError where a file cannot be read.
         """
-        digest = blake3(json.dumps(asdict(self.spec), sort_keys=True).encode())
-        samples: dict[str, bytes] = {}
+        digest = blake2b(json.dumps(asdict(self.spec), sort_keys=True).encode(), digest_size=16)
+        sampled: dict[str, bytes] = {}
         for path in set(self._paths.values()):
-            samples |= _samples(path)
+            sampled |= samples(path)
         for name in sorted(self._files):
             stored = self._files[name].get_slice(name)
             digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}".encode())
-            digest.update(samples[name])
-        return digest.hexdigest(length=16)
+            digest.update(sampled[name])
+        return digest.hexdigest()
 
     def load(
         self,
@@ -129,9 +134,11 @@ class Checkpoint:
         progress: Progress = lambda _done, _total: None,
         share: Share = WHOLE,
         quantize: str | None = None,
+        put: Put = put_now,
     ) -> "Reader":
-        """For whoever makes something else of each tensor than `load` does. quantize: see quant/formats.py."""
-        return Reader(self, dtype, device, progress, share, quantize)
+        """For whoever makes something else of each tensor than `load` does. quantize: see quant/formats.py; it needs
+        what was put at once."""
+        return Reader(self, dtype, device, progress, share, quantize, put)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Tensor `name`, or a part of it, as stored; on CPU."""
@@ -152,8 +159,8 @@ class Checkpoint:
         return math.prod(stored.get_shape()) * STORED_BYTES[stored.get_dtype()]
 
     def _open(self, model_path: Path) -> None:
-        index = _read_index(model_path)
-        for path in _shards(model_path, index):
+        index = read_index(model_path)
+        for path in shards(model_path, index):
             shard = self._open_shard(path)
             for name in shard.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in self._files:
@@ -213,10 +220,12 @@ class Reader:
         progress: Progress,
         share: Share,
         quantize: str | None = None,
+        put: Put = put_now,
     ) -> None:
+        assert quantize is None or put is put_now
         self.quantize = quantize
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
-        self._progress = progress
+        self._progress, self._put = progress, put
         self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
         self._outer: dict[str, dict[str, Shape]] = {}
         if share.rank:  # what is added once is added by rank 0
@@ -242,14 +251,20 @@ class Reader:
         return Fields(self, self._outer)
 
     def parts(self, sources: dict[str, Shape]) -> list[Tensor]:
-        return [self._read(name, shape).to(self._device, self._dtype) for name, shape in sources.items()]
+        found: list[Tensor] = []
+        for name in sources:
+            stored = self._checkpoint.read(name, self._part(name))
+            found.append(stored.to(self._device, self._dtype))  # no copy of what is so already
+            self._count(stored.nbytes)
+        return found
 
     def fused(self, sources: dict[str, Shape]) -> Tensor:
         shapes = [self._shape(name, shape) for name, shape in sources.items()]
         target = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
         start = 0
-        for (name, shape), own in zip(sources.items(), shapes, strict=True):
-            target[start : start + own[0]].copy_(self._read(name, shape))
+        for name, own in zip(sources, shapes, strict=True):
+            stored = self._checkpoint.read(name, self._part(name))
+            self._put(target[start : start + own[0]], stored, self._count)
             start += own[0]
         return target
 
@@ -264,11 +279,9 @@ class Reader:
         whole = self._checkpoint.read(name, (slice(None),)).to(self._device, self._dtype)
         return scales_of_part(whole, format, part[1])
 
-    def _read(self, name: str, shape: Shape) -> Tensor:
-        stored = self._checkpoint.read(name, self._part(name))
-        self._done += self._bytes(name, shape)
+    def _count(self, num_bytes: int) -> None:
+        self._done += num_bytes
         self._progress(self._done, self._total)
-        return stored
 
     def _part(self, name: str) -> tuple[slice, ...]:
         return (slice(None),) if self._share == WHOLE else part_of_tensor(self._checkpoint.spec, name, self._share)
@@ -327,47 +340,3 @@ def load_weights(reader: Reader) -> DecoderWeights:
         outer.as_stored("lm_head") if outer.has("lm_head") else None,
     )
     return DecoderWeights(embed, layers, norm, embed if lm_head is None else lm_head)
-
-
-def _read_index(model_path: Path) -> dict[str, str]:
-    """Tensor name -> file name of a sharded checkpoint; empty for one in a single file."""
-    path = model_path / INDEX_FILE
-    if (model_path / SINGLE_FILE).is_file() or not path.is_file():
-        return {}
-    weight_map: Any = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: weight_map must be a non-empty object: fetch the file again")
-    for name, file_name in cast("dict[str, Any]", weight_map).items():
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(f"{path}: weight_map entry {name} must name a file beside it, found {file_name!r}")
-    return cast("dict[str, str]", weight_map)
-
-
-def _shards(model_path: Path, index: dict[str, str]) -> list[Path]:
-    paths = [model_path / name for name in sorted(set(index.values()))] or [model_path / SINGLE_FILE]
-    if len(paths) > MAX_SHARDS:
-        raise CheckpointError(f"{model_path / INDEX_FILE} names {len(paths)} files; at most {MAX_SHARDS} are served")
-    for path in paths:
-        if not path.is_file():
-            source = f"{INDEX_FILE} names it" if index else f"there is no {INDEX_FILE} either"
-            raise CheckpointError(f"{path} does not exist, and {source}: fetch the missing file")
-    return paths
-
-
-def _samples(path: Path) -> dict[str, bytes]:
-    """The first, middle and last few bytes of every tensor in a file whose header is known to be sound."""
-    samples: dict[str, bytes] = {}
-    try:
-        with path.open("rb", buffering=0) as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
-                size = min(SAMPLE_BYTES, end - start)
-                pieces = (start, start + (end - start - size) // 2, end - size)
-                samples[name] = b"".join(os.pread(file.fileno(), size, offset) for offset in pieces)
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read ({e.strerror}): check the disk, or fetch the file again") from e
-    return samples

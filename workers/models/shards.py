@@ -1,0 +1,59 @@
+"""The files of a safetensors checkpoint: which there are, and samples of what they hold. No torch."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import CheckpointError
+from .spec import read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SAMPLE_BYTES = 128
+MAX_SHARDS = 4096
+
+
+def read_index(model_path: Path) -> dict[str, str]:
+    """Tensor name -> file name of a sharded checkpoint; empty for one in a single file."""
+    path = model_path / INDEX_FILE
+    if (model_path / SINGLE_FILE).is_file() or not path.is_file():
+        return {}
+    weight_map: Any = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must be a non-empty object: fetch the file again")
+    for name, file_name in cast("dict[str, Any]", weight_map).items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(f"{path}: weight_map entry {name} must name a file beside it, found {file_name!r}")
+    return cast("dict[str, str]", weight_map)
+
+
+def shards(model_path: Path, index: dict[str, str]) -> list[Path]:
+    """All files that hold tensors; they exist. index: as `read_index` gives it. Raises CheckpointError."""
+    paths = [model_path / name for name in sorted(set(index.values()))] or [model_path / SINGLE_FILE]
+    if len(paths) > MAX_SHARDS:
+        raise CheckpointError(f"{model_path / INDEX_FILE} names {len(paths)} files; at most {MAX_SHARDS} are served")
+    for path in paths:
+        if not path.is_file():
+            source = f"{INDEX_FILE} names it" if index else f"there is no {INDEX_FILE} either"
+            raise CheckpointError(f"{path} does not exist, and {source}: fetch the missing file")
+    return paths
+
+
+def samples(path: Path) -> dict[str, bytes]:
+    """The first, middle and last few bytes of every tensor in a file whose header is known to be sound."""
+    found: dict[str, bytes] = {}
+    try:
+        with path.open("rb", buffering=0) as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+                size = min(SAMPLE_BYTES, end - start)
+                pieces = (start, start + (end - start - size) // 2, end - size)
+                found[name] = b"".join(os.pread(file.fileno(), size, offset) for offset in pieces)
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read ({e.strerror}): check the disk, or fetch the file again") from e
+    return found

@@ -98,8 +98,8 @@ class ThrottledTransport(Transport):
         self.name = inner.name
         self._inner, self._bytes_s, self._link = inner, bytes_s, asyncio.Lock()
 
-    def endpoint(self) -> kv_pb2.NixlEndpoint | None:
-        return self._inner.endpoint()
+    def publish(self, opened: kv_pb2.Opened) -> None:
+        self._inner.publish(opened)
 
     async def connect(self, source: Source) -> Reader:
         return ThrottledReader(await self._inner.connect(source), self._bytes_s, self._link)

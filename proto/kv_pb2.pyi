@@ -84,6 +84,8 @@ class SubscribeRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
+    ON_DEVICE_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     source_incarnation: _builtins.str
     sink_incarnation: _builtins.str
@@ -97,6 +99,10 @@ class SubscribeRequest(_message.Message):
     nearest even; "int8": each vector of head_dim numbers is a float32 scale (little-endian) and head_dim int8, the
     numbers being scale x int8; scale = the vector's largest magnitude / 127. A narrower dtype travels as "rows".
     """
+    machine: _builtins.str
+    """where the sink runs, as workers/transport/machine.py names it; empty: unknown"""
+    on_device: _builtins.bool
+    """the sink's pool is in device memory"""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
     @_builtins.property
@@ -114,10 +120,12 @@ class SubscribeRequest(_message.Message):
         wait_s: _builtins.float = ...,
         checksums: _builtins.bool = ...,
         wire_dtype: _builtins.str = ...,
+        machine: _builtins.str = ...,
+        on_device: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "handoff_id", b"handoff_id", "layout", b"layout", "sink_incarnation", b"sink_incarnation", "source_incarnation", b"source_incarnation", "transports", b"transports", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "handoff_id", b"handoff_id", "layout", b"layout", "machine", b"machine", "on_device", b"on_device", "sink_incarnation", b"sink_incarnation", "source_incarnation", b"source_incarnation", "transports", b"transports", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,9 +180,10 @@ class Opened(_message.Message):
     NIXL_FIELD_NUMBER: _builtins.int
     IS_LIVE_FIELD_NUMBER: _builtins.int
     NUM_POOL_BLOCKS_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_FIELD_NUMBER: _builtins.int
     source_incarnation: _builtins.str
     transport: _builtins.str
-    """the source's choice"""
+    """the source's choice; where it fails, the sink takes another that is described here"""
     lease_s: _builtins.float
     """renew sooner than this"""
     num_tokens: _builtins.int
@@ -189,8 +198,10 @@ class Opened(_message.Message):
     def layout(self) -> Global___KVLayout: ...
     @_builtins.property
     def nixl(self) -> Global___NixlEndpoint:
-        """where transport is "nixl" """
+        """where both have it, as all endpoints here"""
 
+    @_builtins.property
+    def cuda_ipc(self) -> Global___CudaIpcEndpoint: ...
     def __init__(
         self,
         *,
@@ -203,14 +214,49 @@ class Opened(_message.Message):
         nixl: Global___NixlEndpoint | None = ...,
         is_live: _builtins.bool = ...,
         num_pool_blocks: _builtins.int = ...,
+        cuda_ipc: Global___CudaIpcEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "nixl", b"nixl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "layout", b"layout", "nixl", b"nixl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_live", b"is_live", "layout", b"layout", "lease_s", b"lease_s", "nixl", b"nixl", "num_blocks", b"num_blocks", "num_pool_blocks", b"num_pool_blocks", "num_tokens", b"num_tokens", "source_incarnation", b"source_incarnation", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "is_live", b"is_live", "layout", b"layout", "lease_s", b"lease_s", "nixl", b"nixl", "num_blocks", b"num_blocks", "num_pool_blocks", b"num_pool_blocks", "num_tokens", b"num_tokens", "source_incarnation", b"source_incarnation", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
+
+@_typing.final
+class CudaIpcEndpoint(_message.Message):
+    """The allocation that holds the source's pool, for other processes of its machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """CUipcMemHandle, 64 bytes"""
+    offset: _builtins.int
+    """of block 0 in the allocation"""
+    num_bytes: _builtins.int
+    """of the whole pool"""
+    device_uuid: _builtins.bytes
+    """16 bytes, as the driver says"""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        device_uuid: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaIpcEndpoint: _TypeAlias = CudaIpcEndpoint  # noqa: Y015
 
 @_typing.final
 class NixlEndpoint(_message.Message):

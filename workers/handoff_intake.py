@@ -4,6 +4,9 @@
     staged   for each part: slice -> read -> (on a thread) check, convert into the pool -> slice back; while one part is
              converted the next is read
 
+A pool in device memory is read into directly by those alone who reach it; what comes from others is always staged, in
+host memory, and goes to the device when it is converted.
+
 A read that failed or was cancelled keeps its slice, and a conversion that has begun ends, until `settled` returns: only
 then does nothing write into the pool, nor into a slice that another pull may get.
 """
@@ -11,10 +14,11 @@ then does nothing write into the pool, nor into a slice that another pull may ge
 import asyncio
 from dataclasses import dataclass
 
+from .device_kv import Staged
 from .errors import ChecksumMismatch, DiptychError, TransportError
 from .handoff_types import CHECKSUM_BYTES, Read, Segment
 from .kv_bridge import Bridge
-from .kv_layout import Region
+from .kv_layout import KVMemory
 from .staging import Slice, Staging
 from .transport.base import Reader
 
@@ -31,13 +35,14 @@ AS_IT_IS = PullSettings()
 
 
 class Intake:
-    """`pool`: our region, as the bridge knows it."""
+    """`memory`: ours, as the bridge knows it."""
 
-    def __init__(self, reader: Reader, bridge: Bridge, pool: Region, staging: Staging, *, verify: bool) -> None:
+    def __init__(self, reader: Reader, bridge: Bridge, memory: KVMemory, staging: Staging, *, verify: bool) -> None:
         self._reader = reader
         self._bridge = bridge
-        self._pool = pool
+        self._pool, self._device = memory.region, memory.device
         self._staging = staging
+        self._lands_on_device = self._device is not None and reader.lands_on_device
         self._verify = verify
         self._converting: set[asyncio.Future[None]] = set()
         self._loose: list[Slice] = []  # bytes may land there yet
@@ -47,7 +52,7 @@ class Intake:
         ChecksumMismatch."""
         if self._verify and len(read.segment.checksum) != CHECKSUM_BYTES * len(read.segment.block_ids):
             raise TransportError("the source announced a segment without the checksums that were asked for")
-        if self._bridge.is_direct(read):
+        if self._bridge.is_direct(read) and (self._device is None or self._lands_on_device):
             await self._take_direct(read)
         else:
             await self._take_staged(read)
@@ -67,12 +72,14 @@ class Intake:
 
     async def _take_staged(self, read: Read) -> None:
         last: asyncio.Future[None] | None = None
+        landing = self._staging.on_device if self._lands_on_device else self._staging.region
+        assert landing is not None
         try:
             for part in self._bridge.parts(read.segment, whole_blocks=self._verify):
                 piece = await self._staging.take(self._bridge.num_bytes(part))
                 try:
                     copies = self._bridge.staged(part, piece.start)
-                    await self._reader.read(part.to_proto(), copies, self._staging.region)
+                    await self._reader.read(part.to_proto(), copies, landing)
                 except BaseException:
                     self._loose.append(piece)
                     raise
@@ -87,9 +94,8 @@ class Intake:
             raise
 
     def _start_conversion(self, read: Read, part: Segment, piece: Slice) -> "asyncio.Future[None]":
-        data = self._staging.view[piece.start : piece.start + self._bridge.num_bytes(part)]
-        loop = asyncio.get_running_loop()
-        conversion = loop.run_in_executor(None, self._convert, data, read, part)
+        staged = Staged(part, piece.start, self._bridge.num_bytes(part), self._lands_on_device)
+        conversion = asyncio.get_running_loop().run_in_executor(None, self._convert, staged, read)
         self._converting.add(conversion)
 
         def end(conversion: "asyncio.Future[None]") -> None:
@@ -101,11 +107,19 @@ class Intake:
         conversion.add_done_callback(end)
         return conversion
 
-    def _convert(self, data: memoryview, read: Read, part: Segment) -> None:
+    def _convert(self, staged: Staged, read: Read) -> None:
         """On a thread."""
         if self._verify:
-            _compare(part, self._bridge.staged_checksums(data, part))
-        self._bridge.convert(data, part, read.table, read.first_token)
+            _compare(staged.part, self._bridge.staged_checksums(self._bytes_of(staged), staged.part))
+        if self._device is not None:
+            self._device.convert(self._bridge, staged, read.table, read.first_token)
+        else:
+            self._bridge.convert(self._bytes_of(staged), staged.part, read.table, read.first_token)
+
+    def _bytes_of(self, staged: Staged) -> memoryview:
+        if staged.is_on_device and self._device is not None:
+            return self._device.fetch(staged)
+        return self._staging.view[staged.start : staged.start + staged.num_bytes]
 
 
 def _compare(segment: Segment, found: bytes) -> None:

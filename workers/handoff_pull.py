@@ -18,18 +18,10 @@ import grpc
 import grpc.aio
 
 from ..proto import kv_pb2, kv_pb2_grpc, worker_pb2
-from .channel import ERROR_KEY, Metadata
-from .errors import (
-    DeadlineExceeded,
-    DiptychError,
-    HandoffError,
-    InternalError,
-    TransportError,
-    Unavailable,
-    WorkerLost,
-    from_wire,
-)
+from .channel import Metadata
+from .errors import DiptychError, HandoffError, InternalError, TransportError, WorkerLost
 from .handoff import SinkHandoff
+from .handoff_errors import error_of, error_of_abort
 from .handoff_intake import AS_IT_IS, Intake, PullSettings
 from .handoff_types import (
     Abandon,
@@ -52,6 +44,7 @@ from .kv_layout import KVLayout, KVMemory
 from .staging import Staging
 from .timings import PeerTraffic, PullClock, PullTimes
 from .transport.base import Source, Transport
+from .transport.machine import this_machine
 
 WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
 ANSWER_S = 5.0  # beyond that, until the source has answered the subscription
@@ -213,13 +206,15 @@ class Pull:
             wait_s=self._wait_s,
             checksums=self._around.settings.verify,
             wire_dtype=self._around.settings.wire_dtype,
+            machine=this_machine(),
+            on_device=self._around.memory.device is not None,
         )
         call = self._stub.Subscribe(request, timeout=self._errand.timeout_s, metadata=self._around.metadata)
         try:
             async for announcement in call:
                 self._on_announcement(announcement)
         except grpc.aio.AioRpcError as e:
-            self.give_up(_error_of(e))
+            self.give_up(error_of(e))
         else:
             self._carry_out(self._machine.stream_ended(self._now()))
         finally:
@@ -239,7 +234,7 @@ class Pull:
                 seal = Seal(s.num_segments, s.num_computed_tokens, tuple(s.output_token_ids))
                 self._carry_out(self._machine.sealed(seal, now))
             case "aborted":
-                self.give_up(_aborted(announcement.aborted))
+                self.give_up(error_of_abort(announcement.aborted))
             case _:
                 self.give_up(HandoffError("the source announced something that this version does not know"))
 
@@ -267,19 +262,20 @@ class Pull:
     # -- our doings -------------------------------------------------------------------------------------------------
 
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, Intake]:
-        """Over the source's choice of transport, or gRPC where that one cannot reach it."""
-        source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, self._around.metadata)
-        *names, last = [opened.transport, *(["grpc"] if "grpc" in self._around.transports else [])]
+        """Over the source's choice of transport, or, where that one cannot reach it, the next of ours that can."""
+        around = self._around
+        source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, around.metadata)
+        *names, last = dict.fromkeys([opened.transport, *around.transports])
         for name in names:
             try:
                 return name, await self._intake(name, source, bridge)
             except TransportError as e:
-                log.warning("the source cannot be read over %s (%s): using %s", name, e, last)
+                log.warning("the source cannot be read over %s: %s", name, e)
         return last, await self._intake(last, source, bridge)
 
     async def _intake(self, transport: str, source: Source, bridge: Bridge) -> Intake:
         reader, around = await self._around.transports[transport].connect(source), self._around
-        return Intake(reader, bridge, around.memory.region, around.staging, verify=around.settings.verify)
+        return Intake(reader, bridge, around.memory, around.staging, verify=around.settings.verify)
 
     async def _reserve(self, num_tokens: int) -> None:
         try:
@@ -375,26 +371,3 @@ class Pull:
         for task in stopped:
             task.cancel()
         return stopped
-
-
-def _error_of(e: grpc.aio.AioRpcError) -> DiptychError:
-    """What a broken or refused subscription means."""
-    details = e.details() or e.code().name
-    for key, value in e.trailing_metadata() or ():
-        if key == ERROR_KEY:
-            error = from_wire(value if isinstance(value, str) else value.decode(errors="replace"), details)
-            return error if isinstance(error, HandoffError | Unavailable) else HandoffError(details)
-    match e.code():
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-            return WorkerLost(f"the source worker cannot be reached ({details})")
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded("the KV had not arrived in time")
-        case code:
-            return HandoffError(f"the source refused the hand-off: {code.name} {details}")
-
-
-def _aborted(message: kv_pb2.Aborted) -> DiptychError:
-    error = from_wire(message.error, message.message)
-    if isinstance(error, HandoffError | Unavailable):
-        return error
-    return HandoffError(f"the source gave the hand-off up: {message.message}")

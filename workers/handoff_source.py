@@ -5,7 +5,7 @@
                                       └─> announcements to the sink; SourcePort.end_lease, once
 
 A Subscribe stream stays open after the seal, until the hand-off ends: while it stands, each side knows the other alive.
-Knows no engine and no torch: bytes come from a memoryview.
+Knows no engine and no torch.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -23,6 +24,7 @@ from ..proto import kv_pb2, kv_pb2_grpc
 from .channel import ERROR_KEY
 from .errors import DiptychError, HandoffError, TransportError, Unavailable, UnknownHandoff, WorkerLost
 from .handoff import SourceHandoff
+from .handoff_pieces import pieces
 from .handoff_types import (
     Aborted,
     Answer,
@@ -35,11 +37,11 @@ from .handoff_types import (
     SourceAction,
     Tell,
 )
+from .kv_checksums import pool_checksums
 from .kv_layout import ROWS, KVLayout, KVMemory
 from .kv_packing import to_wire
-from .kv_wire import checksums, on_the_wire, vector_bytes
+from .kv_wire import on_the_wire, vector_bytes
 from .transport.base import Transport
-from .transport.runs import gather
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
 MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
@@ -163,13 +165,13 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     async def Subscribe(self, request: kv_pb2.SubscribeRequest, context: Context) -> AsyncIterator[kv_pb2.Announcement]:
         try:
-            wire = self._wire(request)
-            transport = self._check(request, wire)
+            wire = on_the_wire(self._layout.dtype, request.wire_dtype)
+            transports = self._check(request, wire)
             outgoing = await self._offered(request.handoff_id, request.wait_s)
         except DiptychError as error:
             await _refuse(context, error)
         outbox: asyncio.Queue[kv_pb2.Announcement | None] = asyncio.Queue()
-        outbox.put_nowait(kv_pb2.Announcement(opened=self._opened(outgoing, transport)))
+        outbox.put_nowait(kv_pb2.Announcement(opened=self._opened(outgoing, transports)))
         sink = request.sink_incarnation
         actions = outgoing.machine.subscribe(sink, self._now())
         if actions and isinstance(refusal := actions[-1], Refuse):
@@ -191,23 +193,22 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
-        view, layout, wire = self._memory.region.view, self._layout, outgoing.wire
-        if view is None:
-            await _refuse(context, TransportError("KV in device memory cannot be pulled over gRPC"))
+        layout, wire = self._layout, outgoing.wire
         # What is narrowed must be whole.
         whole_bytes = vector_bytes(layout.dtype, layout.head_dim) if layout.packing == ROWS else layout.layer_bytes
         chunk_bytes = max(CHUNK_BYTES // whole_bytes, 1) * whole_bytes if wire != layout.dtype else CHUNK_BYTES
         runs = self._memory.runs(segment.block_ids, segment.first_layer, segment.num_layers).merged()
-        # A piece is copied only right after a check, with nothing awaited in between: blocks are freed on this loop.
-        for piece in gather(view, runs, chunk_bytes):
-            if wire == layout.dtype:
-                yield kv_pb2.PullChunk(data=piece)
-            else:
+        async with aclosing(pieces(self._memory, runs, chunk_bytes)) as copied:
+            async for piece in copied:
+                # Blocks are freed on this loop: what was copied while they were leased is what was announced.
+                if not outgoing.machine.is_held_by(request.sink_incarnation):
+                    await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
+                if wire == layout.dtype:
+                    yield kv_pb2.PullChunk(data=piece)
+                    continue
                 narrowed = await asyncio.to_thread(to_wire, piece, layout, wire)
                 for start in range(0, len(narrowed), CHUNK_BYTES):
                     yield kv_pb2.PullChunk(data=narrowed[start : start + CHUNK_BYTES])
-            if not outgoing.machine.is_held_by(request.sink_incarnation):
-                await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
 
     async def Renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewResponse:
         outgoing = self._open.get(request.handoff_id)
@@ -286,36 +287,25 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     def _checksums(self, segment: kv_pb2.Segment, wire: str) -> bytes:
         """On a thread."""
-        layout, view = self._layout, self._memory.region.view
-        assert view is not None
-        offsets = layout.offsets(self._memory.num_blocks, segment.block_ids, segment.first_layer, segment.num_layers)
-        change = functools.partial(to_wire, layout=layout, wire=wire)
-        return checksums(view, offsets, layout.layer_bytes, None if wire == layout.dtype else change)
+        change = None if wire == self._layout.dtype else functools.partial(to_wire, layout=self._layout, wire=wire)
+        return pool_checksums(self._memory, segment.block_ids, segment.first_layer, segment.num_layers, change)
 
-    def _wire(self, request: kv_pb2.SubscribeRequest) -> str:
-        """The dtype to send. Raises LayoutMismatch, or TransportError where only host memory would do."""
-        wire = on_the_wire(self._layout.dtype, request.wire_dtype)
-        if self._memory.region.view is None and (wire != self._layout.dtype or request.checksums):
-            raise TransportError(
-                "the source's KV is in device memory, which can be neither narrowed nor named by checksums: unset "
-                "wire_dtype and verify_kv"
-            )
-        return wire
-
-    def _check(self, request: kv_pb2.SubscribeRequest, wire: str) -> str:
-        """The name of the transport to use. Raises what makes a hand-off to this sink impossible."""
+    def _check(self, request: kv_pb2.SubscribeRequest, wire: str) -> list[str]:
+        """The names of the transports that it may use, the best first. Raises what makes a hand-off to this sink
+        impossible."""
         if request.source_incarnation != self._incarnation:
             raise WorkerLost("the source worker is gone: another process answers at its address")
         self._layout.check_bridge(KVLayout.from_proto(request.layout))
         if wire != self._layout.dtype:
             if "grpc" in self._transports and "grpc" in request.transports:
-                return "grpc"
+                return ["grpc"]
             raise TransportError(
                 f"KV is narrowed to {wire} over gRPC alone: let both workers have grpc, or unset wire_dtype"
             )
-        for name in request.transports:
-            if name in self._transports:
-                return name
+        common = [name for name in dict.fromkeys(request.transports) if name in self._transports]
+        usable = [name for name in common if self._transports[name].suits(request)]
+        if usable:
+            return usable
         ours, theirs = ", ".join(self._transports), ", ".join(request.transports)
         raise TransportError(f"no transport in common: the source has {ours or 'none'}, the sink {theirs or 'none'}")
 
@@ -336,18 +326,20 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             raise UnknownHandoff("the source worker was not asked to hand this sequence off, or ended it long ago")
         return outgoing
 
-    def _opened(self, outgoing: _Outgoing, transport: str) -> kv_pb2.Opened:
-        return kv_pb2.Opened(
+    def _opened(self, outgoing: _Outgoing, transports: Sequence[str]) -> kv_pb2.Opened:
+        opened = kv_pb2.Opened(
             source_incarnation=self._incarnation,
             layout=self._layout.to_proto(),
-            transport=transport,
+            transport=transports[0],
             lease_s=self._lease_s,
             num_tokens=outgoing.num_tokens,
             num_blocks=self._layout.num_blocks_for(outgoing.num_tokens),
-            nixl=self._transports[transport].endpoint(),
             is_live=outgoing.machine.runs_on,
             num_pool_blocks=self._memory.num_blocks,
         )
+        for name in transports:
+            self._transports[name].publish(opened)
+        return opened
 
 
 def _announcement(what: Segment | Seal | Aborted) -> kv_pb2.Announcement:

@@ -3,7 +3,8 @@
     direct   same dtype, block size, ranks and packing: runs of the source's pool go straight into ours, in either order
              of axes
     staged   else: the bytes of some blocks are read, in the wire's order, into a buffer; `convert` then writes them
-             where they belong: blocks cut anew by token, heads by rank, numbers in our dtype
+             where they belong: blocks cut anew by token, heads by rank, numbers in our dtype. Into device memory the
+             device converts (DeviceKV), by what is said here
 
 The source's layout is the wire's. A staged part, of the source's distinct ranks:
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from .errors import LayoutMismatch, TransportError
 from .handoff_types import CHECKSUM_BYTES, Read, Segment
+from .kv_checksums import pool_checksums
 from .kv_layout import ROWS, Copies, KVLayout, KVMemory, Offsets, Runs
 from .kv_packing import Pool, unpacked
 from .kv_wire import STORAGE, Numbers, checksums, on_the_wire, piece_bytes, widen
@@ -27,7 +29,7 @@ LARGEST_POOL = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadCopy:
+class HeadCopy:
     """Heads of one of our ranks, and where in the wire's ranks they are."""
 
     rank: int
@@ -67,12 +69,7 @@ class Bridge:
             and len(layout.distinct_ranks) == layout.tensor_parallel
         )
         self._pool = None if ours.region.view is None else Pool(ours)
-        self._head_copies = list(_head_copies(source, layout))
-        if not self._is_direct and self._pool is None:
-            raise LayoutMismatch(
-                f"KV in device memory moves between equal layouts only: {layout} here, {source} there; give both pools "
-                "the same dtype, block_size, number of ranks and packing"
-            )
+        self.head_copies = list(_head_copies(source, layout))
 
     def num_bytes(self, segment: Segment) -> int:
         """That travel."""
@@ -127,13 +124,14 @@ class Bridge:
         return Copies.of(remote, Runs(local, remote.lengths))
 
     def convert(self, data: memoryview, part: Segment, table: Sequence[int], first_token: int) -> None:
-        """Write a part's bytes into our pool: its tokens from `first_token` on, as far as `table` reaches."""
+        """Write a part's bytes into our pool, in host memory: its tokens from `first_token` on, as far as `table`
+        reaches."""
         assert self._pool is not None
         wire = self._of_part(data, part)
         layers = slice(part.first_layer, part.first_layer + part.num_layers)
         for span in _spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token):
             wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
-            for copy in self._head_copies:
+            for copy in self.head_copies:
                 rows = wire[copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads]
                 self._pool.write(copy.rank, span.block, layers, copy.heads, span.slot, rows)
 
@@ -148,11 +146,7 @@ class Bridge:
 
     def direct_checksums(self, read: Read) -> bytes:
         """Of what our pool holds now."""
-        assert self._ours.region.view is not None
-        segment, layout = read.segment, self._ours.layout
-        layers = segment.first_layer, segment.num_layers
-        offsets = layout.offsets(self._ours.num_blocks, _own_blocks(read), *layers)
-        return checksums(self._ours.region.view, offsets, layout.layer_bytes, None)
+        return pool_checksums(self._ours, _own_blocks(read), read.segment.first_layer, read.segment.num_layers)
 
     def _of_part(self, data: memoryview, part: Segment) -> Numbers:
         """[rank, block, layer, 2, slot, head, dim] of our dtype."""
@@ -182,7 +176,7 @@ def _own_blocks(read: Read) -> tuple[int, ...]:
     return blocks
 
 
-def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[_HeadCopy]:
+def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[HeadCopy]:
     """Each of our ranks gets its heads, also those that another rank has too."""
     per_wire_rank = source.heads_per_rank
     for rank in range(ours.tensor_parallel):
@@ -191,7 +185,7 @@ def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[_HeadCopy]:
         while head < end:
             wire_rank, wire_head = divmod(head, per_wire_rank)
             num = min(end - head, per_wire_rank - wire_head)
-            yield _HeadCopy(rank, slice(head - first, head - first + num), wire_rank, slice(wire_head, wire_head + num))
+            yield HeadCopy(rank, slice(head - first, head - first + num), wire_rank, slice(wire_head, wire_head + num))
             head += num
 
 

@@ -10,12 +10,16 @@ Where there are more ranks than KV heads, neighbouring ranks hold the same head;
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..proto import kv_pb2
 from .errors import LayoutMismatch
+
+if TYPE_CHECKING:
+    from .device_kv import DeviceKV
 
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
@@ -217,6 +221,7 @@ class KVMemory:
     layout: KVLayout
     num_blocks: int
     region: Region
+    device: "DeviceKV | None" = None  # what copies it, where it is in device memory
 
     def runs(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Runs:
         return self.layout.runs(self.num_blocks, block_ids, first_layer, num_layers)

@@ -80,10 +80,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         self._broken.add_done_callback(lambda f: f.cancelled() or f.exception())
-        memory, staging = self._runner.memory, Staging()
-        # Device memory needs no buffer: between equal layouts nothing is converted, and others are refused.
-        regions = [memory.region] if memory.region.view is None else [memory.region, staging.region]
-        self._transports = make_transports(self._config.transports, regions, self._config.host)
+        memory = self._runner.memory
+        staging = Staging() if memory.device is None else memory.device.staging
+        regions = [memory.region, *staging.regions]
+        self._transports = make_transports(self._config.transports, regions, self._config.host, memory.device)
         source = HandoffSource(
             self.incarnation, memory, self._transports, port=self._handoffs, lease_s=self._config.lease_s
         )

@@ -27,14 +27,24 @@ class Slice:
 class Staging:
     """Every method runs on the worker's event loop."""
 
-    def __init__(self, num_bytes: int = STAGING_BYTES) -> None:
+    def __init__(
+        self, num_bytes: int = STAGING_BYTES, memory: memoryview | None = None, on_device: Region | None = None
+    ) -> None:
+        """`memory`: where it is; of its own where there is none. `on_device`: a buffer of the same size, of which a
+        slice is always given out with ours."""
         assert num_bytes % GRAIN_BYTES == 0
-        mapping = huge_page_mapping(num_bytes)
-        address = np.frombuffer(mapping, np.uint8).ctypes.data
-        self.view = memoryview(mapping)
+        self.view = memoryview(huge_page_mapping(num_bytes)) if memory is None else memory
+        address = np.frombuffer(self.view, np.uint8).ctypes.data
         self.region = Region(address, num_bytes, self.view)
+        self.on_device = on_device
+        assert len(self.view) == num_bytes and (on_device is None or on_device.num_bytes == num_bytes)
         self._holes = [Slice(0, num_bytes)]  # in order of their start; no two touch
         self._waiting: deque[tuple[int, asyncio.Future[Slice]]] = deque()
+
+    @property
+    def regions(self) -> list[Region]:
+        """What transports must know."""
+        return [self.region] if self.on_device is None else [self.region, self.on_device]
 
     @property
     def num_free(self) -> int:

@@ -1,6 +1,7 @@
 """A source worker without an engine, as a process: offers sealed hand-offs "h0", "h1", ... of its whole pool.
 
-python handoff_process.py TRANSPORT NUM_BLOCKS SEED LEASE_S NUM_HANDOFFS. Prints one line of JSON; ends with its stdin.
+python -m tests.e2e.handoff_process TRANSPORT NUM_BLOCKS SEED LEASE_S NUM_HANDOFFS, from the repository's root. Prints
+one line of JSON; ends with its stdin. For "cuda_ipc" the pool is on a fake device, whose memory others can map.
 """
 
 import asyncio
@@ -31,14 +32,21 @@ class Port:
         """Every segment here is of one size."""
 
 
+def make_pool(transport: str, num_blocks: int, content: bytes) -> KVMemory:
+    if transport == "cuda_ipc":
+        from ..workers.gpu.fake_cuda import make_device_memory
+
+        return make_device_memory(LAYOUT, num_blocks, content)
+    pool = mmap.mmap(-1, len(content), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pool[:] = content
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
+    return KVMemory(LAYOUT, num_blocks, Region(address, len(content), memoryview(pool)))
+
+
 async def main() -> None:
     transport, num_blocks, seed, lease_s, num_handoffs = sys.argv[1], *map(int, sys.argv[2:])
-    num_bytes = num_blocks * LAYOUT.block_bytes
-    pool = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pool[:] = random.Random(seed).randbytes(num_bytes)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-    memory = KVMemory(LAYOUT, num_blocks, Region(address, num_bytes, memoryview(pool)))
-    transports = make_transports([transport], [memory.region])
+    memory = make_pool(transport, num_blocks, random.Random(seed).randbytes(num_blocks * LAYOUT.block_bytes))
+    transports = make_transports([transport], [memory.region], device=memory.device)
     source = HandoffSource(f"source-{seed}", memory, transports, Port(), lease_s=lease_s)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)

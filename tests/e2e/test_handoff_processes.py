@@ -20,13 +20,15 @@ from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.kv_layout import KVMemory
 from diptych.workers.transport.select import make_transports
 
+from ..workers.gpu.fake_cuda import make_device_memory, seen_by_host
 from ..workers.handoff_pair import LARGE, SinkEngine, make_memory, until_quiet
 
 pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 256  # 24 MiB
 TIMEOUT_S = 60.0
-TRANSPORTS = ["nixl", "grpc"]
+TRANSPORTS = ["nixl", "grpc", "cuda_ipc"]  # the last by a fake device
+ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclass
@@ -51,10 +53,9 @@ class SourceProcess:
 async def source_process(
     transport: str, seed: int = 1, lease_s: int = 10, num_handoffs: int = 1
 ) -> AsyncIterator[SourceProcess]:
-    script = Path(__file__).with_name("handoff_process.py")
-    arguments = [str(script), transport, str(NUM_BLOCKS), str(seed), str(lease_s), str(num_handoffs)]
+    arguments = ["-m", "tests.e2e.handoff_process", transport, *map(str, (NUM_BLOCKS, seed, lease_s, num_handoffs))]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
     try:
         assert process.stdout is not None
@@ -68,11 +69,12 @@ async def source_process(
 
 @asynccontextmanager
 async def receive(transport: str, engine: SinkEngine) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
-    memory = make_memory(LARGE, NUM_BLOCKS)
-    transports = make_transports([transport], [memory.region])
+    """With the pool as a test may look at it."""
+    memory = make_device_memory(LARGE, NUM_BLOCKS) if transport == "cuda_ipc" else make_memory(LARGE, NUM_BLOCKS)
+    transports = make_transports([transport], [memory.region], device=memory.device)
     sink = HandoffSink("sink", memory, transports, engine)
     try:
-        yield sink, memory
+        yield sink, memory if memory.device is None else seen_by_host(memory)
     finally:
         await sink.close()
         for each in transports.values():

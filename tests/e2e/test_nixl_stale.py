@@ -45,8 +45,8 @@ async def read_all(reader: Reader) -> None:
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first seen when dead", "died while connected"])
 def test_stale_metadata_is_an_error_and_the_successor_is_read(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.workers.transport.nixl.READ_TIMEOUT_S", 2.0)
-    monkeypatch.setattr("diptych.workers.transport.nixl.SETTLE_S", 0.1)
+    monkeypatch.setattr("diptych.workers.transport.landing.READ_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("diptych.workers.transport.landing.SETTLE_S", 0.1)
 
     async def test() -> None:
         transport = NixlTransport([MEMORY.region])

@@ -193,11 +193,6 @@ class SimRdma(Transport):
         self.staging = staging
         self.reads: dict[_Read, None] = {}
 
-    def endpoint(self) -> kv_pb2.NixlEndpoint:
-        return kv_pb2.NixlEndpoint(
-            agent_name=self.process.name, num_bytes=self.runner.memory.region.num_bytes, memory="DRAM"
-        )
-
     async def connect(self, source: Source) -> Reader:
         world, incarnation = self.world, source.opened.source_incarnation
         await asyncio.sleep(world.rng.random() * world.network.latency_s)

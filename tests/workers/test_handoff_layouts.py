@@ -229,9 +229,6 @@ class Stuck(Transport):
     def __init__(self) -> None:
         self.is_reading, self.is_quiet = asyncio.Event(), asyncio.Event()
 
-    def endpoint(self) -> None:
-        return None
-
     async def connect(self, source: Source) -> Reader:
         return StuckReader(self)
 

@@ -42,9 +42,6 @@ class Stuck(Transport):
         self.is_reading, self.is_quiet = asyncio.Event(), asyncio.Event()
         self.error = error
 
-    def endpoint(self) -> None:
-        return None
-
     async def connect(self, source: Source) -> Reader:
         return StuckReader(self)
 
@@ -84,9 +81,6 @@ def test_a_failed_read_fails_the_pull_and_quarantines_what_it_must(may_still_lan
 
 class Unreachable(Transport):
     name = "nixl"
-
-    def endpoint(self) -> None:
-        return None
 
     async def connect(self, source: Source) -> Reader:
         raise TransportError("no route")

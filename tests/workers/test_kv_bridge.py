@@ -276,14 +276,6 @@ def test_a_block_outside_the_sources_pool_is_refused() -> None:
         bridge.staged(Segment(0, (8,), (1,), 0, 1), 0)
 
 
-def test_device_memory_takes_equal_layouts_only() -> None:
-    host = make_memory(SMALL, 2)
-    device = replace(host, region=replace(host.region, view=None))
-    assert Bridge(device, replace(SMALL, axis_order=LAYER_MAJOR), 2).wire == "float32"
-    with pytest.raises(LayoutMismatch, match="equal layouts only"):
-        Bridge(device, replace(SMALL, block_size=8), 2)
-
-
 def test_only_a_narrower_wire_differs_from_the_cache() -> None:
     assert on_the_wire("float32", "") == "float32"
     assert on_the_wire("float32", "bfloat16") == on_the_wire("bfloat16", "bfloat16") == "bfloat16"

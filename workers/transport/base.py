@@ -26,6 +26,8 @@ class Source:
 
 
 class Reader(ABC):
+    lands_on_device = False  # whether it reads into device memory, where our pool is there; else into host memory
+
     @abstractmethod
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
         """Pull the bytes of `segment`: `copies` says where they lie in the source's pool, in the order of its layout's
@@ -41,9 +43,12 @@ class Reader(ABC):
 class Transport(ABC):
     name: str
 
-    @abstractmethod
-    def endpoint(self) -> kv_pb2.NixlEndpoint | None:
-        """What the source side publishes for sinks; None where the address of the gRPC server is enough."""
+    def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
+        """Whether this sink, which has the transport too, should read our pool by it."""
+        return True
+
+    def publish(self, opened: kv_pb2.Opened) -> None:  # noqa: B027
+        """Add what sinks must know, where the address of the gRPC server is not enough."""
 
     @abstractmethod
     async def connect(self, source: Source) -> Reader:

@@ -10,10 +10,8 @@ from ...proto import kv_pb2
 from ..errors import TransportError, WorkerLost
 from ..kv_layout import Copies, Region
 from .base import Reader, Source, Transport
+from .landing import READ_TIMEOUT_S, SLOWEST_BYTES_S
 from .runs import Scatter
-
-READ_TIMEOUT_S = 20.0
-SLOWEST_BYTES_S = 20e6  # a link slower than this counts as broken
 
 
 class GrpcReader(Reader):
@@ -21,8 +19,7 @@ class GrpcReader(Reader):
         self._source = source
 
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
-        if into.view is None:
-            raise TransportError("KV cannot be pulled over gRPC into device memory: both pools need NIXL")
+        assert into.view is not None
         target = Scatter(into.view, copies.into)
         num_bytes = target.num_missing
         request = kv_pb2.PullRequest(
@@ -48,9 +45,6 @@ class GrpcReader(Reader):
 
 class GrpcTransport(Transport):
     name = "grpc"
-
-    def endpoint(self) -> None:
-        return None
 
     async def connect(self, source: Source) -> Reader:
         return GrpcReader(source)

@@ -42,9 +42,6 @@ class LoopbackTransport(Transport):
     def __init__(self, registry: dict[str, KVMemory]) -> None:
         self._registry = registry
 
-    def endpoint(self) -> None:
-        return None
-
     async def connect(self, source: Source) -> Reader:
         incarnation = source.opened.source_incarnation
         if incarnation not in self._registry:

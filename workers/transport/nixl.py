@@ -6,52 +6,35 @@ The source's engine has no part in a read: blocks are protected by the lease, an
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from ...proto import kv_pb2
 from ..errors import TransportError
 from ..kv_layout import Copies, Region
 from .base import Reader, Source, Transport
+from .landing import LandingReader
+from .machine import this_machine
 from .nixl_thread import Endpoint, NixlThread, memory_type
 
 CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 20.0
-SLOWEST_BYTES_S = 20e6  # a link slower than this counts as broken
-SETTLE_S = 10.0  # then the connection is cut, which ends what is still under way
 MAX_METADATA_BYTES = 1 << 20
 
 
-class NixlReader(Reader):
+class NixlReader(LandingReader):
     def __init__(self, thread: NixlThread, incarnation: str, endpoint: Endpoint) -> None:
+        super().__init__()
+        self.lands_on_device = endpoint.memory == "VRAM"
         self._thread = thread
         self._incarnation = incarnation
         self._endpoint = endpoint
-        self._landing: set[Future[None]] = set()
 
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
         if (copies.remote + copies.lengths).max(initial=0) > self._endpoint.num_bytes:
             raise TransportError("the source announced a block that it does not have")
-        num_bytes = copies.num_bytes
-        landing = self._thread.read(self._incarnation, copies, into)
-        self._landing.add(landing)
-        landing.add_done_callback(self._landing.discard)
-        timeout = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S
-        landed = asyncio.wrap_future(landing)
-        landed.add_done_callback(asyncio.Future.exception)  # no loss when nobody asks any more
-        await asyncio.wait([landed], timeout=timeout)  # unlike wait_for, it leaves the read alone when it is cancelled
-        if not landed.done():
-            message = f"a NIXL read of {num_bytes:,} bytes did not end in {timeout:.0f} s"
-            raise TransportError(message, may_still_land=True)
-        landed.result()
+        await self.land(self._thread.read(self._incarnation, copies, into), copies.num_bytes)
 
-    async def settled(self) -> None:
-        landing = [asyncio.wrap_future(future) for future in list(self._landing)]
-        if not landing:
-            return
-        _, late = await asyncio.wait(landing, timeout=SETTLE_S)
-        if late:
-            await asyncio.wrap_future(self._thread.forget(self._incarnation))
-        await asyncio.gather(*landing, return_exceptions=True)  # how they ended is of no interest any more
+    async def cut(self) -> None:
+        """The connection."""
+        await asyncio.wrap_future(self._thread.forget(self._incarnation))
 
 
 class NixlTransport(Transport):
@@ -66,6 +49,13 @@ class NixlTransport(Transport):
         self._pool = regions[0]
         self._thread = NixlThread(regions, loopback_only=loopback_only)
         self._is_serving = False
+
+    def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
+        """Not from device memory into a neighbour's host memory: UCX would emulate it over TCP, slower than gRPC is."""
+        return self._pool.view is not None or request.on_device or request.machine != this_machine()
+
+    def publish(self, opened: kv_pb2.Opened) -> None:
+        opened.nixl.CopyFrom(self.endpoint())
 
     def endpoint(self) -> kv_pb2.NixlEndpoint:
         return kv_pb2.NixlEndpoint(

@@ -2,7 +2,23 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ..kv_layout import Runs
+
+
+def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:
+    """The same bytes in parts of `num_bytes`; the last may be smaller. Runs are cut where a part ends."""
+    ends = np.cumsum(runs.lengths)
+    for first in range(0, runs.num_bytes, num_bytes):
+        end = min(first + num_bytes, runs.num_bytes)
+        a, b = np.searchsorted(ends, first, side="right"), np.searchsorted(ends, end)
+        offsets, lengths = runs.offsets[a : b + 1].copy(), runs.lengths[a : b + 1].copy()
+        skipped = first - (ends[a] - lengths[0])
+        offsets[0] += skipped
+        lengths[0] -= skipped
+        lengths[-1] -= ends[b] - end
+        yield Runs(offsets, lengths)
 
 
 def gather(view: memoryview, runs: Runs, chunk_bytes: int) -> Iterator[bytes]:

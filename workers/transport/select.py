@@ -4,31 +4,37 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
+from ..device_kv import DeviceKV
 from ..errors import ConfigError, TransportError
 from ..kv_layout import Region
 from .base import Transport
+from .cuda_ipc import CudaIpcTransport
 from .grpc import GrpcTransport
 from .nixl import NixlTransport
 
-NAMES = ("nixl", "grpc")
+NAMES = ("cuda_ipc", "nixl", "grpc")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 log = logging.getLogger("diptych.transport")
 
 
 def make_transports(
-    names: Sequence[str] | Literal["auto"], regions: Sequence[Region], host: str = "127.0.0.1"
+    names: Sequence[str] | Literal["auto"],
+    regions: Sequence[Region],
+    host: str = "127.0.0.1",
+    device: DeviceKV | None = None,
 ) -> dict[str, Transport]:
-    """Transports by name, preferred first. "auto": NIXL where it works, then gRPC. `regions`: what is read and written,
-    first the pool that peers read. `host`: where the worker listens.
+    """Transports by name, preferred first. "auto": CUDA IPC between pools in device memory, NIXL where it works, then
+    gRPC. `regions`: what is read and written, first the pool that peers read, which `device` is where it is in device
+    memory. `host`: where the worker listens.
 
     Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
     does not work here.
     """
     made: dict[str, Transport] = {}
-    for name in NAMES if names == "auto" else names:
+    for name in _auto(device) if names == "auto" else names:
         try:
-            made[name] = _make(name, regions, host)
+            made[name] = _make(name, regions, host, device)
         except (ImportError, TransportError) as e:
             if names != "auto":
                 raise ConfigError(f"the transport {name!r} is not usable: {e}. Leave it out, or say 'auto'") from e
@@ -38,11 +44,17 @@ def make_transports(
     return made
 
 
-def _make(name: str, regions: Sequence[Region], host: str) -> Transport:
+def _auto(device: DeviceKV | None) -> Sequence[str]:
+    return NAMES if device is not None else [name for name in NAMES if name != CudaIpcTransport.name]
+
+
+def _make(name: str, regions: Sequence[Region], host: str, device: DeviceKV | None) -> Transport:
+    if name == "cuda_ipc":
+        if device is None:
+            raise TransportError("this worker's KV is in host memory")
+        return CudaIpcTransport(regions[0], device)
     if name == "nixl":
         return NixlTransport(regions, loopback_only=host in LOOPBACK_HOSTS)
     if name == "grpc":
-        if any(region.view is None for region in regions):
-            raise TransportError("KV in device memory cannot be pulled over gRPC")
         return GrpcTransport()
     raise ConfigError(f"unknown transport {name!r}: choose from {', '.join(NAMES)}, or 'auto'")

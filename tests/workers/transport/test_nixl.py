@@ -112,8 +112,8 @@ def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(monkeyp
     """It never serves, so the connection is never made: as a stopped process behind a cable that still stands."""
 
     async def test() -> None:
-        monkeypatch.setattr("diptych.workers.transport.nixl.READ_TIMEOUT_S", 0.05)
-        monkeypatch.setattr("diptych.workers.transport.nixl.SETTLE_S", 0.05)
+        monkeypatch.setattr("diptych.workers.transport.landing.READ_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("diptych.workers.transport.landing.SETTLE_S", 0.05)
         theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
         far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
         try:

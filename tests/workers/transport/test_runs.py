@@ -1,12 +1,14 @@
 """Bytes out of one memory's runs and into another's."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.workers.kv_layout import Runs
-from diptych.workers.transport.runs import Scatter, gather
+from diptych.workers.transport.runs import Scatter, gather, in_parts
 
 from ..handoff_pair import SMALL, make_memory
 
@@ -58,3 +60,17 @@ def test_more_than_there_is_room_for_is_refused_and_not_written() -> None:
     with pytest.raises(ValueError, match="7 bytes for 6"):
         scatter.write(b"y" * 7)
     assert bytes(target.region.view[:15]) == b"\0" * 3 + b"x" * 4 + b"\0" * 8
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 64, 1000, 10_000])
+def test_parts_are_the_same_bytes_in_order(num_bytes: int) -> None:
+    rng = random.Random(num_bytes)
+    lengths = np.array([rng.randint(1, 90) for _ in range(40)])
+    runs = Runs(np.array([rng.randrange(10_000) for _ in lengths]), lengths)
+    parts = list(in_parts(runs, num_bytes))
+    assert [part.num_bytes for part in parts[:-1]] == [num_bytes] * (len(parts) - 1)
+    assert 0 < parts[-1].num_bytes <= num_bytes
+    view = memoryview(rng.randbytes(10_100))
+    whole = b"".join(gather(view, runs, 1 << 20))
+    assert b"".join(b"".join(gather(view, part, 1 << 20)) for part in parts) == whole
+    assert not list(in_parts(Runs(runs.offsets[:0], runs.lengths[:0]), num_bytes))

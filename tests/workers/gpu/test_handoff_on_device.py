@@ -1,0 +1,376 @@
+"""Whole hand-offs between pools of which one or both are on a device: every transport, unlike layouts, failures."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from diptych.workers.device_kv import DeviceKV
+from diptych.workers.errors import ChecksumMismatch, DiptychError, HandoffError, TransportError, WorkerLost
+from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.handoff_intake import AS_IT_IS, PullSettings
+from diptych.workers.handoff_pull import PullResult
+from diptych.workers.handoff_sink import HandoffSink
+from diptych.workers.kv_layout import DOT, LAYER_MAJOR, KVLayout, KVMemory
+from diptych.workers.kv_packing import Pool, unpacked
+from diptych.workers.kv_wire import STORAGE, Numbers
+from diptych.workers.staging import Staging
+from diptych.workers.transport.select import make_transports
+
+from ..handoff_pair import Served, SinkEngine, failure, make_memory, receive, run, serve, start, until_quiet
+from .fake_cuda import STAGING_BYTES, FakeCuda, make_device_memory, seen_by_host
+
+LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=16, model_id="m")
+NUM_TOKENS = 70
+BLOCKS = {16: (6, 7, 1, 4, 3), 4: tuple(range(19, 1, -1))}  # of the source, by block size
+BF16 = replace(LAYOUT, dtype="bfloat16")
+DOT_BF16 = replace(BF16, packing=DOT)
+EQUAL = LAYOUT, LAYOUT
+# name: source, sink, on a device: source, sink
+PAIRS = {
+    "equal": (*EQUAL, True, True),
+    "onto a layer-major pool": (LAYOUT, replace(LAYOUT, axis_order=LAYER_MAJOR), True, True),
+    "off a layer-major pool": (replace(LAYOUT, axis_order=LAYER_MAJOR), replace(LAYOUT, block_size=4), True, True),
+    "smaller blocks, bfloat16": (LAYOUT, replace(BF16, block_size=4), True, True),
+    "larger blocks, float32": (replace(BF16, block_size=4), replace(LAYOUT, block_size=64), True, True),
+    "off a device": (*EQUAL, True, False),
+    "off a device, into dot": (LAYOUT, DOT_BF16, True, False),
+    "onto a device": (*EQUAL, False, True),
+    "dot onto a device": (DOT_BF16, replace(LAYOUT, block_size=4), False, True),
+    "dot, layer-major, two ranks, onto a device": (
+        replace(LAYOUT, packing=DOT, axis_order=LAYER_MAJOR, tensor_parallel=2),
+        BF16,
+        False,
+        True,
+    ),
+    "replicated heads onto a device": (replace(LAYOUT, tensor_parallel=8), LAYOUT, False, True),
+}
+
+
+def known_rows() -> Numbers:
+    """[token, layer, 2, head, dim] float32: whole numbers that bfloat16 has, and that tell their place."""
+    shape = NUM_TOKENS, LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, LAYOUT.head_dim
+    return (np.arange(np.prod(shape)) % 251).astype(np.float32).reshape(shape)
+
+
+def as_stored(rows: Numbers, dtype: str) -> Numbers:
+    return rows if dtype == "float32" else (rows.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def store(memory: KVMemory, table: tuple[int, ...], rows: Numbers) -> None:
+    layout, pool = memory.layout, Pool(memory)
+    for token, row in enumerate(as_stored(rows, layout.dtype)):
+        block, slot = table[token // layout.block_size], token % layout.block_size
+        for rank in range(layout.tensor_parallel):
+            heads = slice(layout.first_head(rank), layout.first_head(rank) + layout.heads_per_rank)
+            own = slice(0, layout.heads_per_rank)
+            pool.write(rank, block, slice(0, layout.num_layers), own, slot, row[:, :, None, heads])
+
+
+def load(memory: KVMemory, table: tuple[int, ...]) -> Numbers:
+    """Of a pool of one rank."""
+    layout = memory.layout
+    assert layout.tensor_parallel == 1 and memory.region.view is not None
+    numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
+    inner = (2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+    if layout.packing == DOT:
+        numbers = unpacked(numbers, layout)
+    if layout.is_block_major:
+        blocks = numbers.reshape(memory.num_blocks, layout.num_layers, *inner)
+    else:
+        blocks = numbers.reshape(layout.num_layers, memory.num_blocks, *inner).swapaxes(0, 1)
+    tokens = np.concatenate([blocks[block].transpose(2, 0, 1, 3, 4) for block in table])[:NUM_TOKENS]
+    return tokens if layout.dtype == "float32" else (tokens.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass
+class Case:
+    theirs: KVLayout
+    ours: KVLayout
+    source_on_device: bool = True
+    sink_on_device: bool = True
+    transport: str = "cuda_ipc"
+    settings: PullSettings = AS_IT_IS
+    is_late: bool = True
+    source_cuda: FakeCuda = field(default_factory=FakeCuda)
+    sink_cuda: FakeCuda = field(default_factory=FakeCuda)
+
+    def memory(self, layout: KVLayout, num_blocks: int, driver: FakeCuda | None) -> KVMemory:
+        if driver is None:
+            return make_memory(layout, num_blocks)
+        return make_device_memory(layout, num_blocks, driver=driver, device=FakeDevice(is_late=self.is_late))
+
+
+def looked_at(memory: KVMemory) -> KVMemory:
+    return memory if memory.device is None else seen_by_host(memory)
+
+
+def staging_of(device: DeviceKV | None) -> Staging:
+    return device.staging if device is not None else Staging(STAGING_BYTES)
+
+
+async def hand_over(
+    case: Case, spoil: Callable[[KVMemory], None] = lambda _: None
+) -> tuple[PullResult | DiptychError, KVMemory, SinkEngine]:
+    """In two segments, by way of what `case.transport` and gRPC offer; `spoil` changes the source's pool meanwhile."""
+    theirs = case.memory(case.theirs, 20, case.source_cuda if case.source_on_device else None)
+    ours = case.memory(case.ours, 20, case.sink_cuda if case.sink_on_device else None)
+    blocks = BLOCKS[case.theirs.block_size]
+    store(looked_at(theirs), blocks, known_rows())
+    table = tuple(range(19, 19 - case.ours.num_blocks_for(NUM_TOKENS), -1))
+    engine, staging = SinkEngine(table=table), staging_of(ours.device)
+    names = (case.transport, "grpc") if case.transport != "grpc" else ("grpc",)
+    far = make_transports(names, [theirs.region], device=theirs.device) if case.source_on_device else None
+    near_names = names if case.sink_on_device else ("grpc",)
+    near = make_transports(near_names, [ours.region, *staging.regions], device=ours.device)
+    async with AsyncExitStack() as stack:
+        for transport in (*(far or {}).values(), *near.values()):
+            stack.push_async_callback(transport.close)
+        served = await stack.enter_async_context(serve(memory=theirs, transports=far))
+        sink, _ = await stack.enter_async_context(
+            receive(engine, memory=ours, transports=near, settings=case.settings, staging=staging)
+        )
+        served.source.offer("h", NUM_TOKENS)
+        served.announce(blocks[:3], layout=case.theirs)
+        pull = start(sink, served)
+        await engine.until("reserve")
+        spoil(looked_at(theirs))
+        served.announce(blocks[3:], 3, layout=case.theirs)
+        served.source.seal("h", NUM_TOKENS, [7])
+        try:
+            result: PullResult | DiptychError = await pull  # type: ignore[assignment]
+        except DiptychError as e:
+            result = e
+        await until_quiet(sink)
+    assert staging.num_free == STAGING_BYTES
+    assert not case.sink_cuda.opened, "what is mapped is unmapped at the end"
+    case.source_cuda.free()
+    case.sink_cuda.free()
+    return result, looked_at(ours), engine
+
+
+# A pool in host memory has no CUDA IPC.
+WAYS = [("grpc", name) for name in PAIRS] + [("cuda_ipc", name) for name, pair in PAIRS.items() if all(pair[2:])]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("transport", "name"), WAYS)
+def test_tokens_arrive_whatever_the_layout(transport: str, name: str, verify: bool) -> None:
+    async def test() -> None:
+        case = Case(*PAIRS[name], transport, PullSettings(verify=verify))
+        result, memory, engine = await hand_over(case)
+        assert isinstance(result, PullResult) and result.transport == transport, result
+        assert np.array_equal(load(memory, engine.table), known_rows())
+
+    run(test)
+
+
+@pytest.mark.parametrize("name", ["equal", "smaller blocks, bfloat16", "dot onto a device"])
+def test_a_device_that_does_everything_at_once_gives_the_same(name: str) -> None:
+    async def test() -> None:
+        case = Case(*PAIRS[name], "grpc", is_late=False)
+        result, memory, engine = await hand_over(case)
+        assert isinstance(result, PullResult)
+        assert np.array_equal(load(memory, engine.table), known_rows())
+
+    run(test)
+
+
+@pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (16 + 4) / 64)])
+@pytest.mark.parametrize(("source_on_device", "sink_on_device"), [(True, True), (True, False), (False, True)])
+def test_a_narrower_wire_goes_over_grpc(wire: str, share: float, source_on_device: bool, sink_on_device: bool) -> None:
+    async def test() -> None:
+        settings = PullSettings(wire, verify=True)
+        case = Case(LAYOUT, replace(LAYOUT, block_size=4), source_on_device, sink_on_device, "grpc", settings)
+        result, memory, engine = await hand_over(case)
+        assert isinstance(result, PullResult) and result.transport == "grpc"
+        assert result.num_bytes == share * 5 * LAYOUT.block_bytes
+        error = load(memory, engine.table) - known_rows()
+        assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows())
+
+    run(test)
+
+
+def flip_a_number(memory: KVMemory) -> None:
+    """Of a block that was named already."""
+    assert memory.region.view is not None
+    memory.region.view[BLOCKS[16][0] * LAYOUT.block_bytes] ^= 1
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
+def test_what_differs_from_its_checksum_is_never_committed(transport: str) -> None:
+    async def test() -> None:
+        case = Case(*EQUAL, transport=transport, settings=PullSettings(verify=True))
+        result, _, engine = await hand_over(case, flip_a_number)
+        assert isinstance(result, ChecksumMismatch), result
+        assert not any(call[0] == "commit" for call in engine.calls)  # type: ignore[index]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("source", "sink"),
+    [
+        (FakeCuda(device_uuid=b"\2" * 16), FakeCuda(out_of_reach=[b"\2" * 16])),
+        (FakeCuda(device_uuid=b"short"), FakeCuda()),
+    ],
+    ids=["out of reach", "malformed uuid"],
+)
+def test_a_device_that_cannot_be_read_is_read_over_grpc(
+    source: FakeCuda, sink: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        result, memory, engine = await hand_over(Case(*EQUAL, source_cuda=source, sink_cuda=sink))
+        assert isinstance(result, PullResult) and result.transport == "grpc"
+        assert np.array_equal(load(memory, engine.table), known_rows())
+
+    run(test)
+    assert "cannot be read over cuda_ipc" in caplog.text
+
+
+class BadHandles(FakeCuda):
+    def export(self, address: int) -> tuple[bytes, int]:
+        return b"\xff" * 64, 0
+
+
+class SmallAllocations(FakeCuda):
+    """Claims that the pool begins later in its allocation than it does."""
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        handle, offset = super().export(address)
+        return handle, offset + 4096
+
+
+@pytest.mark.parametrize("kind", [BadHandles, SmallAllocations])
+def test_a_handle_that_cannot_be_mapped_is_not_read(kind: type[FakeCuda], caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        result, memory, engine = await hand_over(Case(*EQUAL, source_cuda=kind()))
+        assert isinstance(result, PullResult) and result.transport == "grpc"
+        assert np.array_equal(load(memory, engine.table), known_rows())
+
+    run(test)
+    assert "cannot be read over cuda_ipc" in caplog.text
+
+
+class Unshared(FakeCuda):
+    def export(self, address: int) -> tuple[bytes, int]:
+        raise TransportError("cuIpcGetMemHandle failed")
+
+
+def test_memory_that_cannot_be_shared_leaves_the_other_transports() -> None:
+    memory = make_device_memory(LAYOUT, 4, driver=Unshared())
+    assert memory.device is not None
+    made = make_transports("auto", [memory.region], device=memory.device)
+    assert "cuda_ipc" not in made and list(made)[-1] == "grpc"
+
+
+class SlowCopies(FakeCuda):
+    """They end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def copy(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        self.has_begun.set()
+        self.may_end.wait()
+        super().copy(rows)
+
+
+async def until_begun(cuda: SlowCopies) -> None:
+    await asyncio.to_thread(cuda.has_begun.wait)
+
+
+@asynccontextmanager
+async def mapped_pair(cuda: SlowCopies) -> AsyncIterator[tuple[Served, HandoffSink, SinkEngine]]:
+    """A source and a sink that have CUDA IPC alone; the sink's copies are `cuda`'s. Nothing is mapped at the end."""
+    theirs, ours = make_device_memory(LAYOUT, 20), make_device_memory(LAYOUT, 20, driver=cuda)
+    assert theirs.device is not None and ours.device is not None
+    far = make_transports(("cuda_ipc",), [theirs.region], device=theirs.device)
+    near = make_transports(("cuda_ipc",), [ours.region, *ours.device.staging.regions], device=ours.device)
+    engine = SinkEngine(table=(1, 2, 3, 4, 5))
+    try:
+        async with (
+            serve(memory=theirs, transports=far) as served,
+            receive(engine, memory=ours, transports=near, staging=ours.device.staging) as (sink, _),
+        ):
+            served.source.offer("h", NUM_TOKENS)
+            served.announce(BLOCKS[16][:3], layout=LAYOUT)
+            yield served, sink, engine
+    finally:
+        for transport in (*far.values(), *near.values()):
+            await transport.close()
+    assert not cuda.opened
+
+
+def test_blocks_are_quarantined_while_the_device_may_write_them() -> None:
+    async def test() -> None:
+        cuda = SlowCopies()
+        async with mapped_pair(cuda) as (served, sink, engine):
+            pull = start(sink, served)
+            await until_begun(cuda)
+            served.source.abort("h", HandoffError("given up"))
+            await failure(pull)
+            await engine.until("fail")
+            assert ("fail", "k", True) in engine.calls and cuda.opened
+            assert ("settle", "k") not in engine.calls
+            cuda.may_end.set()
+            await until_quiet(sink)
+            assert engine.calls[-1] == ("settle", "k")
+
+    run(test)
+
+
+def test_a_source_lost_in_a_read_is_unmapped_when_the_read_ends() -> None:
+    async def test() -> None:
+        cuda = SlowCopies()
+        async with mapped_pair(cuda) as (served, sink, engine):
+            pull = start(sink, served)
+            await until_begun(cuda)
+            await served.stop()
+            assert isinstance(await failure(pull), WorkerLost)
+            assert cuda.opened  # it is being read
+            cuda.may_end.set()
+            await until_quiet(sink)
+            assert engine.calls[-1] == ("settle", "k")
+
+    run(test)
+
+
+def test_another_incarnation_is_refused() -> None:
+    async def test() -> None:
+        async with mapped_pair(SlowCopies()) as (served, sink, _):
+            error = await failure(start(sink, served, incarnation="the one before"))
+            assert isinstance(error, WorkerLost) and "another process" in error.message
+
+    run(test)
+
+
+def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.workers.transport.cuda_ipc.IDLE_S", 0.0)
+    closed = asyncio.Event()
+
+    class Watched(SlowCopies):
+        def close(self, address: int) -> None:
+            super().close(address)
+            loop.call_soon_threadsafe(closed.set)
+
+    async def test() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        cuda = Watched()
+        cuda.may_end.set()
+        async with mapped_pair(cuda) as (served, sink, _):
+            pull = start(sink, served)
+            await closed.wait()
+            served.announce(BLOCKS[16][3:], 3, layout=LAYOUT)
+            served.source.seal("h", NUM_TOKENS, [7])
+            await pull
+            assert cuda.num_opens > 1
+
+    loop: asyncio.AbstractEventLoop
+    run(test)

@@ -1,0 +1,184 @@
+"""KV between GPUs of one machine: the sink maps the source's pool (CUDA IPC) and copies on a lane of its own.
+
+    connect   check the endpoint, map the source's allocation
+    read      on a thread: copies to the lane, a batch at a time, each waited for
+    idle      for IDLE_S: unmapped, for a mapping may keep a dead process's memory from whoever comes after it
+    forget    unmapped as soon as no read uses it
+
+The source has no part in a read, as with NIXL: blocks are protected by the lease. What is mapped outlives the process
+that made it, so a read of a source that has died ends, and what it brought is never released, and so thrown away.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from ...proto import kv_pb2
+from ..device_kv import HANDLE_BYTES, UUID_BYTES, DeviceKV
+from ..errors import TransportError
+from ..kv_layout import Copies, Region
+from .base import Reader, Source, Transport
+from .landing import LandingReader
+from .machine import this_machine
+
+NUM_THREADS = 2  # reads at a time
+MAX_COPIES = 128  # of one batch: a lane takes so many without making us wait
+CONNECT_TIMEOUT_S = 10.0
+IDLE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """A peer's pool."""
+
+    handle: bytes
+    offset: int
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    incarnation: str
+    endpoint: _Endpoint
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards the two below
+    address: int | None = None  # of its allocation, while it is mapped
+    num_users: int = 0
+    is_forgotten: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class CudaIpcReader(LandingReader):
+    lands_on_device = True
+
+    def __init__(self, transport: "CudaIpcTransport", peer: _Peer) -> None:
+        super().__init__()
+        self._transport = transport
+        self._peer = peer
+
+    async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
+        if (copies.remote + copies.lengths).max(initial=0) > self._peer.endpoint.num_bytes:
+            raise TransportError("the source announced a block that it does not have")
+        copy = partial(self._transport.copy, self._peer.endpoint, copies, into)
+        await self.land(self._transport.start(self._peer, copy), copies.num_bytes)
+
+
+class CudaIpcTransport(Transport):
+    """Raises TransportError where other processes cannot map the pool."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, pool: Region, device: DeviceKV) -> None:
+        self._device, self._driver = device, device.driver
+        handle, offset = self._driver.export(pool.address)
+        self._endpoint = kv_pb2.CudaIpcEndpoint(
+            handle=handle, offset=offset, num_bytes=pool.num_bytes, device_uuid=self._driver.device_uuid
+        )
+        self._peers: dict[str, _Peer] = {}  # that may be mapped, by incarnation
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "diptych-cuda-ipc")
+
+    def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
+        return request.on_device and request.machine == this_machine()
+
+    def publish(self, opened: kv_pb2.Opened) -> None:
+        opened.cuda_ipc.CopyFrom(self._endpoint)
+
+    async def connect(self, source: Source) -> Reader:
+        endpoint, incarnation = self._checked(source.opened.cuda_ipc), source.opened.source_incarnation
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.endpoint != endpoint:
+            self.forget(incarnation)
+            peer = _Peer(incarnation, endpoint)
+        mapped = asyncio.wrap_future(self.start(peer, lambda address: None))
+        mapped.add_done_callback(lambda f: f.cancelled() or f.exception())
+        await asyncio.wait([mapped], timeout=CONNECT_TIMEOUT_S)
+        if not mapped.done():
+            raise TransportError("the source's memory was not mapped in time")
+        mapped.result()
+        return CudaIpcReader(self, peer)
+
+    def forget(self, incarnation: str) -> None:
+        peer = self._peers.pop(incarnation, None)
+        if peer is not None:
+            peer.is_forgotten = True
+            if peer.timer is not None:
+                peer.timer.cancel()
+            self._threads.submit(self._unmap, peer)
+
+    async def close(self) -> None:
+        for incarnation in list(self._peers):
+            self.forget(incarnation)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    # -- for readers ------------------------------------------------------------------------------------------------
+
+    def start(self, peer: _Peer, job: Callable[[int], None]) -> "Future[None]":
+        """Run `job`, with the address of the peer's allocation, on a thread. On the loop; raises TransportError for one
+        that was forgotten."""
+        if peer.is_forgotten:
+            raise TransportError("the connection to the source is gone")
+        self._peers[peer.incarnation] = peer
+        future = self._threads.submit(self._with_mapping, peer, job)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._rest, peer))
+        return future
+
+    def copy(self, endpoint: _Endpoint, copies: Copies, into: Region, address: int) -> None:
+        """On a thread."""
+        targets, sources = into.address + copies.local, address + endpoint.offset + copies.remote
+        rows = list(zip(targets.tolist(), sources.tolist(), copies.lengths.tolist(), strict=True))
+        for first in range(0, len(rows), MAX_COPIES):
+            self._device.run(partial(self._driver.copy, rows[first : first + MAX_COPIES]))
+
+    # -- mappings ---------------------------------------------------------------------------------------------------
+
+    def _with_mapping(self, peer: _Peer, job: Callable[[int], None]) -> None:
+        with peer.lock:
+            if peer.address is None:
+                peer.address = self._map(peer.endpoint)
+            address = peer.address
+            peer.num_users += 1
+        try:
+            job(address)
+        finally:
+            with peer.lock:
+                peer.num_users -= 1
+            if peer.is_forgotten:
+                self._unmap(peer)
+
+    def _map(self, endpoint: _Endpoint) -> int:
+        address, num_bytes = self._driver.open(endpoint.handle)
+        if num_bytes is not None and endpoint.offset + endpoint.num_bytes > num_bytes:
+            self._driver.close(address)
+            raise TransportError(f"the source's pool of {endpoint.num_bytes:,} bytes exceeds what was mapped of it")
+        return address
+
+    def _unmap(self, peer: _Peer) -> None:
+        """Unless it is in use."""
+        with peer.lock:
+            if peer.num_users == 0 and peer.address is not None:
+                self._driver.close(peer.address)
+                peer.address = None
+
+    def _rest(self, peer: _Peer) -> None:
+        """A use has ended: unmap it when no other has for a while."""
+        if peer.timer is not None:
+            peer.timer.cancel()
+        if not peer.is_forgotten:
+            peer.timer = asyncio.get_running_loop().call_later(IDLE_S, self._drop_idle, peer)
+
+    def _drop_idle(self, peer: _Peer) -> None:
+        """Its readers may map it again."""
+        if not peer.is_forgotten:
+            self._peers.pop(peer.incarnation, None)
+            self._threads.submit(self._unmap, peer)
+
+    def _checked(self, message: kv_pb2.CudaIpcEndpoint) -> _Endpoint:
+        is_sound = len(message.handle) == HANDLE_BYTES and len(message.device_uuid) == UUID_BYTES
+        if not is_sound or message.num_bytes == 0 or message.offset + message.num_bytes > 1 << 63:
+            raise TransportError("the source's CUDA IPC endpoint is malformed")
+        if not self._driver.can_reach(message.device_uuid):
+            raise TransportError("our GPU cannot read the memory of the source's")
+        return _Endpoint(message.handle, message.offset, message.num_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diptych.workers.device_kv import DeviceKV
-from diptych.workers.errors import ChecksumMismatch, DiptychError, HandoffError, TransportError, WorkerLost
+from diptych.workers.errors import ChecksumMismatch, ConfigError, DiptychError, HandoffError, TransportError, WorkerLost
 from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.handoff_intake import AS_IT_IS, PullSettings
 from diptych.workers.handoff_pull import PullResult
@@ -261,11 +261,31 @@ class Unshared(FakeCuda):
         raise TransportError("cuIpcGetMemHandle failed")
 
 
-def test_memory_that_cannot_be_shared_leaves_the_other_transports() -> None:
+def test_memory_that_cannot_be_shared_has_no_cuda_ipc() -> None:
     memory = make_device_memory(LAYOUT, 4, driver=Unshared())
-    assert memory.device is not None
-    made = make_transports("auto", [memory.region], device=memory.device)
-    assert "cuda_ipc" not in made and list(made)[-1] == "grpc"
+    with pytest.raises(ConfigError, match="'cuda_ipc' is not usable: cuIpcGetMemHandle failed"):
+        make_transports(("cuda_ipc", "grpc"), [memory.region], device=memory.device)
+
+
+def test_host_memory_has_no_cuda_ipc() -> None:
+    with pytest.raises(ConfigError, match="in host memory"):
+        make_transports(("cuda_ipc", "grpc"), [make_memory(LAYOUT, 4).region])
+
+
+def test_auto_prefers_cuda_ipc_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> None:
+        raise ImportError("no nixl")
+
+    async def test() -> None:
+        monkeypatch.setattr("diptych.workers.transport.select.NixlTransport", absent)
+        for kind, expected in ((FakeCuda, ["cuda_ipc", "grpc"]), (Unshared, ["grpc"])):
+            memory = make_device_memory(LAYOUT, 4, driver=kind())
+            made = make_transports("auto", [memory.region], device=memory.device)
+            assert list(made) == expected
+            for transport in made.values():
+                await transport.close()
+
+    run(test)
 
 
 class SlowCopies(FakeCuda):

@@ -1,7 +1,7 @@
 """Our linear layers against oneDNN's with prepacked weights, and both against what the machine can do.
 
     python benchmarks/linear.py [--shape 3072x576 ...] [--rows 1 16 512] [--format plain int8 int4] [--threads 2]
-                                [--seconds 1] [--bandwidth GB/s] [--gflops GFLOP/s] [--json FILE]
+                                [--pad 64] [--seconds 1] [--bandwidth GB/s] [--gflops GFLOP/s] [--json FILE]
 
 Each product reads weights that no cache holds: copies take turns. Ours and oneDNN's alternate; a figure is the mean of
 the copies' best times. `limit` is the time that reading the weights or multiplying them takes at least, by the rates
@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="outputs x inputs")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 32, 128, 512])
     parser.add_argument("--format", nargs="+", choices=[f.name.lower() for f in Format], default=["plain"])
+    parser.add_argument("--pad", type=int, default=0, help="bytes between the rows of our inputs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--bandwidth", type=float, default=43.0)
@@ -73,8 +74,9 @@ def measure(args: argparse.Namespace, team: Team, shape: str, format: Format, nu
         torch.ops.mkldnn._reorder_linear_weight(weight, num_rows) for _ in range(max(1, COLD_BYTES // (2 * n * k)))
     ]
     x, out = torch.randn(num_rows, k).bfloat16(), torch.empty(num_rows, n, dtype=torch.bfloat16)
+    padded = torch.empty(num_rows, k + args.pad // x.element_size(), dtype=x.dtype)[:, :k].copy_(x)
     calls: list[list[Callable[[], object]]] = [
-        [lambda w=w: linear(team, x, w, out=out) for w in ours],
+        [lambda w=w: linear(team, padded, w, out=out) for w in ours],
         [lambda w=w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in theirs],
     ]
     our_s, their_s = best_of(calls, args.seconds)

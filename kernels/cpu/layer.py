@@ -17,6 +17,7 @@ from .linear import Linear, PackedLinear
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PARTS = ("begin", "norms", "qkv", "rope", "attention", "o", "gate_up", "down", "head")  # Part of layer.h
 _FEW_ROWS = 4
+_LINE_BYTES = 64  # of a cache
 _LEAST = 64  # rows, sequences: buffers are not smaller
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -50,7 +51,9 @@ class Step(ctypes.Structure):
         ("num_sampled", _L),
         *((name, _P) for name in ("query_starts", "block_tables")),
         ("block_table_width", _L),
-        *((name, _P) for name in ("cos_sin", "slots", "residual", "normed", "qkv", "attended", "inner", "partial")),
+        *((name, _P) for name in ("cos_sin", "slots", "residual", "normed", "qkv", "attended", "inner")),
+        *((f"{name}_stride", _L) for name in ("normed", "attended", "inner")),
+        ("partial", _P),
         ("scratch", _P),
         ("limits", Limits),
         ("logits", _P),
@@ -178,12 +181,20 @@ class StepMemory:
         self._make("slots", (num_rows,), torch.int64)
         self._make("cos_sin", (num_rows, shape.head_dim), torch.float32)
         self.residual = self._make("residual", (num_rows, shape.hidden_size), dtype)
-        self._make("normed", (max(num_rows, _FEW_ROWS * self._team.num_threads), shape.hidden_size), dtype)
         self._make("qkv", (num_rows, q_size + 2 * kv_size), dtype)
-        self._make("attended", (num_rows, q_size), dtype)
-        self._make("inner", (num_rows, shape.inner_size), dtype)
+        self._make_factor("normed", max(num_rows, _FEW_ROWS * self._team.num_threads), shape.hidden_size)
+        self._make_factor("attended", num_rows, q_size)
+        self._make_factor("inner", num_rows, shape.inner_size)
         if self._is_split:
             self.partial = self._make("partial", (num_rows, shape.hidden_size), torch.float32)
+
+    def _make_factor(self, field: str, num_rows: int, size: int) -> None:
+        """Rows that are multiplied by weights. They lie so that a tile's do not meet in the same few sets of a cache,
+        as they would at a stride of, say, 4 KB."""
+        dtype = self._shape.dtype
+        stride = size + (_LINE_BYTES // dtype.itemsize if size * dtype.itemsize % 1024 == 0 else 0)
+        self._make(field, (num_rows, stride), dtype)
+        setattr(self.struct, f"{field}_stride", stride)
 
     def _make_seqs(self, num_seqs: int, width: int) -> None:
         self._num_new = self._make("num_new", (num_seqs,), torch.int32).numpy()

@@ -25,7 +25,7 @@ from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
 from diptych.workers.step import Step
 
-from ..checkpoints import make_checkpoint, random_prompts
+from ..checkpoints import make_checkpoint, random_prompts, reference_model
 from .serving import Server
 from .test_parallel import as_ranks
 
@@ -175,3 +175,21 @@ def test_parts_of_a_step_are_timed_when_asked(llama: Path) -> None:
     assert not profile.any()
     rank.logits(token_ids, step)
     assert bool((profile > 0).all())
+
+
+def test_rows_that_are_whole_kilobytes_lie_apart_and_change_nothing(tmp_path: Path) -> None:
+    """Of 1, 2 and 3 KB: StepMemory gives each a cache line more."""
+    path = make_checkpoint(
+        tmp_path / "llama", "llama", 6, hidden_size=256, num_attention_heads=32, intermediate_size=768
+    )
+    rank = Rank.of(path, Alone())
+    token_ids, step = two_prompts()
+    found = rank.logits(token_ids, step)
+    struct = rank.decoder.memory.struct
+    assert (struct.normed_stride, struct.attended_stride, struct.inner_stride) == (256 + 16, 512 + 16, 768 + 16)
+    assert rank.picked(token_ids, step) == found.argmax(dim=-1).tolist()
+    model = reference_model(path)
+    for i, ids in enumerate((token_ids[:40], token_ids[40:])):
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids])).logits[0, -1]
+        torch.testing.assert_close(found[i], expected, rtol=1e-4, atol=1e-3)

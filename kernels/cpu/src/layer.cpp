@@ -40,43 +40,45 @@ class Way {
     T *qkv = (T *)step_.qkv, *attended = (T *)step_.attended;
     Cache cache{layer.cache, of_.block_stride, of_.block_size, heads_.num_kv_heads, heads_.head_dim};
     const T *x = normed((const T *)layer.input_norm, adds);
-    linear(layer.qkv, x, of_.hidden_size, step_.num_rows, qkv, row_size, kStore, index_, team_.size);
+    linear(layer.qkv, x, step_.normed_stride, step_.num_rows, qkv, row_size, kStore, index_, team_.size);
     done(kQkv);
     rope_kv_write(qkv, row_size, step_.num_rows, heads_, step_.cos_sin, step_.slots, (const T *)layer.q_norm,
                   (const T *)layer.k_norm, of_.eps, cache, index_, team_.size);
     done(kRope);
-    paged_attention((const T *)qkv, row_size, attended, q_size, heads_, sequences(), cache, step_.scratch, index_,
+    paged_attention((const T *)qkv, row_size, attended, step_.attended_stride, heads_, sequences(), cache, step_.scratch, index_,
                     team_.size);
     done(kAttention);
-    add_to_residual(layer.o, attended, q_size);
+    add_to_residual(layer.o, attended, step_.attended_stride);
     done(kO);
   }
 
   void mlp_half(const Layer &layer, bool adds) {
     T *inner = (T *)step_.inner;
     const T *x = normed((const T *)layer.post_norm, adds);
-    linear(layer.gate_up, x, of_.hidden_size, step_.num_rows, inner, of_.inner_size, kSiluMul, index_, team_.size);
+    linear(layer.gate_up, x, step_.normed_stride, step_.num_rows, inner, step_.inner_stride, kSiluMul, index_,
+           team_.size);
     done(kGateUp);
-    add_to_residual(layer.down, inner, of_.inner_size);
+    add_to_residual(layer.down, inner, step_.inner_stride);
     done(kDown);
   }
 
   void head() {
     T *x = (T *)step_.normed;
+    const int64_t stride = step_.normed_stride;
     Span rows = span_of(step_.num_sampled, 1, index_, team_.size);
     for (int64_t i = rows.first; i < rows.last; i++) {
       int64_t row = step_.sampled[i];
       if (step_.partial) add_partial(row);
-      rms_norm_row(residual(row), (const T *)of_.norm, x + i * of_.hidden_size, of_.hidden_size, of_.eps);
+      rms_norm_row(residual(row), (const T *)of_.norm, x + i * stride, of_.hidden_size, of_.eps);
     }
     done(kNorms);
     if (step_.picks) {
-      best_of_part(of_.head, x, of_.hidden_size, step_.num_sampled, step_.bests + index_ * step_.num_sampled,
+      best_of_part(of_.head, x, stride, step_.num_sampled, step_.bests + index_ * step_.num_sampled,
                    step_.few_logits + index_ * kGreedyScratch, index_, team_.size);
       team_.barrier();
       if (index_ == 0) best_of_all(step_.bests, step_.num_sampled, team_.size, step_.ids);
     } else {
-      linear(of_.head, x, of_.hidden_size, step_.num_sampled, step_.logits, of_.head.n, kStore, index_, team_.size);
+      linear(of_.head, x, stride, step_.num_sampled, step_.logits, of_.head.n, kStore, index_, team_.size);
     }
     done(kHead);
   }
@@ -159,10 +161,10 @@ class Way {
     bool is_shared = step_.num_rows > kFewRows || step_.partial;
     Span rows{0, step_.num_rows};
     if (is_shared) rows = span_of(step_.num_rows, 1, index_, team_.size);
-    else out += index_ * kFewRows * of_.hidden_size;
+    else out += index_ * kFewRows * step_.normed_stride;
     for (int64_t row = rows.first; row < rows.last; row++) {
       if (adds) add_partial(row);
-      rms_norm_row(residual(row), weight, out + row * of_.hidden_size, of_.hidden_size, of_.eps);
+      rms_norm_row(residual(row), weight, out + row * step_.normed_stride, of_.hidden_size, of_.eps);
     }
     if (is_shared) done(kNorms);
     return out;

@@ -53,12 +53,13 @@ struct Step {
   int64_t block_table_width;
   float *cos_sin;  // [num_rows, D]
   int64_t *slots;  // [num_rows]
-  // Buffers.
+  // Buffers; a stride is a row's, in elements.
   void *residual;  // [num_rows, H] of T
   void *normed;    // [num_rows or kFewRows a thread, H] of T
   void *qkv;       // [num_rows, (heads + 2 KV heads) D] of T
   void *attended;  // [num_rows, heads D] of T
   void *inner;     // [num_rows, I] of T
+  int64_t normed_stride, attended_stride, inner_stride;
   float *partial;  // [num_rows, H]: what this rank adds to the residual; null where it is the only one
   void *scratch;   // of the attention, as attention.h wants it
   AttentionLimits limits;

@@ -7,8 +7,8 @@ that compute each step with it. If one is lost, a step raises RankLost and the r
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,9 @@ from .compiled_steps import CompiledSteps
 from .cores import part_of
 from .cpu_kernels import Choice, choose_for, make_team
 from .errors import ConfigError, RankLost
+from .gpu.cuda_device import CudaDevice
+from .gpu.precision import settle_products
+from .gpu.upload import Upload
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .launched import Compute, ComputeThread, Deferred
@@ -31,7 +34,7 @@ from .models.decoder import Decoder
 from .models.rope import rope_table
 from .models.sharding import Share, check_divides, spec_of
 from .models.spec import ModelSpec, load_spec
-from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
+from .models.weights import DTYPES, Checkpoint, Progress, Put, Reader, load_weights, put_now
 from .parallel import Alone, Group
 from .quant.formats import QUANTIZE, check_shares
 from .rank import RankSettings
@@ -145,8 +148,9 @@ class ModelRunner:
             ranks = _start_ranks(config, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
-            reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize)
-            steps_with = _read_weights(config, reader, spec_of(spec, share), choice, ranks)
+            with _put_on(device, config.quantize) as put:
+                reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize, put)
+                steps_with = _read_weights(config, reader, spec_of(spec, share), choice, ranks)
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
             memory_fd = ranks.memory_fd if ranks is not None else None
@@ -218,6 +222,18 @@ def _device(name: str) -> torch.device:
             f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
         )
     return device
+
+
+@contextmanager
+def _put_on(device: torch.device, quantize: str | None) -> Generator[Put]:
+    """What puts weights there; once this is left they are there. To be quantised they must be there at once."""
+    if device.type == "cuda":
+        settle_products()
+    if device.type == "cpu" or quantize is not None:
+        yield put_now
+    else:
+        with Upload(CudaDevice(device)) as upload:
+            yield upload.put
 
 
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, device: torch.device) -> Choice:

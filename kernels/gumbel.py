@@ -25,13 +25,15 @@ def signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def gumbel(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Noise of every token under each key (signed). Returns [len(keys), vocab_size] float32.
+def gumbel(keys: Sequence[int] | Tensor, vocab_size: int, device: torch.device) -> Tensor:
+    """Noise of every token under each key (signed; a tensor: int64, on `device`). Returns [len(keys), vocab_size]
+    float32.
 
     The argmax of logits + noise is a draw from softmax(logits) (Gumbel-max; Maddison et al. 2014).
     """
     steps = torch.arange(vocab_size, dtype=torch.int64, device=device).mul_(signed(GOLDEN))
-    x = torch.tensor(keys, dtype=torch.int64, device=device)[:, None] + steps
+    column = keys if isinstance(keys, Tensor) else torch.tensor(keys, dtype=torch.int64, device=device)
+    x = column[:, None] + steps
     x ^= (x >> 30) & (1 << 34) - 1  # the masks make torch's arithmetic shifts logical
     x *= signed(MIX1)
     x ^= (x >> 27) & (1 << 37) - 1

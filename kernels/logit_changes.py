@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lang import jit, kernel_for, next_power_of_2, tl
+from .lang import jit, kernel_for, tl
 from .tuning import chip_of
 
 IN_PROMPT = 1 << 30  # in a count: the prompt has the token; below it: how often the output has
-LARGEST_BIASES = 2048  # of a row: as many as a request may have, with its bans
+_BIASES = 128  # added at a time
 _TILE = 2048
 _NUM_WARPS = 4
 
@@ -28,8 +28,9 @@ class Changes:
     """Of each row, on the device. Rows share masks and counts by number; -1: none, and the row's tensors are not
     read."""
 
-    bias_ids: Tensor  # [R, B] int32, no id twice in a row; -1: none
-    biases: Tensor  # [R, B] float32; -inf: banned
+    bias_starts: Tensor  # [R + 1] int32: the biases of row i are those from bias_starts[i] to bias_starts[i + 1]
+    bias_ids: Tensor  # [B] int32, none twice in a row; B is bias_starts[R]
+    biases: Tensor  # [B] float32; -inf: banned
     mask_rows: Tensor  # [R] int32
     masks: Tensor  # [masks, ceil(vocab / 32)] int32: bit i % 32 of word i // 32 is set where token i is allowed
     count_rows: Tensor  # [R] int32
@@ -41,12 +42,12 @@ class Changes:
     def check(self, logits: Tensor) -> None:
         num_rows, vocab_size = logits.shape
         assert logits.dtype == torch.float32 and logits.stride(1) == 1
-        assert self.bias_ids.shape == self.biases.shape == (num_rows, self.bias_ids.shape[1])
-        assert self.bias_ids.shape[1] <= LARGEST_BIASES
+        assert self.bias_starts.shape == (num_rows + 1,) and self.bias_ids.shape == self.biases.shape
+        assert self.bias_ids.dim() == 1
         assert self.masks.shape[1] == -(-vocab_size // 32) and self.counts.shape[1] == vocab_size
         per_row = (self.mask_rows, self.count_rows, self.repetition, self.presence, self.frequency)
         assert all(t.shape == (num_rows,) for t in per_row)
-        whole = (self.bias_ids, self.mask_rows, self.masks, self.count_rows, self.counts)
+        whole = (self.bias_starts, self.bias_ids, self.mask_rows, self.masks, self.count_rows, self.counts)
         assert all(t.dtype == torch.int32 for t in whole)
         assert self.biases.dtype == self.repetition.dtype == torch.float32
         assert self.presence.dtype == self.frequency.dtype == torch.float64
@@ -68,36 +69,38 @@ def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> 
 
 def change_logits_twin(logits: Tensor, changes: Changes) -> None:
     changes.check(logits)
-    token = torch.arange(logits.shape[1], device=logits.device)
-    for row in range(len(logits)):
-        values = logits[row]
-        given = changes.bias_ids[row] >= 0
-        values[changes.bias_ids[row][given].long()] += changes.biases[row][given]
-        if (mask := int(changes.mask_rows[row])) >= 0:
-            values[(changes.masks[mask][token // 32] >> (token % 32)) & 1 == 0] = -torch.inf
-        if (counted := int(changes.count_rows[row])) < 0:
-            continue
-        counts, penalty = changes.counts[counted], changes.repetition[row]
-        values.copy_(torch.where(counts == 0, values, torch.where(values > 0, values / penalty, values * penalty)))
+    if len(changes.bias_ids):
+        numbers = torch.arange(len(changes.bias_ids), dtype=torch.int32, device=logits.device)
+        rows = torch.searchsorted(changes.bias_starts[1:], numbers, right=True)
+        logits.index_put_((rows, changes.bias_ids.long()), changes.biases, accumulate=True)
+    if len(changes.masks):
+        token = torch.arange(logits.shape[1], device=logits.device)
+        words = changes.masks[changes.mask_rows.clamp_min(0).long()][:, token // 32]
+        is_masked = ((words >> (token % 32)) & 1 == 0) & (changes.mask_rows >= 0)[:, None]
+        logits.masked_fill_(is_masked, -torch.inf)
+    if len(changes.counts):
+        counts = changes.counts[changes.count_rows.clamp_min(0).long()]
+        counts = torch.where(changes.count_rows[:, None] >= 0, counts, 0)
+        penalty = changes.repetition[:, None]
+        logits.copy_(torch.where(counts == 0, logits, torch.where(logits > 0, logits / penalty, logits * penalty)))
         num_output = counts & (IN_PROMPT - 1)
-        amounts = changes.presence[row] + changes.frequency[row] * num_output.double()
-        values.sub_(torch.where(num_output > 0, amounts, 0.0).float())
+        amounts = changes.presence[:, None] + changes.frequency[:, None] * num_output.double()
+        logits.sub_(torch.where(num_output > 0, amounts, 0.0).float())
 
 
 def change_logits_triton(logits: Tensor, changes: Changes) -> None:
     changes.check(logits)
     num_rows, vocab_size = logits.shape
-    num_biases = changes.bias_ids.shape[1]
     if not num_rows:
         return
-    if num_biases:
+    if len(changes.bias_ids):
         _add_biases[(num_rows,)](
             logits,
+            changes.bias_starts,
             changes.bias_ids,
             changes.biases,
             logits.stride(0),
-            num_biases,
-            BLOCK=next_power_of_2(num_biases),
+            BLOCK=_BIASES,
             num_warps=_NUM_WARPS,
         )
     num_tiles = -(-vocab_size // _TILE)
@@ -121,9 +124,14 @@ def change_logits_triton(logits: Tensor, changes: Changes) -> None:
 
 def count_tokens_twin(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> None:
     _check_counted(counts, rows, ids, amount)
-    for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-        if row >= 0:
-            counts[row, token] = counts[row, token] | IN_PROMPT if amount == IN_PROMPT else counts[row, token] + 1
+    if not len(rows):
+        return
+    is_counted, at = rows >= 0, rows.clamp_min(0).long() * counts.shape[1] + ids
+    flat = counts.view(-1)
+    if amount == IN_PROMPT:
+        flat.scatter_reduce_(0, at, torch.where(is_counted, flat[at] | IN_PROMPT, 0), "amax")
+    else:
+        flat.index_add_(0, at, is_counted.int())
 
 
 def count_tokens_triton(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> None:
@@ -151,20 +159,21 @@ def _check_counted(counts: Tensor, rows: Tensor, ids: Tensor, amount: int) -> No
 @jit
 def _add_biases(
     logits: tl.tensor,  # [R, vocab] float32
-    bias_ids: tl.tensor,  # [R, num_biases] int32
-    biases: tl.tensor,  # [R, num_biases] float32
+    bias_starts: tl.tensor,  # [R + 1] int32
+    bias_ids: tl.tensor,  # [B] int32
+    biases: tl.tensor,  # [B] float32
     row_stride: int,
-    num_biases: int,
     BLOCK: tl.constexpr,
 ):
     """Grid: (R,)."""
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    ids = tl.load(bias_ids + row * num_biases + i, mask=i < num_biases, other=-1)
-    given = ids >= 0
-    at = logits + row * row_stride + ids
-    bias = tl.load(biases + row * num_biases + i, mask=given, other=0.0)
-    tl.store(at, tl.load(at, mask=given, other=0.0) + bias, mask=given)
+    end = tl.load(bias_starts + row + 1)
+    for start in range(tl.load(bias_starts + row), end, BLOCK):  # pyright: ignore[reportArgumentType]
+        i = start + tl.arange(0, BLOCK)
+        given = i < end
+        at = logits + row * row_stride + tl.load(bias_ids + i, mask=given, other=0)
+        bias = tl.load(biases + i, mask=given, other=0.0)
+        tl.store(at, tl.load(at, mask=given, other=0.0) + bias, mask=given)
 
 
 @jit

@@ -50,13 +50,47 @@ class Draws:
         assert self.top_k.dtype == torch.int32 and self.keys.dtype == torch.int64
 
 
-def sample(logits: Tensor, draws: Draws) -> Tensor:
+@dataclass(frozen=True)
+class Scratch:
+    """What draws of at most `best.shape[0]` rows write down on their way. One at a time uses it: a captured graph may
+    keep it, and all graphs of a stream may share it."""
+
+    best: Tensor  # [rows, tiles] int64: of logits, then of logits + noise
+    largest: Tensor  # [rows, tiles] float32
+    counts: Tensor  # [rows, edges, tiles] int32
+    masses: Tensor  # [rows, edges, tiles] float32
+    kept: Tensor  # [rows, vocab] float32
+    kept_ids: Tensor  # [rows, vocab] int32
+
+    @classmethod
+    def of(cls, num_rows: int, vocab_size: int, device: torch.device) -> Scratch:
+        tiles = -(-vocab_size // TILE)
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(num_rows, *shape, dtype=dtype, device=device)
+
+        return cls(
+            empty(tiles, dtype=torch.int64),
+            empty(tiles, dtype=torch.float32),
+            empty(len(_EDGES), tiles, dtype=torch.int32),
+            empty(len(_EDGES), tiles, dtype=torch.float32),
+            empty(vocab_size, dtype=torch.float32),
+            empty(vocab_size, dtype=torch.int32),
+        )
+
+
+def sample(logits: Tensor, draws: Draws, scratch: Scratch | None = None, tokens: Tensor | None = None) -> Tensor:
     """logits: [R, vocab] of floats, last axis contiguous; not changed. The token of each row, [R] int64, the lowest id
-    among equals: what workers/choice.py chooses, but where the rounding of a sum of probabilities decides."""
-    return kernel_for(logits, sample_triton, sample_twin)(logits, draws)
+    among equals: what workers/choice.py chooses, but where the rounding of a sum of probabilities decides.
+
+    tokens: [R] int64 contiguous, to be written and returned. With it and `scratch` nothing is allocated on a GPU, and
+    nothing is read back in any case: a graph can hold it.
+    """
+    return kernel_for(logits, sample_triton, sample_twin)(logits, draws, scratch, tokens)
 
 
-def sample_twin(logits: Tensor, draws: Draws) -> Tensor:
+def sample_twin(logits: Tensor, draws: Draws, scratch: Scratch | None = None, tokens: Tensor | None = None) -> Tensor:
+    """Needs no scratch."""
     draws.check(len(logits))
     is_greedy = draws.temperature == 0.0
     scaled = logits.float() - logits.float().amax(dim=-1, keepdim=True)
@@ -72,33 +106,31 @@ def sample_twin(logits: Tensor, draws: Draws) -> Tensor:
     nucleus_end = descending.gather(1, in_nucleus)
     threshold = torch.where(draws.top_p[:, None] < 1.0, threshold.maximum(nucleus_end), threshold)
     scores = kept.masked_fill_(kept < threshold, -torch.inf)
-    scores += gumbel(draws.keys.tolist(), vocab_size, logits.device)
-    return torch.where(is_greedy, logits.argmax(dim=-1), scores.argmax(dim=-1))
+    scores += gumbel(draws.keys, vocab_size, logits.device)
+    found = torch.where(is_greedy, logits.argmax(dim=-1), scores.argmax(dim=-1))
+    return found if tokens is None else tokens.copy_(found)
 
 
-def sample_triton(logits: Tensor, draws: Draws) -> Tensor:
+def sample_triton(logits: Tensor, draws: Draws, scratch: Scratch | None = None, tokens: Tensor | None = None) -> Tensor:
     num_rows, vocab_size = logits.shape
     draws.check(num_rows)
     assert logits.stride(1) == 1 and logits.is_floating_point() and 0 < vocab_size <= LARGEST_VOCABULARY
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if tokens is None else tokens
+    assert tokens.shape == (num_rows,) and tokens.dtype == torch.int64 and tokens.is_contiguous()
+    scratch = Scratch.of(num_rows, vocab_size, logits.device) if scratch is None else scratch
+    assert scratch.kept.shape[0] >= num_rows and scratch.kept.shape[1] == vocab_size
     if not num_rows:
         return tokens
-    num_tiles = -(-vocab_size // TILE)
-    shape = (num_rows, num_tiles)
-    best = torch.empty(shape, dtype=torch.int64, device=logits.device)  # of logits, then of logits + noise
-    counts = torch.empty(num_rows, len(_EDGES), num_tiles, dtype=torch.int32, device=logits.device)
-    masses = torch.empty(num_rows, len(_EDGES), num_tiles, dtype=torch.float32, device=logits.device)
-    kept = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
-    kept_ids = torch.empty(num_rows, vocab_size, dtype=torch.int32, device=logits.device)
-    largest = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    num_tiles = scratch.best.shape[1]
     settings = (draws.temperature, draws.log_min_p, draws.top_p, draws.top_k)
     sizes = (logits.stride(0), vocab_size, num_tiles)
     constants = {"TILE": TILE, "TILES": next_power_of_2(num_tiles), "EDGES": _EDGES, "NUM_EDGES": len(_EDGES)}
     splits = min(num_tiles, -(-chip_of(logits.device).num_cores * _PROGRAMS_PER_CORE // num_rows))
     grid = (num_rows, splits)
-    _best_of_tiles[grid](logits, best, largest, *sizes, TILE=TILE, num_warps=_NUM_WARPS)
-    _masses_of_tiles[grid](logits, *settings, largest, counts, masses, *sizes, **constants, num_warps=_NUM_WARPS)
-    found = (counts, masses, best, kept, kept_ids)
+    largest, counted = scratch.largest, (scratch.counts, scratch.masses)
+    _best_of_tiles[grid](logits, scratch.best, largest, *sizes, TILE=TILE, num_warps=_NUM_WARPS)
+    _masses_of_tiles[grid](logits, *settings, largest, *counted, *sizes, **constants, num_warps=_NUM_WARPS)
+    found = (*counted, scratch.best, scratch.kept, scratch.kept_ids)
     _draw_or_collect[grid](logits, *settings, draws.keys, largest, *found, *sizes, **constants, num_warps=_NUM_WARPS)
     _tokens_of_rows[(num_rows,)](
         *settings, draws.keys, *found, tokens, vocab_size, num_tiles, **constants, num_warps=_NUM_WARPS

@@ -20,7 +20,7 @@ from .sequence import Sequence
 
 # top-p alone looks at this many candidates first and sorts the vocabulary only where they do not hold enough mass.
 _TOP_P_CANDIDATES = 1024
-_MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the result from greedy
+MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the result from greedy
 _MAX_NOISE_ELEMENTS = 1 << 20  # drawn at a time
 
 
@@ -35,8 +35,8 @@ def draw_of(sequence: Sequence, position: int) -> Draw:
     if sampling.is_greedy:
         return Draw()
     return Draw(
-        max(sampling.temperature, _MIN_TEMPERATURE),
-        _log(sampling.min_p),
+        max(sampling.temperature, MIN_TEMPERATURE),
+        log_of(sampling.min_p),
         sampling.top_p,
         sampling.top_k,
         stream_key(sampling.seed, position),
@@ -59,7 +59,7 @@ def choose(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
 
 def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
     """One draw a row by Gumbel-max, [r] int64. Changes `logits`."""
-    temperatures = [max(s.request.sampling.temperature, _MIN_TEMPERATURE) for s in sequences]
+    temperatures = [max(s.request.sampling.temperature, MIN_TEMPERATURE) for s in sequences]
     logits -= logits.amax(dim=-1, keepdim=True)
     if any(t != 1.0 for t in temperatures):
         logits /= _column(temperatures, logits)
@@ -87,7 +87,7 @@ def _thresholds(logits: Tensor, samplings: SequenceOf[SamplingParams]) -> Tensor
 
     Each filter sees what the one before it left. Tokens that tie with the last one kept are kept too.
     """
-    threshold = _column([_log(s.min_p) for s in samplings], logits)
+    threshold = _column([log_of(s.min_p) for s in samplings], logits)
     limited = [row for row, s in enumerate(samplings) if 0 < s.top_k < logits.shape[1]]
     if limited:
         rows = _indices(limited, logits)
@@ -126,7 +126,8 @@ def _nucleus_end(logits: Tensor, top_p: SequenceOf[float]) -> Tensor:
     return values.gather(1, num_kept - 1)
 
 
-def _log(x: float) -> float:
+def log_of(x: float) -> float:
+    """A min_p as the least logit, from the largest, that it keeps."""
     return math.log(x) if x > 0.0 else -math.inf
 
 

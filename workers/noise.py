@@ -3,9 +3,15 @@
 With kernels/gumbel.py it makes randomness a pure function of (seed, position, token id), never of batch, time or order.
 """
 
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
 from ..kernels.gumbel import GOLDEN, MIX1, MIX2, signed
 
 _MASK = (1 << 64) - 1
+Words = NDArray[np.uint64]
 
 
 def stream_key(seed: int, position: int) -> int:
@@ -13,7 +19,16 @@ def stream_key(seed: int, position: int) -> int:
     return signed(_mix(seed ^ _mix((position + 1) * GOLDEN & _MASK)))
 
 
-def _mix(x: int) -> int:
+def stream_keys(seeds: Words, positions: Words) -> NDArray[np.int64]:
+    """`stream_key` of each of them."""
+    return _mix(seeds ^ _mix((positions + np.uint64(1)) * np.uint64(GOLDEN))).view(np.int64)
+
+
+@overload
+def _mix(x: int) -> int: ...
+@overload
+def _mix(x: Words) -> Words: ...
+def _mix(x: Any) -> Any:
     x = (x ^ x >> 30) * MIX1 & _MASK
     x = (x ^ x >> 27) * MIX2 & _MASK
     return x ^ x >> 31

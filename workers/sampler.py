@@ -38,7 +38,7 @@ class Sampler:
     def is_argmax(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the largest logit of each row is all that `sample` would look for: nobody needs the others."""
         return all(
-            s.request.sampling.is_greedy and s.request.sampling.logprobs is None and not _is_changed(s)
+            s.request.sampling.is_greedy and s.request.sampling.logprobs is None and not is_changed(s)
             for s in sequences
         )
 
@@ -75,7 +75,7 @@ class Sampler:
         num_top = min(max(sequences[row].request.sampling.logprobs or 0 for row in asking), logits.shape[1])
         if self._rows is not None:
             totals, top_ids, top_logits = self._rows.log_totals(logits, asking, num_top)
-            if not any(_is_changed(s) for s in sequences):
+            if not any(is_changed(s) for s in sequences):
                 return _Logprobs(asking, logits, rows, totals, top_ids, top_logits)
             raw = logits[rows]
         else:
@@ -129,8 +129,8 @@ def is_plain(sampling: SamplingParams) -> bool:
     )
 
 
-def _is_changed(sequence: Sequence) -> bool:
-    """Whether its logits are changed before the choice."""
+def is_changed(sequence: Sequence) -> bool:
+    """Whether its logits are changed before the choice of its next token."""
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias

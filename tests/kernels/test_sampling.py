@@ -44,21 +44,25 @@ def sequences() -> list[Sequence]:
 def changes_of(rows: list[Sequence]) -> Changes:
     """What an engine would keep on its device."""
     samplings = [s.request.sampling for s in rows]
-    bias_ids, biases = torch.full((len(rows), 4), -1, dtype=torch.int32), torch.zeros(len(rows), 4)
+    bias_ids: list[int] = []
+    biases: list[float] = []
+    starts = [0]
     counts = torch.zeros(len(rows), VOCAB, dtype=torch.int32)
     for row, (sequence, sampling) in enumerate(zip(rows, samplings, strict=True)):
         asked = dict(sampling.logit_bias)
         if sequence.num_output < sampling.min_tokens:
             asked[EOS] = -torch.inf
-        bias_ids[row, : len(asked)] = torch.tensor(list(asked), dtype=torch.int32)
-        biases[row, : len(asked)] = torch.tensor(list(asked.values()))
+        bias_ids += asked
+        biases += asked.values()
+        starts.append(len(biases))
         prompt, output = (torch.tensor(ids) for ids in (sequence.request.prompt_token_ids, sequence.output_token_ids))
         for ids, amount in ((prompt, IN_PROMPT), (output.long(), 1)):
             count_tokens(counts, torch.full((len(ids),), row, dtype=torch.int32), ids, amount)
     none = torch.full((len(rows),), -1, dtype=torch.int32)
     return Changes(
-        bias_ids,
-        biases,
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(bias_ids, dtype=torch.int32),
+        torch.tensor(biases),
         none,
         torch.zeros(0, -(-VOCAB // 32), dtype=torch.int32),
         torch.arange(len(rows), dtype=torch.int32),

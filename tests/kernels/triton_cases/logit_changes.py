@@ -19,7 +19,7 @@ def launch() -> None:
     floats = [meta(8, dtype=dtype) for dtype in (F32, F64, F64)]
     masks, counts = meta(3, 4096, dtype=I32), meta(4, 131072, dtype=I32)
     rows = meta(8, dtype=I32)
-    biases = meta(8, 64, dtype=I32), meta(8, 64, dtype=F32)
+    biases = meta(9, dtype=I32), meta(512, dtype=I32), meta(512, dtype=F32)
     change_logits_triton(meta(8, 131072, dtype=F32), Changes(*biases, rows, masks, rows, counts, *floats))
     for amount in (1, IN_PROMPT):
         count_tokens_triton(counts, rows, meta(8, dtype=I64), amount)
@@ -45,13 +45,13 @@ def counted(vocab_size: int) -> list[torch.Tensor]:
 
 def changes(vocab_size: int, num_rows: int) -> Changes:
     generator = torch.Generator().manual_seed(1)
-    num_biases = min(vocab_size, 7)
-    bias_ids = torch.stack([torch.randperm(vocab_size, generator=generator)[:num_biases] for _ in range(num_rows)])
-    bias_ids[::2, -2:] = -1
-    biases = normal(num_rows, num_biases, dtype=F32) * 3
-    biases[:, 0] = -torch.inf
+    lengths = [(0, min(vocab_size, 7), min(vocab_size, 300))[row % 3] for row in range(num_rows)]
+    bias_ids = torch.cat([torch.randperm(vocab_size, generator=generator)[:num] for num in lengths])
+    biases = normal(len(bias_ids), dtype=F32) * 3
+    biases[::7] = -torch.inf
     masks = torch.randint(-(1 << 31), 1 << 31, (2, -(-vocab_size // 32)), generator=generator)
     return Changes(
+        torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=I32),
         bias_ids.to(DEVICE, I32),
         biases,
         (torch.arange(num_rows, device=DEVICE, dtype=I32) % 3) - 1,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .gumbel import gumbel, gumbels, uniforms
 from .lang import jit, kernel_for, next_power_of_2, tl
+from .last_kept import last_kept, sums_to
 from .ranked import id_of, no_token, ranked
 from .tuning import chip_of
 
@@ -355,11 +356,11 @@ def _tokens_of_rows(
         values = kept + row * vocab_size
         last = 0x7F7FFFFF  # bits of the largest float32: none is cut off
         if (top_k > 0) & (top_k < num_kept):
-            last = _last_kept(values, num_kept, top_k.to(tl.float32), last, True, TILE)
+            last = last_kept(values, num_kept, top_k.to(tl.float32), last, True, TILE)
         if top_p < 1.0:
             if (top_k > 0) & (top_k < vocab_size):
-                total, _ = _sums_to(values, num_kept, last, last, False, TILE)
-            last = _last_kept(values, num_kept, top_p * total, last, False, TILE)
+                total, _ = sums_to(values, num_kept, last, last, False, TILE)
+            last = last_kept(values, num_kept, top_p * total, last, False, TILE)
         key = tl.load(keys + row)
         highest = float("-inf")
         winner = no_token()
@@ -373,38 +374,3 @@ def _tokens_of_rows(
     else:
         winner = tl.max(tl.load(best + row * num_tiles + each, mask=inside, other=-(1 << 63)), axis=0)
     tl.store(tokens + row, id_of(winner))
-
-
-@jit
-def _sums_to(values: tl.tensor, num: int, one: tl.tensor, two: tl.tensor, IS_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """How many of `num` values (or, of their exponentials, the sum) lie within either bits of a distance from 0."""
-    near, far = 0.0, 0.0
-    for start in range(0, num, TILE):
-        i = start + tl.arange(0, TILE)
-        value = tl.load(values + i, mask=i < num, other=float("-inf"))
-        distance = tl.abs(value).to(tl.int32, bitcast=True)
-        weight = tl.full((TILE,), 1.0, tl.float32) if IS_COUNT else tl.exp(value)
-        near += tl.sum(tl.where(distance <= one, weight, 0.0), axis=0)  # pyright: ignore[reportOperatorIssue]
-        far += tl.sum(tl.where(distance <= two, weight, 0.0), axis=0)  # pyright: ignore[reportOperatorIssue]
-    return near, far
-
-
-@jit
-def _last_kept(
-    values: tl.tensor,  # [num] float32, finite, at most 0
-    num: int,
-    wanted: tl.tensor,  # float32
-    high: tl.tensor,  # int32: where to end if the values do not reach `wanted`
-    IS_COUNT: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The least distance from 0 within which the values' weights reach `wanted`, as bits: those of floats >= 0 are
-    ordered as they are. Two pivots a pass leave a third of the range."""
-    low = -1
-    while high - low > 1:
-        third = tl.maximum((high - low) // 3, 1)
-        one, two = low + third, high - third
-        near, far = _sums_to(values, num, one, two, IS_COUNT, TILE)
-        low = tl.where(far < wanted, two, tl.where(near < wanted, one, low))
-        high = tl.where(near >= wanted, one, tl.where(far >= wanted, two, high))
-    return high

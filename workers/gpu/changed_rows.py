@@ -89,7 +89,11 @@ class ChangedRows:
         """Forget who has not been seen for long: its memory is not ours."""
         self._step += 1
         if self._step % _MAX_AGE == 0:
-            self._forget(self._step - _MAX_AGE)
+            self._forget_before(self._step - _MAX_AGE)
+
+    def forget(self) -> None:
+        """Everybody."""
+        self._forget_before(self._step + 1)
 
     def plan(self, sequences: SequenceOf[Sequence], changed: SequenceOf[int]) -> Plan:
         """changed: the rows whose logits are changed (sampler.is_changed), ascending. Counts what the sequences have
@@ -134,12 +138,12 @@ class ChangedRows:
         slot = -1
         if _is_penalised(sequence.request.sampling):
             if not self._free:
-                self._forget(self._step)
+                self._forget_before(self._step)
             slot = self._free.pop()
         row = self._rows[sequence] = _Row(slot, self._step)
         return row
 
-    def _forget(self, step: int) -> None:
+    def _forget_before(self, step: int) -> None:
         """Those that no step from this one on has used. Who comes again is counted anew."""
         for sequence, row in list(self._rows.items()):
             if row.step < step:

@@ -135,6 +135,10 @@ class DeviceSampler:
             tokens[row] = SampledToken(here.sequences[row], token_ids[row], own[i], top)
         return tokens
 
+    def forget(self) -> None:
+        """Steps that were written may not have been computed: no history is relied on any more."""
+        self._changed.forget()
+
     def warm_up(self) -> None:
         """Device work, not captured, before the first step: every kernel that a step may launch is compiled by it."""
         device = self._device.torch_device

@@ -235,6 +235,18 @@ def test_a_long_history_is_counted() -> None:
         batch[0].token_ids += [number] * 3
 
 
+def test_a_step_that_was_never_computed_leaves_no_history() -> None:
+    steps, batch = Steps(40), [sequence(PENALISED, range(9), [1, 2])]
+    for number, is_computed in enumerate((True, False, True)):
+        logits = rows(1, 40, number)
+        if is_computed:
+            assert_as_sampled(steps.step(logits, batch), logits, batch)
+        else:
+            steps.sampler.write(steps.room, batch, [batch[0].num_tokens])
+            steps.sampler.forget()
+        batch[0].token_ids.append(number)
+
+
 def test_kernels_are_warmed_up_without_a_trace() -> None:
     steps = Steps(11)
     steps.lane.run(steps.sampler.warm_up)

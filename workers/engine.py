@@ -36,7 +36,7 @@ from .errors import (
     RequestAborted,
 )
 from .prefix_cache import PrefixCache, block_hashes
-from .request import Request
+from .request import Request, check_cache_salt
 from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
 from .sequence import Batch, Provisional, SampledToken, Sequence, SequenceStatus
@@ -148,6 +148,11 @@ class Engine:
 
     def offer_prefix(self, handoff_id: str, token_ids: SequenceOf[int], cache_salt: bytes) -> None:
         """Hand off what the prefix cache holds of these tokens: the longest run of full blocks."""
+        try:
+            check_cache_salt(cache_salt)
+        except InvalidRequest as error:
+            self._output.handoffs.append(HandoffRefused(handoff_id, error))
+            return
         known = token_ids[: self._runner.info.max_context_tokens]
         blocks = self.cache.find(block_hashes(known, self.cache.block_size, cache_salt))
         if self.handoffs.is_open(handoff_id):

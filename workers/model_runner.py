@@ -115,7 +115,7 @@ class ModelRunner:
         ranks: RankProcesses | None = None,
         thread: ComputeThread | None = None,
     ) -> None:
-        """`thread`: computes what nobody watches. Its steps must be CompiledSteps with room for two."""
+        """`thread`: computes every step, which must be CompiledSteps with room for two."""
         self._info, self.steps, self._cache, self._ranks, self._thread = info, steps, cache, ranks, thread
         self._memory = cache.memory
 
@@ -190,10 +190,12 @@ class ModelRunner:
             self._ranks.close()
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
-        compute = partial(self._compute, self.steps.prepare(batch, watch))
-        if self._thread is None or watch is not None:
-            return Deferred(compute)
-        return self._thread.launch(compute)
+        def make(told: LayerWatch | None) -> Compute:
+            return partial(self._compute, self.steps.prepare(batch, told))
+
+        if self._thread is None:
+            return Deferred(make(watch))
+        return self._thread.launch(make(None)) if watch is None else self._thread.launch_watched(make, watch)
 
     @torch.inference_mode()
     def _compute(self, compute: Compute) -> list[SampledToken]:

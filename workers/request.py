@@ -91,15 +91,18 @@ class Request:
             )
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise InvalidRequest(f"timeout_s must be positive and finite, got {self.timeout_s}", param="timeout_s")
-        if len(self.cache_salt) > MAX_CACHE_SALT_BYTES:
-            raise InvalidRequest(
-                f"cache_salt has {len(self.cache_salt)} bytes; at most {MAX_CACHE_SALT_BYTES}", param="cache_salt"
-            )
+        check_cache_salt(self.cache_salt)
         check_token_ids(self.prompt_token_ids, vocab_size, "prompt")
         self.sampling.validate(vocab_size)
         check_token_ids(output_token_ids, vocab_size, "output_token_ids")
         if len(output_token_ids) >= self.sampling.max_tokens:
             raise InvalidRequest("output_token_ids already hold max_tokens tokens: nothing is left to compute")
+
+
+def check_cache_salt(salt: bytes) -> None:
+    """Raise InvalidRequest where it is too long."""
+    if len(salt) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequest(f"cache_salt has {len(salt)} bytes; at most {MAX_CACHE_SALT_BYTES}", param="cache_salt")
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:

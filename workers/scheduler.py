@@ -28,7 +28,9 @@ from .waiting_queue import WaitingQueue
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
 TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
-TARGET_DECODE_STEPS = 4.0  # where decodes alone take long: prompts have three quarters of the time
+TARGET_DECODE_STEPS = 3.0  # where decodes alone take long: prompts have two thirds of the time, or more, see _target_s
+WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
+ANSWER_TOKENS = 256  # who may make more of them counts as so many: few do
 
 
 class Role(Enum):
@@ -254,19 +256,23 @@ class Scheduler:
         may_admit = len(self._queue) and len(self._running) < config.max_running
         if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
             return _Budget(num_tokens, StepWork())
-        work = self._decode_work([e.sequence for e in decodes])
-        return _Budget(num_tokens, work, self._target_s(work))
+        sequences = [e.sequence for e in decodes]
+        work = self._decode_work(sequences)
+        num_left = sum([s.end for s in sequences]) - work.num_context
+        return _Budget(num_tokens, work, self._target_s(work, num_left))
 
-    def _target_s(self, decodes: StepWork) -> float:
-        """How long a step may take that computes prompts beside these. Where nothing is set, a few do not hold up a
-        lot of work: while more than a whole budget of prompt tokens waits for each that decodes, there is no bound."""
+    def _target_s(self, decodes: StepWork, num_left: int) -> float:
+        """How long a step may take that computes prompts beside these, which may make so many tokens yet. Where nothing
+        is set, the longer the more prompt tokens wait for each of those: what waits hardly holds up long answers, and
+        the last tokens of short ones do not hold up many prompts."""
         target_s = self.config.target_step_s
         if target_s is not None:
             return target_s or math.inf
-        is_swamped = self.num_waiting_tokens > decodes.num_decodes * self.config.max_batch_tokens
-        if is_swamped or self.role is Role.PREFILL:
+        if self.role is Role.PREFILL:
             return math.inf
-        return max(self.config.tpot_s, TARGET_DECODE_STEPS * self.cost.seconds(decodes))
+        num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
+        num_steps = TARGET_DECODE_STEPS + self.num_waiting_tokens / (WAITING_PER_LEFT * num_left)
+        return max(self.config.tpot_s, num_steps * self.cost.seconds(decodes))
 
     def _schedule_prefills(self, entries: list[ScheduledSequence], budget: _Budget) -> None:
         for sequence in self._prefilling:

@@ -10,7 +10,7 @@ from .scheduler import TPOT_S, Role, SchedulerConfig
 
 MAX_RANKS = 64
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
-DEVICE_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}
+DEVICE_BATCH_TOKENS = {"cpu": 768, "cuda": 8192}
 MAX_CORES = 1 << 16
 
 

@@ -3,9 +3,18 @@
 import pytest
 
 from diptych.workers.engine import Engine
-from diptych.workers.errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, RequestAborted
+from diptych.workers.engine_events import HandoffRefused
+from diptych.workers.errors import (
+    DeadlineExceeded,
+    DiptychError,
+    HandoffError,
+    InvalidRequest,
+    LeaseLost,
+    RequestAborted,
+)
 from diptych.workers.fake_runner import fake_output
 from diptych.workers.handoff_types import Reservation
+from diptych.workers.request import MAX_CACHE_SALT_BYTES
 from diptych.workers.timings import PullTimes
 
 from .engines import HANDOFF, Clock, Move, assert_clean, make, reserve, run, tokens
@@ -64,6 +73,18 @@ def test_what_is_not_cached_is_refused_by_name() -> None:
     assert "single-use" in source.step().handoffs[0].error.message  # type: ignore[union-attr]
     assert source.check_integrity().load.num_leased_blocks == 5
     source.end_lease(HANDOFF)
+    assert_clean(source)
+
+
+def test_a_salt_that_is_too_long_is_refused_before_it_is_hashed() -> None:
+    source = warm()
+    source.offer_prefix(HANDOFF, PROMPT, b"s" * (MAX_CACHE_SALT_BYTES + 1))
+    (refused,) = source.step().handoffs
+    assert isinstance(refused, HandoffRefused) and isinstance(refused.error, InvalidRequest)
+    assert "257 bytes; at most 256" in refused.error.message
+    source.offer_prefix(HANDOFF, PROMPT, b"s" * MAX_CACHE_SALT_BYTES)
+    (refused,) = source.step().handoffs
+    assert isinstance(refused, HandoffRefused) and "not cached" in refused.error.message
     assert_clean(source)
 
 

@@ -9,14 +9,16 @@ import pytest
 from diptych.kernels.cpu.library import library
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import StepOutput
-from diptych.workers.launched import ComputeThread
+from diptych.workers.launched import Compute, ComputeThread
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import Request, SamplingParams
+from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import SampledToken
+from diptych.workers.sequence import Batch, SampledToken, ScheduledSequence
 
 from ..checkpoints import random_prompts
 from .engines import assert_clean, tokens
+from .sequences import make_sequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
@@ -90,3 +92,52 @@ def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
         assert done == ["first"]
     thread.close()
     thread.close()
+
+
+@pytest.mark.parametrize("fails", ["not", "in a layer", "in what hears of it"])
+def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None:
+    thread, here, there = ComputeThread(None), threading.current_thread(), list[threading.Thread]()
+    heard: list[int] = []
+
+    def make(watch: LayerWatch) -> Compute:
+        def compute() -> list[SampledToken]:
+            for end in watch.ends:
+                watch.reached(end)
+                if fails == "in a layer":
+                    raise RuntimeError("it went wrong")
+            there.append(threading.current_thread())
+            return []
+
+        return compute
+
+    def reached(end: int) -> None:
+        assert threading.current_thread() is here
+        heard.append(end)
+        if fails == "in what hears of it":
+            raise RuntimeError("it went wrong")
+
+    launched = thread.launch_watched(make, LayerWatch((1, 3), reached))
+    if fails == "not":
+        assert launched.tokens() == []
+    else:
+        with pytest.raises(RuntimeError, match="it went wrong"):
+            launched.tokens()
+    assert heard == ([1, 3] if fails == "not" else [1])
+    assert (here not in there) and len(there) == (fails != "in a layer")
+    thread.close()
+
+
+@pytest.mark.skipif(library() is None, reason="the kernels are not built")
+def test_a_step_that_is_watched_runs_on_the_thread_and_yields_the_same_tokens(llama: Path) -> None:
+    config = ModelRunnerConfig(llama, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=True)
+    runner, heard = ModelRunner.load(config), list[int]()
+    num_layers = runner.layout.num_layers
+    tokens_of: list[int] = []
+    for watch in (None, LayerWatch((1, num_layers), heard.append)):
+        sequence = make_sequence(random_prompts(5, [20])[0])
+        sequence.block_table = [0, 1]
+        (sampled,) = runner.launch(Batch([ScheduledSequence(sequence, 20)]), watch).tokens()
+        tokens_of.append(sampled.token_id)
+    runner.close()
+    assert heard == [1, num_layers]
+    assert tokens_of[0] == tokens_of[1]

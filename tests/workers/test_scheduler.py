@@ -3,8 +3,10 @@ import pytest
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.prefix_cache import PrefixCache
 from diptych.workers.scheduler import (
+    ANSWER_TOKENS,
     LEAST_PREFILL_TOKENS,
     TARGET_DECODE_STEPS,
+    WAITING_PER_LEFT,
     Role,
     Scheduler,
     SchedulerConfig,
@@ -72,10 +74,15 @@ def test_in_the_decode_role_prefill_is_held_back_only_beside_decodes() -> None:
 
 
 def beside_decodes(
-    num_decodes: int, *waiting: int, decode_s: float = 0.001, role: Role = Role.MIXED, **config: float
+    num_decodes: int,
+    *waiting: int,
+    decode_s: float = 0.001,
+    role: Role = Role.MIXED,
+    num_left: int = 1 << 60,
+    **config: float,
 ) -> int:
-    """Prompt tokens of the step in which so many sequences decode and prompts so long have come. It was measured that a
-    prompt token takes a millisecond and each decoding sequence `decode_s`."""
+    """Prompt tokens of the step in which so many sequences decode, each with `num_left` tokens to make, and prompts so
+    long have come. It was measured that a prompt token takes a millisecond and each decoding sequence `decode_s`."""
     scheduler, _ = make(num_blocks=1024, max_batch_tokens=100, **config)
     scheduler.role = role
     for number in range(300):
@@ -84,7 +91,9 @@ def beside_decodes(
             StepWork(number % 5).with_chunk(0, num_prefill), 0.001 * num_prefill + decode_s * (number % 5)
         )
     for _ in range(num_decodes):
-        scheduler.add(make_sequence([1]))
+        sequence = make_sequence([1])
+        sequence.end = 2 + num_left
+        scheduler.add(sequence)
     compute(scheduler.schedule())
     for num_prompt in waiting:
         scheduler.add(make_sequence([1] * num_prompt))
@@ -99,18 +108,27 @@ def test_beside_decodes_prompts_fill_a_step_of_a_fixed_time() -> None:
     assert beside_decodes(4, 90, role=Role.PREFILL) == 90
 
 
+def decode_steps(num_waiting: int, num_left: int) -> float:
+    """How many steps that only decode the prompt tokens of a step may take."""
+    return TARGET_DECODE_STEPS - 1 + num_waiting / (WAITING_PER_LEFT * num_left)
+
+
 def test_where_decodes_take_long_prompts_have_their_share_of_time() -> None:
-    assert beside_decodes(4, 90, decode_s=0.005) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=2)
+    expected = 20 * decode_steps(90, 4 * ANSWER_TOKENS)
+    assert beside_decodes(4, 90, decode_s=0.005) == pytest.approx(expected, abs=2)
 
 
-def test_a_few_decodes_do_not_hold_up_many_budgets_of_prompts() -> None:
-    assert beside_decodes(2, 190) == pytest.approx(1000 * SchedulerConfig().tpot_s - 2, abs=2)
-    assert beside_decodes(2, 190, 190) == 98
+def test_the_bound_grows_with_what_waits_for_each_token_that_the_decodes_may_make() -> None:
+    fixed = pytest.approx(1000 * SchedulerConfig().tpot_s - 2, abs=2)
+    assert beside_decodes(2, 190, 190) == fixed  # long answers are not held up
+    assert beside_decodes(2, 190, 190, num_left=1) == 98  # nor are many prompts, by two tokens
+    assert beside_decodes(2, 190, 190, num_left=4, decode_s=0.003) == pytest.approx(6 * decode_steps(380, 8), abs=2)
+    assert beside_decodes(2, 190, num_left=4, decode_s=0.003) == pytest.approx(6 * decode_steps(190, 8), abs=2)
 
 
 def test_a_promised_time_per_token_takes_the_place_of_the_fixed_one_and_never_starves_prompts() -> None:
     assert beside_decodes(4, 90, tpot_s=0.06) == pytest.approx(56, abs=2)
-    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=2)
+    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=3)
 
 
 @pytest.mark.parametrize(("target_step_s", "expected"), [(0.0, 96), (0.03, 26), (0.002, LEAST_PREFILL_TOKENS)])

@@ -4,7 +4,7 @@ from diptych.workers.errors import ConfigError
 from diptych.workers.worker_config import WorkerConfig
 
 
-@pytest.mark.parametrize(("device", "asked", "expected"), [("cpu", 0, 512), ("cuda:1", 0, 8192), ("cpu", 7, 7)])
+@pytest.mark.parametrize(("device", "asked", "expected"), [("cpu", 0, 768), ("cuda:1", 0, 8192), ("cpu", 7, 7)])
 def test_a_steps_budget_is_the_devices_unless_it_is_given(device: str, asked: int, expected: int) -> None:
     config = WorkerConfig("model", device=device, max_batch_tokens=asked)
     config.validate()

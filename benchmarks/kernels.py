@@ -1,87 +1,79 @@
-"""Triton kernels beside a GPU's limits and torch's own: `python benchmarks/kernels.py [NAME...]`.
+"""Triton kernels beside a GPU's limits and torch's own: `python benchmarks/kernels.py [--only PATTERN] [--json FILE]`.
 
 First what the GPU reaches here: bytes a second of a copy, read and written, and bf16 FLOP/s of a matrix product. Then
-each case of kernel_cases/: the median time of a replayed CUDA graph, with random data and a cold L2 (a buffer larger
-than it is written before each); its share of the limit (of both, the one that allows less; fp8 and int8 too are held
-against bf16); and how many times as fast it is as what torch offers. Needs torch, triton and numpy.
+each case of kernel_cases/: its result held against a reference; the median time of a call in a replayed CUDA graph of
+many, with random data, over inputs that together are larger than the L2; its share of the limit (of both, the one that
+allows less; fp8 and int8 too are held against bf16); how many times as fast it is as what torch offers; and whether the
+goals are met. A wrong result has no figure. Cases run in a process of their own, which is started again after a case
+that has ended it. Needs torch, triton and numpy.
 """
 
 import argparse
-import importlib
-import statistics
+import json
+import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from kernel_cases.common import Case
-
-REPEATS = 30
-FLUSHED_BYTES = 256 << 20  # more than any L2, and long enough to hide the launch that follows it
-COPIED_BYTES = 1 << 30
-MATRIX = 8192
+from kernel_bench import runner, supervisor
+from kernel_bench.results import HEAD, Limits, Result, line, summary
 
 
-def seconds_of(call: Callable[[], object], flushed: torch.Tensor) -> float:
-    """The median of REPEATS replays of `call`, after it has run twice (compiled, warm) and been captured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
-    for start, end in events:
-        flushed.zero_()
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
-
-
-def limits(flushed: torch.Tensor) -> tuple[float, float]:
-    """(bytes a second, bf16 FLOP/s) that torch reaches on this GPU, on random data."""
-    source = torch.randn(COPIED_BYTES // 2, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    rate = 2 * COPIED_BYTES / seconds_of(lambda: target.copy_(source), flushed)
-    a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return rate, 2 * MATRIX**3 / seconds_of(lambda: a @ b, flushed)
-
-
-def row(case: Case, bytes_a_second: float, flops: float, flushed: torch.Tensor) -> str:
-    seconds = seconds_of(case.run, flushed)
-    least = max(case.num_bytes / bytes_a_second, case.num_flops / flops)
-    ratios = [f"{seconds_of(call, flushed) / seconds:.2f} {name}" for name, call in case.against.items()]
-    return (
-        f"| {case.kernel} | {case.shape} | {seconds * 1e6:.1f} | {case.num_bytes / seconds / 1e12:.2f} "
-        f"| {case.num_flops / seconds / 1e12:.0f} | {least / seconds:.0%} | {', '.join(ratios)} |"
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--only", metavar="PATTERN", nargs="+", default=["*"], help="groups or kernels: 'moe' '*decode*'"
     )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write what was found there too")
+    parser.add_argument("--check", action="store_true", help="results alone, no times (TRITON_INTERPRET=1: small ones)")
+    parser.add_argument("--list", action="store_true", help="list the groups")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="in all: cases beyond them are left out")
+    parser.add_argument("--seconds-each", type=float, default=120.0, help="of a case, what it compiles included")
+    return parser.parse_args()
+
+
+def device() -> dict[str, str]:
+    import triton
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: kernels are interpreted"
+    return {"device": name, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def main() -> int:
-    names = sorted(p.stem for p in (Path(__file__).parent / "kernel_cases").glob("*.py") if p.stem != "common")
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; none: all")
-    chosen = parser.parse_args().names or names
-    if unknown := set(chosen) - set(names):
-        parser.error(f"no cases of {', '.join(sorted(unknown))}")
-    if not torch.cuda.is_available():
+    options = arguments()
+    if options.list:
+        print(*runner.groups(), sep="\n")
+        return 0
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not torch.cuda.is_available() and not (is_interpreted and options.check):
         print("This measures kernels on a GPU, and torch sees none here.", file=sys.stderr)
         return 1
-    torch.manual_seed(0)
-    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
-    bytes_a_second, flops = limits(flushed)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"copy: {bytes_a_second / 1e12:.2f} TB/s; bf16 product of {MATRIX}: {flops / 1e12:.0f} TFLOP/s\n")
-    print("| kernel | shape | us | TB/s | TFLOP/s | of the limit | times as fast as |\n|---|---|---|---|---|---|---|")
-    for name in chosen:
-        for case in importlib.import_module(f"kernel_cases.{name}").cases():
-            print(row(case, bytes_a_second, flops, flushed), flush=True)
-    return 0
+
+    def start(limits: Limits | None, first: int) -> supervisor.Worker:
+        return supervisor.Process(runner.work, options.only, not options.check, limits, first)
+
+    limits: Limits | None = None
+    results: list[Result] = []
+    print(", ".join(f"{key} {value}" for key, value in device().items()))
+    for found in supervisor.run(start, options.seconds, options.seconds_each):
+        if isinstance(found, Limits):
+            limits = found
+            copied, multiplied = limits.bytes_per_s / 1e12, limits.flops_per_s / 1e12
+            print(f"copy: {copied:.2f} TB/s; bf16 product of {runner.MATRIX}: {multiplied:.0f} TFLOP/s\n")
+            continue
+        if not results:
+            print(HEAD)
+        results.append(found)
+        print(line(found), flush=True)
+    print("", *summary(results), sep="\n")
+    if options.json is not None:
+        written = {
+            **device(),
+            "limits": None if limits is None else vars(limits),
+            "results": [result.as_json() for result in results],
+        }
+        options.json.write_text(json.dumps(written, indent=1))
+    return 0 if results and all(result.is_well for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def merge_splits(partial: Tensor, sums: Tensor, out: Tensor, decodes: Decodes, p
         MAX_QUERIES=decodes.max_queries,
         DIM=dim,
         BLOCK_D=max(16, next_power_of_2(dim)),
-        AT_ONCE=_MERGED_AT_ONCE if dim <= 128 else 16,
+        AT_ONCE=_MERGED_AT_ONCE if dim <= 128 else 8,
     )
 
 

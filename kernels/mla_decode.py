@@ -127,30 +127,24 @@ def _walk_latents(
     cache_block_stride: int,
     cache_slot_stride: int,
     scale: float,
-    IS_MASKED: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As attention_tiles.walk, where a tile of latents is both keys and values."""
+    """As attention_tiles.walk, masked, where a tile of latents is both keys and values."""
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         used = slot < stop
-        block, place = find_slots(table, first, used, IS_MASKED, BLOCK_SIZE, BLOCK_N)
+        block, place = find_slots(table, first, used, True, BLOCK_SIZE, BLOCK_N)
         address = cache + (block * cache_block_stride + place * cache_slot_stride)[:, None]
-        if IS_MASKED:
-            latent = tl.load(address + tl.arange(0, RANK)[None, :], mask=used[:, None], other=0.0)
-            rope = tl.load(address + RANK + tl.arange(0, ROPE)[None, :], mask=used[:, None], other=0.0)
-        else:
-            latent = tl.load(address + tl.arange(0, RANK)[None, :])
-            rope = tl.load(address + RANK + tl.arange(0, ROPE)[None, :])
+        latent = tl.load(address + tl.arange(0, RANK)[None, :], mask=used[:, None], other=0.0)
+        rope = tl.load(address + RANK + tl.arange(0, ROPE)[None, :], mask=used[:, None], other=0.0)
         score = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee")
-        if IS_MASKED:
-            score = tl.where(used[None, :] & (slot[None, :] <= position[:, None]), score, float("-inf"))
+        score = tl.where(used[None, :] & (slot[None, :] <= position[:, None]), score, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, 1) * scale)  # pyright: ignore[reportOperatorIssue]
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if IS_MASKED else new_highest
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weight = tl.exp2(score * scale - base[:, None])
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weight, 1)
@@ -219,16 +213,11 @@ def _mla_decode_kernel(
         acc = tl.zeros((BLOCK_M, RANK), tl.float32)
         highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        # Every row sees slots [start, whole) whole.
-        whole = tl.maximum(start, tl.minimum(stop, history + 1) // BLOCK_N * BLOCK_N)
-        table = block_tables + seq * table_stride
+        # Masked throughout: beside 64 x RANK sums the registers have no room for a second loop, and masks cost little.
         acc, total, highest = _walk_latents(
-            acc, total, highest, latent_query, rope_query, position, start, whole, table, cache,
-            cache_block_stride, cache_slot_stride, scale, False, RANK, ROPE, BLOCK_SIZE, BLOCK_N,
-        )  # fmt: skip
-        acc, total, highest = _walk_latents(
-            acc, total, highest, latent_query, rope_query, position, whole, stop, table, cache,
-            cache_block_stride, cache_slot_stride, scale, True, RANK, ROPE, BLOCK_SIZE, BLOCK_N,
+            acc, total, highest, latent_query, rope_query, position, start, stop,
+            block_tables + seq * table_stride, cache, cache_block_stride, cache_slot_stride, scale,
+            RANK, ROPE, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if is_only:

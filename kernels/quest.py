@@ -191,8 +191,10 @@ def _score_blocks_kernel(
     smallest = tl.load(address, mask=inside, other=0.0)
     largest = tl.load(address + summary_kind_stride, mask=inside, other=0.0)
     zero = tl.zeros((BLOCK_M, BLOCK_D), query.dtype)
-    score = tl.dot(tl.maximum(query, zero), tl.trans(largest), input_precision="ieee")
-    score = tl.dot(tl.minimum(query, zero), tl.trans(smallest), score, input_precision="ieee")
+    # Triton 3.6 gives the larger of two bfloat16 as float32.
+    positive, negative = tl.maximum(query, zero).to(query.dtype), tl.minimum(query, zero).to(query.dtype)
+    score = tl.dot(positive, tl.trans(largest), input_precision="ieee")
+    score = tl.dot(negative, tl.trans(smallest), score, input_precision="ieee")
     best = tl.max(tl.where((row < GROUP)[:, None], score, float("-inf")), 0)
     target = scores + (seq * tl.num_programs(1) + kv_head) * width + place
     tl.store(target, tl.where(used, best, float("-inf")), mask=place < width)

@@ -1,35 +1,58 @@
-"""int4 weights beside bf16 ones: the layers of an 8 B model."""
+"""int4 weights beside bf16 ones: the layers of an 8 B model.
+
+Bytes: codes, scales and zeros, rows and results once. Flops: 2 M N K.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from diptych.kernels.packed_weight import PackedWeight, pack
-from diptych.kernels.weight_only_gemm import static_workspace, weight_only_gemm
+from diptych.kernels.split_k import SplitWorkspace
+from diptych.kernels.weight_only_gemm import static_workspace, weight_only_gemm_triton, weight_only_gemm_twin
 
-from .common import Case, random
+from .common import DEVICE, HALF, Case, Goal, Random, sized
 
 GROUP = 128
+PEER = "bf16 linear"
 
 
-def random_weight(n: int, k: int) -> PackedWeight:
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
-    scales = torch.rand(k // GROUP, n, device="cuda").half() / 64
-    return pack(codes, scales, torch.randint(1, 16, (k // GROUP, n), device="cuda"), 4, GROUP)
+@dataclass(frozen=True)
+class Inputs:
+    x: Tensor  # [rows, K]
+    weight: PackedWeight
+    dense: Tensor  # [N, K]
+    workspace: SplitWorkspace
+
+
+def make(seed: int, rows: int, n: int, k: int) -> Inputs:
+    random = Random(seed)
+    codes = random.whole(0, 16, n, k, dtype=torch.uint8)
+    scales, zeros = random.uniform(k // GROUP, n).half() / 64, random.whole(1, 16, k // GROUP, n)
+    weight = pack(codes, scales, zeros, 4, GROUP)
+    return Inputs(random.normal(rows, k), weight, random.normal(n, k), static_workspace(DEVICE))
+
+
+def case(rows: int, n: int, k: int) -> Case:
+    groups = k // GROUP * n * 4  # bytes of scales and zeros
+    return Case(
+        "int4 GEMM",
+        f"{rows} x {k} x {n}",
+        lambda seed: make(seed, rows, n, k),
+        lambda x: weight_only_gemm_triton(x.x, x.weight, None, x.workspace),
+        lambda x, _: weight_only_gemm_twin(x.x, x.weight),
+        n * k / 2 + groups + HALF.itemsize * rows * (n + k),
+        2.0 * rows * n * k,
+        peers={PEER: lambda x: linear(x.x, x.dense)},
+        unlike=(PEER,),
+        goals=(Goal(PEER, 1.8, 2.5),) if rows <= 16 else (),
+    )
 
 
 def cases() -> Iterator[Case]:
-    workspace = static_workspace(torch.device("cuda"))
-    for n, k in ((4096, 4096), (28672, 4096), (4096, 14336)):
-        weight, dense = random_weight(n, k), random(n, k)
-        for rows in (1, 16, 64, 512, 4096):
-            x = random(rows, k)
-            yield Case(
-                "int4 GEMM",
-                f"{rows} x {k} x {n}",
-                lambda x=x, w=weight: weight_only_gemm(x, w, None, workspace),
-                weight.codes.nbytes + 2 * weight.scales.nbytes + 2 * rows * (n + k),
-                2.0 * rows * n * k,
-                {"bf16 linear": lambda x=x, w=dense: linear(x, w)},
-            )
+    for n, k in sized(((4096, 4096), (28672, 4096), (4096, 14336)), ((40, 256),)):
+        for rows in sized((1, 16, 64, 512, 4096), (1, 20)):
+            yield case(rows, n, k)

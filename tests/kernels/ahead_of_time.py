@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs, needing none: prints registers, shared memory and spills as a table.
+"""Compiles the kernels for GPUs, needing none: prints warps, registers, shared memory and spills as a table.
 
     python ahead_of_time.py            the launches that the test compiles
     python ahead_of_time.py --all      all of them
@@ -47,6 +47,7 @@ class Row:
     registers: int = 0
     shared_bytes: int = 0
     spilled_bytes: int = 0
+    num_warps: int = 0
     problem: str = ""
 
 
@@ -95,7 +96,10 @@ def compile_launch(job: tuple[str, int, str]) -> list[Row]:
         used = used_on_amd(compiled) if target == "gfx942" else used_on_nvidia(log.getvalue())
         if used is not None:
             problem = excess(compiled.metadata.shared, used[1], tuning.CHIPS[device], launch.spilled_bytes)
-            rows.append(Row(self.__name__, launch.name, target, used[0], compiled.metadata.shared, used[1], problem))
+            metadata = compiled.metadata
+            rows.append(
+                Row(self.__name__, launch.name, target, used[0], metadata.shared, used[1], metadata.num_warps, problem)
+            )
 
     JITFunction.run = compile_only
     try:
@@ -157,9 +161,11 @@ def main() -> int:
     processes = min(len(os.sched_getaffinity(0)), 4)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         rows = [row for rows in pool.map(compile_launch, jobs) for row in rows]
-    print("| kernel | launch | target | registers | shared memory, bytes | spilled, bytes |\n|---|---|---|---|---|---|")
+    print("| kernel | launch | target | warps | registers | shared memory, bytes | spilled, bytes |")
+    print("|---|---|---|---|---|---|---|")
     for r in rows:
-        print(f"| {r.kernel} | {r.launch} | {r.target} | {r.registers} | {r.shared_bytes} | {r.spilled_bytes} |")
+        used = f"{r.num_warps} | {r.registers} | {r.shared_bytes} | {r.spilled_bytes}"
+        print(f"| {r.kernel} | {r.launch} | {r.target} | {used} |")
     problems = [f"{r.kernel} ({r.launch}) for {r.target}: {r.problem}" for r in rows if r.problem]
     if not options.names:
         missing = kernels_of_the_room() - {r.kernel for r in rows}

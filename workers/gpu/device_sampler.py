@@ -64,7 +64,6 @@ class DeviceSampler:
         self._counts = torch.zeros(max_rows, vocab_size, dtype=torch.int32, device=device.torch_device)
         self._masks = torch.zeros(0, -(-vocab_size // 32), dtype=torch.int32, device=device.torch_device)
         self._settings = Settings.of([])
-        device.synchronize()  # memory was cleared on no lane
 
     def is_capturable(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether `choose` does for them: their next tokens are chosen from logits, seed and position alone."""

@@ -1,6 +1,6 @@
 """Sampling on the device against workers/sampler.py: the same tokens, in steps as an engine makes them.
 
-The device computes as late as it may, or is a GPU.
+The device computes as late as it may.
 """
 
 import os
@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from diptych.workers.errors import ConfigError
-from diptych.workers.gpu.cuda_device import CudaDevice
-from diptych.workers.gpu.device import Device, Event
 from diptych.workers.gpu.device_sampler import DeviceSampler
-from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.gpu.fake_device import FakeDevice, FakeEvent
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.sampler import Sampler
 from diptych.workers.sequence import SampledToken, Sequence
@@ -30,14 +28,6 @@ EOS = (3, 0)
 MAX_ROWS = 10
 PLAIN = SamplingParams(max_tokens=1000)
 PENALISED = replace(PLAIN, repetition_penalty=1.7, frequency_penalty=0.4)
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
-
-
-@pytest.fixture(params=["late", "early", pytest.param("cuda", marks=ON_GPU)])
-def device(request: pytest.FixtureRequest) -> Device:
-    if request.param == "cuda":
-        return CudaDevice(torch.device("cuda"))
-    return FakeDevice(is_late=request.param == "late")
 
 
 def sequence(sampling: SamplingParams, prompt: SequenceOf[int] = (1,), output: SequenceOf[int] = ()) -> Sequence:
@@ -70,7 +60,7 @@ def random_sampling(numbers: random.Random, vocab_size: int) -> SamplingParams:
 
 @dataclass(frozen=True)
 class Asked:
-    event: Event
+    event: FakeEvent
     tokens: Tensor  # pinned
     num: int
 
@@ -81,17 +71,16 @@ class Steps:
 
     vocab_size: int
     max_rows: int = MAX_ROWS
-    device: Device = field(default_factory=FakeDevice)
+    device: FakeDevice = field(default_factory=FakeDevice)
     graphs: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict[tuple[int, int], Callable[[], None]])
 
     def __post_init__(self) -> None:
         self.sampler = DeviceSampler(self.vocab_size, EOS, self.max_rows, self.device)
         self.lane = self.device.lane("main")
-        self.logits = torch.zeros(self.max_rows, self.vocab_size, device=self.device.torch_device)
-        self.tokens = torch.full((self.max_rows,), -1, device=self.device.torch_device)
+        self.logits = torch.zeros(self.max_rows, self.vocab_size)
+        self.tokens = torch.full((self.max_rows,), -1)
         self.back = [self.device.pinned((self.max_rows,), torch.int64) for _ in range(2)]
         self.room = 0
-        self.device.synchronize()
 
     def launch(self, logits: Tensor, sequences: SequenceOf[Sequence], *, num_ahead: int = 0, bucket: int = 0) -> Asked:
         """bucket: so many rows, where the step is captured."""
@@ -144,9 +133,9 @@ def assert_as_sampled(found: SequenceOf[SampledToken], logits: Tensor, sequences
 
 
 @pytest.mark.parametrize(("vocab_size", "num_steps"), [(5, 3), (7, 60), (1007, 40), (4999, 4)])
-def test_any_batch_yields_the_tokens_of_the_sampler(vocab_size: int, num_steps: int, device: Device) -> None:
+def test_any_batch_yields_the_tokens_of_the_sampler(vocab_size: int, num_steps: int) -> None:
     """Sequences come and go, and skip steps."""
-    numbers, steps = random.Random(vocab_size), Steps(vocab_size, device=device)
+    numbers, steps = random.Random(vocab_size), Steps(vocab_size)
     running: list[Sequence] = []
     for number in range(num_steps):
         running = [s for s in running if numbers.random() < 0.9]
@@ -165,9 +154,9 @@ def test_any_batch_yields_the_tokens_of_the_sampler(vocab_size: int, num_steps: 
 
 
 @pytest.mark.parametrize(("vocab_size", "num_steps"), [(23, 3), (533, 30)])
-def test_a_graph_serves_any_plain_batch(vocab_size: int, num_steps: int, device: Device) -> None:
+def test_a_graph_serves_any_plain_batch(vocab_size: int, num_steps: int) -> None:
     """Whatever its settings are, and however many of its rows are idle."""
-    numbers, steps = random.Random(1), Steps(vocab_size, device=device)
+    numbers, steps = random.Random(1), Steps(vocab_size)
     for number in range(num_steps):
         bucket = numbers.choice([1, 4, 10])
         batch = [
@@ -189,12 +178,13 @@ def test_a_graph_serves_any_plain_batch(vocab_size: int, num_steps: int, device:
         steps.lane.run(lambda: steps.logits.fill_(torch.nan))  # idle rows are of no number
         assert_as_sampled(steps.step(logits, batch, bucket), logits, batch)
         assert 0 <= int(steps.tokens[:bucket].min()) <= int(steps.tokens[:bucket].max()) < vocab_size
-    assert len(steps.graphs) == min(num_steps, 6)
+    assert steps.device.num_captured == min(num_steps, 6)
 
 
-def test_two_steps_under_way(device: Device) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_two_steps_under_way(is_late: bool) -> None:
     """The second is fed: its rows' tokens are one ahead of what the host knows."""
-    steps = Steps(301, device=device)
+    steps = Steps(301, device=FakeDevice(is_late=is_late))
     batch = [sequence(replace(PLAIN, seed=seed, top_p=0.9)) for seed in range(4)]
     under_way: list[tuple[int, Asked, Tensor]] = []
     for number in range(8):
@@ -222,9 +212,9 @@ def test_who_is_not_plain_now_may_be_later() -> None:
     assert not steps.sampler.is_capturable([row, asking])
 
 
-def test_histories_outlive_others(device: Device) -> None:
+def test_histories_outlive_others() -> None:
     """More sequences than there are slots, by turns; who comes back after its slot was given away is counted anew."""
-    steps, numbers = Steps(40, 3, device), random.Random(0)
+    steps, numbers = Steps(40, max_rows=3), random.Random(0)
     everybody = [sequence(replace(PENALISED, seed=i), [i, i + 1]) for i in range(8)]
     for number in range(60):
         batch = numbers.sample(everybody, 3)
@@ -271,7 +261,7 @@ def test_a_vocabulary_too_large_is_refused() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_kernels_sample_the_same() -> None:
-    cases = "late and (any_batch and 5-3 or graph and 23-3) or warmed"
+    cases = "any_batch and 5-3 or graph and 23-3 or warmed"
     program = "import sys, triton, pytest; sys.exit(pytest.main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, "-q", "-p", "no:cacheprovider", __file__, "-k", cases],

@@ -63,7 +63,9 @@ class DeviceKV(Protocol):
     """Every method may be called on any thread, and blocks it until the device has done what it says."""
 
     @property
-    def driver(self) -> CudaDriver: ...
+    def driver(self) -> CudaDriver | None:
+        """None where there is no CUDA."""
+        ...
 
     @property
     def staging(self) -> Staging:

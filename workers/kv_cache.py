@@ -18,6 +18,9 @@ from torch import Tensor
 from ..kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ..kernels.cpu.library import Library, Team
 from .errors import ConfigError
+from .gpu.cuda_driver import driver_of
+from .gpu.device import Device
+from .gpu.kv_pool import DevicePool
 from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region
 from .memory import huge_page_mapping, shared_mapping
 from .models.weights import DTYPES
@@ -35,9 +38,11 @@ class KVCache:
         rank: int = 0,
         shared_fd: int | None = None,
         library: Library | None = None,
+        gpu: Device | None = None,
     ) -> None:
         """`shared_fd`: a memory file that all ranks have open; it is grown to the size of the pool where it is smaller.
-        `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them.
+        `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them. `gpu`: the device of
+        which `device` is torch's name, where it is one: then the pool is handed off as device memory.
         Raises ConfigError if the memory is not to be had."""
         assert num_blocks > 0
         assert (shared_fd is not None) == (layout.tensor_parallel > 1)
@@ -61,6 +66,7 @@ class KVCache:
             self._mapping = None
             self._pool = torch.zeros((1, *shape), dtype=dtype, device=device)
         self.tensor = self._pool[rank]
+        self._on_gpu = DevicePool(gpu, layout, self._pool, driver_of(gpu)) if gpu is not None else None
         # A team of its own: blocks may be copied while another one computes.
         self._team = Team(library, 1) if library is not None else None
 
@@ -71,10 +77,10 @@ class KVCache:
         region = Region(
             address=self.tensor.data_ptr(),
             num_bytes=num_bytes,
-            view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None else None,
+            view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None and self._on_gpu is None else None,
             device_id=self.tensor.device.index or 0,
         )
-        return KVMemory(self.layout, self.num_blocks, region)
+        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Every layer's KV, of every rank: (from, to). Only a source may stand in two pairs."""

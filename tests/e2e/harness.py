@@ -47,7 +47,8 @@ class WorkerHandle:
 def spawn(model: Path, role: str, **flags: object) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "diptych.workers.worker", "--model", str(model), "--role", role]
     for name, value in flags.items():
-        command += ["--" + name.replace("_", "-"), str(value)]
+        flag = "--" + name.replace("_", "-")
+        command += [flag] if value is True else [flag, str(value)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 
@@ -55,8 +56,16 @@ def spawn(model: Path, role: str, **flags: object) -> "subprocess.Popen[str]":
 @contextmanager
 def workers(model: Path, roles: list[str], **flags: object) -> Iterator[list[WorkerHandle]]:
     """One process a role, started side by side; all ended on leaving."""
+    with unlike_workers(model, [(role, flags) for role in roles]) as handles:
+        yield handles
+
+
+@contextmanager
+def unlike_workers(model: Path, each: list[tuple[str, dict[str, object]]]) -> Iterator[list[WorkerHandle]]:
+    """The same, each with flags of its own."""
+    roles = [role for role, _ in each]
     with ExitStack() as stack:
-        processes = [stack.enter_context(_ended(spawn(model, role, **flags))) for role in roles]
+        processes = [stack.enter_context(_ended(spawn(model, role, **flags))) for role, flags in each]
         handles: list[WorkerHandle] = []
         for role, process in zip(roles, processes, strict=True):
             assert process.stdout is not None

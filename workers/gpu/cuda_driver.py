@@ -5,17 +5,33 @@ torch makes of expandable segments, or by cudaMallocAsync, cannot be shared so.
 """
 
 import ctypes
+import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from ..device_kv import HANDLE_BYTES, UUID_BYTES
+from ..device_kv import HANDLE_BYTES, UUID_BYTES, CudaDriver
 from ..errors import TransportError
+from .device import Device
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _INT, _POINTER, _BYTES, _U32 = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 _ADDRESS = ctypes.c_uint64  # CUdeviceptr
+
+
+log = logging.getLogger("diptych.transport")
+
+
+def driver_of(device: Device) -> CudaDriver | None:
+    """None where there is no CUDA: a device for tests, or ROCm."""
+    if device.torch_device.type != "cuda":
+        return None
+    try:
+        return LibCuda(device.torch_device.index)
+    except TransportError as e:
+        log.info("without CUDA's driver: %s", e)
+        return None
 
 
 class _Handle(ctypes.Structure):  # CUipcMemHandle, passed by value

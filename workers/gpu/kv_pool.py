@@ -37,7 +37,7 @@ class DevicePool:
         device: Device,
         layout: KVLayout,
         pool: Tensor,
-        driver: CudaDriver,
+        driver: CudaDriver | None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """pool: [ranks, blocks, layers, 2, slots, heads, dim], or with layers before blocks; contiguous."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...proto import kv_pb2
-from ..device_kv import HANDLE_BYTES, UUID_BYTES, DeviceKV
+from ..device_kv import HANDLE_BYTES, UUID_BYTES, CudaDriver, DeviceKV
 from ..errors import TransportError
 from ..kv_layout import Copies, Region
 from .base import Reader, Source, Transport
@@ -70,8 +70,8 @@ class CudaIpcTransport(Transport):
 
     name = "cuda_ipc"
 
-    def __init__(self, pool: Region, device: DeviceKV) -> None:
-        self._device, self._driver = device, device.driver
+    def __init__(self, pool: Region, device: DeviceKV, driver: CudaDriver) -> None:
+        self._device, self._driver = device, driver
         handle, offset = self._driver.export(pool.address)
         self._endpoint = kv_pb2.CudaIpcEndpoint(
             handle=handle, offset=offset, num_bytes=pool.num_bytes, device_uuid=self._driver.device_uuid

@@ -50,9 +50,9 @@ def _auto(device: DeviceKV | None) -> Sequence[str]:
 
 def _make(name: str, regions: Sequence[Region], host: str, device: DeviceKV | None) -> Transport:
     if name == "cuda_ipc":
-        if device is None:
-            raise TransportError("this worker's KV is in host memory")
-        return CudaIpcTransport(regions[0], device)
+        if device is None or device.driver is None:
+            raise TransportError("this worker's KV is not in CUDA memory")
+        return CudaIpcTransport(regions[0], device, device.driver)
     if name == "nixl":
         return NixlTransport(regions, loopback_only=host in LOOPBACK_HOSTS)
     if name == "grpc":

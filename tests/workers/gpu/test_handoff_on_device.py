@@ -268,7 +268,7 @@ def test_memory_that_cannot_be_shared_has_no_cuda_ipc() -> None:
 
 
 def test_host_memory_has_no_cuda_ipc() -> None:
-    with pytest.raises(ConfigError, match="in host memory"):
+    with pytest.raises(ConfigError, match="not in CUDA memory"):
         make_transports(("cuda_ipc", "grpc"), [make_memory(LAYOUT, 4).region])
 
 

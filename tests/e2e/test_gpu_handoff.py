@@ -1,0 +1,87 @@
+"""Worker processes on a GPU hand off to each other, and to a worker on CPU: greedy tokens are transformers'.
+
+Only prompts whose best two logits lie well apart at every position are used: two processors round differently.
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from diptych.cluster.fleet import WorkerInfo
+from diptych.cluster.policy import RoutingConfig
+from diptych.cluster.router import Router
+from diptych.workers.request import Request, SamplingParams
+
+from ..checkpoints import random_prompts, reference_greedy
+from .harness import TINY, WorkerHandle, assert_nothing_leaked, unlike_workers
+
+pytestmark = [pytest.mark.e2e, pytest.mark.gpu]
+
+NEW_TOKENS = 16
+LENGTHS = (1, 16, 17, 65, 130, 200)
+WIDE_GAP = 0.05
+Flags = dict[str, Any]
+Cases = list[tuple[list[int], list[int]]]
+
+CPU: Flags = {"dtype": "float32", "chunk_tokens": 48, "kv_memory_bytes": 32 << 20}
+GPU: Flags = CPU | {"device": "cuda"}
+# name: source, sink, the transport that they should find
+PAIRS: dict[str, tuple[Flags, Flags, str]] = {
+    "two on one GPU": (GPU, GPU, "cuda_ipc"),
+    "two on one GPU, verified": (GPU, GPU | {"verify_kv": True}, "cuda_ipc"),
+    "unlike layouts": (GPU, GPU | {"block_size": 64, "kv_axis_order": "layer"}, "cuda_ipc"),
+    "staged in host memory": (GPU, GPU | {"transports": "grpc"}, "grpc"),
+    "narrowed": (GPU, GPU | {"wire_dtype": "bfloat16"}, "grpc"),
+    "GPU to CPU": (GPU | {"transports": "cuda_ipc,grpc"}, CPU | {"transports": "grpc"}, "grpc"),
+    "CPU to GPU": (CPU | {"transports": "grpc"}, GPU | {"transports": "cuda_ipc,grpc"}, "grpc"),
+}
+
+
+@pytest.fixture(scope="module")
+def cases() -> Cases:
+    prompts = random_prompts(31, [n for n in LENGTHS for _ in range(6)])
+    found = reference_greedy(TINY, prompts, NEW_TOKENS)
+    kept = [(p, tokens) for p, (tokens, gap) in zip(prompts, found, strict=True) if gap > WIDE_GAP]
+    assert len(kept) >= 4
+    return kept
+
+
+async def answers(handles: list[WorkerHandle], prompts: list[list[int]]) -> list[list[int]]:
+    router = Router(RoutingConfig())
+    await router.start()
+    router.update_fleet([WorkerInfo(h.incarnation, h.address, h.role, h.role) for h in handles])
+
+    async def answer(index: int, prompt: list[int]) -> list[int]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        request = Request(f"r{index}", tuple(prompt), sampling, timeout_s=120.0)
+        return [token async for delta in router.stream(request) for token in delta.token_ids]
+
+    try:
+        first = await answer(0, prompts[0])  # alone: kernels are compiled
+        return [first, *await asyncio.gather(*(answer(i, p) for i, p in enumerate(prompts[1:], 1)))]
+    finally:
+        await router.stop()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tokens_are_the_references_whatever_the_two_run_on(cases: Cases, pair: str) -> None:
+    source, sink, transport = PAIRS[pair]
+    with unlike_workers(TINY, [("prefill", source), ("decode", sink)]) as handles:
+        found = asyncio.run(answers(handles, [prompt for prompt, _ in cases]))
+        assert found == [tokens for _, tokens in cases]
+        load = handles[1].settled_state().load
+        assert load.num_handoffs_received >= len(cases)
+        assert {link.transport for link in load.links} == {transport}
+        assert_nothing_leaked(handles)
+
+
+def test_a_killed_source_leaves_its_sink_well_and_its_memory_free(cases: Cases) -> None:
+    """What was mapped of a process that died is no harm, and is unmapped: a third worker on the GPU hands off to it."""
+    with unlike_workers(TINY, [("prefill", GPU), ("decode", GPU)]) as (first, sink):
+        asyncio.run(answers([first, sink], [prompt for prompt, _ in cases[:2]]))
+        first.kill()
+        with unlike_workers(TINY, [("prefill", GPU)]) as (second,):
+            found = asyncio.run(answers([second, sink], [prompt for prompt, _ in cases]))
+            assert found == [tokens for _, tokens in cases]
+            assert_nothing_leaked([second, sink])

@@ -1,0 +1,64 @@
+"""libcuda by ctypes: another process's memory is mapped, copied and outlives its maker; without a GPU there is none."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diptych.workers.errors import TransportError
+from diptych.workers.gpu.cuda_device import CudaDevice
+from diptych.workers.gpu.cuda_driver import LibCuda, driver_of
+from diptych.workers.gpu.fake_device import FakeDevice
+
+NUM = 3 << 20  # of int64: more than one of torch's small allocations
+MAKER = f"""
+import sys, torch
+from diptych.workers.gpu.cuda_driver import LibCuda
+before = torch.zeros(1 << 20, device="cuda")
+made = torch.arange({NUM}, device="cuda")
+torch.cuda.synchronize()
+cuda = LibCuda(0)
+handle, offset = cuda.export(made.data_ptr())
+print(handle.hex(), offset, cuda.device_uuid.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_device_for_tests_has_no_driver() -> None:
+    assert driver_of(FakeDevice()) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_machine_without_cuda_says_so() -> None:
+    with pytest.raises(TransportError):
+        LibCuda(0)
+
+
+@pytest.mark.e2e
+@pytest.mark.gpu
+def test_memory_of_another_process_is_copied_also_when_that_has_died() -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    cuda, lane, target = LibCuda(0), device.lane("copies"), torch.empty(NUM, dtype=torch.int64, device="cuda")
+    command = [sys.executable, "-c", MAKER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        handle, offset, uuid = maker.stdout.readline().split()
+        assert bytes.fromhex(uuid) == cuda.device_uuid and cuda.can_reach(bytes.fromhex(uuid))
+        address, num_bytes = cuda.open(bytes.fromhex(handle))
+        assert num_bytes is None or num_bytes >= int(offset) + NUM * 8
+
+        def copied() -> bool:
+            target.zero_()
+            device.synchronize()
+            lane.run(lambda: cuda.copy([(target.data_ptr(), address + int(offset), NUM * 8)]))
+            lane.record().wait()
+            return torch.equal(target, torch.arange(NUM, device="cuda"))
+
+        assert copied()
+        maker.kill()
+        maker.wait()
+        assert copied(), "the mapping did not outlive the process"
+    cuda.close(address)
+    with pytest.raises(TransportError):
+        cuda.open(bytes(64))

@@ -1,0 +1,126 @@
+"""What NIXL is told of device memory: its kind and the device's number, in registrations, descriptors and endpoints."""
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diptych.proto import kv_pb2
+from diptych.workers.kv_layout import Copies, Region
+from diptych.workers.transport.base import Source
+from diptych.workers.transport.machine import this_machine
+from diptych.workers.transport.nixl import NixlTransport
+
+from ..handoff_pair import run
+
+POOL = Region(0x7F0000000000, 1 << 20, None, device_id=3)
+STAGING = Region(0x10000, 1 << 16, memoryview(bytearray(1 << 16)))
+STAGING_ON_DEVICE = Region(0x7F1000000000, 1 << 16, None, device_id=3)
+
+
+class NotedAgent:
+    """A nixl_agent whose transfers are done at once; notes what it is told."""
+
+    registered: list[tuple[Any, str]]
+    transfers: list[tuple[str, Any, Any, str]]
+
+    def __init__(self, name: str, config: object) -> None:
+        type(self).registered, type(self).transfers = [], []
+
+    def register_memory(self, rows: Any, kind: str) -> object:
+        self.registered.append((rows, kind))
+        return rows
+
+    def get_agent_metadata(self) -> bytes:
+        return b"metadata"
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        return b"the source"
+
+    def get_xfer_descs(self, rows: Any, kind: str) -> tuple[list[list[int]], str]:
+        return rows.tolist(), kind
+
+    def initialize_xfer(self, operation: str, local: Any, remote: Any, agent: str) -> SimpleNamespace:
+        self.transfers.append((operation, local, remote, agent))
+        return SimpleNamespace(release=lambda: None)
+
+    def transfer(self, handle: object) -> str:
+        return "DONE"
+
+    check_xfer_state = transfer
+
+    def remove_remote_agent(self, name: str) -> None: ...
+
+    def get_new_notifs(self) -> None: ...
+
+    def deregister_memory(self, registered: object) -> None: ...
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> type[NotedAgent]:
+    module = ModuleType("nixl")
+    module._api = SimpleNamespace(  # type: ignore[attr-defined]
+        nixlBind=SimpleNamespace(), nixl_agent=NotedAgent, nixl_agent_config=lambda **_: None
+    )
+    monkeypatch.setitem(sys.modules, "nixl", module)
+    return NotedAgent
+
+
+def test_each_region_is_registered_as_what_it_is(agent: type[NotedAgent]) -> None:
+    transport = NixlTransport([POOL, STAGING, STAGING_ON_DEVICE])
+    try:
+        assert agent.registered == [
+            ([(POOL.address, POOL.num_bytes, 3, "")], "VRAM"),
+            ([(STAGING.address, STAGING.num_bytes, 0, "")], "DRAM"),
+            ([(STAGING_ON_DEVICE.address, STAGING_ON_DEVICE.num_bytes, 3, "")], "VRAM"),
+        ]
+        endpoint = transport.endpoint()
+        assert (endpoint.memory, endpoint.device_id, endpoint.base_address) == ("VRAM", 3, POOL.address)
+    finally:
+        asyncio.run(transport.close())
+
+
+@pytest.mark.parametrize("into", [POOL, STAGING, STAGING_ON_DEVICE], ids=["pool", "host", "device"])
+@pytest.mark.parametrize(("memory", "device_id"), [("VRAM", 5), ("DRAM", 0)])
+def test_descriptors_name_both_ends_memory(agent: type[NotedAgent], into: Region, memory: str, device_id: int) -> None:
+    """A source on device 5 of its own, or in host memory."""
+
+    async def test() -> None:
+        transport = NixlTransport([POOL, STAGING, STAGING_ON_DEVICE])
+        try:
+            endpoint = kv_pb2.NixlEndpoint(
+                agent_name="the source",
+                metadata=b"m",
+                base_address=0x5000,
+                num_bytes=4096,
+                device_id=device_id,
+                memory=memory,
+            )
+            opened = kv_pb2.Opened(source_incarnation="s", transport="nixl", nixl=endpoint)
+            reader = await transport.connect(Source("h", "sink/1", opened, stub=None))  # type: ignore[arg-type]
+            assert reader.lands_on_device == (memory == "VRAM")
+            copies = Copies(np.array([0, 512]), np.array([128, 0]), np.array([64, 32]))
+            await reader.read(kv_pb2.Segment(), copies, into)
+        finally:
+            await transport.close()
+        kind, own_id = ("DRAM", 0) if into is STAGING else ("VRAM", 3)
+        local = [[into.address + 128, 64, own_id], [into.address, 32, own_id]], kind
+        remote = [[0x5000, 64, device_id], [0x5200, 32, device_id]], memory
+        assert agent.transfers == [("READ", local, remote, "the source")]
+
+    run(test)
+
+
+def test_a_neighbour_in_host_memory_reads_a_device_otherwise(agent: type[NotedAgent]) -> None:
+    on_device, on_host = NixlTransport([POOL]), NixlTransport([STAGING])
+    try:
+        here, elsewhere = this_machine(), "another"
+        for machine, sink_on_device, expected in [(here, False, False), (here, True, True), (elsewhere, False, True)]:
+            request = kv_pb2.SubscribeRequest(machine=machine, on_device=sink_on_device)
+            assert on_device.suits(request) == expected and on_host.suits(request)
+    finally:
+        asyncio.run(on_device.close())
+        asyncio.run(on_host.close())

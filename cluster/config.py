@@ -76,6 +76,7 @@ class PoolConfig(_Settings):
     max_running: Annotated[int, Field(ge=1)] = 256
     target_step_s: Annotated[float, Field(ge=0)] | None = None  # with running decodes; 0: no matter; None: by load
     look_ahead: bool = False  # a step is prepared while the one before it is computed: compiled CPU kernels, one rank
+    cuda_graphs: bool = True  # on cuda: steps are captured at start, and replayed
     layer_groups: Annotated[int, Field(ge=0)] = 0  # in which a step's KV is handed off; 0: by measured cost
 
     @model_validator(mode="after")

@@ -79,6 +79,7 @@ class Deployment:
             max_running=settings.max_running,
             target_step_s=settings.target_step_s,
             look_ahead=settings.look_ahead,
+            cuda_graphs=settings.cuda_graphs,
             layer_groups=settings.layer_groups,
             ttft_s=config.service_level.ttft_s,
             tpot_s=self._tpot_s(),

@@ -37,6 +37,9 @@ def paged_attention_twin(
     options: AttentionOptions = NO_OPTIONS,
     scales: Tensor | None = None,
 ) -> Tensor:
+    if not batch.host_context_lens:
+        attended = paged_attention_twin(q, cache, batch.looked_up(), options, scales)
+        return attended.masked_fill_((batch.context_lens == 0)[:, None, None], 0)
     if not options.are_default or scales is not None:
         return prefill_attention_twin(q, cache, batch, options, scales)
     num_decodes = batch.num_decodes

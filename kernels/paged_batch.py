@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,9 @@ from .attention_tiles import LOG2_E
 class PagedBatch:
     """Where the tokens of a step stand. S sequences; those with one new token come first.
 
-    A sequence's `num_new` tokens are the last of its `context_lens` ones; their KV is already in the cache.
+    A sequence's `num_new` tokens are the last of its `context_lens` ones; their KV is already in the cache. Of a
+    captured graph, which serves contexts of any length, the host knows none: `host_context_lens` is empty. All decode
+    then; a sequence of no context is idle, and its row becomes zeros.
     """
 
     block_tables: Tensor  # [S, max_blocks] int32, padded with any valid block
@@ -28,6 +30,10 @@ class PagedBatch:
     num_decodes: int
     block_size: int
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
+
+    def looked_up(self) -> PagedBatch:
+        """Of a captured graph: the same with the contexts of now, as its twin may look at them."""
+        return replace(self, host_context_lens=[max(n, 1) for n in self.context_lens.tolist()], plans={})
 
     @cached_property
     def decode_blocks(self) -> Tensor:

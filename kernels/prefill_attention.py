@@ -115,7 +115,9 @@ def tiles_of(batch: PagedBatch, first_seq: int, tokens: int, window: int) -> Ten
     key = ("tiles", first_seq, tokens, window)
     if key not in batch.plans:
         tiles = list_tiles(batch.host_context_lens, batch.host_num_new, first_seq, tokens, window)
-        batch.plans[key] = torch.tensor(tiles, dtype=torch.int32).to(batch.block_tables.device, non_blocking=True)
+        on = batch.block_tables
+        host = torch.tensor(tiles, dtype=torch.int32, pin_memory=on.is_cuda)  # else the copy would wait for the device
+        batch.plans[key] = host.to(on.device, non_blocking=True)
     return batch.plans[key]
 
 

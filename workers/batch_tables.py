@@ -28,16 +28,17 @@ class Row:
     step: int  # that used it last
 
 
-class BatchTables:
-    def __init__(self, block_size: int, max_blocks: int) -> None:
+class TableRows:
+    """Which row is whose, and what has to be written there: `_store` writes it, `_grow` makes room for more rows."""
+
+    def __init__(self, block_size: int, num_rows: int) -> None:
         self.block_size = block_size
-        self.array: NDArray[np.int32] = np.zeros((FIRST_ROWS, max_blocks), dtype=np.int32)
         self._rows: dict[Sequence, Row] = {}
-        self._free = list(range(FIRST_ROWS))
+        self._free = list(range(num_rows))
         self._step = 0
 
     def update(self, entries: SequenceOf[ScheduledSequence], *, is_fed: bool = False) -> list[int]:
-        """Write what is new; the rows of `array` that are these sequences'. `array` may be another one afterwards.
+        """Write what is new; the rows that are these sequences'.
 
         is_fed: each continues with a token that it does not have yet (Batch.fed_by). What the step before fills can
         still change in its table then, for that step is not in the books yet.
@@ -68,17 +69,28 @@ class BatchTables:
 
     def _write(self, row: Row, table: list[int], num_blocks: int, num_stable: int) -> None:
         first = row.num_stable if row.table is table else 0
-        self.array[row.index, first:num_blocks] = table[first:num_blocks]
+        self._store(row.index, first, table[first:num_blocks])
         row.table, row.num_written, row.num_stable = table, num_blocks, num_stable
         row.last_block = table[num_blocks - 1]
 
     def _take(self, sequence: Sequence) -> Row:
         if not self._free:
-            num = len(self.array)
-            self.array = np.concatenate((self.array, np.zeros_like(self.array)))
-            self._free = list(range(num, 2 * num))
+            self._free = self._grow()
         row = self._rows[sequence] = Row(self._free.pop(), [], 0, 0, -1, 0)
         return row
+
+    def forget_all(self) -> None:
+        """What was written is in doubt: whoever comes again is written anew."""
+        self._free += [row.index for row in self._rows.values()]
+        self._rows.clear()
+
+    def _store(self, row: int, first: int, blocks: list[int]) -> None:
+        """Row `row` has these from column `first` on."""
+        raise NotImplementedError
+
+    def _grow(self) -> list[int]:
+        """All rows are taken: new ones."""
+        raise NotImplementedError
 
     def _forget(self) -> None:
         """Those that the last step did not use. Whoever comes again is written anew."""
@@ -86,3 +98,19 @@ class BatchTables:
             if row.step != self._step:
                 del self._rows[sequence]
                 self._free.append(row.index)
+
+
+class BatchTables(TableRows):
+    """Rows of `array`, which may be another one after an update."""
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
+        super().__init__(block_size, FIRST_ROWS)
+        self.array: NDArray[np.int32] = np.zeros((FIRST_ROWS, max_blocks), dtype=np.int32)
+
+    def _store(self, row: int, first: int, blocks: list[int]) -> None:
+        self.array[row, first : first + len(blocks)] = blocks
+
+    def _grow(self) -> list[int]:
+        num = len(self.array)
+        self.array = np.concatenate((self.array, np.zeros_like(self.array)))
+        return list(range(num, 2 * num))

@@ -11,6 +11,7 @@
     ├── Unavailable                  503        time, or the operator
     │   ├── WorkerLost               503        the router (resumes elsewhere)
     │   │   └── RankLost             503        the supervisor (starts the worker again)
+    │   │       └── DeviceLost       503        the same; the operator (a GPU that fails again)
     │   ├── WorkerDraining           503        the router (submits elsewhere)
     │   └── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
     ├── HandoffError                 500        the router (prefills again)
@@ -86,6 +87,10 @@ class WorkerLost(Unavailable):
 
 class RankLost(WorkerLost):
     code = "rank_lost"
+
+
+class DeviceLost(RankLost):
+    code = "device_lost"
 
 
 class WorkerDraining(Unavailable):

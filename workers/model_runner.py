@@ -24,6 +24,9 @@ from .cores import part_of
 from .cpu_kernels import Choice, choose_for, make_team
 from .errors import ConfigError, RankLost
 from .gpu.cuda_device import CudaDevice
+from .gpu.device import Device
+from .gpu.device_sampler import DeviceSampler
+from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
 from .gpu.precision import settle_products
 from .gpu.upload import Upload
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
@@ -65,6 +68,8 @@ class ModelRunnerConfig:
     quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
     look_ahead: bool = False  # with those, of one rank: compute on a thread of its own, that is fed its own tokens
+    cuda_graphs: bool = True  # of steps on cuda
+    max_running: int = 256  # sequences in a batch on cuda
 
     def validate(self) -> None:
         """Raise ConfigError for a value outside its range."""
@@ -76,7 +81,7 @@ class ModelRunnerConfig:
             raise ConfigError(f"block_size must be in [1, 1024], got {self.block_size}")
         if not 0.0 < self.kv_memory_fraction < 1.0:
             raise ConfigError(f"kv_memory_fraction must be in (0, 1), got {self.kv_memory_fraction}")
-        for name in ("kv_memory_bytes", "max_context_tokens", "num_threads"):
+        for name in ("kv_memory_bytes", "max_context_tokens", "num_threads", "max_running"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -110,12 +115,12 @@ class ModelRunner:
     def __init__(
         self,
         info: ModelInfo,
-        steps: Steps,
+        steps: Steps | GpuSteps,
         cache: KVCache,
         ranks: RankProcesses | None = None,
         thread: ComputeThread | None = None,
     ) -> None:
-        """`thread`: computes every step, which must be CompiledSteps with room for two."""
+        """`thread`: computes every step, which must be CompiledSteps with room for two; GpuSteps need none."""
         self._info, self.steps, self._cache, self._ranks, self._thread = info, steps, cache, ranks, thread
         self._memory = cache.memory
 
@@ -125,15 +130,18 @@ class ModelRunner:
         config: ModelRunnerConfig,
         progress: Progress = lambda _done, _total: None,
         on_loss: OnLoss = lambda _error: None,
+        *,
+        gpu: Device | None = None,
     ) -> "ModelRunner":
         """Read the checkpoint and reserve KV memory; `progress` hears of bytes read. `on_loss` is called, on another
-        thread, if a rank is lost later.
+        thread, if a rank is lost later. `gpu`: computes, instead of what `config.device` names (for tests).
 
         Raises CheckpointError for what is wrong with the checkpoint, ConfigError for what is wrong with `config`,
         RankLost for a rank that ends.
         """
         config.validate()
-        path, device = Path(config.model_path), _device(config.device)
+        gpu = gpu or _gpu(config.device)
+        path, device = Path(config.model_path), gpu.torch_device if gpu is not None else torch.device(config.device)
         spec, share = load_spec(path), Share(0, config.tensor_parallel)
         check_divides(spec, share.size)
         check_shares(spec, config.quantize, share.size)
@@ -141,16 +149,18 @@ class ModelRunner:
         threads = config.threads_per_rank
         if threads is not None:
             torch.set_num_threads(threads)
-        choice = _kernels(config, spec, device)
+        choice = _kernels(config, spec, gpu)
         log.info("%s", choice.why)
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             layout = _layout(config, spec, _model_id(checkpoint, config.quantize), choice.packing)
             ranks = _start_ranks(config, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
-            with _put_on(device, config.quantize) as put:
+            own = spec_of(spec, share)
+            with _put_on(gpu, config.quantize) as put:
                 reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize, put)
-                steps_with = _read_weights(config, reader, spec_of(spec, share), choice, ranks)
+                to_cpu = partial(_read_weights, choice=choice, ranks=ranks)
+                steps_with = _read_to_gpu(config, reader, own, gpu) if gpu else to_cpu(config, reader, own)
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
             memory_fd = ranks.memory_fd if ranks is not None else None
@@ -183,15 +193,22 @@ class ModelRunner:
         return self._memory
 
     def close(self) -> None:
-        """End the other ranks, and our thread; what else is held is memory, which goes with the object. Idempotent."""
+        """End the other ranks, our thread, and what a GPU is at; what else is held is memory, which goes with the
+        object. Idempotent."""
         if self._thread is not None:
             self._thread.close()
         if self._ranks is not None:
             self._ranks.close()
+        if isinstance(self.steps, GpuSteps):
+            self.steps.close()
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        steps = self.steps
+        if isinstance(steps, GpuSteps):
+            return steps.launch(batch, watch)
+
         def make(told: LayerWatch | None) -> Compute:
-            return partial(self._compute, self.steps.prepare(batch, told))
+            return partial(self._compute, steps.prepare(batch, told))
 
         if self._thread is None:
             return Deferred(make(watch))
@@ -206,13 +223,14 @@ class ModelRunner:
             raise self._ranks.fail(e) from e
 
     def feeds(self, sampling: SamplingParams) -> bool:
-        return self._thread is not None and is_plain(sampling)
+        return (self._thread is not None or isinstance(self.steps, GpuSteps)) and is_plain(sampling)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._cache.copy_blocks(pairs)
+        (self.steps if isinstance(self.steps, GpuSteps) else self._cache).copy_blocks(pairs)
 
 
-def _device(name: str) -> torch.device:
+def _gpu(name: str) -> Device | None:
+    """None: it is the CPU."""
     try:
         device = torch.device(name)
     except RuntimeError as e:
@@ -223,24 +241,25 @@ def _device(name: str) -> torch.device:
         raise ConfigError(
             f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
         )
-    return device
+    if device.type == "cpu":
+        return None
+    settle_products()
+    return CudaDevice(device)
 
 
 @contextmanager
-def _put_on(device: torch.device, quantize: str | None) -> Generator[Put]:
+def _put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
     """What puts weights there; once this is left they are there. To be quantised they must be there at once."""
-    if device.type == "cuda":
-        settle_products()
-    if device.type == "cpu" or quantize is not None:
+    if gpu is None or quantize is not None:
         yield put_now
     else:
-        with Upload(CudaDevice(device)) as upload:
+        with Upload(gpu) as upload:
             yield upload.put
 
 
-def _kernels(config: ModelRunnerConfig, spec: ModelSpec, device: torch.device) -> Choice:
-    if device.type != "cpu":
-        return Choice(None, f"Triton kernels compute, on {device}")
+def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
+    if gpu is not None:
+        return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
     return choose_for(config.cpu_isa, config.block_size, spec.head_dim)
 
 
@@ -259,6 +278,21 @@ def _read_weights(
         num_blocks = cache.layout.num_blocks_for(len(cos_sin))
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if config.look_ahead else 1)]
         return CompiledSteps(CompiledDecoder(spec, packed, cache, cos_sin, team, group), tables, sampler, ranks)
+
+    return steps_with
+
+
+def _read_to_gpu(
+    config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, gpu: Device
+) -> Callable[[KVCache, Tensor, Group], GpuSteps]:
+    """See _read_weights. What steps need beside is taken before what is free is reserved for KV."""
+    weights = load_weights(reader)
+    sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
+    graph_tokens = GRAPH_TOKENS if config.cuda_graphs else None
+
+    def steps_with(cache: KVCache, cos_sin: Tensor, group: Group) -> GpuSteps:
+        decoder = Decoder(spec, weights, group)
+        return GpuSteps(gpu, decoder, cache, cos_sin, sampler, config.max_running, graph_tokens=graph_tokens)
 
     return steps_with
 

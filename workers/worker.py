@@ -45,6 +45,8 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         quantize=config.quantize,
         cpu_isa=config.cpu_isa,
         look_ahead=config.look_ahead,
+        cuda_graphs=config.cuda_graphs,
+        max_running=config.max_running,
         tensor_parallel=config.tensor_parallel,
         block_size=config.block_size,
         kv_axis_order=config.kv_axis_order,

@@ -26,6 +26,7 @@ class WorkerConfig:
     quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": compute with torch
     look_ahead: bool = False  # prepare a step while the one before it is computed: compiled CPU kernels, one rank
+    cuda_graphs: bool = True  # on cuda: steps are captured at start, and replayed; False: launched kernel by kernel
     tensor_parallel: int = 1  # ranks: processes that share the model's heads and MLP, on this machine
     block_size: int = 16  # tokens a block
     kv_memory_bytes: int | None = None  # None: by fraction

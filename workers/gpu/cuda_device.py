@@ -53,7 +53,8 @@ class CudaDevice:
         return CudaLane(torch.cuda.Stream(self._device, priority=-1 if high_priority else 0))
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
+        with torch.cuda.device(self._device):  # whatever is current on the thread that asks
+            return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
 
     def capture(self, lane: Lane, work: Work) -> Callable[[], None]:
         assert isinstance(lane, CudaLane)

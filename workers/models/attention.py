@@ -30,12 +30,22 @@ def attention(
 
     spec, weights and cache: of this rank's heads alone; the result is of all heads, the same on every rank.
     """
-    num_tokens = hidden.shape[0]
-    qkv = linear(hidden, weights.qkv, weights.qkv_bias).view(num_tokens, -1, spec.head_dim)
+    q = project(spec, weights, hidden, cache, meta.cos_sin, meta.slots)
+    return output(weights, paged_attention(q, cache, meta.paged), group)
+
+
+def project(
+    spec: ModelSpec, weights: LayerWeights, hidden: Tensor, cache: Tensor, cos_sin: Tensor, slots: Tensor
+) -> Tensor:
+    """What is before attending: the KV of the T tokens is stored. Returns their queries, [T, N, D]."""
+    qkv = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, spec.head_dim)
     q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
     if weights.q_norm is not None and weights.k_norm is not None:
         q = rms_norm(q, weights.q_norm, spec.rms_norm_eps)
         k = rms_norm(k, weights.k_norm, spec.rms_norm_eps)
-    q = rope_kv_write(q, k, v, meta.cos_sin, cache, meta.slots)
-    attended = paged_attention(q, cache, meta.paged)
-    return group.all_reduce(linear(attended.view(num_tokens, -1), weights.o, weights.o_bias))
+    return rope_kv_write(q, k, v, cos_sin, cache, slots)
+
+
+def output(weights: LayerWeights, attended: Tensor, group: Group) -> Tensor:
+    """attended: [T, N, D]. Returns [T, H]."""
+    return group.all_reduce(linear(attended.view(attended.shape[0], -1), weights.o, weights.o_bias))

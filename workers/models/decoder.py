@@ -60,7 +60,11 @@ def run_layers(
             hidden = add_rms_norm(hidden, residual, layer.input_norm, eps)
         hidden = attention(spec, layer, hidden, cache.layer(i), meta, group)
         stored(i + 1)
-        hidden = add_rms_norm(hidden, residual, layer.post_norm, eps)
-        hidden = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
-        hidden = group.all_reduce(linear(hidden, layer.down, layer.down_bias))
+        hidden = feed_forward(layer, add_rms_norm(hidden, residual, layer.post_norm, eps), group)
     return hidden
+
+
+def feed_forward(layer: LayerWeights, hidden: Tensor, group: Group) -> Tensor:
+    """hidden: [T, H]. Returns [T, H], the same on every rank."""
+    hidden = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
+    return group.all_reduce(linear(hidden, layer.down, layer.down_bias))

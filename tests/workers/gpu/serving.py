@@ -1,0 +1,90 @@
+"""A ModelRunner on a FakeDevice under a real Engine, and what it must give: the tokens of torch_steps.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from diptych.workers import model_runner
+from diptych.workers.engine import Engine
+from diptych.workers.engine_events import StepOutput
+from diptych.workers.gpu.device import Device
+from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.gpu.gpu_steps import GpuSteps
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.request import Request, SamplingParams
+from diptych.workers.runner import Launched, LayerWatch
+from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.sequence import Batch
+
+from ..engines import assert_clean, tokens
+
+GRAPH_TOKENS = 32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
+
+
+def load(path: Path, gpu: Device | None, **changes: Any) -> ModelRunner:
+    config = ModelRunnerConfig(
+        path, dtype="float32", kv_memory_bytes=4 << 20, max_context_tokens=512, cpu_isa="none", max_running=6
+    )
+    with patch.object(model_runner, "GRAPH_TOKENS", GRAPH_TOKENS):  # what was to capture takes time
+        return ModelRunner.load(replace(config, **changes), gpu=gpu)
+
+
+def steps_of(runner: ModelRunner) -> GpuSteps:
+    assert isinstance(runner.steps, GpuSteps)
+    return runner.steps
+
+
+@dataclass
+class Run:
+    """What an engine did."""
+
+    token_ids: list[list[int]] = field(default_factory=list[list[int]])  # by request
+    logprobs: list[list[float | None]] = field(default_factory=list[list[float | None]])
+    num_ahead: int = 0  # steps after which another was under way
+    batches: list[Batch] = field(default_factory=list[Batch])
+
+
+def generate(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingParams],
+    *,
+    arrivals: Sequence[int] = (),
+    **config: Any,
+) -> Run:
+    """arrivals: the step in which each request comes; empty: all in the first."""
+    run, engine = Run(), Engine(runner, SchedulerConfig(**config))
+    launch = runner.launch
+
+    def spied(batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        run.batches.append(batch)
+        return launch(batch, watch)
+
+    runner.launch = spied
+    outputs: list[StepOutput] = []
+    waiting = sorted(zip(arrivals or [0] * len(prompts), range(len(prompts)), strict=True))
+    while waiting or engine.scheduler.has_work or engine.steps:
+        while waiting and waiting[0][0] <= len(outputs):
+            _, i = waiting.pop(0)
+            engine.submit(f"0/{i}", Request(str(i), tuple(prompts[i]), samplings[i], 600.0), [])
+        outputs.append(engine.step())
+        assert not outputs[-1].failures
+        run.num_ahead += bool(engine.steps)
+    runner.launch = launch
+    assert_clean(engine)
+    events = [tokens(outputs, f"0/{i}") for i in range(len(prompts))]
+    run.token_ids = [[e.token_id for e in of] for of in events]
+    run.logprobs = [[e.logprob for e in of] for of in events]
+    return run
+
+
+def late() -> FakeDevice:
+    return FakeDevice()
+
+
+def early() -> FakeDevice:
+    return FakeDevice(is_late=False)

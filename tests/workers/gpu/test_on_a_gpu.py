@@ -1,0 +1,54 @@
+"""The CUDA engine where its kernels compute: interpreted on the fake device, and on a real one.
+
+Greedy tokens of prompts whose reference has no ties (tests/checkpoints.py), and draws, equal torch_steps.py's on CPU.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.workers.gpu.cuda_device import CudaDevice
+from diptych.workers.gpu.device import Device
+
+from ...checkpoints import untied_prompts
+from .serving import DRAWN, GREEDY, generate, late, load
+
+ROOT = Path(__file__).parent.parent.parent.parent
+FEW = replace(GREEDY, max_tokens=3)
+
+
+def compare(path: Path, device: Device, lengths: list[int], *, is_short: bool = False) -> None:
+    prompts = [prompt for prompt, _ in untied_prompts(path, seed=5, lengths=lengths, max_tokens=16)]
+    samplings = [FEW if is_short else GREEDY, replace(DRAWN, max_tokens=3) if is_short else DRAWN] * len(prompts)
+    samplings = samplings[: len(prompts)]
+    expected = generate(load(path, None), prompts, samplings).token_ids
+    changes = {"max_running": 2, "max_context_tokens": 64} if is_short else {"max_running": 16}
+    runner = load(path, device, **changes)
+    for arrivals in ([0, 1],) if is_short else ([0] * len(prompts), list(range(len(prompts)))):
+        assert generate(runner, prompts, samplings, arrivals=arrivals, chunk_tokens=48).token_ids == expected
+    runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_tokens_on_a_gpu(llama: Path, qwen3: Path) -> None:
+    device = CudaDevice(torch.device("cuda"))
+    for path in (llama, qwen3):
+        compare(path, device, [1, 2, 15, 16, 17, 33, 64, 100, 250])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_tokens_by_interpreted_kernels(llama: Path) -> None:
+    code = f"import triton; from tests.workers.gpu import test_on_a_gpu as t; t.interpreted({str(llama)!r})"
+    env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=ROOT)
+
+
+def interpreted(path: str) -> None:
+    compare(Path(path), late(), [5, 17], is_short=True)

@@ -1,0 +1,74 @@
+"""Decode steps as graphs: one from tokens to logits for each bucket of rows, one from logits to tokens for each room.
+
+They compute on the main lane from StepBuffers alone, whatever contexts the rows have: where contexts are cut is decided
+on the device (kernels/decode_plan.py). Idle rows have no context; they are stored nowhere.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...kernels.paged_batch import PagedBatch
+from ...kernels.step_inputs import step_inputs
+from ..models.attention import StepMeta
+from .buckets import bucket_for, row_buckets
+from .device import Device, Lane
+from .device_sampler import DeviceSampler
+from .flow import Pieces
+from .step_buffers import NUM_ROOMS, StepBuffers
+
+
+class DecodeGraphs:
+    def __init__(self, pieces: Pieces, cos_sin: Tensor, buffers: StepBuffers, sampler: DeviceSampler) -> None:
+        self._pieces, self._cos_sin, self._buffers, self._sampler = pieces, cos_sin, buffers, sampler
+        self._buckets: tuple[int, ...] = ()
+        self._forward: dict[int, Callable[[], None]] = {}  # by bucket
+        self._choose: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and room
+
+    def capture(self, device: Device, lane: Lane) -> None:
+        """For up to as many rows as the buffers have. Raises torch.OutOfMemoryError."""
+        buckets = row_buckets(self._buffers.max_rows)
+        for room in range(NUM_ROOMS):
+            self._sampler.write(room, [], [])
+        for bucket in reversed(buckets):
+            self._forward[bucket] = device.capture(lane, partial(self._compute, bucket))
+            for room in range(NUM_ROOMS):
+                self._choose[bucket, room] = device.capture(lane, partial(self._sample, bucket, room))
+        self._buckets = buckets
+
+    def bucket(self, num_rows: int) -> int | None:
+        return bucket_for(self._buckets, num_rows)
+
+    def forward(self, bucket: int) -> None:
+        """Device work: from what was uploaded to logits."""
+        self._forward[bucket]()
+
+    def choose(self, num_rows: int, room: int) -> None:
+        """Device work: from logits to tokens, of plain rows."""
+        bucket = self.bucket(num_rows)
+        if bucket is None:
+            self._sample(num_rows, room)
+        else:
+            self._choose[bucket, room]()
+
+    def _compute(self, bucket: int) -> None:
+        buffers, decoder, cache = self._buffers, self._pieces.decoder, self._pieces.cache
+        rows, block_size = buffers.rows(bucket), cache.layout.block_size
+        tokens, cos_sin, slots = step_inputs(rows, self._cos_sin, block_size)
+        paged = PagedBatch(
+            rows.block_tables,
+            rows.context_lens,
+            buffers.query_starts[: bucket + 1],
+            host_context_lens=[],
+            host_num_new=[1] * bucket,
+            num_decodes=bucket,
+            block_size=block_size,
+        )
+        hidden = decoder.forward(tokens, cache, StepMeta(cos_sin, slots, paged))
+        buffers.logits[:bucket].copy_(linear(hidden, decoder.weights.lm_head))
+
+    def _sample(self, num_rows: int, room: int) -> None:
+        self._sampler.upload(room)
+        self._sampler.choose(room, self._buffers.logits[:num_rows], self._buffers.tokens[:num_rows], num_rows)

@@ -1,0 +1,103 @@
+"""A forward pass over T tokens, cut at its attention: the pieces between are graphs where T is a bucket.
+
+    tokens ─> piece 0 ─> q ─> attend 0 ─> attended ─> piece 1 ─> q ─> ... ─> piece L ─> hidden
+
+Piece i ends layer i - 1 and begins layer i. What a graph reads and writes has to stay where it is, so that its flow is
+cut out of one that stays; any other takes new memory.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from ...kernels.paged_attention import paged_attention
+from ...kernels.paged_batch import PagedBatch
+from ...kernels.rms_norm import add_rms_norm, rms_norm
+from ..kv_cache import KVCache
+from ..models.attention import output, project
+from ..models.decoder import Decoder, feed_forward
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """T tokens; those beyond a batch's are idle: they are stored nowhere, and nobody reads what becomes of them."""
+
+    tokens: Tensor  # [T] int64
+    cos_sin: Tensor  # [T, D] float32
+    slots: Tensor  # [T] int64, -1: idle
+    residual: Tensor  # [T, H]
+    q: Tensor  # [T, N, D]
+    attended: Tensor  # [T, N, D]
+    hidden: Tensor  # [T, H]: in the end
+    is_static: bool
+
+    @classmethod
+    def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "Flow":
+        """For graphs. Raises torch.OutOfMemoryError."""
+        spec, embed = decoder.spec, decoder.weights.embed
+        heads = (num_tokens, spec.num_heads, spec.head_dim)
+        hidden = (num_tokens, embed.shape[1])
+        return cls(
+            torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            torch.zeros(num_tokens, spec.head_dim, dtype=torch.float32, device=device),
+            torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+            *(torch.zeros(shape, dtype=embed.dtype, device=device) for shape in (hidden, heads, heads, hidden)),
+            is_static=True,
+        )
+
+    @classmethod
+    def passing(cls, tokens: Tensor, cos_sin: Tensor, slots: Tensor) -> "Flow":
+        """For one step alone."""
+        none = cos_sin.new_empty(0)
+        return cls(tokens, cos_sin, slots, none, none, none, none, is_static=False)
+
+    def first(self, num_tokens: int) -> "Flow":
+        """The same memory, as far as so many tokens need it."""
+        parts = (self.tokens, self.cos_sin, self.slots, self.residual, self.q, self.attended, self.hidden)
+        return Flow(*(part[:num_tokens] for part in parts), is_static=self.is_static)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    decoder: Decoder
+    cache: KVCache
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.spec.num_layers
+
+    def compute(self, flow: Flow, index: int) -> None:
+        """Device work, which may be captured: piece `index` of num_layers + 1."""
+        weights, eps = self.decoder.weights, self.decoder.spec.rms_norm_eps
+        if index:
+            normed = self._end_layer(flow, index - 1)
+        else:
+            flow.residual = _put(flow, flow.residual, embedding(flow.tokens, weights.embed))
+            normed = rms_norm(flow.residual, weights.layers[0].input_norm, eps)
+        if index == self.num_layers:
+            flow.hidden = _put(flow, flow.hidden, normed)
+            return
+        layer, cache = weights.layers[index], self.cache.layer(index)
+        flow.q = _put(flow, flow.q, project(self.decoder.spec, layer, normed, cache, flow.cos_sin, flow.slots))
+
+    def attend(self, flow: Flow, layer: int, paged: PagedBatch, num_tokens: int) -> None:
+        """Device work, never captured: of the tokens that are not idle."""
+        attended = paged_attention(flow.q[:num_tokens], self.cache.layer(layer), paged)
+        if flow.is_static:
+            flow.attended[:num_tokens].copy_(attended)
+        else:
+            flow.attended = attended
+
+    def _end_layer(self, flow: Flow, index: int) -> Tensor:
+        """What the next layer, or the head, begins with."""
+        weights, eps, group = self.decoder.weights, self.decoder.spec.rms_norm_eps, self.decoder.group
+        layer, is_last = weights.layers[index], index + 1 == self.num_layers
+        hidden = add_rms_norm(output(layer, flow.attended, group), flow.residual, layer.post_norm, eps)
+        norm = weights.norm if is_last else weights.layers[index + 1].input_norm
+        return add_rms_norm(feed_forward(layer, hidden, group), flow.residual, norm, eps)
+
+
+def _put(flow: Flow, place: Tensor, value: Tensor) -> Tensor:
+    return place.copy_(value) if flow.is_static else value

@@ -1,0 +1,212 @@
+"""The part of a step that is no captured decode: prompts, and what goes with them, on a lane of its own.
+
+    write (host): its numbers, into pinned memory     ->     run: its device work on the lane, layer by layer
+
+Up to the largest bucket of tokens the pieces between attention are graphs; beyond it launches take less time than what
+they launch, and all is launched anew.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...kernels.paged_batch import PagedBatch
+from .buckets import bucket_for, token_buckets
+from .device import Device, Event, Lane
+from .flow import Flow, Pieces
+from .step_buffers import KNOWN
+
+Ints = NDArray[np.int32]
+TABLE_BLOCKS = 16  # tables are a multiple of so many wide, for kernels are compiled apart for strides that are not
+_WARM_UP = (16, 33, 512)  # tokens: and for numbers of tokens and of tiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """Of S sequences, those with one new token first, with T tokens in all."""
+
+    token_ids: Ints  # [T]
+    feeds: Ints | None  # [T], see DecodeRows; None: the host knows all tokens
+    positions: Ints  # [T]
+    slots: Ints  # [T]
+    context_lens: Ints  # [S]
+    num_new: Ints  # [S]
+    table_rows: Ints  # [S], of the device's tables
+    sampled: Ints  # [n]: the tokens after which one is sampled, in the order of the logits
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class PromptRun:
+    """A part under way. Keep it until the step has been waited for: other lanes use its memory."""
+
+    num_sampled: int
+    logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there
+    reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # layers stored, and when
+
+
+class PromptPart:
+    def __init__(
+        self, device: Device, lane: Lane, pieces: Pieces, cos_sin: Tensor, tables: Tensor, yielded: Tensor
+    ) -> None:
+        """cos_sin: [positions, D] float32; tables: [rows, blocks] int32; yielded: [n] int64, of the step before."""
+        self.lane, self.pieces = lane, pieces
+        self._device, self._cos_sin, self._tables, self._yielded = device, cos_sin, tables, yielded
+        self._buckets: tuple[int, ...] = ()
+        self._static: Flow | None = None
+        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
+
+    def warm_up(self) -> None:
+        """Before the first step: kernels that a prompt needs are compiled by it. Nothing is stored."""
+        for num_tokens in _WARM_UP:
+            num = min(num_tokens, len(self._cos_sin))
+            positions, one = np.arange(num, dtype=np.int32), np.array([num], dtype=np.int32)
+            no_slots = np.full(num, -1, dtype=np.int32)
+            self.run(Numbers(positions * 0, None, positions, no_slots, one, one, one * 0, one - 1))
+
+    @property
+    def largest_bucket(self) -> int:
+        return self._buckets[-1] if self._buckets else 0
+
+    def capture(self, max_tokens: int) -> None:
+        """Graphs for up to so many tokens. Raises torch.OutOfMemoryError."""
+        buckets = token_buckets(max_tokens)
+        if not buckets:
+            return
+        self._static = Flow.static(self.pieces.decoder, buckets[-1], self._device.torch_device)
+        for bucket in reversed(buckets):
+            flow = self._static.first(bucket)
+            for index in range(self.pieces.num_layers + 1):
+                work = partial(self.pieces.compute, flow, index)
+                self._graphs[bucket, index] = self._device.capture(self.lane, work)
+        self._buckets = buckets
+
+    def run(self, numbers: Numbers, ends: Sequence[int] = ()) -> PromptRun:
+        """`ends`: layers after which PromptRun.reached wants an event."""
+        run, first = PromptRun(len(numbers.sampled)), 0
+        work = _Work(self, numbers, run, _write(self._device, numbers, bucket_for(self._buckets, numbers.num_tokens)))
+        for end in ends:
+            self.lane.run(partial(work.layers, first, end))
+            run.reached.append((end, self.lane.record()))
+            first = end
+        self.lane.run(partial(work.layers, first, self.pieces.num_layers))
+        self.lane.run(work.head)
+        return run
+
+    def begin(self, written: "_Written") -> "_Begun":
+        """Device work: what the first piece needs."""
+        words = written.words.to(self._device.torch_device, non_blocking=True)
+        tokens, positions, slots, context_lens, starts, rows, sampled, *feeds = _sections(words, written.sizes)
+        tokens = tokens.long()
+        if feeds:
+            fed = self._yielded.index_select(0, feeds[0].clamp_min(0))
+            tokens = torch.where(feeds[0] >= 0, fed, tokens)
+        block_size = self.pieces.cache.layout.block_size
+        width = -(-max(written.context_lens) // (block_size * TABLE_BLOCKS)) * TABLE_BLOCKS
+        paged = PagedBatch(
+            self._tables[:, :width].index_select(0, rows),
+            context_lens,
+            starts,
+            host_context_lens=written.context_lens,
+            host_num_new=written.num_new,
+            num_decodes=written.num_new.count(1),
+            block_size=block_size,
+        )
+        flow = Flow.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())
+        if written.bucket is not None:
+            assert self._static is not None
+            passing, flow = flow, self._static.first(written.bucket)
+            flow.tokens.copy_(passing.tokens)
+            flow.cos_sin.copy_(passing.cos_sin)
+            flow.slots.copy_(passing.slots)
+        return _Begun(flow, paged, sampled)
+
+    def compute(self, flow: Flow, bucket: int | None, index: int) -> None:
+        """Device work: a piece."""
+        if bucket is None:
+            self.pieces.compute(flow, index)
+        else:
+            self._graphs[bucket, index]()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Written:
+    """Numbers in pinned memory, with idle tokens up to the bucket."""
+
+    words: Tensor  # int32
+    sizes: list[int]  # of its sections
+    bucket: int | None
+    context_lens: list[int]
+    num_new: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    flow: Flow
+    paged: PagedBatch
+    sampled: Tensor  # [n] int32
+
+
+class _Work:
+    """One part's device work, in two calls or more."""
+
+    def __init__(self, part: PromptPart, numbers: Numbers, run: PromptRun, written: _Written) -> None:
+        self._part, self._run, self._written = part, run, written
+        self._num_tokens = numbers.num_tokens
+        self._begun: _Begun | None = None
+
+    def layers(self, first: int, end: int) -> None:
+        """After it the KV of layers [0, end) is stored."""
+        begun = self._begun = self._begun or self._part.begin(self._written)
+        for index in range(first, end):
+            self._part.compute(begun.flow, self._written.bucket, index)
+            self._part.pieces.attend(begun.flow, index, begun.paged, self._num_tokens)
+
+    def head(self) -> None:
+        begun, pieces = self._begun, self._part.pieces
+        assert begun is not None
+        self._part.compute(begun.flow, self._written.bucket, pieces.num_layers)
+        if self._run.num_sampled:
+            rows = begun.flow.hidden.index_select(0, begun.sampled)
+            self._run.logits = linear(rows, pieces.decoder.weights.lm_head)
+
+
+def _write(device: Device, numbers: Numbers, bucket: int | None) -> _Written:
+    num_idle = (bucket or numbers.num_tokens) - numbers.num_tokens
+
+    def padded(column: Ints, value: int) -> Ints:
+        return np.concatenate((column, np.full(num_idle, value, dtype=np.int32))) if num_idle else column
+
+    columns = [padded(numbers.token_ids, 0), padded(numbers.positions, 0), padded(numbers.slots, -1)]
+    starts = np.concatenate(([0], np.cumsum(numbers.num_new)))
+    columns += [numbers.context_lens, starts, numbers.table_rows, numbers.sampled]
+    if numbers.feeds is not None:
+        columns.append(padded(numbers.feeds, KNOWN))
+    sizes = [len(column) for column in columns]
+    words = device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
+    for section, column in zip(_sections(words, sizes), columns, strict=True):
+        section.numpy()[:] = column
+    return _Written(words, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist())
+
+
+def _sections(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Each at a multiple of 16 bytes: kernels are compiled anew for other addresses."""
+    sections: list[Tensor] = []
+    start = 0
+    for size in sizes:
+        sections.append(words[start : start + size])
+        start += _aligned(size)
+    return sections
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4) * 4

@@ -18,6 +18,7 @@ from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.workers.channel import open_channel
+from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.service import WorkerService
@@ -43,6 +44,12 @@ EXACT_PAIRS: dict[str, tuple[Layout, Layout]] = {
         PLAIN | {"verify_kv": True},
     ),
 }
+# Pools on a fake device, which computes and copies as late as a GPU may: "gpu" is no setting of a worker.
+DEVICE_PAIRS: dict[str, tuple[Layout, Layout]] = {
+    "device to CPU": (PLAIN | {"gpu": True}, PLAIN | {"block_size": 64}),
+    "CPU to device, verified": (PLAIN, PLAIN | {"gpu": True, "block_size": 64, "verify_kv": True}),
+    "device to device": (PLAIN | {"gpu": True}, PLAIN | {"gpu": True, "kv_axis_order": "layer"}),
+}
 MIXED_PAIRS: dict[str, tuple[Layout, Layout]] = {
     "bfloat16 to float32": (PLAIN | {"dtype": "bfloat16"}, PLAIN),
     "float32 to bfloat16": (PLAIN, PLAIN | {"dtype": "bfloat16", "block_size": 64, "kv_axis_order": "layer"}),
@@ -58,10 +65,12 @@ async def answers(
     async with AsyncExitStack() as stack:
         infos: list[WorkerInfo] = []
         for role, layout in layouts:
-            config = WorkerConfig(str(TINY), role, chunk_tokens=48, transports=(transport,), **layout)
+            gpu = FakeDevice() if layout.get("gpu") else None
+            settled = {name: value for name, value in layout.items() if name != "gpu"}
+            config = WorkerConfig(str(TINY), role, chunk_tokens=48, transports=(transport,), **settled)
             computing = {name: layout[name] for name in ("dtype", "block_size", "kv_axis_order") if name in layout}
             settings = ModelRunnerConfig(Path(TINY), num_threads=1, kv_memory_bytes=32 << 20, **computing)
-            service = WorkerService(config, ModelRunner.load(settings))
+            service = WorkerService(config, ModelRunner.load(settings, gpu=gpu))
             where = await service.start()
             stack.push_async_callback(service.stop, 0.0)
             infos.append(WorkerInfo(where.incarnation, where.address, role, role))
@@ -120,6 +129,11 @@ def mixed_cases(wide_cases: Cases) -> Cases:
 @pytest.mark.parametrize("pair", EXACT_PAIRS)
 def test_tokens_are_the_references_between_unlike_pools(exact_cases: Cases, pair: str, transport: str) -> None:
     through(EXACT_PAIRS[pair], transport, exact_cases)
+
+
+@pytest.mark.parametrize("pair", DEVICE_PAIRS)
+def test_tokens_are_the_references_to_and_from_a_device(exact_cases: Cases, pair: str) -> None:
+    through(DEVICE_PAIRS[pair], "grpc", exact_cases[::2])
 
 
 @pytest.mark.parametrize("transport", ["grpc", "nixl"])

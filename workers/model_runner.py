@@ -164,7 +164,7 @@ class ModelRunner:
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
             memory_fd = ranks.memory_fd if ranks is not None else None
-            cache = KVCache(layout, num_blocks, device, shared_fd=memory_fd, library=choice.library)
+            cache = KVCache(layout, num_blocks, device, shared_fd=memory_fd, library=choice.library, gpu=gpu)
             if ranks is not None:
                 ranks.begin(num_blocks)
             stack.pop_all()

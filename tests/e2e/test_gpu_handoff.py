@@ -33,8 +33,8 @@ PAIRS: dict[str, tuple[Flags, Flags, str]] = {
     "unlike layouts": (GPU, GPU | {"block_size": 64, "kv_axis_order": "layer"}, "cuda_ipc"),
     "staged in host memory": (GPU, GPU | {"transports": "grpc"}, "grpc"),
     "narrowed": (GPU, GPU | {"wire_dtype": "bfloat16"}, "grpc"),
-    "GPU to CPU": (GPU | {"transports": "cuda_ipc,grpc"}, CPU | {"transports": "grpc"}, "grpc"),
-    "CPU to GPU": (CPU | {"transports": "grpc"}, GPU | {"transports": "cuda_ipc,grpc"}, "grpc"),
+    "GPU to CPU": (GPU, CPU | {"transports": "grpc"}, "grpc"),
+    "CPU to GPU": (CPU | {"transports": "grpc"}, GPU, "grpc"),
 }
 
 

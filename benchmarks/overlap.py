@@ -1,7 +1,7 @@
-"""Does moving KV hide behind computing? Two questions, asked of real worker processes that compute on one core each;
-their event loops float, as on any worker that `diptych serve` starts.
+"""Does moving KV hide behind computing? Two questions, asked of real worker processes that compute on one core each.
 
     python benchmarks/overlap.py [--json] [--transport nixl --transport grpc] [--repeat 3] [--prompt 4096]
+                                 [--at-rest] [--client-core 0]
 
 1. With the link throttled 100 times: does time to first token stay? The same prefill worker hands off to one sink as
    fast as the link is, and to one that reads at a hundredth of the bandwidth measured before, in turn.
@@ -37,6 +37,7 @@ from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
 from diptych.proto import kv_pb2, worker_pb2, worker_pb2_grpc
 from diptych.workers import service
+from diptych.workers.cores import bind_this_thread, cpus_of_this_thread
 from diptych.workers.errors import ConfigError
 from diptych.workers.kv_layout import Copies, Region
 from diptych.workers.request import Request, SamplingParams
@@ -47,6 +48,7 @@ from diptych.workers.worker_config import WorkerConfig
 
 VOCAB = 8192
 NEW_TOKENS = 24
+CPUS = cpus_of_this_thread()  # a worker's, wherever its client is bound
 THROTTLE = 100
 THROTTLED_PROMPT = 512  # tokens
 WARM_PROMPTS = (600, 1000, 300, 1200, 800)
@@ -114,8 +116,9 @@ class ThrottledTransport(Transport):
         await self._inner.close()
 
 
-async def work(core: int, bytes_s: float | None, settings: dict[str, Any]) -> None:
+async def work(core: int, bytes_s: float | None, cpus: Sequence[int], settings: dict[str, Any]) -> None:
     """Until stdin ends."""
+    bind_this_thread(cpus)
     if bytes_s is not None:
         make = service.make_transports
 
@@ -137,7 +140,8 @@ async def work(core: int, bytes_s: float | None, settings: dict[str, Any]) -> No
 def worker(
     model: Path, role: str, core: int, bytes_s: float | None = None, **settings: object
 ) -> Generator[WorkerInfo]:
-    given = json.dumps({"core": core, "bytes_s": bytes_s, "settings": {"model": str(model), "role": role, **settings}})
+    all_settings = {"model": str(model), "role": role, **settings}
+    given = json.dumps({"core": core, "bytes_s": bytes_s, "cpus": CPUS, "settings": all_settings})
     process = subprocess.Popen(
         [sys.executable, __file__, "--work", given],
         stdin=subprocess.PIPE,
@@ -318,10 +322,12 @@ if __name__ == "__main__":
     parser.add_argument("--repeat", type=int, default=3, help="requests for each figure; twice as many for TTFT")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens")
     parser.add_argument("--at-rest", action="store_true", help="no other sequence decodes meanwhile")
+    parser.add_argument("--client-core", type=int, help="of the client, which is the router too; default: any")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
         asyncio.run(work(**json.loads(given.work)))
     else:
+        bind_this_thread(None if given.client_core is None else (given.client_core,))
         asyncio.run(main(given.transport or ["nixl"], given.prompt, given.repeat, given.at_rest, given.json))

@@ -1,12 +1,12 @@
 """Which cores compute: a worker that has cores of its own keeps its compute threads there. No torch.
 
-The engine's thread, which computes with the others, has the first core, each other thread of its team one more; event
-loops, and whatever else the process does, float. Where cores are not to be had (another system than Linux, a core that
-this process may not use) nothing is bound.
+The engine's thread, which computes with the others, has the first core, each other thread of its team one more. The
+threads that serve (event loop, gRPC's, NIXL's) are kept off them where tokens are decoded: `cores_to_serve`. Where
+cores are not to be had (another system than Linux, a core that this process may not use) nothing is bound.
 """
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +33,26 @@ def part_of(cores: Sequence[int] | None, rank: int, size: int) -> tuple[int, ...
         return None
     each = len(cores) // size
     return tuple(cores[rank * each : (rank + 1) * each])
+
+
+def cores_to_serve(cores: Collection[int] | None, usable: Collection[int], role: str) -> tuple[int, ...] | None:
+    """Where the threads belong that do not compute, of a worker that computes on `cores`; None: anywhere.
+
+    Left to itself the kernel wakes them on the core that computes, for a while even beside an idle one: it goes by what
+    a core has done in the last tens of milliseconds. Then a step waits for them, or they, and a token, for the step. So
+    a worker leaves its cores to its steps. One that only prefills, in long steps, keeps its threads on them all the
+    same: elsewhere they would be in the way of its sinks' steps.
+    """
+    if not cores:
+        return None
+    if role == "prefill":
+        return tuple(cores)
+    return tuple(sorted(set(usable) - set(cores))) or None
+
+
+def cpus_of_this_thread() -> tuple[int, ...]:
+    """Where it may run; empty where the system does not say."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def openmp_settings(cores: Sequence[int] | None) -> dict[str, str]:

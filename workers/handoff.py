@@ -394,7 +394,7 @@ class SinkHandoff:
         self._heard(now)
         seal = self._seal
         begin = [Begin(seal.num_computed, seal.output_token_ids)] if seal.output_token_ids else []  # a prefix waits
-        return [*self._ask(now), *begin]
+        return [*begin, *self._ask(now)]
 
     def _refuse(self, what: str, now: float) -> list[SinkAction]:
         return self.failed(HandoffError(f"the source broke the protocol: {what}"), now)

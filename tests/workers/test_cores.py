@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from diptych.workers.cores import affinity_kept, bind_this_thread, openmp_settings, part_of, usable_cores
+from diptych.workers.cores import (
+    affinity_kept,
+    bind_this_thread,
+    cores_to_serve,
+    cpus_of_this_thread,
+    openmp_settings,
+    part_of,
+    usable_cores,
+)
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads")
 
@@ -17,6 +25,15 @@ def test_ranks_share_a_workers_cores() -> None:
     assert part_of((4, 5, 6), 1, 2) == (5,), "equal parts: a step is as slow as its slowest rank"
     assert part_of((4,), 0, 2) is None
     assert part_of(None, 0, 1) is None
+
+
+def test_what_does_not_compute_leaves_the_cores_to_the_steps() -> None:
+    for role in ("decode", "mixed"):
+        assert cores_to_serve((2, 3), range(5), role) == (0, 1, 4)
+        assert cores_to_serve((0, 1), (0, 1), role) is None, "no others are left: anywhere"
+    assert cores_to_serve((2, 3), range(5), "prefill") == (2, 3), "not in the way of who decodes"
+    for role in ("decode", "mixed", "prefill"):
+        assert cores_to_serve(None, range(5), role) is None
 
 
 def test_openmp_gets_a_place_a_core() -> None:
@@ -39,6 +56,7 @@ def test_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.Monk
 @linux
 def test_a_thread_is_bound_alone() -> None:
     before = os.sched_getaffinity(0)
+    assert set(cpus_of_this_thread()) == before
     core = min(before)
     found: list[set[int]] = []
 

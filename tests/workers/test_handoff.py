@@ -64,7 +64,7 @@ def pulled_sink() -> SinkHandoff:
     machine.announced(LAST, 1.0)
     machine.sealed(SEAL, 1.0)
     assert machine.read_done(0, 1.0) == []
-    assert machine.read_done(1, 1.0) == [Release(), BEGIN]
+    assert machine.read_done(1, 1.0) == [BEGIN, Release()]
     return machine
 
 
@@ -225,7 +225,7 @@ def test_a_pull_from_its_opening_to_its_commit() -> None:
     assert machine.announced(LAST, 2.0) == []
     assert machine.reserved(TABLE, 0, 3.0) == [Read(0, FIRST, TABLE, 0), Read(1, LAST, TABLE, 0)]
     assert machine.read_done(1, 3.5) == machine.sealed(SEAL, 4.0) == []
-    assert machine.read_done(0, 4.5) == [Release(), BEGIN]
+    assert machine.read_done(0, 4.5) == [BEGIN, Release()]
     assert machine.state is SinkState.PULLED
     assert machine.released(True, 5.0) == [Commit(11, (7,))]
     assert machine.state is SinkState.COMMITTED and machine.wake_at is None
@@ -240,7 +240,7 @@ def test_blocks_that_the_prefix_cache_holds_are_not_read() -> None:
     machine.announced(FIRST, 1.0)
     machine.announced(LAST, 1.0)
     machine.sealed(SEAL, 1.0)
-    assert machine.reserved(TABLE, 12, 1.0) == [Release(), BEGIN], "nothing to read"
+    assert machine.reserved(TABLE, 12, 1.0) == [BEGIN, Release()], "nothing to read"
 
 
 def test_layers_may_come_apart() -> None:
@@ -251,7 +251,7 @@ def test_layers_may_come_apart() -> None:
     machine.reserved((0, 1, 2), 0, 1.0)
     machine.sealed(SEAL, 1.0)
     assert machine.read_done(0, 1.0) == []
-    assert machine.read_done(1, 1.0) == [Release(), BEGIN]
+    assert machine.read_done(1, 1.0) == [BEGIN, Release()]
 
 
 def test_the_lease_is_renewed_in_time_and_silence_noticed() -> None:

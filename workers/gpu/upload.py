@@ -68,7 +68,7 @@ class Upload:
             place.copy_(staged, non_blocking=True)
             return
         if self._arrived is None:
-            self._arrived = torch.empty_like(self._buffers[0].memory, device=place.device)
+            self._arrived = torch.empty(len(self._buffers[0].memory), dtype=torch.uint8, device=place.device)
         arrived = _as_bytes(self._arrived, staged)
         arrived.copy_(staged, non_blocking=True)
         place.copy_(arrived)

@@ -1,0 +1,66 @@
+"""Llama 3's shapes, and random weights of a shape, made on the device: no checkpoint is read or written."""
+
+import torch
+from torch import Tensor
+
+from diptych.workers.models.spec import ModelSpec, RopeSpec
+from diptych.workers.models.tensor_names import Shape, layer_tensors, outer_tensors
+from diptych.workers.models.weights import DecoderWeights, LayerWeights
+
+
+def llama3(hidden: int, inner: int, layers: int, head_dim: int, *, factor: float, is_tied: bool) -> ModelSpec:
+    """Of 32 query and 8 KV heads, as the models of 1 and of 8 billion weights have them."""
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131_072,
+        rope=RopeSpec("llama3", 500_000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+        attention_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=is_tied,
+        eos_token_ids=(128_001,),
+    )
+
+
+SHAPES = {
+    "1b": llama3(2048, 8192, 16, 64, factor=32.0, is_tied=True),
+    "8b": llama3(4096, 14336, 32, 128, factor=8.0, is_tied=False),
+}
+
+
+def num_bytes(weights: DecoderWeights) -> int:
+    """A tied head is counted once."""
+    tensors = [weights.embed, weights.norm, *([] if weights.lm_head is weights.embed else [weights.lm_head])]
+    tensors += [t for layer in weights.layers for name in layer.__slots__ if (t := getattr(layer, name)) is not None]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int = 0) -> DecoderWeights:
+    """The same for the same seed on the same kind of device. Hidden states keep their size from layer to layer:
+    matrices are normal with a deviation of one over the root of their inputs, norms near one, biases near none."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def fused(field: str, sources: dict[str, Shape]) -> Tensor:
+        shapes = list(sources.values())
+        tensor = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=dtype, device=device)
+        if tensor.dim() == 2:
+            return tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+        return tensor.normal_(1.0 if "norm" in field else 0.0, 0.05, generator=generator)
+
+    def made(fields: dict[str, dict[str, Shape]]) -> dict[str, Tensor]:
+        return {field: fused(field, sources) for field, sources in fields.items()}
+
+    layers = [LayerWeights(**made(layer_tensors(spec, i))) for i in range(spec.num_layers)]
+    fields = outer_tensors(spec)
+    if spec.tie_word_embeddings:
+        del fields["lm_head"]
+    outer = made(fields)
+    return DecoderWeights(outer["embed"], layers, outer["norm"], outer.get("lm_head", outer["embed"]))

@@ -1,0 +1,84 @@
+"""A worker's runner and engine, of random weights: all that a worker has but a checkpoint and a server."""
+
+from dataclasses import dataclass
+
+import torch
+
+from diptych.workers.engine import Engine
+from diptych.workers.gpu.device_sampler import DeviceSampler
+from diptych.workers.gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
+from diptych.workers.gpu.precision import settle_products
+from diptych.workers.kv_cache import KVCache, available_bytes, plan_num_blocks
+from diptych.workers.kv_layout import AXIS_ORDERS, KVLayout
+from diptych.workers.model_runner import ModelRunner
+from diptych.workers.models.decoder import Decoder
+from diptych.workers.models.rope import rope_table
+from diptych.workers.models.spec import ModelSpec
+from diptych.workers.models.weights import DTYPES
+from diptych.workers.runner import ModelInfo
+from diptych.workers.scheduler import SchedulerConfig
+
+from .models import num_bytes, random_weights
+from .timed import TimedDevice
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a worker; the rest are its defaults."""
+
+    max_context_tokens: int = 40_960
+    max_batch_tokens: int = 8192
+    max_running: int = 256
+    kv_memory_bytes: int | None = None
+    kv_memory_fraction: float = 0.8  # else: of what is free beside the weights; graphs and activations need some, too
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    cuda_graphs: bool = True
+
+
+@dataclass(frozen=True)
+class Rig:
+    spec: ModelSpec
+    settings: Settings
+    device: TimedDevice
+    runner: ModelRunner
+    engine: Engine
+    num_weight_bytes: int
+    num_kv_bytes: int
+
+
+def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
+    """Random KV fills the cache: what sequences that come with their KV find there."""
+    settle_products()
+    where, dtype = device.torch_device, DTYPES[settings.dtype]
+    weights = random_weights(spec, dtype, where)
+    layout = KVLayout(
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        model_id="random",
+        axis_order=AXIS_ORDERS["block"],
+        tensor_parallel=1,
+    )
+    sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, settings.max_running, device)
+    wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
+    cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
+    cache.tensor.normal_(generator=torch.Generator(where).manual_seed(1))
+    cos_sin = rope_table(spec, settings.max_context_tokens, where)
+    graph_tokens = GRAPH_TOKENS if settings.cuda_graphs else None
+    decoder = Decoder(spec, weights)
+    steps = GpuSteps(device, decoder, cache, cos_sin, sampler, settings.max_running, graph_tokens=graph_tokens)
+    info = ModelInfo(
+        name="random",
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        max_context_tokens=settings.max_context_tokens,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=settings.dtype,
+    )
+    runner = ModelRunner(info, steps, cache)
+    config = SchedulerConfig(settings.max_batch_tokens, max_running=settings.max_running)
+    engine = Engine(runner, config, prefix_cache=False)
+    return Rig(spec, settings, device, runner, engine, num_bytes(weights), cache.memory.region.num_bytes)

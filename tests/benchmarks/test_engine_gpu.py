@@ -1,0 +1,241 @@
+"""benchmarks/engine_gpu.py where there is no GPU: its parts, on a device that is none, make no claims about one."""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.models.tensor_names import expected_tensors
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+# What engine_gpu.py may import beyond torch, triton, numpy, safetensors and protobuf: nothing. Of what we depend on:
+OTHERS = (
+    *("blake3", "grpc", "grpc_health", "grpc_reflection", "httptools", "jinja2", "nixl", "prometheus_client", "psutil"),
+    *("pydantic", "ray", "rich", "starlette", "tokenizers", "transformers", "typer", "uvicorn", "uvloop", "yaml"),
+)
+
+TINY_RUN = """
+import json, sys
+from dataclasses import replace
+sys.modules.update(dict.fromkeys(OTHERS))
+sys.path.insert(0, BENCHMARKS)
+import torch
+torch.set_num_threads(1)
+import engine_gpu
+from gpu_engine import measure
+from gpu_engine.models import SHAPES
+from gpu_engine.rig import Settings, make_rig
+from gpu_engine.timed import HostClock, TimedDevice
+from roofline import Roofline
+from diptych.workers.gpu.fake_device import FakeDevice
+
+spec = replace(
+    SHAPES["1b"], vocab_size=300, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16,
+)
+limits = Roofline(0, 1e9, 0.0, 1e12)
+runs = []
+for graphs in (True, False):
+    settings = Settings(
+        max_context_tokens=128, max_batch_tokens=64, max_running=4, kv_memory_bytes=1 << 20, dtype="float32",
+        cuda_graphs=graphs,
+    )
+    fake = FakeDevice()
+    rig = make_rig(spec, settings, TimedDevice(fake, HostClock()))
+    found = [
+        *measure.decode(rig, measure.DecodeCase(3, 40, num_steps=4), limits),
+        *measure.decode(rig, measure.DecodeCase(5, 40), limits),  # more than may run
+        *measure.decode(rig, measure.DecodeCase(1, 120), limits),  # longer than a context
+        *measure.prompts(rig, measure.PromptCase(2, 50, repeat=2), limits),
+        *measure.serve(rig, measure.ServingCase(6, 20, 10), limits),
+        *measure.memory(rig),
+    ]
+    state = rig.engine.check_integrity()
+    rig.runner.close()
+    runs.append({
+        "figures": [figure.as_json() for figure in found],
+        "held": state.num_unaccounted_blocks + state.load.num_blocks - state.load.num_free_blocks,
+        "replayed": fake.num_replayed,
+        "num_weights": rig.num_weight_bytes // 4,
+    })
+modules = sorted({name.partition(".")[0] for name, module in sys.modules.items() if module is not None})
+print(json.dumps({"runs": runs, "modules": modules}))
+"""
+
+
+def imported(name: str) -> ModuleType:
+    """Of benchmarks/, which is no package."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_without_a_gpu_it_says_so_and_measures_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/engine_gpu.py"],
+        cwd=ROOT,
+        env={"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.strip() == "This measures the engine on a GPU, and torch sees none here."
+
+
+def test_runner_and_engine_compute_every_case_with_few_packages() -> None:
+    names = f"OTHERS = {OTHERS!r}\nBENCHMARKS = {str(BENCHMARKS)!r}\n"
+    done = subprocess.run([sys.executable, "-c", names + TINY_RUN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not set(OTHERS) & set(found["modules"])
+    for run, has_graphs in zip(found["runs"], (True, False), strict=True):
+        check_figures(run["figures"])
+        assert run["held"] == 0 and run["num_weights"] == NUM_READ + (2 * 2 + 1) * 64
+        assert (run["replayed"] > 0) == has_graphs
+
+
+NUM_READ = 2 * 64 * (16 * 12 + 3 * 96) + 300 * 64  # weights in a step: two layers' matrices, and the head
+
+
+def check_figures(figures: list[dict[str, Any]]) -> None:
+    named = [(f["what"], f["case"], f["unit"]) for f in figures]
+    assert named == [
+        ("decode step", "batch 3, context 40", "ms"),
+        ("decode", "batch 3, context 40", "tokens/s"),
+        ("host gap a step", "batch 3, context 40", "µs"),
+        ("prefill", "2 prompts of 50", "tokens/s"),
+        ("prefill", "2 prompts of 50", "TFLOP/s"),
+        ("serving", "6 requests, 20 in, 10 out", "output tokens/s"),
+        ("serving", "6 requests, 20 in, 10 out", "tokens/s, prompts too"),
+        ("serving", "6 requests, 20 in, 10 out", named[7][2]),
+        ("serving", "6 requests, 20 in, 10 out", "preemptions"),
+        ("memory", "weights", "GiB"),
+        ("memory", "KV cache", "GiB"),
+    ]
+    assert all(math.isfinite(f["value"]) and f["value"] >= 0 for f in figures)
+    step, rate, gap = figures[:3]
+    assert rate["value"] == pytest.approx(3e3 / step["value"])
+    assert step["share"] == pytest.approx(4 * NUM_READ / 1e9 / (step["value"] / 1e3))
+    assert 0 <= gap["share"] < 1
+
+
+def test_loading_comes_by_way_of_the_buffers() -> None:
+    loading = imported("gpu_engine.loading")
+    figures = list(loading.loading(FakeDevice(), 1e9, loading.WRITTEN_BYTES))
+    assert [f.case for f in figures] == ["bfloat16 to bfloat16", "float32 to bfloat16"]
+    assert all(f.share == pytest.approx(f.value) and f.value > 0 for f in figures)
+
+
+def test_the_shapes_are_llama_3s() -> None:
+    shapes = imported("gpu_engine.models").SHAPES
+    for name, num_weights in (("1b", 1_235_814_400), ("8b", 8_030_261_248)):
+        spec = shapes[name]
+        expected = expected_tensors(spec)
+        if spec.tie_word_embeddings:
+            del expected["lm_head.weight"]
+        assert sum(math.prod(shape) for shape in expected.values()) == num_weights
+
+
+def test_random_weights_follow_the_seed_and_keep_sizes() -> None:
+    models = imported("gpu_engine.models")
+    spec = replace(models.SHAPES["8b"], vocab_size=99, hidden_size=64, intermediate_size=96, num_layers=2)
+    one, same, other = (models.random_weights(spec, torch.bfloat16, torch.device("cpu"), seed) for seed in (1, 1, 2))
+    assert torch.equal(one.layers[1].qkv, same.layers[1].qkv) and not torch.equal(one.embed, other.embed)
+    assert not torch.equal(one.layers[0].qkv, one.layers[1].qkv)
+    assert one.layers[0].gate_up.shape == (192, 64) and one.layers[0].qkv.shape == (48 * 128, 64)
+    assert one.lm_head is not one.embed
+    assert 0.9 < one.layers[0].down.float().std().item() * 96**0.5 < 1.1
+    assert models.num_bytes(one) == 2 * sum(math.prod(shape) for shape in expected_tensors(spec).values())
+
+
+@pytest.mark.parametrize(
+    ("spans", "idle"),
+    [
+        ([], 0.0),
+        ([(0.0, 2.0)], 0.0),
+        ([(0.0, 2.0), (2.0, 3.0)], 0.0),
+        ([(0.0, 2.0), (2.5, 3.0), (4.0, 5.0)], 1.5),
+        ([(0.0, 10.0), (1.0, 2.0), (3.0, 4.0), (11.0, 12.0)], 1.0),  # lanes that work beside one another
+    ],
+)
+def test_idle_is_what_no_lane_works_in(spans: list[tuple[float, float]], idle: float) -> None:
+    assert imported("gpu_engine.timed").idle_s(spans) == pytest.approx(idle)
+
+
+class Counting:
+    """A clock that ticks once whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def stamp(self) -> int:
+        self.now += 1
+        return self.now
+
+    def seconds(self, start: int, end: int) -> float:
+        return float(end - start)
+
+
+@pytest.fixture(params=[True, False])
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeDevice]:
+    yield FakeDevice(is_late=request.param)
+
+
+def test_notes_are_of_work_and_only_while_they_are_taken(fake: FakeDevice) -> None:
+    clock = Counting()
+    device = imported("gpu_engine.timed").TimedDevice(fake, clock)
+    lane, done = device.lane("main"), list[str]()
+    lane.run(lambda: done.append("before"))
+    spans = device.take(lambda: [lane.run(lambda: done.append("in")), lane.run(clock.stamp)])
+    lane.run(lambda: done.append("after"))
+    device.synchronize()
+    assert done == ["before", "in", "after"]
+    assert spans == [(0.0, 1.0), (2.0, 4.0)]  # the second work looked at the clock itself
+
+
+def test_a_graph_of_a_timed_lane_replays(fake: FakeDevice) -> None:
+    device = imported("gpu_engine.timed").TimedDevice(fake, Counting())
+    lane, numbers = device.lane("main"), torch.zeros(3)
+    replay = device.capture(lane, lambda: numbers.add_(1))
+    numbers.zero_()
+    spans = device.take(lambda: [lane.run(replay) for _ in range(2)])
+    assert numbers.tolist() == [2, 2, 2] and len(spans) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_every_part_runs_on_a_gpu(graphs: bool) -> None:
+    from diptych.workers.gpu.cuda_device import CudaDevice
+
+    limits_of, measure, models, rig_of, timed = (
+        imported(f"gpu_engine.{name}") for name in ("limits", "measure", "models", "rig", "timed")
+    )
+    limits = imported("roofline").Roofline(0, limits_of.copy_bytes_s(), 0.0, limits_of.product_flops())
+    device = timed.TimedDevice(CudaDevice(torch.device("cuda")), timed.CudaClock())
+    settings = rig_of.Settings(max_context_tokens=4096, max_running=16, kv_memory_bytes=1 << 30, cuda_graphs=graphs)
+    rig = rig_of.make_rig(replace(models.SHAPES["1b"], num_layers=2), settings, device)
+    figures = [
+        *measure.decode(rig, measure.DecodeCase(16, 1024, num_steps=8), limits),
+        *measure.prompts(rig, measure.PromptCase(2, 512, repeat=2), limits),
+        *measure.serve(rig, measure.ServingCase(20, 64, 32), limits),
+        *measure.memory(rig),
+        *imported("gpu_engine.loading").loading(device, limits_of.link_bytes_s(device), 1 << 28),
+    ]
+    rig.runner.close()
+    assert len(figures) == 14 and all(math.isfinite(f.value) and f.value >= 0 for f in figures)
+    assert all(f.share is None or 0 <= f.share < 1.2 for f in figures)

@@ -86,6 +86,7 @@ class SourceHandoff:
         self._deadline = now + lease_s
         self._segments: list[Segment] = []
         self._seal: Seal | None = None
+        self._over = ""  # why
         self._named: dict[int, tuple[int, int]] = {}  # position -> (block id, generation)
         self._layers: dict[int, int] = {}  # position -> mask of the layers announced
 
@@ -134,7 +135,7 @@ class SourceHandoff:
         """Refuse, or renew the lease for `sink` and tell it all that was announced so far."""
         actions = self.tick(now)
         if not self.is_live:
-            return [*actions, Refuse(LeaseLost(f"the hand-off is over: {self.state.value}"))]
+            return [*actions, Refuse(LeaseLost(f"the hand-off is over: {self._over}"))]
         if self.sink is not None:
             return [*actions, Refuse(HandoffError("another sink holds the hand-off, or an earlier attempt still does"))]
         self.sink = sink
@@ -202,10 +203,9 @@ class SourceHandoff:
     def _end(self, state: SourceState, why: Aborted | None) -> list[SourceAction]:
         if not self.is_live:
             return []
-        self.state = state
-        self._segments.clear()
-        self._named.clear()
-        self._layers.clear()
+        self.state, self._over = state, state.value if why is None else f"{state.value}, {why.message}"
+        for what in (self._segments, self._named, self._layers):
+            what.clear()
         farewell = [] if why is None else self._tell(why)
         return [*farewell, *([] if self.sink is None else [EndStream(self.sink)]), EndLease()]
 

@@ -156,6 +156,17 @@ def test_what_does_not_fit_is_refused_with_both_sides_named() -> None:
     run(test)
 
 
+def test_a_sink_hears_why_what_it_comes_for_is_not_offered() -> None:
+    async def test() -> None:
+        async with serve() as served, sink(served) as it:
+            served.source.refuse("h", HandoffError("the prefix is not cached here (any more)"))
+            code, name, details = await refusal(it.subscribe())
+            assert (code, name) == (grpc.StatusCode.FAILED_PRECONDITION, "LeaseLost")
+            assert "aborted, the prefix is not cached here (any more)" in details
+
+    run(test)
+
+
 def test_the_first_of_the_sinks_transports_that_the_source_has_is_taken() -> None:
     async def test() -> None:
         transports = {"grpc": GrpcTransport(), "loopback": LoopbackTransport({})}

@@ -14,7 +14,7 @@ from .common import DEVICE, Case, Goal, Random, compiled, sized
 
 ROWS, VOCABULARY = sized((128, 131072), (3, 1000))
 TOP_K, TOP_P, TEMPERATURE = 50, 0.9, 0.8
-NUM_TOP = 20
+NUM_TOP, NUM_BIASES = 20, 64
 
 
 def make_draws(seed: int, temperature: float, top_k: int, top_p: float, dtype: torch.dtype) -> tuple[Tensor, Draws]:
@@ -60,17 +60,17 @@ def sample_case(
 
 
 def make_changes(seed: int) -> tuple[Tensor, Changes]:
-    """Half of the vocabulary allowed, a tenth of it in the prompt, a twentieth in the output; 64 biases a row."""
+    """Half of the vocabulary allowed, a tenth of it in the prompt, a twentieth in the output; NUM_BIASES a row."""
     random = Random(seed)
     logits = random.normal(ROWS, VOCABULARY, dtype=torch.float32)
     chance = random.uniform(ROWS, VOCABULARY)
     counts = (chance < 0.1).int() * IN_PROMPT + (chance > 0.95).int() * 2
     masks = random.whole(-(1 << 31), (1 << 31) - 1, ROWS, -(-VOCABULARY // 32), dtype=torch.int32)
     each = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
-    ids = torch.stack([random.order(VOCABULARY)[:64] for _ in range(ROWS)]).int()
     return logits, Changes(
-        ids,
-        random.normal(ROWS, 64, dtype=torch.float32),
+        torch.arange(ROWS + 1, dtype=torch.int32, device=DEVICE) * NUM_BIASES,
+        torch.cat([random.order(VOCABULARY)[:NUM_BIASES] for _ in range(ROWS)]).int(),
+        random.normal(ROWS * NUM_BIASES, dtype=torch.float32),
         each,
         masks,
         each.clone(),
@@ -93,7 +93,7 @@ def changed_by_twin(x: tuple[Tensor, Changes], _: object) -> Tensor:
 
 def change_by_torch(logits: Tensor, changes: Changes) -> None:
     """All rows at once, each with its own mask and counts."""
-    logits.scatter_add_(1, changes.bias_ids.long(), changes.biases)
+    logits.scatter_add_(1, changes.bias_ids.view(-1, NUM_BIASES).long(), changes.biases.view(-1, NUM_BIASES))
     token = torch.arange(VOCABULARY, device=logits.device)
     allowed = (changes.masks[:, token // 32] >> (token % 32)) & 1 != 0
     penalty = changes.repetition[:, None]

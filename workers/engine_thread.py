@@ -120,10 +120,11 @@ class EngineThread:
         try:
             self._run_until_stopped()
         except RankLost as e:
+            self._is_stopping = True  # nobody answers any more
             self._on_broken(e)
         except Exception as e:
             log.exception("the engine's thread failed by our own fault")
-            self._is_stopping = True  # nobody answers any more
+            self._is_stopping = True
             self._on_broken(_internal(e))
 
     def _run_until_stopped(self) -> None:

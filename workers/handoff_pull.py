@@ -265,7 +265,8 @@ class Pull:
         """Over the source's choice of transport, or, where that one cannot reach it, the next of ours that can."""
         around = self._around
         source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, around.metadata)
-        *names, last = dict.fromkeys([opened.transport, *around.transports])
+        described = [name for name, transport in around.transports.items() if transport.is_described(opened)]
+        *names, last = dict.fromkeys([opened.transport, *described])
         for name in names:
             try:
                 return name, await self._intake(name, source, bridge)

@@ -285,7 +285,7 @@ def _read_weights(
 def _read_to_gpu(
     config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, gpu: Device
 ) -> Callable[[KVCache, Tensor, Group], GpuSteps]:
-    """See _read_weights. What steps need beside is taken before what is free is reserved for KV."""
+    """See _read_weights. What the sampler needs is taken before what is free is reserved for KV."""
     weights = load_weights(reader)
     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
     graph_tokens = GRAPH_TOKENS if config.cuda_graphs else None

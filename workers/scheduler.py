@@ -235,7 +235,8 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[ScheduledSequence]:
         decoding, block_size = self._decoding, self._cache.block_size
-        limit = max(self.config.max_batch_tokens - bool(self._prefilling), 1)
+        num_rows = self.config.max_running - len(self._prefilling)  # those that arrived by hand-off may be more
+        limit = max(min(self.config.max_batch_tokens - bool(self._prefilling), num_rows), 1)
         if len(decoding) > limit:
             self._take_turns(limit)
         for sequence in [s for s in decoding if len(s.token_ids) > len(s.block_table) * block_size and not s.is_held]:
@@ -276,7 +277,7 @@ class Scheduler:
 
     def _schedule_prefills(self, entries: list[ScheduledSequence], budget: _Budget) -> None:
         for sequence in self._prefilling:
-            if budget.is_spent:
+            if budget.is_spent or len(entries) >= self.config.max_running:
                 break
             self._add_chunk(sequence, entries, budget)
 

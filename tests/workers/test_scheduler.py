@@ -169,6 +169,22 @@ def test_max_running_is_kept() -> None:
     assert len(scheduler.schedule().entries) == 2
 
 
+def test_a_step_has_max_running_sequences_though_more_arrived_by_hand_off() -> None:
+    scheduler, manager = make(max_running=4)
+    arrived = [make_sequence([1] * (20 if i < 3 else 4)) for i in range(10)]
+    for sequence in arrived:  # all but their last token is here, or, of the first three, no more than the beginning
+        sequence.num_computed, sequence.block_table = 3, manager.allocate(6)
+        if sequence.num_prompt == 4:
+            sequence.token_ids.append(7)
+            sequence.num_computed = 4
+        scheduler.add_running(sequence)
+    for _ in range(12):
+        batch = scheduler.schedule()
+        assert 0 < len(batch.entries) <= 4
+        compute(batch)
+    assert all(sequence.num_output >= 3 for sequence in arrived), "everybody has a turn"
+
+
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     scheduler, manager = make(num_blocks=4)
     old, young, waiting = make_sequence([1] * 8), make_sequence([1] * 8), make_sequence([1] * 4)

@@ -15,9 +15,6 @@ class CudaEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def is_done(self) -> bool:
-        return self.event.query()
-
 
 class CudaLane:
     def __init__(self, stream: torch.cuda.Stream) -> None:

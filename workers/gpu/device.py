@@ -21,8 +21,6 @@ class Event(Protocol):
         """The host waits until all that was run on the lane before it is done. Raises what went wrong there."""
         ...
 
-    def is_done(self) -> bool: ...
-
 
 class Lane(Protocol):
     """What is run on it is done in order, beside what is run on other lanes."""

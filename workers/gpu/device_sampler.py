@@ -30,8 +30,8 @@ from .changed_rows import ChangedRows, Columns, Plan
 from .device import Device
 from .draw_columns import DrawColumns, Settings
 from .parcel import Parcel
+from .step_buffers import NUM_ROOMS
 
-NUM_ROOMS = 2
 _TOPS = (1, 5, MAX_LOGPROBS)  # of log-probabilities: so many kernels are compiled
 
 

@@ -6,7 +6,7 @@ gets wrong numbers. With `is_late=False` work is done at once: then what is writ
 
 A capture does the work once and records it: torch's operations one by one, and each launch of a kernel, interpreted or
 by its twin (kernels/lang.py: `launched`). A replay repeats them on the same tensors, with the Python values of then.
-Reading a value back, or copying from memory that is not pinned, raises while capturing, as it does on CUDA.
+Reading a value back, and making a tensor of host numbers, raise while capturing, as they do on CUDA.
 """
 
 import threading
@@ -39,9 +39,6 @@ class FakeEvent:
 
     def wait(self) -> None:
         self._lane.run_until(self)
-
-    def is_done(self) -> bool:
-        return self.has_happened
 
 
 class FakeLane:

@@ -13,7 +13,9 @@ Whatever is sampled is sampled at once, on the main lane, and stays on the devic
 (Batch.fed_by). The main lane has all steps in order; the prompt lane begins after what is on it, and is waited for.
 """
 
+from collections.abc import Generator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,25 +100,22 @@ class GpuSteps:
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
         """See Runner.launch. Raises DeviceLost, and torch.OutOfMemoryError."""
-        try:
+        with self._recovering():
             return self._launch(batch, watch)
-        except Exception as e:
-            self._recover()
-            if (device_lost := lost(e)) is not None:
-                raise device_lost from e
-            raise
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
-        """See Runner.copy_blocks: in the order of steps."""
+        """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
         if not pairs:
             return
         ids = self._device.pinned((2, len(pairs)), torch.int64)
         ids.numpy()[:] = np.array(pairs).T
         pool = self._cache.tensor if self._cache.layout.is_block_major else self._cache.tensor.transpose(0, 1)
-        self._main.run(partial(_copy, pool, ids))
+        with self._recovering():
+            self._main.run(partial(_copy, pool, ids))
 
     def close(self) -> None:
-        self._device.synchronize()
+        with suppress(RuntimeError):  # a lost device was told of already
+            self._device.synchronize()
 
     def _launch(self, batch: Batch, watch: LayerWatch | None) -> "LaunchedStep":
         index = self._num_launched % NUM_ROOMS
@@ -135,7 +134,8 @@ class GpuSteps:
         bucket = self._graphs.bucket(num_decodes) if num_decodes else None
         if num_decodes < len(rows.entries):
             self._prompts.lane.after(self._main.record())
-            run = self._prompts.run(self._numbers(rows, num_decodes), watch.ends if watch is not None else ())
+            ends = watch.ends if watch is not None else ()
+            run = self._prompts.run(self._numbers(rows, num_decodes), ends, is_alone=bucket is None)
         if bucket is not None:
             self._main.run(self._decode(room, rows, num_decodes, bucket))
         if run is not None:
@@ -231,15 +231,19 @@ class GpuSteps:
             np.array([last[i] for i in rows.sampled if i >= first], dtype=np.int32),
         )
 
-    def _recover(self) -> None:
-        """A launch failed in the middle: nothing of it is under way when this returns, and nothing is relied on."""
-        self._tables.forget_all()
-        self._sampler.forget()
-        self._gathered = None
+    @contextmanager
+    def _recovering(self) -> Generator[None]:
+        """Where it fails in the middle, nothing of it is under way any more, and nothing is relied on."""
         try:
-            self._device.synchronize()
-        except RuntimeError:
-            return  # what went wrong is being told already
+            yield
+        except Exception as e:
+            self._tables.forget_all()
+            self._sampler.forget()
+            self._gathered = None
+            self.close()
+            if (device_lost := lost(e)) is not None:
+                raise device_lost from e
+            raise
 
 
 class LaunchedStep:

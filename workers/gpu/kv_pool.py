@@ -110,6 +110,10 @@ class _Line:
     def run(self, work: Callable[[], object]) -> None:
         """Returns when it is done."""
         with self._lock:
-            self._lane.run(work)
+            try:
+                self._lane.run(work)
+            except BaseException:
+                self._lane.record().wait()  # what it had queued before may land until then
+                raise
             event = self._lane.record()
         event.wait()

@@ -90,10 +90,12 @@ class PromptPart:
                 self._graphs[bucket, index] = self._device.capture(self.lane, work)
         self._buckets = buckets
 
-    def run(self, numbers: Numbers, ends: Sequence[int] = ()) -> PromptRun:
-        """`ends`: layers after which PromptRun.reached wants an event."""
+    def run(self, numbers: Numbers, ends: Sequence[int] = (), *, is_alone: bool = True) -> PromptRun:
+        """`ends`: layers after which PromptRun.reached wants an event. `is_alone`: no other graph is under way beside
+        it, so that ours may be (see Device.capture)."""
         run, first = PromptRun(len(numbers.sampled)), 0
-        work = _Work(self, numbers, run, _write(self._device, numbers, bucket_for(self._buckets, numbers.num_tokens)))
+        bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
+        work = _Work(self, numbers, run, _write(self._device, numbers, bucket))
         for end in ends:
             self.lane.run(partial(work.layers, first, end))
             run.reached.append((end, self.lane.record()))

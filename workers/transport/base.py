@@ -50,6 +50,10 @@ class Transport(ABC):
     def publish(self, opened: kv_pb2.Opened) -> None:  # noqa: B027
         """Add what sinks must know, where the address of the gRPC server is not enough."""
 
+    def is_described(self, opened: kv_pb2.Opened) -> bool:
+        """Whether a source has published it there."""
+        return True
+
     @abstractmethod
     async def connect(self, source: Source) -> Reader:
         """Raises TransportError when the source cannot be reached or its endpoint is malformed."""

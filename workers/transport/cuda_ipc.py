@@ -82,6 +82,9 @@ class CudaIpcTransport(Transport):
     def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
         return request.on_device and request.machine == this_machine()
 
+    def is_described(self, opened: kv_pb2.Opened) -> bool:
+        return opened.HasField("cuda_ipc")
+
     def publish(self, opened: kv_pb2.Opened) -> None:
         opened.cuda_ipc.CopyFrom(self._endpoint)
 
@@ -171,8 +174,11 @@ class CudaIpcTransport(Transport):
 
     def _drop_idle(self, peer: _Peer) -> None:
         """Its readers may map it again."""
-        if not peer.is_forgotten:
-            self._peers.pop(peer.incarnation, None)
+        if peer.num_users:
+            self._rest(peer)
+        elif not peer.is_forgotten:
+            if self._peers.get(peer.incarnation) is peer:
+                del self._peers[peer.incarnation]
             self._threads.submit(self._unmap, peer)
 
     def _checked(self, message: kv_pb2.CudaIpcEndpoint) -> _Endpoint:

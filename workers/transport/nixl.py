@@ -54,6 +54,9 @@ class NixlTransport(Transport):
         """Not from device memory into a neighbour's host memory: UCX would emulate it over TCP, slower than gRPC is."""
         return self._pool.view is not None or request.on_device or request.machine != this_machine()
 
+    def is_described(self, opened: kv_pb2.Opened) -> bool:
+        return opened.HasField("nixl")
+
     def publish(self, opened: kv_pb2.Opened) -> None:
         opened.nixl.CopyFrom(self.endpoint())
 

@@ -25,9 +25,9 @@ def test_a_lane_computes_when_somebody_waits() -> None:
         lane.run(lambda i=i: done.append(i))
     early = lane.record()
     lane.run(lambda: done.append(3))
-    assert done == [] and not early.is_done()
+    assert done == []
     early.wait()
-    assert done == [0, 1, 2] and early.is_done()
+    assert done == [0, 1, 2]
     early.wait()
     device.synchronize()
     assert done == [0, 1, 2, 3]

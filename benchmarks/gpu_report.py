@@ -7,8 +7,9 @@
     engine     benchmarks/engine_gpu.py
 
 Whatever fails or takes too long, the others still run; time that a step leaves goes to the next. report.md, report.json
-and log.txt (all output) are written anew after each step. Needs torch, triton, transformers, grpcio, safetensors and
-numpy, and pytest for the tests; diptych need not be installed. Exit status 1: something failed, or a goal is missed.
+and log.txt (all output) are written anew after each step. Needs torch, triton, transformers, grpcio, protobuf,
+safetensors and numpy, and pytest for the tests; diptych need not be installed. Exit status 1: something
+failed, or a goal is missed.
 """
 
 import argparse
@@ -30,9 +31,11 @@ from kernel_bench.commands import Command, Outcome, run, run_all
 from kernel_bench.report import Step, kernel_body, markdown
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("torch", "triton", "transformers", "grpcio", "safetensors", "numpy", "pytest", "psutil")
+PACKAGES = ("torch", "triton", "transformers", "grpcio", "safetensors", "numpy", "protobuf", "pytest", "psutil")
 # Shares of the whole time by whose end a step is over.
 TESTS_END, KERNELS_END = 0.40, 0.75
+SERVING = ("grpc_health", "grpc_reflection", "blake3", "psutil")  # imported by workers that serve
+LONGEST_FIGURE_S = 40  # engine_gpu.py looks at its time between figures
 APART = ("tests/kernels/test_triton.py", "tests/benchmarks/test_kernels.py")  # what they run is run here by itself
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")  # warnings are of the libraries found here
 
@@ -68,7 +71,10 @@ def driver() -> str:
 def output_of(*argv: str) -> str:
     if shutil.which(argv[0]) is None:
         return f"{argv[0]} is not there"
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=20)
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=20)
+    except subprocess.TimeoutExpired:
+        return f"{argv[0]} does not answer"
     return done.stdout.strip() or done.stderr.strip()
 
 
@@ -98,13 +104,20 @@ def marked_files() -> list[str]:
     """Files with tests that are marked `gpu`: no others are imported, for they may need what is not installed."""
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     found = [str(path.relative_to(ROOT)) for path in paths if "pytest.mark.gpu" in path.read_text()]
-    return [file for file in found if file not in APART]
+    return [file for file in found if file not in APART and not (file.startswith("tests/e2e") and not_served())]
+
+
+def not_served() -> list[str]:
+    """What is not installed of that which workers serve with."""
+    return [name for name in SERVING if find_spec(name) is None]
 
 
 def tests(step: Step, deadline: float, environment: Mapping[str, str], at_once: int) -> None:
     has_pytest = find_spec("pytest") is not None
     if not has_pytest:
         step.outcomes.append(Outcome("pytest", "not run: it is not installed"))
+    if missing := not_served():
+        step.outcomes.append(Outcome("marked: tests/e2e", f"not run: without {', '.join(missing)}"))
     step.outcomes += run_all(test_commands(environment, has_pytest), deadline, ROOT, at_once)
 
 
@@ -122,26 +135,16 @@ def kernels(step: Step, deadline: float, environment: Mapping[str, str], out: Pa
 
 def engine(step: Step, deadline: float, environment: Mapping[str, str], out: Path) -> None:
     step.shows_output = True
-    script = ROOT / "benchmarks" / "engine_gpu.py"
-    if not script.exists():
-        step.outcomes.append(Outcome("engine_gpu.py", "not run: missing"))
-        return
-    told = subprocess.run(
-        (sys.executable, str(script), "--help"),
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+    seconds = max(deadline - time.monotonic() - LONGEST_FIGURE_S, 1)
+    argv = (
+        sys.executable,
+        "benchmarks/engine_gpu.py",
+        "--seconds",
+        f"{seconds:.0f}",
+        "--json",
+        str(out / "engine.json"),
     )
-    flags: list[str] = []
-    if "--seconds" in told.stdout:
-        flags += ["--seconds", f"{max(deadline - time.monotonic() - 10, 1):.0f}"]
-    if "--json" in told.stdout:
-        flags += ["--json", str(out / "engine.json")]
-    step.outcomes.append(
-        run(Command("engine_gpu.py", (sys.executable, str(script), *flags), environment), deadline, ROOT)
-    )
+    step.outcomes.append(run(Command("engine_gpu.py", argv, environment), deadline, ROOT))
 
 
 def write(out: Path, found: Mapping[str, str], steps: Sequence[Step]) -> None:

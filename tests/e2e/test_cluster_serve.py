@@ -17,6 +17,8 @@ import httpx
 import psutil
 import pytest
 
+from diptych.workers.cores import cores_to_serve, usable_cores
+
 from .cluster_harness import MODEL, Served, diptych, environment, load, serving, survivors
 
 pytestmark = pytest.mark.e2e
@@ -56,10 +58,13 @@ def test_each_worker_computes_on_its_own_cores(served: Served) -> None:
     everywhere = os.sched_getaffinity(0)
     bound: list[int] = []
     for worker in workers(served.status()).values():
-        threads = [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{worker['pid']}/task").iterdir()]
-        assert os.sched_getaffinity(worker["pid"]) == everywhere, "what does not compute floats"
-        own = set[int]().union(*(affinity for affinity in threads if affinity != everywhere))
         cores = worker["cores"] or []
+        serving = set(cores_to_serve(cores, usable_cores(), worker["role"]) or everywhere)
+        assert os.sched_getaffinity(worker["pid"]) == serving, "what does not compute, and what it starts"
+        threads = [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{worker['pid']}/task").iterdir()]
+        own = set[int]().union(*(affinity for affinity in threads if affinity not in (everywhere, serving)))
+        if serving == set(cores):
+            own |= serving
         assert own <= set(cores) and set(cores[:1]) <= own, "as it says; the engine has the first"
         bound += own
     assert len(bound) == len(set(bound)), "no core is two workers'"

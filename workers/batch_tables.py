@@ -7,6 +7,7 @@ A block that was full before a sequence's last step never changes in its table (
 costs a sequence the same however long its context is. numpy, no torch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Row:
     step: int  # that used it last
 
 
-class TableRows:
+class TableRows(ABC):
     """Which row is whose, and what has to be written there: `_store` writes it, `_grow` makes room for more rows."""
 
     def __init__(self, block_size: int, num_rows: int) -> None:
@@ -84,13 +85,13 @@ class TableRows:
         self._free += [row.index for row in self._rows.values()]
         self._rows.clear()
 
+    @abstractmethod
     def _store(self, row: int, first: int, blocks: list[int]) -> None:
         """Row `row` has these from column `first` on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _grow(self) -> list[int]:
         """All rows are taken: new ones."""
-        raise NotImplementedError
 
     def _forget(self) -> None:
         """Those that the last step did not use. Whoever comes again is written anew."""

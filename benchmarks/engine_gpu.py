@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 from gpu_engine import measure
-from gpu_engine.limits import copy_bytes_s, link_bytes_s, product_flops
+from gpu_engine.limits import link_bytes_s, roofline
 from gpu_engine.loading import loading
 from gpu_engine.models import SHAPES
 from gpu_engine.report import HEAD, Figure
@@ -43,7 +43,7 @@ PROMPTS = ((1, 1024), (8, 1024), (1, 8192))
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
     """In the order in which they are measured."""
     cuda = CudaDevice(torch.device("cuda"))
-    limits = Roofline(0, copy_bytes_s(), 0.0, product_flops())
+    limits = roofline()
     link = link_bytes_s(cuda)
     yield Figure("limit", "copy, read and written", limits.read_bytes_s / 1e12, "TB/s")
     yield Figure("limit", "product of bfloat16 matrices", limits.flops / 1e12, "TFLOP/s")

@@ -89,13 +89,11 @@ def decode_attention_triton(
     assert plan.window == options.window and len(plan.starts) == len(decodes.query_starts)
     options.check_heads(q.shape[1])
     out = output_for(q, out)
-    num_heads, dim = q.shape[1:]
-    num_kv_heads = cache.shape[3]
+    (num_heads, dim), num_kv_heads = q.shape[1:], cache.shape[3]
     config = decode_config(chip_of(q.device), cache)
     assert config.slots == plan.slots
     rows = decodes.max_queries * (num_heads // num_kv_heads)
-    partial = torch.empty(len(plan.work), num_kv_heads, rows, dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(len(plan.work), num_kv_heads, rows, dtype=torch.float32, device=q.device)
+    partial, sums = plan.parts(num_kv_heads, rows, dim)
     tables = decodes.block_tables
     block_m = min(max(16, next_power_of_2(rows)), 64)
     _decode_attention_kernel[(len(plan.work), num_kv_heads, -(-rows // block_m))](

@@ -74,6 +74,12 @@ class DecodePlan:
     slots: int
     window: int
 
+    def parts(self, num_kv_heads: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
+        """What merge_splits takes, not written yet: [P, K, rows, D] and [P, K, rows] float32."""
+        size = (len(self.work), num_kv_heads, rows)
+        sums = torch.empty(size, dtype=torch.float32, device=self.work.device)
+        return torch.empty(*size, dim, dtype=torch.float32, device=self.work.device), sums
+
 
 def decode_config(chip: Chip, cache: Tensor) -> DecodeConfig:
     return TUNED.of(chip, cache.shape[-1], cache.element_size())

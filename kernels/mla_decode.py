@@ -78,8 +78,7 @@ def mla_decode_triton(
     rows = decodes.max_queries * num_heads
     block_m, config = _tuned(cache, rank, rows)
     assert config.slots == plan.slots
-    partial = torch.empty(len(plan.work), 1, rows, rank, dtype=torch.float32, device=out.device)
-    sums = torch.empty(len(plan.work), 1, rows, dtype=torch.float32, device=out.device)
+    partial, sums = plan.parts(1, rows, rank)
     _mla_decode_kernel[(-(-rows // block_m), len(plan.work))](
         q_latent,
         q_rope,

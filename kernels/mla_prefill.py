@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .attention_tiles import HALVES, LOG2_E
 from .lang import jit, next_power_of_2, tl
+from .paged_batch import sent
 from .prefill_attention import list_tiles
 from .tuning import ANY, Tuned, chip_of
 
@@ -53,8 +54,7 @@ class Chunks:
         if key not in self.plans:
             tiles = list_tiles(self.context_lens, self.num_new, 0, tokens, window=0)
             starts = ([0, *itertools.accumulate(lens)] for lens in (self.num_new, self.context_lens))
-            plan = (torch.tensor(n, dtype=torch.int32).to(device, non_blocking=True) for n in (tiles, *starts))
-            self.plans[key] = tuple(plan)  # type: ignore[assignment]
+            self.plans[key] = tuple(sent(numbers, device) for numbers in (tiles, *starts))  # type: ignore[assignment]
         return self.plans[key]
 
 

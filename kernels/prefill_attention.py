@@ -15,7 +15,7 @@ from torch import Tensor
 from .attention_tiles import check_paged, output_for, scale_strides, stored_bits, walk
 from .kv_scales import dequantise
 from .lang import jit, next_power_of_2, tl
-from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
+from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch, sent
 from .tuning import ANY, Chip, Tuned, chip_of
 
 
@@ -115,9 +115,7 @@ def tiles_of(batch: PagedBatch, first_seq: int, tokens: int, window: int) -> Ten
     key = ("tiles", first_seq, tokens, window)
     if key not in batch.plans:
         tiles = list_tiles(batch.host_context_lens, batch.host_num_new, first_seq, tokens, window)
-        on = batch.block_tables
-        host = torch.tensor(tiles, dtype=torch.int32, pin_memory=on.is_cuda)  # else the copy would wait for the device
-        batch.plans[key] = host.to(on.device, non_blocking=True)
+        batch.plans[key] = sent(tiles, batch.block_tables.device)
     return batch.plans[key]
 
 

@@ -102,7 +102,7 @@ class ModelRunnerConfig:
 
 
 class Steps(Protocol):
-    """How a batch is computed: TorchSteps or CompiledSteps."""
+    """How a batch is computed by this host's processor: TorchSteps or CompiledSteps. A GPU's are GpuSteps."""
 
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         """What computes the batch, see Runner.launch. It may raise RankLost."""

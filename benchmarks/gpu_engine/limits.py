@@ -4,12 +4,13 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from kernel_bench.runner import find_limits
+from kernel_bench.timing import CudaClock
+from roofline import Roofline
 
 from diptych.workers.gpu.device import Device
 
-COPIED_BYTES = 1 << 30
 LINK_BYTES = 256 << 20
-MATRIX = 8192
 REPEATS = 20
 
 
@@ -26,18 +27,10 @@ def seconds_of(call: Callable[[], object]) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in stamps) / 1e3
 
 
-def copy_bytes_s() -> float:
-    """Read and written, of random data larger than any cache."""
-    source = torch.randn(COPIED_BYTES // 2, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / seconds_of(lambda: target.copy_(source))
-
-
-def product_flops() -> float:
-    """Of torch's product of two square matrices of random bfloat16."""
-    a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * MATRIX**3 / seconds_of(lambda: torch.mm(a, b, out=out))
+def roofline() -> Roofline:
+    """Of the device's own memory and matrix units, as kernels.py finds them."""
+    found = find_limits(CudaClock())
+    return Roofline(0, found.bytes_per_s, 0.0, found.flops_per_s)
 
 
 def link_bytes_s(device: Device) -> float:

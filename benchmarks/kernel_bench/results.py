@@ -1,6 +1,6 @@
 """What was found of each case: figures, goals met or missed, and how they are written. Knows no torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -126,7 +126,3 @@ def summary(results: Sequence[Result]) -> list[str]:
     lines += [f"- {r.kernel}, {r.shape}: {one_line(r.problem, 400)}" for r in wrong]
     lines += [f"- {r.kernel}, {r.shape}: {v}" for r in results for v in r.verdicts if v.is_missed]
     return lines
-
-
-def table(results: Iterable[Result]) -> list[str]:
-    return [*HEAD.splitlines(), *(line(result) for result in results)]

@@ -225,7 +225,7 @@ def test_every_part_runs_on_a_gpu(graphs: bool) -> None:
     limits_of, measure, models, rig_of, timed = (
         imported(f"gpu_engine.{name}") for name in ("limits", "measure", "models", "rig", "timed")
     )
-    limits = imported("roofline").Roofline(0, limits_of.copy_bytes_s(), 0.0, limits_of.product_flops())
+    limits = limits_of.roofline()
     device = timed.TimedDevice(CudaDevice(torch.device("cuda")), timed.CudaClock())
     settings = rig_of.Settings(max_context_tokens=4096, max_running=16, kv_memory_bytes=1 << 30, cuda_graphs=graphs)
     rig = rig_of.make_rig(replace(models.SHAPES["1b"], num_layers=2), settings, device)

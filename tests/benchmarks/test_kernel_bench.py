@@ -142,7 +142,7 @@ def test_tables_are_told_in_whole_lines_and_as_json() -> None:
     found = runner.result_of(
         "g", case(double, peers={"add": add}, goals=goals), Timed({"double": 5e-3, "add": 5e-3}), LIMITS
     )
-    lines = results.table([found])
+    lines = [*results.HEAD.splitlines(), results.line(found)]
     assert len({text.count("|") for text in lines}) == 1 and "1.00 add" in lines[-1] and "5000.0" in lines[-1]
     row = json.loads(json.dumps(found.as_json()))
     assert row["verdicts"][0]["verdict"].startswith("aim: 0.2 TB/s") and row["times"] == {"add": 1.0}

@@ -69,6 +69,32 @@ def test_steps_with_prompts_beside_decodes(
         assert any(0 < batch.num_decodes < len(batch.entries) for batch in run.batches)
 
 
+def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(
+    llama: Path, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All graphs share one pool of memory, and only one of them may be under way."""
+    runner = load(llama, early())
+    prompt_part = steps_of(runner)._prompts
+    monkeypatch.setattr(prompt_part, "_buckets", token_buckets(8))
+    compute, run = prompt_part.compute, prompt_part.run
+    beside = list[bool]()
+    found: dict[bool, set[int | None]] = {True: set(), False: set()}
+
+    def spied(numbers: Any, ends: Any = (), *, is_alone: bool = True) -> Any:
+        beside.append(not is_alone)
+        return run(numbers, ends, is_alone=is_alone)
+
+    def computed(flow: Any, bucket: int | None, index: int) -> None:
+        found[beside[-1]].add(bucket)
+        compute(flow, bucket, index)
+
+    monkeypatch.setattr(prompt_part, "run", spied)
+    monkeypatch.setattr(prompt_part, "compute", computed)
+    tokens = generate(runner, prompts, SAMPLINGS, arrivals=[3, 0, 2, 9, 5], chunk_tokens=7).token_ids
+    assert tokens == expected
+    assert found[True] == {None} and 8 in found[False]
+
+
 def test_without_graphs(llama: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
     device = FakeDevice()
     run = generate(load(llama, device, cuda_graphs=False), prompts, SAMPLINGS, arrivals=[0, 1, 2, 3, 4])

@@ -24,7 +24,7 @@ from roofline import ModelCost, Roofline, measure
 
 from diptych.workers.cores import bind_this_thread, usable_cores
 from diptych.workers.engine import Engine
-from diptych.workers.models.spec import load_spec
+from diptych.workers.models.families import load_spec
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.worker import load_runner
 from diptych.workers.worker_config import WorkerConfig

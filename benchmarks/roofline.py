@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diptych.workers.models.spec import ModelSpec
+from diptych.workers.models.spec import AttentionSpec, MlpSpec, ModelSpec
 
 READ_BYTES = 512 << 20
 REPEATS = 4000  # of the tile: some 3 ms
@@ -60,9 +60,18 @@ class ModelCost:
 
     @property
     def num_layer_weights(self) -> int:
-        s = self.spec
-        attention = s.hidden_size * s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads)
-        return s.num_layers * (attention + 3 * s.hidden_size * s.intermediate_size)
+        hidden, total = self.spec.hidden_size, 0
+        for layer in self.spec.layers:
+            attention, mlp = layer.attention, layer.feed_forward
+            assert isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec)
+            total += hidden * (2 * attention.q_size + 2 * attention.kv_size + 3 * mlp.intermediate_size)
+        return total
+
+    @property
+    def num_attended(self) -> int:
+        """Numbers of the queries of one token, over all layers."""
+        of = [layer.attention for layer in self.spec.layers]
+        return sum(attention.q_size for attention in of if isinstance(attention, AttentionSpec))
 
     @property
     def num_head_weights(self) -> int:
@@ -70,16 +79,16 @@ class ModelCost:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """That one step must read: every weight once, and the KV of `context` tokens for each of `batch`."""
-        kv = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * context
+        kv = self.spec.kv.num_vectors * self.spec.num_layers * self.spec.kv.num_heads * self.spec.kv.dim * context
         return self.item_bytes * (self.num_layer_weights + self.num_head_weights + batch * kv)
 
     def decode_flops(self, batch: int, context: int) -> int:
-        attention = 4 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim * context
+        attention = 4 * self.num_attended * context
         return batch * (2 * (self.num_layer_weights + self.num_head_weights) + attention)
 
     def prefill_flops(self, num_tokens: int) -> int:
         """Two for each weight and token, causal attention, and the logits of the last token alone."""
-        attention = 4 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim * num_tokens * num_tokens // 2
+        attention = 4 * self.num_attended * num_tokens * num_tokens // 2
         return 2 * self.num_layer_weights * num_tokens + attention + 2 * self.num_head_weights
 
     def decode_share(self, roofline: Roofline, batch: int, context: int, seconds: float) -> float:

@@ -21,7 +21,8 @@ from diptych.kernels.cpu.layer import PARTS
 from diptych.workers.compiled_steps import CompiledSteps
 from diptych.workers.engine import Engine
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.models.spec import ModelSpec, load_spec
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.spec import AttentionSpec, MlpSpec, ModelSpec
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
 
@@ -42,12 +43,14 @@ class Timing:
 
 def weights_of(spec: ModelSpec) -> dict[str, int]:
     """Numbers of weights that each part multiplies by, in all layers."""
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention, mlp = spec.layers[0].attention, spec.layers[0].feed_forward
+    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec)
+    q_size, kv_size = attention.q_size, attention.kv_size
     sizes = {
         "qkv": spec.hidden_size * (q_size + 2 * kv_size),
         "o": spec.hidden_size * q_size,
-        "gate_up": 2 * spec.hidden_size * spec.intermediate_size,
-        "down": spec.hidden_size * spec.intermediate_size,
+        "gate_up": 2 * spec.hidden_size * mlp.intermediate_size,
+        "down": spec.hidden_size * mlp.intermediate_size,
     }
     return {part: size * spec.num_layers for part, size in sizes.items()} | {"head": spec.vocab_size * spec.hidden_size}
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from ..kernels.cpu.sample import RowSampler
 from .batch_tables import BatchTables
@@ -32,11 +31,12 @@ from .gpu.upload import Upload
 from .kv_cache import KVCache, available_bytes, plan_num_blocks
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .launched import Compute, ComputeThread, Deferred
-from .models.compiled import CompiledDecoder, read_weights
+from .models.compiled import CompiledDecoder, is_compiled, read_weights
 from .models.decoder import Decoder
-from .models.rope import rope_table
+from .models.families import load_spec
+from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, check_divides, spec_of
-from .models.spec import ModelSpec, load_spec
+from .models.spec import ModelSpec
 from .models.weights import DTYPES, Checkpoint, Progress, Put, Reader, load_weights, put_now
 from .parallel import Alone, Group
 from .quant.formats import QUANTIZE, check_shares
@@ -176,7 +176,7 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             dtype=config.dtype,
         )
-        steps = steps_with(cache, rope_table(spec, max_context_tokens, device), group)
+        steps = steps_with(cache, rope_tables(spec, max_context_tokens, device), group)
         is_ahead = config.look_ahead and ranks is None and choice.library is not None
         return cls(info, steps, cache, ranks, ComputeThread((config.cores or ())[:1]) if is_ahead else None)
 
@@ -260,12 +260,14 @@ def _put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
     if gpu is not None:
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
-    return choose_for(config.cpu_isa, config.block_size, spec.head_dim)
+    if not is_compiled(spec):
+        return Choice(None, f"torch computes, slower: the compiled kernels do not know layers of {spec.architecture}")
+    return choose_for(config.cpu_isa, config.block_size, spec.kv.dim)
 
 
 def _read_weights(
     config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, choice: Choice, ranks: RankProcesses | None
-) -> Callable[[KVCache, Tensor, Group], Steps]:
+) -> Callable[[KVCache, Ropes, Group], Steps]:
     """What computes batches, once it has a cache, the rotary table and a group. spec: of rank 0's share."""
     if choice.library is None:
         weights, sampler = load_weights(reader), Sampler(spec.eos_token_ids)
@@ -274,8 +276,8 @@ def _read_weights(
     team = make_team(choice.library, torch.get_num_threads(), cores)
     packed, sampler = read_weights(team, reader), Sampler(spec.eos_token_ids, RowSampler(team))
 
-    def steps_with(cache: KVCache, cos_sin: Tensor, group: Group) -> Steps:
-        num_blocks = cache.layout.num_blocks_for(len(cos_sin))
+    def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Steps:
+        num_blocks = cache.layout.num_blocks_for(len(cos_sin[0]))
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if config.look_ahead else 1)]
         return CompiledSteps(CompiledDecoder(spec, packed, cache, cos_sin, team, group), tables, sampler, ranks)
 
@@ -284,15 +286,16 @@ def _read_weights(
 
 def _read_to_gpu(
     config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, gpu: Device
-) -> Callable[[KVCache, Tensor, Group], GpuSteps]:
+) -> Callable[[KVCache, Ropes, Group], GpuSteps]:
     """See _read_weights. What the sampler needs is taken before what is free is reserved for KV."""
     weights = load_weights(reader)
     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
     graph_tokens = GRAPH_TOKENS if config.cuda_graphs else None
 
-    def steps_with(cache: KVCache, cos_sin: Tensor, group: Group) -> GpuSteps:
+    def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> GpuSteps:
         decoder = Decoder(spec, weights, group)
-        return GpuSteps(gpu, decoder, cache, cos_sin, sampler, config.max_running, graph_tokens=graph_tokens)
+        [table] = cos_sin
+        return GpuSteps(gpu, decoder, cache, table, sampler, config.max_running, graph_tokens=graph_tokens)
 
     return steps_with
 
@@ -323,8 +326,8 @@ def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: 
         dtype=config.dtype,
         block_size=config.block_size,
         num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=spec.kv.num_heads,
+        head_dim=spec.kv.dim,
         model_id=model_id,
         axis_order=AXIS_ORDERS[config.kv_axis_order],
         tensor_parallel=config.tensor_parallel,

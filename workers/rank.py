@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from .cores import bind_this_thread, part_of
 from .cpu_kernels import choose, make_team
@@ -24,10 +23,11 @@ from .errors import CheckpointError, ConfigError, RankLost
 from .kv_cache import KVCache
 from .kv_layout import KVLayout
 from .models.compiled import CompiledDecoder, read_weights
-from .models.decoder import run_layers
-from .models.rope import rope_table
+from .models.decoder import layers_of, run_layers
+from .models.families import load_spec
+from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, spec_of
-from .models.spec import ModelSpec, load_spec
+from .models.spec import ModelSpec
 from .models.weights import DTYPES, Checkpoint
 from .parallel import GlooGroup, Group
 from .step import Step, StepLimits, hear
@@ -75,15 +75,15 @@ def follow(settings: RankSettings) -> None:
         dtype=settings.dtype,
         block_size=settings.block_size,
         num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=spec.kv.num_heads,
+        head_dim=spec.kv.dim,
         model_id="",
         axis_order=settings.axis_order,
         packing=settings.packing,
         tensor_parallel=settings.size,
     )
     cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared_fd=settings.memory_fd)
-    compute = compute_with(cache, rope_table(spec, settings.max_context_tokens, cpu), group)
+    compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, cpu), group)
     group.all_reduce(torch.ones(1))  # everyone is here: rank 0 may serve
     while True:
         compute(Step.from_words(hear(group), limits))
@@ -91,7 +91,7 @@ def follow(settings: RankSettings) -> None:
 
 def _read_layers(
     settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share
-) -> Callable[[KVCache, Tensor, Group], Callable[[Step], object]]:
+) -> Callable[[KVCache, Ropes, Group], Callable[[Step], object]]:
     """What computes the steps of this rank, once it has a cache, the rotary table and a group."""
     cpu, dtype, ours = torch.device("cpu"), DTYPES[settings.dtype], spec_of(spec, share)
     library = choose(settings.cpu_isa).library
@@ -99,13 +99,13 @@ def _read_layers(
         team = make_team(library, settings.num_threads, part_of(settings.cores, settings.rank, settings.size))
         weights = read_weights(team, checkpoint.reader(dtype, cpu, share=share, quantize=settings.quantize))
         return lambda cache, cos_sin, group: CompiledDecoder(ours, weights, cache, cos_sin, team, group).follow
-    layers = checkpoint.load_layers(dtype, cpu, share, settings.quantize)
+    layers = layers_of(ours, checkpoint.load_layers(dtype, cpu, share, settings.quantize))
 
-    def compute_with(cache: KVCache, cos_sin: Tensor, group: Group) -> Callable[[Step], object]:
+    def compute_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Step], object]:
         def compute(step: Step) -> None:
             residual = torch.empty((step.num_tokens, spec.hidden_size), dtype=dtype)
             group.broadcast(residual)
-            run_layers(ours, layers, residual, cache, step.meta(cos_sin, settings.block_size), group)
+            run_layers(layers, residual, cache, step.meta(cos_sin, settings.block_size), group)
 
         return compute
 

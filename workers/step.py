@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels.paged_batch import PagedBatch
 from .errors import InternalError
 from .models.attention import StepMeta
+from .models.rope import Ropes
 from .parallel import Group
 from .sequence import ScheduledSequence
 
@@ -82,9 +83,9 @@ class Step:
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
         return cls(num_new, context_lens, tables.reshape(num_seqs, width))
 
-    def meta(self, cos_sin: Tensor, block_size: int) -> StepMeta:
-        """cos_sin: [positions, head_dim] float32, on the device that computes."""
-        device = cos_sin.device
+    def meta(self, cos_sin: Ropes, block_size: int) -> StepMeta:
+        """cos_sin: on the device that computes."""
+        device = cos_sin[0].device
 
         def tensor(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
@@ -104,7 +105,8 @@ class Step:
             num_decodes=int((self.num_new == 1).sum()),
             block_size=block_size,
         )
-        return StepMeta(cos_sin[tensor(positions)], tensor(slots), paged)
+        at = tensor(positions)
+        return StepMeta(tuple(table[at] for table in cos_sin), tensor(slots), paged)
 
 
 def tell(group: Group, words: Words) -> None:

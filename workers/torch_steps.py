@@ -11,6 +11,7 @@ from torch import Tensor
 from .kv_cache import KVCache
 from .launched import Compute
 from .models.decoder import Decoder
+from .models.rope import Ropes
 from .rank_processes import RankProcesses
 from .runner import LayerWatch
 from .sampler import Sampler
@@ -20,9 +21,9 @@ from .step import Step
 
 class TorchSteps:
     def __init__(
-        self, decoder: Decoder, cache: KVCache, cos_sin: Tensor, sampler: Sampler, ranks: RankProcesses | None
+        self, decoder: Decoder, cache: KVCache, cos_sin: Ropes, sampler: Sampler, ranks: RankProcesses | None
     ) -> None:
-        """cos_sin: [positions, head_dim] float32, on the device that computes. `ranks`: those that compute with us."""
+        """cos_sin: on the device that computes. `ranks`: those that compute with us."""
         self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
         self._sampler, self._ranks = sampler, ranks
         self._device = cache.tensor.device

@@ -3,28 +3,31 @@
 import torch
 from torch import Tensor
 
-from diptych.workers.models.spec import ModelSpec, RopeSpec
-from diptych.workers.models.tensor_names import Shape, layer_tensors, outer_tensors
+from diptych.workers.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from diptych.workers.models.tensor_names import Pieces, layer_tensors, outer_tensors
 from diptych.workers.models.weights import DecoderWeights, LayerWeights
 
 
-def llama3(hidden: int, inner: int, layers: int, head_dim: int, *, factor: float, is_tied: bool) -> ModelSpec:
-    """Of 32 query and 8 KV heads, as the models of 1 and of 8 billion weights have them."""
+def llama3(
+    hidden: int,
+    inner: int,
+    layers: int,
+    head_dim: int,
+    *,
+    factor: float,
+    is_tied: bool,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+) -> ModelSpec:
+    rope = RopeSpec("llama3", 500_000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    attention = AttentionSpec(num_heads, num_kv_heads, head_dim, rope, scale=head_dim**-0.5)
     return ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=128_256,
         hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=head_dim,
+        layers=(LayerSpec(attention, MlpSpec(inner)),) * layers,
         rms_norm_eps=1e-5,
         max_position_embeddings=131_072,
-        rope=RopeSpec("llama3", 500_000.0, factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-        attention_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         tie_word_embeddings=is_tied,
         eos_token_ids=(128_001,),
     )
@@ -48,15 +51,15 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, se
     matrices are normal with a deviation of one over the root of their inputs, norms near one, biases near none."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def fused(field: str, sources: dict[str, Shape]) -> Tensor:
-        shapes = list(sources.values())
+    def fused(field: str, pieces: Pieces) -> Tensor:
+        shapes = [piece.shape for piece in pieces]
         tensor = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=dtype, device=device)
         if tensor.dim() == 2:
             return tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
         return tensor.normal_(1.0 if "norm" in field else 0.0, 0.05, generator=generator)
 
-    def made(fields: dict[str, dict[str, Shape]]) -> dict[str, Tensor]:
-        return {field: fused(field, sources) for field, sources in fields.items()}
+    def made(fields: dict[str, Pieces]) -> dict[str, Tensor]:
+        return {field: fused(field, pieces) for field, pieces in fields.items()}
 
     layers = [LayerWeights(**made(layer_tensors(spec, i))) for i in range(spec.num_layers)]
     fields = outer_tensors(spec)

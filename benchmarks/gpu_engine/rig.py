@@ -12,7 +12,7 @@ from diptych.workers.kv_cache import KVCache, available_bytes, plan_num_blocks
 from diptych.workers.kv_layout import AXIS_ORDERS, KVLayout
 from diptych.workers.model_runner import ModelRunner
 from diptych.workers.models.decoder import Decoder
-from diptych.workers.models.rope import rope_table
+from diptych.workers.models.rope import rope_tables
 from diptych.workers.models.spec import ModelSpec
 from diptych.workers.models.weights import DTYPES
 from diptych.workers.runner import ModelInfo
@@ -56,8 +56,8 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
         dtype=settings.dtype,
         block_size=settings.block_size,
         num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=spec.kv.num_heads,
+        head_dim=spec.kv.dim,
         model_id="random",
         axis_order=AXIS_ORDERS["block"],
         tensor_parallel=1,
@@ -66,7 +66,7 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
     cache.tensor.normal_(generator=torch.Generator(where).manual_seed(1))
-    cos_sin = rope_table(spec, settings.max_context_tokens, where)
+    [cos_sin] = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = GRAPH_TOKENS if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
     steps = GpuSteps(device, decoder, cache, cos_sin, sampler, settings.max_running, graph_tokens=graph_tokens)

@@ -34,16 +34,13 @@ import torch
 torch.set_num_threads(1)
 import engine_gpu
 from gpu_engine import measure
-from gpu_engine.models import SHAPES
+from gpu_engine.models import llama3
 from gpu_engine.rig import Settings, make_rig
 from gpu_engine.timed import HostClock, TimedDevice
 from roofline import Roofline
 from diptych.workers.gpu.fake_device import FakeDevice
 
-spec = replace(
-    SHAPES["1b"], vocab_size=300, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=16,
-)
+spec = replace(llama3(64, 96, 2, 16, factor=32.0, is_tied=True, num_heads=4, num_kv_heads=2), vocab_size=300)
 limits = Roofline(0, 1e9, 0.0, 1e12)
 runs = []
 for graphs in (True, False):
@@ -152,7 +149,7 @@ def test_the_shapes_are_llama_3s() -> None:
 
 def test_random_weights_follow_the_seed_and_keep_sizes() -> None:
     models = imported("gpu_engine.models")
-    spec = replace(models.SHAPES["8b"], vocab_size=99, hidden_size=64, intermediate_size=96, num_layers=2)
+    spec = replace(models.llama3(64, 96, 2, 128, factor=8.0, is_tied=False), vocab_size=99)
     one, same, other = (models.random_weights(spec, torch.bfloat16, torch.device("cpu"), seed) for seed in (1, 1, 2))
     assert torch.equal(one.layers[1].qkv, same.layers[1].qkv) and not torch.equal(one.embed, other.embed)
     assert not torch.equal(one.layers[0].qkv, one.layers[1].qkv)
@@ -228,7 +225,7 @@ def test_every_part_runs_on_a_gpu(graphs: bool) -> None:
     limits = limits_of.roofline()
     device = timed.TimedDevice(CudaDevice(torch.device("cuda")), timed.CudaClock())
     settings = rig_of.Settings(max_context_tokens=4096, max_running=16, kv_memory_bytes=1 << 30, cuda_graphs=graphs)
-    rig = rig_of.make_rig(replace(models.SHAPES["1b"], num_layers=2), settings, device)
+    rig = rig_of.make_rig(replace(models.SHAPES["1b"], layers=models.SHAPES["1b"].layers[:2]), settings, device)
     figures = [
         *measure.decode(rig, measure.DecodeCase(16, 1024, num_steps=8), limits),
         *measure.prompts(rig, measure.PromptCase(2, 512, repeat=2), limits),

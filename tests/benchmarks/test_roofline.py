@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from safetensors import safe_open
 
-from diptych.workers.models.spec import load_spec
+from diptych.workers.models.families import load_spec
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"
@@ -42,7 +42,7 @@ def test_the_weights_are_the_checkpoints_matrices(roofline: ModuleType) -> None:
 def test_a_decode_reads_weights_once_and_kv_for_each_sequence(roofline: ModuleType) -> None:
     cost = roofline.ModelCost(load_spec(TINY))
     spec = cost.spec
-    kv_bytes = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 100
+    kv_bytes = 2 * 2 * spec.num_layers * spec.kv.num_heads * spec.kv.dim * 100
     assert cost.decode_bytes(7, 100) - cost.decode_bytes(0, 100) == 7 * kv_bytes
     assert roofline.ModelCost(spec, 4).decode_bytes(7, 100) == 2 * cost.decode_bytes(7, 100)
 

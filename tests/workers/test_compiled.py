@@ -15,9 +15,9 @@ from diptych.workers.kv_cache import KVCache
 from diptych.workers.kv_layout import DOT, KVLayout
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models.compiled import CompiledDecoder, read_weights
-from diptych.workers.models.rope import rope_table
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.rope import rope_tables
 from diptych.workers.models.sharding import Share, spec_of
-from diptych.workers.models.spec import load_spec
 from diptych.workers.models.weights import Checkpoint
 from diptych.workers.parallel import Alone, Group
 from diptych.workers.request import SamplingParams
@@ -69,7 +69,7 @@ class Rank:
     @classmethod
     def of(cls, path: Path, group: Group, memory_fd: int | None = None) -> "Rank":
         spec, share = load_spec(path), Share(group.rank, group.size)
-        sizes = BLOCK_SIZE, spec.num_layers, spec.num_kv_heads, spec.head_dim
+        sizes = BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim
         layout = KVLayout("float32", *sizes, "test", tensor_parallel=group.size, packing=DOT)
         cache = KVCache(layout, 32, CPU, rank=group.rank, shared_fd=memory_fd)
         found = library()
@@ -77,7 +77,7 @@ class Rank:
         team = Team(found, 1 if group.size > 1 else 2)
         with Checkpoint(path, spec) as checkpoint:
             weights = read_weights(team, checkpoint.reader(torch.float32, CPU, share=share))
-        cos_sin = rope_table(spec, 512, CPU)
+        cos_sin = rope_tables(spec, 512, CPU)
         return cls(CompiledDecoder(spec_of(spec, share), weights, cache, cos_sin, team, group), cache)
 
     def logits(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None = None) -> Tensor:

@@ -10,8 +10,8 @@ from diptych.workers.kv_cache import KVCache
 from diptych.workers.kv_layout import KVLayout
 from diptych.workers.models.attention import StepMeta
 from diptych.workers.models.decoder import Decoder
-from diptych.workers.models.rope import rope_table
-from diptych.workers.models.spec import load_spec
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.rope import rope_tables
 from diptych.workers.models.weights import Checkpoint
 
 from ..checkpoints import random_prompts, reference_model
@@ -25,7 +25,7 @@ def prompt_logits(path: Path, prompt: list[int], block_table: list[int]) -> torc
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
         decoder = Decoder(spec, checkpoint.load(torch.float32, CPU))
-    layout = KVLayout("float32", BLOCK_SIZE, spec.num_layers, spec.num_kv_heads, spec.head_dim, "test")
+    layout = KVLayout("float32", BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim, "test")
     cache = KVCache(layout, max(block_table) + 1, CPU)
     cache.tensor.fill_(torch.nan)  # nothing may depend on what blocks held before
     num = len(prompt)
@@ -41,7 +41,7 @@ def prompt_logits(path: Path, prompt: list[int], block_table: list[int]) -> torc
         block_size=BLOCK_SIZE,
     )
     slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    meta = StepMeta(rope_table(spec, num, CPU), slots, paged)
+    meta = StepMeta(rope_tables(spec, num, CPU), slots, paged)
     with torch.inference_mode():
         return decoder.logits(decoder.forward(torch.tensor(prompt), cache, meta))
 

@@ -10,7 +10,7 @@ from diptych.kernels.cpu.library import library
 from diptych.kernels.cpu.linear import Format
 from diptych.workers.errors import ConfigError
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.models.spec import load_spec
+from diptych.workers.models.families import load_spec
 from diptych.workers.models.weights import Checkpoint, load_weights
 from diptych.workers.quant import int4, int8
 from diptych.workers.quant.formats import as_stored, format_of

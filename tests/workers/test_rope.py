@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from diptych.workers.models.rope import inverse_frequencies, rope_table
-from diptych.workers.models.spec import load_spec
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.rope import inverse_frequencies, rope_tables
 
 from .test_spec import LLAMA, write
 
@@ -53,16 +53,17 @@ def test_frequencies_equal_transformers(tmp_path: Path, scaling: dict[str, Any],
         renamed = {"type" if k == "rope_type" else k: v for k, v in scaling.items()}
         config |= {"rope_theta": 500_000.0, "rope_scaling": renamed}
     spec = load_spec(write(tmp_path, config))
-    inv_freq, attention_factor = inverse_frequencies(spec.rope, spec.head_dim, spec.max_position_embeddings)
+    [(rope, dim)] = spec.ropes
+    inv_freq, attention_factor = inverse_frequencies(rope, dim, spec.max_position_embeddings)
 
     reference = LlamaRotaryEmbedding(LlamaConfig.from_dict(json.loads(json.dumps(config))))
-    assert spec.rope.rope_type == scaling["rope_type"]
+    assert rope.rope_type == scaling["rope_type"]
     assert torch.equal(inv_freq, reference.inv_freq)
     assert attention_factor == reference.attention_scaling
 
     positions = torch.arange(spec.max_position_embeddings)
     cos, sin = reference(torch.zeros(1), positions[None])
-    table = rope_table(spec, spec.max_position_embeddings, torch.device("cpu"))
+    [table] = rope_tables(spec, spec.max_position_embeddings, torch.device("cpu"))
     half = head_dim // 2
     torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)
     torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
@@ -70,10 +71,10 @@ def test_frequencies_equal_transformers(tmp_path: Path, scaling: dict[str, Any],
 
 def test_yarn_without_factor_stretches_to_the_models_length(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
-    assert load_spec(write(tmp_path, LLAMA | {"rope_scaling": scaling})).rope.factor == 4.0
+    assert load_spec(write(tmp_path, LLAMA | {"rope_scaling": scaling})).ropes[0][0].factor == 4.0
 
 
 def test_original_length_beside_the_rope_parameters_wins(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     config = LLAMA | {"rope_parameters": scaling, "original_max_position_embeddings": 64}
-    assert load_spec(write(tmp_path, config)).rope.original_max_position_embeddings == 64
+    assert load_spec(write(tmp_path, config)).ropes[0][0].original_max_position_embeddings == 64

@@ -13,8 +13,9 @@ from diptych.kernels.cpu.library import Team, library
 from diptych.kernels.cpu.linear import Linear, linear
 from diptych.workers.errors import ConfigError
 from diptych.workers.models.compiled import read_weights
+from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import Share, check_divides, spec_of
-from diptych.workers.models.spec import ModelSpec, load_spec
+from diptych.workers.models.spec import AttentionSpec, MlpSpec, ModelSpec
 from diptych.workers.models.weights import Checkpoint, LayerWeights
 from diptych.workers.quant.formats import check_shares
 
@@ -44,7 +45,14 @@ def without_bias(of: Linear) -> Linear:
 
 def projections(fused: Tensor, spec: ModelSpec) -> list[Tensor]:
     """Queries, keys and values of a fused weight or bias."""
-    return list(fused.split([n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]))
+    attention = attention_of(spec)
+    return list(fused.split([attention.q_size, attention.kv_size, attention.kv_size]))
+
+
+def attention_of(spec: ModelSpec) -> AttentionSpec:
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    return attention
 
 
 def shares(path: Path, size: int, quantize: str | None = None) -> list[list[LayerWeights]]:
@@ -56,7 +64,7 @@ def assert_joined(whole: LayerWeights, parts: list[LayerWeights], spec: ModelSpe
     """`parts`, in rank order, are `whole`; repeated key-value heads are equal."""
     size = len(parts)
     part_spec = spec_of(spec, Share(0, size))
-    copies = max(size // spec.num_kv_heads, 1)
+    copies = max(size // spec.kv.num_heads, 1)
     for name in ("qkv", "qkv_bias"):
         q, k, v = projections(getattr(whole, name), spec)
         split = [projections(getattr(part, name), part_spec) for part in parts]
@@ -72,7 +80,7 @@ def assert_joined(whole: LayerWeights, parts: list[LayerWeights], spec: ModelSpe
         bias = f"{name}_bias"
         assert torch.equal(getattr(whole, bias), getattr(parts[0], bias))
         assert all(getattr(part, bias) is None for part in parts[1:])
-    for name in ("input_norm", "post_norm"):
+    for name in ("input_norm", "mlp_norm"):
         assert all(torch.equal(getattr(whole, name), getattr(part, name)) for part in parts)
 
 
@@ -129,8 +137,11 @@ def test_ranks_that_share_a_key_value_head_hold_it_whole(qwen3: Path) -> None:
     whole = shares(qwen3, 1)[0]
     spec = load_spec(qwen3)
     ours = spec_of(spec, Share(5, 8))
-    assert (ours.num_heads, ours.num_kv_heads, ours.intermediate_size) == (1, 1, spec.intermediate_size // 8)
-    assert torch.equal(projections(parts[5][0].qkv, ours)[1], projections(whole[0].qkv, spec)[1][spec.head_dim :])
+    mlp, whole_mlp = ours.layers[0].feed_forward, spec.layers[0].feed_forward
+    assert (attention_of(ours).num_heads, attention_of(ours).num_kv_heads) == (1, 1)
+    assert isinstance(mlp, MlpSpec) and isinstance(whole_mlp, MlpSpec)
+    assert mlp.intermediate_size == whole_mlp.intermediate_size // 8
+    assert torch.equal(projections(parts[5][0].qkv, ours)[1], projections(whole[0].qkv, spec)[1][spec.kv.dim :])
     norms = [part[0].q_norm for part in parts]
     assert whole[0].q_norm is not None
     assert all(norm is not None and torch.equal(norm, whole[0].q_norm) for norm in norms)
@@ -148,6 +159,13 @@ def test_progress_counts_what_the_share_reads(biased: Path) -> None:
     assert seen[-1] == (total, total)
 
 
+def changed(spec: ModelSpec, intermediate_size: int | None = None, **heads: int) -> ModelSpec:
+    """The same with other sizes in every layer."""
+    mlp = spec.layers[0].feed_forward if intermediate_size is None else MlpSpec(intermediate_size)
+    layer = replace(spec.layers[0], attention=replace(attention_of(spec), **heads), feed_forward=mlp)
+    return replace(spec, layers=(layer,) * spec.num_layers)
+
+
 @pytest.mark.parametrize(
     ("changes", "size", "message"),
     [
@@ -158,11 +176,11 @@ def test_progress_counts_what_the_share_reads(biased: Path) -> None:
     ],
 )
 def test_what_cannot_be_shared_is_refused(biased: Path, changes: dict[str, int], size: int, message: str) -> None:
-    spec = replace(load_spec(biased), **changes)
+    spec = changed(load_spec(biased), **changes)
     with pytest.raises(ConfigError, match=message):
         check_divides(spec, size)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 1), (4, 2), (4, 8), (1, 8), (8, 4)])
 def test_what_can_be_shared_is_taken(biased: Path, num_kv_heads: int, size: int) -> None:
-    check_divides(replace(load_spec(biased), num_kv_heads=num_kv_heads), size)
+    check_divides(changed(load_spec(biased), num_kv_heads=num_kv_heads), size)

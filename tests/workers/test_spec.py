@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from diptych.workers.errors import CheckpointError, UnsupportedArchitecture
-from diptych.workers.models.spec import load_spec
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,19 +35,21 @@ def write(path: Path, config: object, generation: object = None) -> Path:
 
 def test_reads_llama(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, LLAMA | {"mlp_bias": True, "attention_bias": True}))
-    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("LlamaForCausalLM", 2, 8, 2)
-    assert (spec.head_dim, spec.qk_norm, spec.mlp_bias, spec.attention_bias) == (8, False, True, True)
+    attention = AttentionSpec(8, 2, 8, RopeSpec(), scale=8**-0.5, qkv_bias=True, o_bias=True)
+    assert (spec.architecture, spec.num_layers) == ("LlamaForCausalLM", 2)
+    assert set(spec.layers) == {LayerSpec(attention, MlpSpec(160, bias=True))}
     assert not spec.tie_word_embeddings
-    assert spec.rope.theta == 10_000.0
 
 
 def test_reads_qwen3(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, QWEN3 | {"mlp_bias": True, "tie_word_embeddings": True}))
-    assert (spec.head_dim, spec.qk_norm, spec.mlp_bias, spec.tie_word_embeddings) == (32, True, False, True)
+    attention = AttentionSpec(8, 2, 32, RopeSpec(), scale=32**-0.5, qk_norm="head")
+    assert set(spec.layers) == {LayerSpec(attention, MlpSpec(160))}
+    assert spec.tie_word_embeddings
 
 
 def test_key_value_heads_default_to_query_heads(tmp_path: Path) -> None:
-    assert load_spec(write(tmp_path, LLAMA | {"num_key_value_heads": None})).num_kv_heads == 8
+    assert load_spec(write(tmp_path, LLAMA | {"num_key_value_heads": None})).kv.num_heads == 8
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_the_words_say_all() -> None:
 
 def test_what_the_layers_get_of_it() -> None:
     cos_sin = torch.arange(40.0)[:, None].expand(-1, 2)
-    meta = example().meta(cos_sin, LIMITS.block_size)
+    meta = example().meta((cos_sin,), LIMITS.block_size)
     positions = [4, 9, 3, 4, 5, 6, 7]
-    assert meta.cos_sin[:, 0].tolist() == positions
+    assert meta.cos_sin[0][:, 0].tolist() == positions
     blocks = [8, 3, 4, 5, 5, 5, 5]
     assert meta.slots.tolist() == [b * 4 + p % 4 for b, p in zip(blocks, positions, strict=True)]
     assert meta.paged.query_starts.tolist() == [0, 1, 2, 7]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diptych.workers.errors import CheckpointError
-from diptych.workers.models.spec import load_spec
+from diptych.workers.models.families import load_spec
 from diptych.workers.models.tensor_names import expected_tensors
 from diptych.workers.models.weights import Checkpoint, DecoderWeights
 

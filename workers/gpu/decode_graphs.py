@@ -66,7 +66,7 @@ class DecodeGraphs:
             num_decodes=bucket,
             block_size=block_size,
         )
-        hidden = decoder.forward(tokens, cache, StepMeta(cos_sin, slots, paged))
+        hidden = decoder.forward(tokens, cache, StepMeta((cos_sin,), slots, paged))
         buffers.logits[:bucket].copy_(linear(hidden, decoder.weights.lm_head))
 
     def _sample(self, num_rows: int, room: int) -> None:

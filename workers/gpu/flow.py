@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from ...kernels.paged_attention import paged_attention
 from ...kernels.paged_batch import PagedBatch
-from ...kernels.rms_norm import add_rms_norm, rms_norm
 from ..kv_cache import KVCache
 from ..models.attention import output, project
-from ..models.decoder import Decoder, feed_forward
+from ..models.decoder import Decoder, enter, feed_forward, leave
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +34,7 @@ class Flow:
     @classmethod
     def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "Flow":
         """For graphs. Raises torch.OutOfMemoryError."""
-        spec, embed = decoder.spec, decoder.weights.embed
+        spec, embed = decoder.layers[0].attention, decoder.weights.embed
         heads = (num_tokens, spec.num_heads, spec.head_dim)
         hidden = (num_tokens, embed.shape[1])
         return cls(
@@ -70,33 +68,37 @@ class Pieces:
 
     def compute(self, flow: Flow, index: int) -> None:
         """Device work, which may be captured: piece `index` of num_layers + 1."""
-        weights, eps = self.decoder.weights, self.decoder.spec.rms_norm_eps
+        decoder, added = self.decoder, None
         if index:
-            normed = self._end_layer(flow, index - 1)
+            added = self._end_layer(flow, index - 1)
         else:
-            flow.residual = _put(flow, flow.residual, embedding(flow.tokens, weights.embed))
-            normed = rms_norm(flow.residual, weights.layers[0].input_norm, eps)
-        if index == self.num_layers:
-            flow.hidden = _put(flow, flow.hidden, normed)
+            flow.residual = _put(flow, flow.residual, decoder.embed(flow.tokens))
+        is_last = index == self.num_layers
+        norm = decoder.weights.norm if is_last else decoder.layers[index].weights.input_norm
+        hidden = enter(added, flow.residual, norm, decoder.spec.rms_norm_eps)
+        if is_last:
+            flow.hidden = _put(flow, flow.hidden, hidden)
             return
-        layer, cache = weights.layers[index], self.cache.layer(index)
-        flow.q = _put(flow, flow.q, project(self.decoder.spec, layer, normed, cache, flow.cos_sin, flow.slots))
+        layer, cache = decoder.layers[index], self.cache.layer(index)
+        q = project(layer.attention, layer.weights, hidden, layer.eps, cache, flow.cos_sin, flow.slots)
+        flow.q = _put(flow, flow.q, q)
 
     def attend(self, flow: Flow, layer: int, paged: PagedBatch, num_tokens: int) -> None:
         """Device work, never captured: of the tokens that are not idle."""
-        attended = paged_attention(flow.q[:num_tokens], self.cache.layer(layer), paged)
+        options = self.decoder.layers[layer].options
+        attended = paged_attention(flow.q[:num_tokens], self.cache.layer(layer), paged, options)
         if flow.is_static:
             flow.attended[:num_tokens].copy_(attended)
         else:
             flow.attended = attended
 
     def _end_layer(self, flow: Flow, index: int) -> Tensor:
-        """What the next layer, or the head, begins with."""
-        weights, eps, group = self.decoder.weights, self.decoder.spec.rms_norm_eps, self.decoder.group
-        layer, is_last = weights.layers[index], index + 1 == self.num_layers
-        hidden = add_rms_norm(output(layer, flow.attended, group), flow.residual, layer.post_norm, eps)
-        norm = weights.norm if is_last else weights.layers[index + 1].input_norm
-        return add_rms_norm(feed_forward(layer, hidden, group), flow.residual, norm, eps)
+        """What it adds to the residual."""
+        layer, group = self.decoder.layers[index], self.decoder.group
+        weights, eps = layer.weights, layer.eps
+        hidden = leave(output(weights, flow.attended, group), weights.attention_out_norm, eps)
+        hidden = feed_forward(layer, enter(hidden, flow.residual, weights.mlp_norm, eps), group)
+        return leave(hidden, weights.mlp_out_norm, eps)
 
 
 def _put(flow: Flow, place: Tensor, value: Tensor) -> Tensor:

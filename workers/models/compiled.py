@@ -21,7 +21,8 @@ from ..memory import huge_page_mapping
 from ..parallel import Alone, Group
 from ..runner import LayerWatch
 from ..step import Step
-from .spec import ModelSpec
+from .rope import Ropes
+from .spec import AttentionSpec, MlpSpec, ModelSpec
 from .weights import Fields, Reader
 
 ARENA_BYTES = 64 << 20
@@ -42,6 +43,19 @@ class Arena:
             self._rest = torch.frombuffer(mapping, dtype=torch.uint8)
         taken, self._rest = self._rest[:num_bytes], self._rest[padded:]
         return taken
+
+
+def is_compiled(spec: ModelSpec) -> bool:
+    """Whether the kernels compute what `spec` describes: Llama's and Qwen3's layers, all alike."""
+    layer = spec.layers[0]
+    attention, mlp = layer.attention, layer.feed_forward
+    if not isinstance(attention, AttentionSpec) or not isinstance(mlp, MlpSpec) or set(spec.layers) != {layer}:
+        return False
+    is_plain = attention.scale == attention.head_dim**-0.5 and not (
+        attention.window or attention.softcap or attention.sinks or attention.qk_norm == "whole"
+    )
+    is_plain = is_plain and layer.norms == "before" and mlp.activation == "silu"
+    return is_plain and spec.embedding_scale == 1.0 and not spec.logit_softcap
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,7 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
 
     return PackedLayer(
         input_norm=fields.tensor("input_norm"),
-        post_norm=fields.tensor("post_norm"),
+        post_norm=fields.tensor("mlp_norm"),
         q_norm=fields.fused("q_norm"),
         k_norm=fields.fused("k_norm"),
         qkv=packed("qkv"),
@@ -98,20 +112,22 @@ class CompiledDecoder:
         spec: ModelSpec,
         weights: CompiledWeights,
         cache: KVCache,
-        cos_sin: Tensor,
+        cos_sin: Ropes,
         team: Team,
         group: Group | None = None,
     ) -> None:
-        """spec, weights, cache: of this rank's share. cos_sin: [positions, head_dim] float32."""
+        """spec, weights, cache: of this rank's share, of a spec that `is_compiled`."""
         self._group = Alone() if group is None else group
         self._is_split = self._group.size > 1
+        attention, mlp = spec.layers[0].attention, spec.layers[0].feed_forward
+        assert isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec) and is_compiled(spec)
         shape = DecoderShape(
             block_size=cache.layout.block_size,
             hidden_size=spec.hidden_size,
-            inner_size=spec.intermediate_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            inner_size=mlp.intermediate_size,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
             vocab_size=spec.vocab_size,
             eps=spec.rms_norm_eps,
             dtype=cache.tensor.dtype,
@@ -119,7 +135,7 @@ class CompiledDecoder:
         self._new_memory = partial(StepMemory, team, shape, is_split=self._is_split)
         self.memory = self.new_memory()
         layers = [cache.layer(i) for i in range(spec.num_layers)]
-        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, cos_sin, layers)
+        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, cos_sin[0], layers)
 
     def new_memory(self) -> StepMemory:
         """Another, to be written while a step computes in the one that is `memory` now."""

@@ -1,27 +1,62 @@
-"""The decoder that a ModelSpec describes. Knows tensors; knows neither sequences nor sampling."""
+"""The decoder that a ModelSpec describes. Knows tensors; knows neither sequences nor sampling.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+    residual = embedding
+    each layer:  residual += attention(enter(residual));  residual += feed forward(enter(residual))
+    logits = head(norm(residual))
 
-from torch import Tensor
+What enters a part is normed where the spec has norms before it; what it adds, where it has them after it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, tanh
 from torch.nn.functional import embedding, linear
 
-from ...kernels.gate_mul import silu_mul
+from ...kernels.gate_mul import GELU, GELU_TANH, SILU, gate_mul
+from ...kernels.paged_attention import paged_attention
+from ...kernels.paged_batch import AttentionOptions
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
-from .attention import StepMeta, attention
-from .spec import ModelSpec
+from .attention import StepMeta, options_of, output, project
+from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from .weights import DecoderWeights, LayerWeights
+
+ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    spec: LayerSpec  # of this rank's share
+    weights: LayerWeights
+    eps: float
+    rope_id: int  # which of ModelSpec.ropes is its own
+    options: AttentionOptions
+
+    @property
+    def attention(self) -> AttentionSpec:
+        assert isinstance(self.spec.attention, AttentionSpec)
+        return self.spec.attention
+
+
+def layers_of(spec: ModelSpec, weights: Sequence[LayerWeights]) -> list[Layer]:
+    """spec, weights: of this rank's share."""
+    layers: list[Layer] = []
+    for of, own, rope_id in zip(spec.layers, weights, spec.rope_ids, strict=True):
+        assert isinstance(of.attention, AttentionSpec)
+        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options_of(of.attention, own)))
+    return layers
+
+
 class Decoder:
     """All of it on the only rank of a worker; on the first of several, all but the others' shares of the layers."""
 
-    spec: ModelSpec  # of this rank's share
-    weights: DecoderWeights
-    group: Group = field(default_factory=Alone)
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, group: Group | None = None) -> None:
+        """spec: of this rank's share."""
+        self.spec, self.weights = spec, weights
+        self.group = Alone() if group is None else group
+        self.layers = layers_of(spec, weights.layers)
 
     def forward(
         self, token_ids: Tensor, cache: KVCache, meta: StepMeta, stored: Callable[[int], object] = lambda _: None
@@ -30,19 +65,24 @@ class Decoder:
 
         `stored` is told how many layers were asked to store theirs, after each.
         """
-        residual = embedding(token_ids, self.weights.embed)
+        residual = self.embed(token_ids)
         self.group.broadcast(residual)
-        hidden = run_layers(self.spec, self.weights.layers, residual, cache, meta, self.group, stored)
+        hidden = run_layers(self.layers, residual, cache, meta, self.group, stored)
         return add_rms_norm(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids: [T] int64. Returns [T, H]."""
+        found, scale = embedding(token_ids, self.weights.embed), self.spec.embedding_scale
+        return found if scale == 1.0 else found * found.new_tensor(scale)  # the scale is rounded, as transformers does
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, H]. Returns [R, vocab] float32."""
-        return linear(hidden, self.weights.lm_head).float()
+        logits, cap = linear(hidden, self.weights.lm_head), self.spec.logit_softcap
+        return (tanh(logits / cap) * cap if cap else logits).float()
 
 
 def run_layers(
-    spec: ModelSpec,
-    layers: list[LayerWeights],
+    layers: Sequence[Layer],
     residual: Tensor,
     cache: KVCache,
     meta: StepMeta,
@@ -51,20 +91,37 @@ def run_layers(
 ) -> Tensor:
     """residual: [T, H], overwritten. Returns what the last layer adds to it, [T, H]: the same on every rank.
 
-    spec, layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV.
+    layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV.
     """
-    eps = spec.rms_norm_eps
-    hidden = rms_norm(residual, layers[0].input_norm, eps)
+    hidden: Tensor | None = None
     for i, layer in enumerate(layers):
-        if i:
-            hidden = add_rms_norm(hidden, residual, layer.input_norm, eps)
-        hidden = attention(spec, layer, hidden, cache.layer(i), meta, group)
+        weights, kv = layer.weights, cache.layer(i)
+        hidden = enter(hidden, residual, weights.input_norm, layer.eps)
+        q = project(layer.attention, weights, hidden, layer.eps, kv, meta.cos_sin[layer.rope_id], meta.slots)
+        hidden = output(weights, paged_attention(q, kv, meta.paged, layer.options), group)
         stored(i + 1)
-        hidden = feed_forward(layer, add_rms_norm(hidden, residual, layer.post_norm, eps), group)
+        hidden = leave(hidden, weights.attention_out_norm, layer.eps)
+        hidden = feed_forward(layer, enter(hidden, residual, weights.mlp_norm, layer.eps), group)
+        hidden = leave(hidden, weights.mlp_out_norm, layer.eps)
+    assert hidden is not None
     return hidden
 
 
-def feed_forward(layer: LayerWeights, hidden: Tensor, group: Group) -> Tensor:
+def enter(hidden: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """Adds what the part before left, [T, H], to `residual` [T, H]. Returns what the next part is given, [T, H]."""
+    if norm is None:
+        return residual if hidden is None else residual.add_(hidden)
+    return rms_norm(residual, norm, eps) if hidden is None else add_rms_norm(hidden, residual, norm, eps)
+
+
+def leave(hidden: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """hidden: [T, H]. Returns what a part adds, [T, H]."""
+    return hidden if norm is None else rms_norm(hidden, norm, eps)
+
+
+def feed_forward(layer: Layer, hidden: Tensor, group: Group) -> Tensor:
     """hidden: [T, H]. Returns [T, H], the same on every rank."""
-    hidden = silu_mul(linear(hidden, layer.gate_up, layer.gate_up_bias))
-    return group.all_reduce(linear(hidden, layer.down, layer.down_bias))
+    spec, weights = layer.spec.feed_forward, layer.weights
+    assert isinstance(spec, MlpSpec)
+    hidden = gate_mul(linear(hidden, weights.gate_up, weights.gate_up_bias), ACTIVATIONS[spec.activation])
+    return group.all_reduce(linear(hidden, weights.down, weights.down_bias))

@@ -7,15 +7,21 @@ from torch import Tensor
 
 from .spec import ModelSpec, RopeSpec
 
+Ropes = tuple[Tensor, ...]  # each [positions, D] float32: see rope_tables
 
-def rope_table(spec: ModelSpec, num_positions: int, device: torch.device) -> Tensor:
-    """cos and sin of every angle, scaled by the attention factor.
 
-    Returns [num_positions, head_dim] float32: cos of the head_dim/2 frequencies, then sin.
+def rope_tables(spec: ModelSpec, num_positions: int, device: torch.device) -> Ropes:
+    """Of each of the spec's ropes, in their order: cos and sin of every angle, scaled by the attention factor.
+
+    Each [num_positions, D] float32: cos of the D/2 frequencies of a head, then sin.
     """
-    inv_freq, attention_factor = inverse_frequencies(spec.rope, spec.head_dim, spec.max_position_embeddings)
+    return tuple(_table(rope, dim, spec.max_position_embeddings, num_positions).to(device) for rope, dim in spec.ropes)
+
+
+def _table(rope: RopeSpec, dim: int, max_position_embeddings: int, num_positions: int) -> Tensor:
+    inv_freq, attention_factor = inverse_frequencies(rope, dim, max_position_embeddings)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
-    return (torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor).to(device)
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:

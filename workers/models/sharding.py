@@ -4,10 +4,12 @@ Query heads, KV heads and the MLP's inner dimension are divided evenly, in order
 heads, neighbouring ranks hold the same one (kv_layout.py says which). Norms are everybody's.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from .spec import ModelSpec
+from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from .tensor_names import Cut, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,50 +30,55 @@ WHOLE = Share()
 
 def check_divides(spec: ModelSpec, size: int) -> None:
     """Raise ConfigError unless `size` ranks can share a decoder of `spec`."""
-
-    def refuse(what: str) -> ConfigError:
-        fitting = [n for n in range(1, spec.num_heads + 1) if _divides(spec, n)]
-        return ConfigError(
-            f"tensor_parallel={size} does not divide the model's {what}: use one of {', '.join(map(str, fitting))}"
-        )
-
-    if spec.num_heads % size:
-        raise refuse(f"{spec.num_heads} attention heads")
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        raise refuse(f"{spec.num_kv_heads} key-value heads, nor they it")
-    if spec.intermediate_size % size:
-        raise refuse(f"intermediate size of {spec.intermediate_size}")
+    for fault in _faults(spec, size):
+        most = max(layer.attention.num_heads for layer in spec.layers)
+        fitting = ", ".join(str(n) for n in range(1, most + 1) if not any(_faults(spec, n)))
+        raise ConfigError(f"tensor_parallel={size} does not divide the model's {fault}: use one of {fitting}")
 
 
-def _divides(spec: ModelSpec, size: int) -> bool:
-    heads_fit = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
-    return spec.num_heads % size == 0 and heads_fit and spec.intermediate_size % size == 0
+def _faults(spec: ModelSpec, size: int) -> Iterator[str]:
+    """What `size` ranks cannot share evenly."""
+    for layer in dict.fromkeys(spec.layers):
+        attention, mlp = layer.attention, layer.feed_forward
+        if attention.num_heads % size:
+            yield f"{attention.num_heads} attention heads"
+        if isinstance(attention, AttentionSpec):
+            num = attention.num_kv_heads
+            if num % size and size % num:
+                yield f"{num} key-value heads, nor they it"
+        if isinstance(mlp, MlpSpec) and mlp.intermediate_size % size:
+            yield f"intermediate size of {mlp.intermediate_size}"
 
 
 def spec_of(spec: ModelSpec, share: Share) -> ModelSpec:
     """The spec of the layers that `share` holds: its heads, its part of the MLP."""
-    return replace(
-        spec,
-        num_heads=spec.num_heads // share.size,
-        num_kv_heads=max(spec.num_kv_heads // share.size, 1),
-        intermediate_size=spec.intermediate_size // share.size,
-    )
+    shares = {layer: _layer_of(layer, share.size) for layer in dict.fromkeys(spec.layers)}
+    return replace(spec, layers=tuple(shares[layer] for layer in spec.layers))
 
 
-def part_of_tensor(spec: ModelSpec, name: str, share: Share) -> tuple[slice, ...]:
-    """What `share` holds of the checkpoint's tensor `name`, as an index. spec: of the whole model."""
-    match name.split(".")[-2]:
-        case "q_proj":
-            return (share.part_of(spec.num_heads * spec.head_dim),)
-        case "k_proj" | "v_proj":
-            first = share.rank * spec.num_kv_heads // share.size
-            num = max(spec.num_kv_heads // share.size, 1)
-            return (slice(first * spec.head_dim, (first + num) * spec.head_dim),)
-        case "gate_proj" | "up_proj":
-            return (share.part_of(spec.intermediate_size),)
-        case "o_proj" if name.endswith("weight"):
-            return slice(None), share.part_of(spec.num_heads * spec.head_dim)
-        case "down_proj" if name.endswith("weight"):
-            return slice(None), share.part_of(spec.intermediate_size)
-        case _:
+def _layer_of(layer: LayerSpec, size: int) -> LayerSpec:
+    attention, mlp = layer.attention, layer.feed_forward
+    num_heads = attention.num_heads // size
+    if isinstance(attention, AttentionSpec):
+        attention = replace(attention, num_heads=num_heads, num_kv_heads=max(attention.num_kv_heads // size, 1))
+    else:
+        attention = replace(attention, num_heads=num_heads)
+    if isinstance(mlp, MlpSpec):
+        mlp = replace(mlp, intermediate_size=mlp.intermediate_size // size)
+    return replace(layer, attention=attention, feed_forward=mlp)
+
+
+def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:
+    """What `share` holds of a piece, as an index."""
+    match piece.cut:
+        case Cut.WHOLE:
             return (slice(None),)
+        case Cut.HEADS | Cut.INNER:
+            return (share.part_of(piece.shape[0]),)
+        case Cut.HEAD_INPUTS | Cut.INNER_INPUTS:
+            return slice(None), share.part_of(piece.shape[1])
+        case Cut.KV_HEADS:
+            num_heads = piece.num_kv_heads
+            dim = piece.shape[0] // num_heads
+            first, num = share.rank * num_heads // share.size, max(num_heads // share.size, 1)
+            return (slice(first * dim, (first + num) * dim),)

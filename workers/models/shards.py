@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import CheckpointError
-from .spec import read_json_object
+from .config import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -1,56 +1,100 @@
-"""Which tensors of a Hugging Face checkpoint make up a decoder, by name and shape. No torch."""
+"""Which tensors of a Hugging Face checkpoint make up a decoder, by name and shape, and how ranks share them."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
 
-from .spec import ModelSpec
+from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
 Shape = tuple[int, ...]
 
 
-def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, dict[str, Shape]]:
-    """For each field of LayerWeights, the checkpoint's tensors that are stacked into it: name -> shape."""
-    hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    q_rows, kv_rows = spec.num_heads * dim, spec.num_kv_heads * dim
-    attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-    qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-    gate_up = {"gate_proj": inner, "up_proj": inner}
-    tensors: dict[str, dict[str, Shape]] = {
-        "input_norm": {f"model.layers.{layer}.input_layernorm.weight": (hidden,)},
-        "qkv": {f"{attention}{name}.weight": (rows, hidden) for name, rows in qkv.items()},
-        "o": {f"{attention}o_proj.weight": (hidden, q_rows)},
-        "post_norm": {f"model.layers.{layer}.post_attention_layernorm.weight": (hidden,)},
-        "gate_up": {f"{mlp}{name}.weight": (rows, hidden) for name, rows in gate_up.items()},
-        "down": {f"{mlp}down_proj.weight": (hidden, inner)},
-    }
-    if spec.qk_norm:
-        tensors["q_norm"] = {f"{attention}q_norm.weight": (dim,)}
-        tensors["k_norm"] = {f"{attention}k_norm.weight": (dim,)}
-    if spec.attention_bias:
-        tensors["qkv_bias"] = {f"{attention}{name}.bias": (rows,) for name, rows in qkv.items()}
-        tensors["o_bias"] = {f"{attention}o_proj.bias": (hidden,)}
-    if spec.mlp_bias:
-        tensors["gate_up_bias"] = {f"{mlp}{name}.bias": (rows,) for name, rows in gate_up.items()}
-        tensors["down_bias"] = {f"{mlp}down_proj.bias": (hidden,)}
-    return tensors
+class Cut(Enum):
+    """What of a matrix [outputs, inputs], or of its bias [outputs], a rank holds."""
+
+    WHOLE = auto()
+    HEADS = auto()  # outputs, by query head
+    KV_HEADS = auto()  # outputs, by key-value head; neighbouring ranks hold the same one where there are too few
+    HEAD_INPUTS = auto()  # inputs, by query head
+    INNER = auto()  # outputs, of an MLP's inner dimension
+    INNER_INPUTS = auto()  # inputs, of it
 
 
-def outer_tensors(spec: ModelSpec) -> dict[str, dict[str, Shape]]:
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of a checkpoint, or a part of it, that is stacked with others into a field of LayerWeights."""
+
+    name: str
+    shape: Shape  # of the tensor, as stored
+    cut: Cut = Cut.WHOLE
+    num_kv_heads: int = 0  # that a Cut.KV_HEADS divides
+
+
+Pieces = tuple[Piece, ...]
+
+
+def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
+    """For each field of LayerWeights, what is stacked into it."""
+    of, prefix = spec.layers[layer], f"model.layers.{layer}."
+    assert isinstance(of.attention, AttentionSpec) and isinstance(of.feed_forward, MlpSpec)
+    fields = _norms(spec, of, prefix)
+    fields |= _attention(spec, of.attention, f"{prefix}self_attn.")
+    fields |= _mlp(spec, of.feed_forward, f"{prefix}mlp.")
+    return fields
+
+
+def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
     """The same for the fields of DecoderWeights outside its layers."""
     matrix = (spec.vocab_size, spec.hidden_size)
     return {
-        "embed": {"model.embed_tokens.weight": matrix},
-        "norm": {"model.norm.weight": (spec.hidden_size,)},
+        "embed": (Piece("model.embed_tokens.weight", matrix),),
+        "norm": (Piece("model.norm.weight", (spec.hidden_size,)),),
         # Where it is tied it may be absent; where it is stored all the same, transformers uses it, and so do we.
-        "lm_head": {"lm_head.weight": matrix},
+        "lm_head": (Piece("lm_head.weight", matrix),),
     }
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Every tensor of a checkpoint of `spec`: name -> shape."""
-    groups: Iterator[dict[str, Shape]] = (
-        sources for i in range(spec.num_layers) for sources in layer_tensors(spec, i).values()
-    )
-    expected = {name: shape for sources in outer_tensors(spec).values() for name, shape in sources.items()}
-    for sources in groups:
-        expected |= sources
-    return expected
+    fields = [outer_tensors(spec), *(layer_tensors(spec, i) for i in range(spec.num_layers))]
+    return {piece.name: piece.shape for of in fields for pieces in of.values() for piece in pieces}
+
+
+def _norms(spec: ModelSpec, layer: LayerSpec, prefix: str) -> dict[str, Pieces]:
+    assert layer.norms == "before"
+    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {field: (Piece(f"{prefix}{name}.weight", (spec.hidden_size,)),) for field, name in names.items()}
+
+
+def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[str, Pieces]:
+    num_kv_heads = attention.num_kv_heads
+    rows = {"q_proj": attention.q_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
+
+    def stacked(of: str, *inputs: int) -> Pieces:
+        """The weights or biases of all three."""
+        cuts = {name: Cut.HEADS if name == "q_proj" else Cut.KV_HEADS for name in rows}
+        return tuple(Piece(f"{prefix}{name}.{of}", (n, *inputs), cuts[name], num_kv_heads) for name, n in rows.items())
+
+    fields: dict[str, Pieces] = {
+        "qkv": stacked("weight", spec.hidden_size),
+        "o": (Piece(f"{prefix}o_proj.weight", (spec.hidden_size, attention.q_size), Cut.HEAD_INPUTS),),
+    }
+    if attention.qk_norm == "head":
+        fields["q_norm"] = (Piece(f"{prefix}q_norm.weight", (attention.head_dim,)),)
+        fields["k_norm"] = (Piece(f"{prefix}k_norm.weight", (attention.head_dim,)),)
+    if attention.qkv_bias:
+        fields["qkv_bias"] = stacked("bias")
+    if attention.o_bias:
+        fields["o_bias"] = (Piece(f"{prefix}o_proj.bias", (spec.hidden_size,)),)
+    return fields
+
+
+def _mlp(spec: ModelSpec, mlp: MlpSpec, prefix: str) -> dict[str, Pieces]:
+    hidden, inner, names = spec.hidden_size, mlp.intermediate_size, ("gate_proj", "up_proj")
+    fields: dict[str, Pieces] = {
+        "gate_up": tuple(Piece(f"{prefix}{name}.weight", (inner, hidden), Cut.INNER) for name in names),
+        "down": (Piece(f"{prefix}down_proj.weight", (hidden, inner), Cut.INNER_INPUTS),),
+    }
+    if mlp.bias:
+        fields["gate_up_bias"] = tuple(Piece(f"{prefix}{name}.bias", (inner,), Cut.INNER) for name in names)
+        fields["down_bias"] = (Piece(f"{prefix}down_proj.bias", (hidden,)),)
+    return fields

@@ -21,10 +21,10 @@ from torch import Tensor
 from ...kernels.cpu.linear import Format
 from ..errors import CheckpointError
 from ..quant.formats import as_stored, format_of, scales_of_part
-from .sharding import WHOLE, Share, part_of_tensor
+from .sharding import WHOLE, Share, part_of_piece
 from .shards import INDEX_FILE, read_index, samples, shards
 from .spec import ModelSpec
-from .tensor_names import Shape, expected_tensors, layer_tensors, outer_tensors
+from .tensor_names import Piece, Pieces, Shape, expected_tensors, layer_tensors, outer_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
@@ -38,12 +38,15 @@ STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtyp
 class LayerWeights:
     """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads."""
 
-    input_norm: Tensor  # [H]
     qkv: Tensor  # [(N + 2K) D, H]: queries, keys, values
     o: Tensor  # [H, N D]
-    post_norm: Tensor  # [H]
     gate_up: Tensor  # [2I, H]: gate, up
     down: Tensor  # [H, I]
+    input_norm: Tensor | None = None  # [H], before attention
+    attention_out_norm: Tensor | None = None  # [H], after it
+    mlp_norm: Tensor | None = None  # [H], before the MLP
+    mlp_out_norm: Tensor | None = None  # [H], after it
+    sinks: Tensor | None = None  # [N] float32
     q_norm: Tensor | None = None  # [D]
     k_norm: Tensor | None = None  # [D]
     qkv_bias: Tensor | None = None
@@ -143,7 +146,8 @@ class Checkpoint:
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Tensor `name`, or a part of it, as stored; on CPU."""
         try:
-            if part == (slice(None),):
+            shape = self._files[name].get_slice(name).get_shape()
+            if all(range(size)[where] == range(size) for size, where in zip(shape, part, strict=False)):
                 return self._files[name].get_tensor(name)
             return self._files[name].get_slice(name)[part]
         except (SafetensorError, OSError) as e:
@@ -227,21 +231,20 @@ class Reader:
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self._progress, self._put = progress, put
         self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
-        self._outer: dict[str, dict[str, Shape]] = {}
+        self._outer: dict[str, Pieces] = {}
         if share.rank:  # what is added once is added by rank 0
             for fields in self._layers:
                 fields.pop("o_bias", None)
                 fields.pop("down_bias", None)
         else:
             self._outer = {
-                field: sources
-                for field, sources in outer_tensors(checkpoint.spec).items()
-                if checkpoint.holds(next(iter(sources)))
+                field: pieces
+                for field, pieces in outer_tensors(checkpoint.spec).items()
+                if checkpoint.holds(pieces[0].name)
             }
         self._done, self._total = 0, 0
         for fields in (*self._layers, self._outer):
-            for sources in fields.values():
-                self._total += sum(self._bytes(name, shape) for name, shape in sources.items())
+            self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)
 
     def layers(self) -> "Iterator[Fields]":
         self._progress(0, self._total)
@@ -250,55 +253,51 @@ class Reader:
     def outer(self) -> "Fields":
         return Fields(self, self._outer)
 
-    def parts(self, sources: dict[str, Shape]) -> list[Tensor]:
+    def parts(self, pieces: Pieces) -> list[Tensor]:
         found: list[Tensor] = []
-        for name in sources:
-            stored = self._checkpoint.read(name, self._part(name))
+        for piece in pieces:
+            stored = self._checkpoint.read(piece.name, part_of_piece(piece, self._share))
             found.append(stored.to(self._device, self._dtype))  # no copy of what is so already
             self._count(stored.nbytes)
         return found
 
-    def fused(self, sources: dict[str, Shape]) -> Tensor:
-        shapes = [self._shape(name, shape) for name, shape in sources.items()]
+    def fused(self, pieces: Pieces) -> Tensor:
+        shapes = [self._shape(piece) for piece in pieces]
         target = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
         start = 0
-        for name, own in zip(sources, shapes, strict=True):
-            stored = self._checkpoint.read(name, self._part(name))
+        for piece, own in zip(pieces, shapes, strict=True):
+            stored = self._checkpoint.read(piece.name, part_of_piece(piece, self._share))
             self._put(target[start : start + own[0]], stored, self._count)
             start += own[0]
         return target
 
-    def scales(self, sources: dict[str, Shape], format: Format) -> Tensor | None:
+    def scales(self, pieces: Pieces, format: Format) -> Tensor | None:
         """Of the whole rows, where this share holds a part of their inputs; None: its rows are whole, or `format` has
         no scales. Reads one tensor whole, for a while."""
-        name = next(iter(sources))
-        part = self._part(name)
-        if format == Format.PLAIN or len(part) == 1:
+        part = part_of_piece(pieces[0], self._share)
+        if format == Format.PLAIN or len(part) == 1 or self._share == WHOLE:
             return None
-        assert len(sources) == 1
-        whole = self._checkpoint.read(name, (slice(None),)).to(self._device, self._dtype)
+        assert len(pieces) == 1
+        whole = self._checkpoint.read(pieces[0].name, (slice(None),)).to(self._device, self._dtype)
         return scales_of_part(whole, format, part[1])
 
     def _count(self, num_bytes: int) -> None:
         self._done += num_bytes
         self._progress(self._done, self._total)
 
-    def _part(self, name: str) -> tuple[slice, ...]:
-        return (slice(None),) if self._share == WHOLE else part_of_tensor(self._checkpoint.spec, name, self._share)
+    def _shape(self, piece: Piece) -> Shape:
+        part = part_of_piece(piece, self._share)
+        cut = tuple(len(range(size)[where]) for size, where in zip(piece.shape, part, strict=False))
+        return cut + piece.shape[len(part) :]
 
-    def _shape(self, name: str, shape: Shape) -> Shape:
-        part = self._part(name)
-        cut = tuple(len(range(size)[where]) for size, where in zip(shape, part, strict=False))
-        return cut + shape[len(part) :]
-
-    def _bytes(self, name: str, shape: Shape) -> int:
-        return self._checkpoint.stored_bytes(name) * math.prod(self._shape(name, shape)) // math.prod(shape)
+    def _bytes(self, piece: Piece) -> int:
+        return self._checkpoint.stored_bytes(piece.name) * math.prod(self._shape(piece)) // math.prod(piece.shape)
 
 
 class Fields:
     """The tensors of one layer, or of what is outside the layers, by the fields' names; each is read when asked for."""
 
-    def __init__(self, reader: Reader, fields: dict[str, dict[str, Shape]]) -> None:
+    def __init__(self, reader: Reader, fields: dict[str, Pieces]) -> None:
         self._reader, self._fields = reader, fields
 
     def has(self, field: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernels.cpu.linear import Format, group_of
 from ..errors import ConfigError
-from ..models.spec import ModelSpec
+from ..models.spec import AttentionSpec, MlpSpec, ModelSpec
 from . import int4, int8
 
 QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4}
@@ -29,8 +29,14 @@ def format_of(quantize: str | None, field: str) -> Format:
 
 def check_shares(spec: ModelSpec, quantize: str | None, size: int) -> None:
     """Raise ConfigError where the shares of `size` ranks would cut inputs that have one scale. spec: of the model."""
-    inputs = {"attention heads": spec.num_heads * spec.head_dim, "intermediate size": spec.intermediate_size}
-    for what, k in inputs.items():
+    inputs: dict[tuple[str, int], None] = {}
+    for layer in spec.layers:
+        attention, mlp = layer.attention, layer.feed_forward
+        if isinstance(attention, AttentionSpec):
+            inputs["attention heads", attention.q_size] = None
+        if isinstance(mlp, MlpSpec):
+            inputs["intermediate size", mlp.intermediate_size] = None
+    for what, k in inputs:
         part = k // size
         group = group_of(Format.INT4, part)
         if quantize == "int4" and size > 1 and part % group:

@@ -15,8 +15,8 @@ from diptych.workers.errors import CheckpointError
 from diptych.workers.gpu.device import Device
 from diptych.workers.gpu.fake_device import FakeDevice, FakeEvent, FakeLane
 from diptych.workers.gpu.upload import Upload
+from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import WHOLE, Share
-from diptych.workers.models.spec import load_spec
 from diptych.workers.models.weights import Checkpoint, Progress, load_weights
 
 from ...checkpoints import make_checkpoint

@@ -1,0 +1,85 @@
+"""Checked reading of JSON that others wrote: a checkpoint's config.json and index. Knows no tensor."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import CheckpointError
+
+MAX_DIMENSION = 1 << 24  # no size in a real checkpoint is larger; a larger one is a damaged file
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read ({e.strerror}): check the file's permissions") from e
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not valid JSON ({e}): fetch the checkpoint again") from e
+    except RecursionError as e:
+        raise CheckpointError(f"{path} is nested too deeply to be a checkpoint's: fetch the checkpoint again") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} must hold a JSON object, found {type(value).__name__}: fetch the checkpoint again"
+        )
+    return cast("dict[str, Any]", value)
+
+
+class Fields:
+    """Checked access to the fields of one JSON object; null counts as absent. Errors name the file and the field."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.path, self._values, self._prefix = path, values, prefix
+
+    def error(self, name: str, need: str, found: object) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {self._prefix}{name} {need}, found {found!r}")
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A count or size of at least 1."""
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DIMENSION:
+            raise self.error(name, f"must be an integer in [1, {MAX_DIMENSION}]", value)
+        return value
+
+    def number(self, name: str, default: float | None = None, minimum: float = -math.inf) -> float:
+        """A finite number above `minimum`."""
+        value = self._present(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= minimum:
+            bound = "" if minimum == -math.inf else f" above {minimum:g}"
+            raise self.error(name, f"must be a finite number{bound}", value)
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._present(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false", value)
+        return value
+
+    def section(self, name: str) -> "Fields | None":
+        """The object under `name`; None where it is absent, null or empty."""
+        value = self.get(name)
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, "must be an object", value)
+        return Fields(self.path, cast("dict[str, Any]", value), f"{self._prefix}{name}.")
+
+    def _present(self, name: str, default: object) -> Any:
+        value = self.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{self.path}: {self._prefix}{name} is missing")
+        return value

@@ -3,6 +3,7 @@
     python benchmarks/rank_memory.py --model DIR [--ranks 1 3] [--dtype bfloat16] [--kv-memory-mib 256]
 
 For each number of ranks: a worker, prompts that fill three quarters of its KV memory, and then of every rank, in MiB:
+the highest RSS since it began, loading included (of the checkpoint's file, which is mapped, what was read counts);
 RSS; PSS (a page that n processes share counts 1/n for each); of it KV, which is one memory file where there are several
 ranks; and USS less what a process has that has only imported a rank's modules: weights, buffers, and KV that no other
 process has touched.
@@ -14,6 +15,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 from chaos import routed, started
@@ -52,11 +54,16 @@ async def fill(router: Router, worker: Worker) -> None:
             pass
 
 
+def peak_rss(process: psutil.Process) -> int:
+    [line] = [v for v in Path(f"/proc/{process.pid}/status").read_text().splitlines() if v.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
 def show(num_ranks: int, processes: Sequence[psutil.Process], imported: int) -> None:
     for rank, process in enumerate(processes):
         memory = process.memory_full_info()
         kv = sum(m.pss for m in process.memory_maps() if KV_NAME in m.path)
-        figures = (memory.rss, memory.pss, kv, memory.uss - imported)
+        figures = (peak_rss(process), memory.rss, memory.pss, kv, memory.uss - imported)
         print(f"{num_ranks:5} {rank:4} " + " ".join(f"{figure / MIB:9.0f}" for figure in figures))
 
 
@@ -80,7 +87,9 @@ def main() -> None:
     flags += ["--kv-memory-bytes", str(given.kv_memory_mib * MIB)]
     imported = imported_uss()
     print(f"imported modules alone: USS {imported / MIB:.0f} MiB")
-    print(f"{'ranks':>5} {'rank':>4} " + " ".join(f"{name:>9}" for name in ("RSS", "PSS", "of it KV", "own")))
+    print(
+        f"{'ranks':>5} {'rank':>4} " + " ".join(f"{name:>9}" for name in ("peak RSS", "RSS", "PSS", "of it KV", "own"))
+    )
     for num_ranks in given.ranks:
         asyncio.run(measure(given.model, num_ranks, flags, imported))
 

@@ -3,8 +3,8 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,15 +13,24 @@ import pytest
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
+from diptych.cluster.worker_control import WorkerControl
 from diptych.workers.request import Request, SamplingParams
+from diptych.workers.scheduler import Role
+from diptych.workers.wire import ROLE_TO_PROTO
 
 from ..checkpoints import make_checkpoint, untied_prompts
-from .harness import WorkerHandle, assert_nothing_leaked, spawn, workers
+from .harness import WorkerHandle, assert_nothing_leaked, spawn, unlike_workers, workers
 
 LENGTHS = (1, 3, 17, 40, 130)
 NUM_TOKENS = 24
 END_S = 20.0  # for processes that must end; generous, and no test passes by waiting
-FLAGS = {"dtype": "float32", "threads": 1, "chunk_tokens": 48, "kv_memory_bytes": 64 << 20, "transports": "grpc"}
+FLAGS: dict[str, object] = {
+    "dtype": "float32",
+    "threads": 1,
+    "chunk_tokens": 48,
+    "kv_memory_bytes": 64 << 20,
+    "transports": "grpc",
+}
 Cases = list[tuple[list[int], list[int]]]
 
 pytestmark = pytest.mark.e2e
@@ -162,25 +171,64 @@ def test_ctrl_c_ends_a_worker_in_order(worker: WorkerHandle) -> None:
     assert_ended(ranks)
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefill", "decode", "transport"),
-    [("grouped", 4, 2, "nixl"), ("grouped", 1, 4, "grpc"), ("grouped", 2, 1, "grpc"), ("single", 2, 1, "nixl")],
-)
-def test_kv_moves_between_workers_of_unlike_sizes(
-    kind: str, prefill: int, decode: int, transport: str, request: pytest.FixtureRequest
-) -> None:
-    path, cases = request.getfixturevalue(kind)
-    flags = FLAGS | {"transports": transport}
+async def take_roles(*handles: WorkerHandle) -> None:
+    """A source and a sink, whatever they were."""
+    for handle, role in zip(handles, (Role.PREFILL, Role.DECODE), strict=True):
+        control = await WorkerControl.open(handle.address, None)
+        try:
+            await control.set_role(role)
+            async with asyncio.timeout(END_S):
+                while (await control.state()).load.role != ROLE_TO_PROTO[role]:
+                    await asyncio.sleep(0.01)
+        finally:
+            await control.close()
 
-    async def test(*handles: WorkerHandle) -> None:
-        async with routed(*handles) as router:
-            calls = [answer(router, prompt, b"moved") for prompt, _ in cases]
+
+def assert_kv_moves(source: WorkerHandle, sink: WorkerHandle, cases: Cases, transport: str) -> None:
+    """All prompts at once, computed by one and continued by the other, over that transport."""
+
+    async def test() -> None:
+        await take_roles(source, sink)
+        async with routed(source, sink) as router:
+            salt = f"{source.incarnation} to {sink.incarnation}".encode()
+            calls = [answer(router, prompt, salt) for prompt, _ in cases]
             assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
 
-    with (
-        workers(path, ["prefill"], tensor_parallel=prefill, **flags) as [source],
-        workers(path, ["decode"], tensor_parallel=decode, **flags) as [sink],
-    ):
-        asyncio.run(test(source, sink))
-        assert sink.settled_state().load.num_handoffs_received == len(cases)
-        assert_nothing_leaked([source, sink])
+    num_before = sink.settled_state().load.num_handoffs_received
+    asyncio.run(test())
+    load = sink.settled_state().load
+    assert load.num_handoffs_received - num_before == len(cases)
+    [link] = [link for link in load.links if link.incarnation == source.incarnation]
+    assert (link.transport, link.num_failed) == (transport, 0) and link.num_bytes > 0
+    assert_nothing_leaked([source, sink])
+
+
+@contextmanager
+def sized(model: Path, *sizes: int) -> Generator[dict[int, WorkerHandle]]:
+    """A worker of each number of ranks; a sink takes the first transport of its own."""
+    transports = {size: "grpc,nixl" if size == 2 else "nixl,grpc" for size in sizes}
+    each = [("mixed", {**FLAGS, "tensor_parallel": size, "transports": transports[size]}) for size in sizes]
+    with unlike_workers(model, each) as handles:
+        yield dict(zip(sizes, handles, strict=True))
+
+
+@pytest.fixture(scope="module")
+def grouped_sizes(grouped: tuple[Path, Cases]) -> Iterator[dict[int, WorkerHandle]]:
+    with sized(grouped[0], 1, 2, 4) as handles:
+        yield handles
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"),  # the sink's favourite
+    [(1, 2, "grpc"), (2, 1, "nixl"), (1, 4, "nixl"), (4, 1, "nixl"), (2, 4, "nixl"), (4, 2, "grpc")],
+)
+def test_kv_moves_between_workers_of_unlike_sizes(
+    prefill: int, decode: int, transport: str, grouped: tuple[Path, Cases], grouped_sizes: dict[int, WorkerHandle]
+) -> None:
+    assert_kv_moves(grouped_sizes[prefill], grouped_sizes[decode], grouped[1], transport)
+
+
+def test_kv_of_one_head_moves_between_workers_of_unlike_sizes(single: tuple[Path, Cases]) -> None:
+    with sized(single[0], 1, 2) as handles:
+        assert_kv_moves(handles[2], handles[1], single[1], "nixl")
+        assert_kv_moves(handles[1], handles[2], single[1], "grpc")

@@ -24,8 +24,9 @@ CORES = sorted(os.sched_getaffinity(0))  # before torch binds this thread to one
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from diptych.kernels.cpu.formats import Format  # noqa: E402
 from diptych.kernels.cpu.library import Team, library  # noqa: E402
-from diptych.kernels.cpu.linear import Format, linear, pack, packed_bytes  # noqa: E402
+from diptych.kernels.cpu.linear import linear, pack, packed_bytes  # noqa: E402
 
 SHAPES = ["960x576", "576x576", "3072x576", "576x1536", "49152x576"]
 COLD_BYTES = 300_000_000  # several times the largest cache

@@ -17,15 +17,12 @@ from torch import Tensor
 
 from ..kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ..kernels.cpu.library import Library, Team
-from .errors import ConfigError
 from .gpu.cuda_driver import driver_of
 from .gpu.device import Device
 from .gpu.kv_pool import DevicePool
 from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region
 from .memory import huge_page_mapping, shared_mapping
 from .models.weights import DTYPES
-
-MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
 
 
 class KVCache:
@@ -96,20 +93,6 @@ class KVCache:
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, 2, block_size, heads of this rank, head_dim], or as its packing has it."""
         return self.tensor[:, index] if self._is_block_major else self.tensor[index]
-
-
-def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -> int:
-    """Blocks to make of `num_bytes`: at least one full context (else ConfigError), at most MAX_CONTEXTS of them."""
-    per_context = layout.num_blocks_for(max_context_tokens)
-    num_blocks = min(num_bytes // layout.block_bytes, per_context * MAX_CONTEXTS)
-    if num_blocks < per_context:
-        fits = num_bytes // layout.block_bytes * layout.block_size
-        raise ConfigError(
-            f"one context of {max_context_tokens} tokens needs {per_context * layout.block_bytes:,} bytes of KV memory "
-            f"and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction), or lower "
-            f"max_context_tokens to {fits} or less"
-        )
-    return num_blocks
 
 
 def available_bytes(device: torch.device) -> int:

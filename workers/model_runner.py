@@ -28,8 +28,9 @@ from .gpu.device_sampler import DeviceSampler
 from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
 from .gpu.precision import settle_products
 from .gpu.upload import Upload
-from .kv_cache import KVCache, available_bytes, plan_num_blocks
+from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
+from .kv_plan import plan_num_blocks
 from .launched import Compute, ComputeThread, Deferred
 from .models.compiled import CompiledDecoder, is_compiled, read_weights
 from .models.decoder import Decoder

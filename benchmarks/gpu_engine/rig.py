@@ -8,8 +8,9 @@ from diptych.workers.engine import Engine
 from diptych.workers.gpu.device_sampler import DeviceSampler
 from diptych.workers.gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
 from diptych.workers.gpu.precision import settle_products
-from diptych.workers.kv_cache import KVCache, available_bytes, plan_num_blocks
+from diptych.workers.kv_cache import KVCache, available_bytes
 from diptych.workers.kv_layout import AXIS_ORDERS, KVLayout
+from diptych.workers.kv_plan import plan_num_blocks
 from diptych.workers.model_runner import ModelRunner
 from diptych.workers.models.decoder import Decoder
 from diptych.workers.models.rope import rope_tables

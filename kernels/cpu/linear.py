@@ -8,18 +8,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from .formats import Format, group_of
 from .library import DTYPES, Team
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 PANEL = 32  # outputs
-
-
-class Format(IntEnum):
-    """How weights are stored."""
-
-    PLAIN = 0  # as they are
-    INT8 = 1  # whole numbers from -127 to 127, a scale for each output
-    INT4 = 2  # from -8 to 7, a scale for each group of inputs of an output
 
 
 class Then(IntEnum):
@@ -63,13 +56,6 @@ class PackedLinear:
     @property
     def num_outputs(self) -> int:
         return self.of.n // 2 if self.of.is_gated else self.of.n
-
-
-def group_of(format: Format, k: int) -> int:
-    """Inputs of an output that share a scale."""
-    if format != Format.INT4:
-        return k
-    return next((group for group in (128, 64) if k % group == 0), 32)
 
 
 def packed_bytes(n: int, k: int, dtype: torch.dtype, format: Format = Format.PLAIN) -> int:

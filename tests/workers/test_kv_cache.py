@@ -10,9 +10,10 @@ import torch
 from diptych.kernels.cpu.attention import is_packed, pack
 from diptych.kernels.cpu.library import Library, library
 from diptych.workers.errors import ConfigError
-from diptych.workers.kv_cache import MAX_CONTEXTS, KVCache, plan_num_blocks
+from diptych.workers.kv_cache import KVCache
 from diptych.workers.kv_layout import DOT, LAYER_MAJOR, ROWS, KVLayout
 from diptych.workers.kv_packing import unpacked
+from diptych.workers.kv_plan import MAX_CONTEXTS, plan_num_blocks
 
 LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
 

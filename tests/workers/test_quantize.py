@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.library import library
-from diptych.kernels.cpu.linear import Format
 from diptych.workers.errors import ConfigError
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.weights import Checkpoint, load_weights
 from diptych.workers.quant import int4, int8
-from diptych.workers.quant.formats import as_stored, format_of
+from diptych.workers.quant.formats import format_of
+from diptych.workers.quant.stored import as_stored
 from diptych.workers.request import SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
 

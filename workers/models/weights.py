@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...kernels.cpu.linear import Format
+from ...kernels.cpu.formats import Format
 from ..errors import CheckpointError
-from ..quant.formats import as_stored, format_of, scales_of_part
+from ..quant.formats import format_of
+from ..quant.stored import as_stored, scales_of_part
 from .sharding import WHOLE, Share, part_of_piece
 from .shards import INDEX_FILE, read_index, samples, shards
 from .spec import ModelSpec

@@ -3,16 +3,12 @@
 All products of the layers in that format, and the head, where its weights are its own, in int8 either way: its errors
 are those of the logits, with nothing after them to even them out. Embeddings, and so a head tied to them, biases and
 norms stay as they are. Where ranks share a product's inputs, each takes the scales of the whole rows: all ranks
-together hold bit for bit what one alone holds, and their KV goes by one name.
+together hold bit for bit what one alone holds, and their KV goes by one name. No torch.
 """
 
-import torch
-from torch import Tensor
-
-from ...kernels.cpu.linear import Format, group_of
+from ...kernels.cpu.formats import Format, group_of
 from ..errors import ConfigError
 from ..models.spec import AttentionSpec, MlpSpec, ModelSpec
-from . import int4, int8
 
 QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4}
 IN_LAYERS = ("qkv", "o", "gate_up", "down")  # fields of LayerWeights
@@ -44,21 +40,3 @@ def check_shares(spec: ModelSpec, quantize: str | None, size: int) -> None:
                 f"quantize=int4 has a scale for each {group} inputs, and tensor_parallel={size} would cut them: a rank "
                 f"would have {part} inputs of the {what}. Use int8, or fewer ranks"
             )
-
-
-def scales_of_part(weight: Tensor, format: Format, part: slice) -> Tensor:
-    """weight: whole rows [n, k]. Returns the scales that their inputs `part` have, float32 [n, groups]."""
-    scales = int8.scales_of(weight) if format == Format.INT8 else int4.scales_of(weight)
-    whole, own = group_of(format, weight.shape[1]), group_of(format, part.stop - part.start)
-    return scales[:, torch.arange(part.start, part.stop, own) // whole].contiguous()
-
-
-def as_stored(weight: Tensor, format: Format, scales: Tensor | None = None) -> Tensor:
-    """What `format` leaves of a weight [n, k], in its dtype: for a product by torch. scales: None, its own."""
-    match format:
-        case Format.PLAIN:
-            return weight
-        case Format.INT8:
-            return int8.dequantise(*int8.quantise(weight, scales)).to(weight.dtype)
-        case Format.INT4:
-            return int4.dequantise(*int4.quantise(weight, scales)).to(weight.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...kernels.cpu.linear import Format, group_of
+from ...kernels.cpu.formats import Format, group_of
 
 
 def scales_of(weight: Tensor) -> Tensor:

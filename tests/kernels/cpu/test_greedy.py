@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.greedy import greedy
 from diptych.kernels.cpu.library import Team
-from diptych.kernels.cpu.linear import Format, linear, pack
+from diptych.kernels.cpu.linear import linear, pack
 
 
 @pytest.mark.parametrize("format", Format)

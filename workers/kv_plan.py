@@ -1,0 +1,20 @@
+"""How many blocks of KV a worker makes of the memory that it may use. No torch."""
+
+from .errors import ConfigError
+from .kv_layout import KVLayout
+
+MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
+
+
+def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -> int:
+    """Blocks to make of `num_bytes`: at least one full context (else ConfigError), at most MAX_CONTEXTS of them."""
+    per_context = layout.num_blocks_for(max_context_tokens)
+    num_blocks = min(num_bytes // layout.block_bytes, per_context * MAX_CONTEXTS)
+    if num_blocks < per_context:
+        fits = num_bytes // layout.block_bytes * layout.block_size
+        raise ConfigError(
+            f"one context of {max_context_tokens} tokens needs {per_context * layout.block_bytes:,} bytes of KV memory "
+            f"and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction), or lower "
+            f"max_context_tokens to {fits} or less"
+        )
+    return num_blocks

@@ -129,30 +129,63 @@ def _pair(cache: Tensor) -> int:
     return 4 // cache.element_size()
 
 
+class Rope(ctypes.Structure):
+    _fields_ = [("table", _P), ("num_rotated", _L)]
+
+    @classmethod
+    def of(cls, table: Tensor, heads: Heads) -> "Rope":
+        """table: [positions, R] float32, cosines first, of the first R numbers of each head. Valid while it lives."""
+        num_rotated = table.shape[1]
+        assert num_rotated % 2 == 0 and num_rotated <= heads.head_dim
+        assert table.is_contiguous() and table.dtype == torch.float32
+        return cls(table.data_ptr(), num_rotated)
+
+
+class _Norms(ctypes.Structure):
+    """attention.h's struct HeadNorms."""
+
+    _fields_ = [("q", _P), ("k", _P), ("eps", _F), ("is_whole", _I)]
+
+
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each query and key head before they are rotated."""
+    """RMSNorm of each query and key head before they are rotated, or of all those of a row at once."""
 
-    q: Tensor  # [D]
-    k: Tensor  # [D]
+    q: Tensor  # float32: [D], or [N * D]
+    k: Tensor  # float32: [D], or [K * D]
     eps: float
+
+    def struct(self, heads: Heads) -> _Norms:
+        is_whole = self.q.numel() != heads.head_dim
+        for weight, num_heads in ((self.q, heads.num_heads), (self.k, heads.num_kv_heads)):
+            assert weight.shape == (heads.head_dim * (num_heads if is_whole else 1),) and weight.dtype == torch.float32
+        return _Norms(self.q.data_ptr(), self.k.data_ptr(), self.eps, is_whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Of the T tokens of a step."""
+
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64: block * block_size + offset; those of one sequence in order
 
 
 def rope_kv_write(
-    team: Team, qkv: Tensor, heads: Heads, cos_sin: Tensor, cache: Tensor, slots: Tensor, norms: HeadNorms | None = None
+    team: Team, qkv: Tensor, heads: Heads, rope: Tensor, places: Places, cache: Tensor, norms: HeadNorms | None = None
 ) -> None:
-    """Rotate the queries in place; store the rotated keys, and the values, in one layer of the cache.
+    """Norm queries and keys, rotate the queries, in place; store the rotated keys, and the values, in one layer of the
+    cache.
 
-    qkv: [T, (N + 2 K) * D], rows contiguous: queries, keys, values. cos_sin: [T, D] float32, cosines first. cache:
-    packed, of qkv's dtype. slots: [T] int64, block * block_size + offset; those of one sequence in order.
+    qkv: [T, (N + 2 K) * D], rows contiguous: queries, keys, values. rope: [positions, R] float32, cosines first, of
+    the first R numbers of each head. cache: packed, of qkv's dtype.
     """
     to = Cache.of(cache)
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     assert qkv.shape[1] == width and qkv.stride(1) == 1 and qkv.dtype == cache.dtype
     assert (to.num_kv_heads, to.head_dim) == (heads.num_kv_heads, heads.head_dim)
-    assert cos_sin.shape == (len(qkv), heads.head_dim) and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
-    assert slots.shape == (len(qkv),) and slots.is_contiguous() and slots.dtype == torch.int64
-    kernel = team.library.kernel("rope_kv_write", _I, _P, _L, _L, _P, _P, _P, _P, _P, _F, _P)
+    for numbers in (places.positions, places.slots):
+        assert numbers.shape == (len(qkv),) and numbers.is_contiguous() and numbers.dtype == torch.int64
+    kernel = team.library.kernel("rope_kv_write", _I, _P, _L, _L, _P, _P, _P, _P, _P, _P)
     kernel(
         team.address,
         DTYPES[qkv.dtype],
@@ -160,11 +193,10 @@ def rope_kv_write(
         qkv.stride(0),
         len(qkv),
         ctypes.byref(heads),
-        cos_sin.data_ptr(),
-        slots.data_ptr(),
-        norms.q.data_ptr() if norms else None,
-        norms.k.data_ptr() if norms else None,
-        norms.eps if norms else 0.0,
+        ctypes.byref(norms.struct(heads) if norms else _Norms()),
+        ctypes.byref(Rope.of(rope, heads)),
+        places.positions.data_ptr(),
+        places.slots.data_ptr(),
         ctypes.byref(to),
     )
 

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .attention import Heads, Limits, Scratch
+from ..paged_batch import NO_OPTIONS, AttentionOptions
+from .attention import Heads, Limits, Rope, Scratch
 from .greedy import BEST_BYTES, SCRATCH
 from .library import DTYPES, Team
-from .linear import Linear, PackedLinear
+from .linear import Linear, PackedLinear, Then
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PARTS = ("begin", "norms", "qkv", "rope", "attention", "o", "gate_up", "down", "head")  # Part of layer.h
@@ -23,22 +24,27 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
+class Attention(ctypes.Structure):
+    _fields_ = (("heads", Heads), ("rope", Rope))
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _P) for name in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")),
+        *((name, _P) for name in ("q_norm", "k_norm", "sinks")),
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
         ("cache", _P),
+        *((name, _L) for name in ("attention", "gate")),
     )
 
 
 class Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("layers", "norm", "embed", "rope")),
+        *((name, _P) for name in ("layers", "attentions", "norm", "embed")),
         ("head", Linear),
-        ("heads", Heads),
-        *((name, _L) for name in ("num_layers", "hidden_size", "inner_size", "block_stride", "block_size")),
-        ("eps", _F),
-        ("dtype", _I),
+        *((name, _L) for name in ("num_layers", "num_attentions", "hidden_size", "block_stride", "block_size")),
+        *((name, _F) for name in ("eps", "embed_scale", "logit_softcap")),
+        *((name, _I) for name in ("dtype", "norms_whole_rows", "is_split")),
     )
 
 
@@ -51,10 +57,9 @@ class Step(ctypes.Structure):
         ("num_sampled", _L),
         *((name, _P) for name in ("query_starts", "block_tables")),
         ("block_table_width", _L),
-        *((name, _P) for name in ("cos_sin", "slots", "residual", "normed", "qkv", "attended", "inner")),
+        *((name, _P) for name in ("positions", "slots", "residual", "normed", "qkv", "attended", "inner")),
         *((f"{name}_stride", _L) for name in ("normed", "attended", "inner")),
-        ("partial", _P),
-        ("scratch", _P),
+        *((name, _P) for name in ("partial", "scratches")),
         ("limits", Limits),
         ("logits", _P),
         ("picks", _L),
@@ -63,11 +68,18 @@ class Step(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """A way to attend that layers share."""
+
+    rope: Tensor  # [positions, R] float32, cosines first: the first R numbers of a head are rotated
+    options: AttentionOptions = NO_OPTIONS  # without sinks, which each layer has of its own
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderShape:
     """Of one rank's share."""
 
     block_size: int  # of the cache
-
     hidden_size: int
     inner_size: int
     num_heads: int
@@ -76,31 +88,41 @@ class DecoderShape:
     vocab_size: int
     eps: float
     dtype: torch.dtype
+    attentions: tuple[AttentionKind, ...]
+    embed_scale: float = 1.0  # of the embedded tokens
+    logit_softcap: float = 0.0  # 0: none; else logits become softcap * tanh(logit / softcap)
+    is_split: bool = False  # over several ranks, of which this is one
+    leaves_halves: bool = False  # some layer norms what it adds to the residual
 
-    @property
-    def heads(self) -> Heads:
-        return Heads.of(self.num_heads, self.num_kv_heads, self.head_dim)
+    def heads(self, kind: AttentionKind) -> Heads:
+        return Heads.of(self.num_heads, self.num_kv_heads, self.head_dim, kind.options)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """H hidden, D head_dim."""
+    """H hidden, D head_dim, N query heads, K KV heads. Norms, float32: of what attention and the MLP read of the
+    residual, and of what they add to it."""
 
-    input_norm: Tensor  # [H]
-    post_norm: Tensor  # [H]
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None  # [D]
+    input_norm: Tensor | None  # [H]
+    attention_out_norm: Tensor | None  # [H]
+    mlp_norm: Tensor | None  # [H]
+    mlp_out_norm: Tensor | None  # [H]
+    q_norm: Tensor | None  # [D], or [N D]: of all heads of a row at once
+    k_norm: Tensor | None  # [D] or [K D]
+    sinks: Tensor | None  # [N] float32
     qkv: PackedLinear
     o: PackedLinear
     gate_up: PackedLinear  # packed for its gate
     down: PackedLinear
+    attention: int = 0  # which of the decoder's
+    gate: Then = Then.SILU_MUL  # or GELU_MUL
 
 
 @dataclass(frozen=True, slots=True)
 class PackedOuter:
     """What is outside the layers: rank 0 has it."""
 
-    norm: Tensor  # [H]
+    norm: Tensor  # [H] float32
     head: PackedLinear
     embed: Tensor | None  # [vocab, H]; None: the rows of `head`
 
@@ -116,13 +138,12 @@ class StepMemory:
     token_ids: Int64s  # [T]
     sampled: Int64s  # [R]: rows whose head is computed
     residual: Tensor  # [T, H]
-    partial: Tensor  # [T, H] float32: where this is one of several ranks, its part of what the residual gains
+    partial: Tensor  # [T, H] float32: this rank's part of what the residual gains, where it is not added at once
     logits: Tensor  # [R, vocab] float32
     ids: Int64s  # [R]: the likeliest tokens, where the step picks them instead
 
-    def __init__(self, team: Team, shape: DecoderShape, *, is_split: bool) -> None:
-        """is_split: one of several ranks."""
-        self._team, self._shape, self._is_split = team, shape, is_split
+    def __init__(self, team: Team, shape: DecoderShape) -> None:
+        self._team, self._shape = team, shape
         self._num_rows = self._num_seqs = self._num_logits = self._num_picked = self._width = 0
         self._kept: dict[str, Tensor] = {}  # by field of `struct`
         self.struct = Step()
@@ -170,8 +191,10 @@ class StepMemory:
             self._num_seqs, self._width = _grown(max(num_seqs, self._num_seqs)), _grown(max(width, self._width))
             self._make_seqs(self._num_seqs, self._width)
         limits = Limits(self._num_seqs, self._num_rows, self._width * self._shape.block_size)
-        self._scratch = Scratch.of(self._team, self._shape.dtype, self._shape.heads, limits)
-        self.struct.limits, self.struct.scratch = limits, self._scratch.address
+        shape = self._shape
+        self._scratches = [Scratch.of(self._team, shape.dtype, shape.heads(kind), limits) for kind in shape.attentions]
+        self._addresses = (_P * len(self._scratches))(*(scratch.address for scratch in self._scratches))
+        self.struct.limits, self.struct.scratches = limits, ctypes.addressof(self._addresses)
 
     def _make_rows(self, num_rows: int) -> None:
         shape, dtype = self._shape, self._shape.dtype
@@ -179,13 +202,13 @@ class StepMemory:
         self.token_ids = self._make("token_ids", (num_rows,), torch.int64).numpy()
         self.sampled = self._make("sampled", (num_rows,), torch.int64).numpy()
         self._make("slots", (num_rows,), torch.int64)
-        self._make("cos_sin", (num_rows, shape.head_dim), torch.float32)
+        self._make("positions", (num_rows,), torch.int64)
         self.residual = self._make("residual", (num_rows, shape.hidden_size), dtype)
         self._make("qkv", (num_rows, q_size + 2 * kv_size), dtype)
         self._make_factor("normed", max(num_rows, _FEW_ROWS * self._team.num_threads), shape.hidden_size)
         self._make_factor("attended", num_rows, q_size)
         self._make_factor("inner", num_rows, shape.inner_size)
-        if self._is_split:
+        if shape.is_split or shape.leaves_halves:
             self.partial = self._make("partial", (num_rows, shape.hidden_size), torch.float32)
 
     def _make_factor(self, field: str, num_rows: int, size: int) -> None:
@@ -224,24 +247,26 @@ class CompiledLayers:
         shape: DecoderShape,
         layers: Sequence[PackedLayer],
         outer: PackedOuter | None,
-        rope: Tensor,
         cache_layers: Sequence[Tensor],
     ) -> None:
-        """rope: [positions, head_dim] float32, cosines first."""
-        self._kept = (team, layers, outer, rope, cache_layers)
+        self._kept = (team, shape, layers, outer, cache_layers)
         self._team, self.num_layers = team, len(layers)
         self._layers = (Layer * len(layers))(*map(_layer, layers, cache_layers))
+        heads = [shape.heads(kind) for kind in shape.attentions]
+        ropes = (Rope.of(kind.rope, own) for kind, own in zip(shape.attentions, heads, strict=True))
+        self._attentions = (Attention * len(heads))(*map(Attention, heads, ropes))
         self.struct = decoder = Decoder()
-        decoder.layers = ctypes.addressof(self._layers)
-        decoder.rope = rope.data_ptr()
+        decoder.layers, decoder.attentions = ctypes.addressof(self._layers), ctypes.addressof(self._attentions)
         if outer is not None:
             decoder.norm, decoder.head = outer.norm.data_ptr(), outer.head.of
             decoder.embed = _address(outer.embed)
-        decoder.heads = shape.heads
-        decoder.num_layers, decoder.hidden_size, decoder.inner_size = len(layers), shape.hidden_size, shape.inner_size
+        decoder.num_layers, decoder.num_attentions, decoder.hidden_size = len(layers), len(heads), shape.hidden_size
         cache = cache_layers[0]
         decoder.block_stride, decoder.block_size = cache.stride(0) * cache.element_size(), shape.block_size
         decoder.eps, decoder.dtype = shape.eps, DTYPES[shape.dtype]
+        decoder.embed_scale, decoder.logit_softcap = shape.embed_scale, shape.logit_softcap
+        decoder.norms_whole_rows = any(x.q_norm is not None and x.q_norm.numel() != shape.head_dim for x in layers)
+        decoder.is_split = shape.is_split
         self._run_step = team.library.kernel("decoder_step", _P, _P, _L, _L)
         self._run_half = team.library.kernel("decoder_half", _P, _P, _L, _I)
         self._address = ctypes.addressof(decoder)
@@ -256,8 +281,10 @@ class CompiledLayers:
 
 
 def _layer(of: PackedLayer, cache: Tensor) -> Layer:
-    norms = (_address(norm) for norm in (of.input_norm, of.post_norm, of.q_norm, of.k_norm))
-    return Layer(*norms, of.qkv.of, of.o.of, of.gate_up.of, of.down.of, cache.data_ptr())
+    around = of.input_norm, of.attention_out_norm, of.mlp_norm, of.mlp_out_norm
+    vectors = (_address(vector) for vector in (*around, of.q_norm, of.k_norm, of.sinks))
+    products = (product.of for product in (of.qkv, of.o, of.gate_up, of.down))
+    return Layer(*vectors, *products, cache.data_ptr(), of.attention, of.gate)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.layer import CompiledLayers, DecoderShape, PackedLayer, PackedOuter, StepMemory
+from ...kernels.cpu.layer import (
+    AttentionKind,
+    CompiledLayers,
+    DecoderShape,
+    PackedLayer,
+    PackedOuter,
+    StepMemory,
+)
 from ...kernels.cpu.library import Team
 from ...kernels.cpu.linear import PackedLinear, pack
 from ..kv_cache import KVCache
@@ -84,11 +91,17 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
             take=arena.take,
         )
 
+    def vector(name: str) -> Tensor | None:
+        return fields.tensor(name).float() if fields.has(name) else None
+
     return PackedLayer(
-        input_norm=fields.tensor("input_norm"),
-        post_norm=fields.tensor("mlp_norm"),
-        q_norm=fields.fused("q_norm"),
-        k_norm=fields.fused("k_norm"),
+        input_norm=vector("input_norm"),
+        attention_out_norm=vector("attention_out_norm"),
+        mlp_norm=vector("mlp_norm"),
+        mlp_out_norm=vector("mlp_out_norm"),
+        q_norm=vector("q_norm"),
+        k_norm=vector("k_norm"),
+        sinks=vector("sinks"),
         qkv=packed("qkv"),
         o=packed("o"),
         gate_up=packed("gate_up", gated=True),
@@ -98,7 +111,7 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
 
 def _packed_outer(team: Team, fields: Fields, arena: Arena) -> PackedOuter:
     """Embeddings that are tied to the head are read from it, which is not quantised then."""
-    norm, is_tied = fields.tensor("norm"), not fields.has("lm_head")
+    norm, is_tied = fields.tensor("norm").float(), not fields.has("lm_head")
     field = "embed" if is_tied else "lm_head"
     head = pack(team, fields.parts(field), format=fields.format(field), take=arena.take)
     return PackedOuter(norm, head, None if is_tied else fields.tensor("embed"))
@@ -131,11 +144,13 @@ class CompiledDecoder:
             vocab_size=spec.vocab_size,
             eps=spec.rms_norm_eps,
             dtype=cache.tensor.dtype,
+            attentions=(AttentionKind(cos_sin[0]),),
+            is_split=self._is_split,
         )
-        self._new_memory = partial(StepMemory, team, shape, is_split=self._is_split)
+        self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
         layers = [cache.layer(i) for i in range(spec.num_layers)]
-        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, cos_sin[0], layers)
+        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers)
 
     def new_memory(self) -> StepMemory:
         """Another, to be written while a step computes in the one that is `memory` now."""

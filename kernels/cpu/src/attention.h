@@ -47,12 +47,24 @@ inline T *group_of(const Cache &cache, bool is_value, int64_t block, int64_t kv_
   return layer + (head * cache.block_size + group * kGroup) * cache.head_dim;
 }
 
-// qkv: rows of num_heads queries, num_kv_heads keys and as many values, each [head_dim]. Queries and keys are normed
-// (where q_norm and k_norm, [head_dim], are given), then rotated (Su et al. 2021, half-split); queries in place, keys
-// and values go to the cache at `slots`, block * block_size + offset. cos_sin: [num_rows, head_dim], cosines first.
+// attention.py mirrors these two.
+struct Rope {
+  const float *table;  // [positions, num_rotated]: cosines of num_rotated / 2 angles, then their sines
+  int64_t num_rotated;  // the first numbers of each head (Su et al. 2021, half-split); even; 0: none, and no table
+};
+
+struct HeadNorms {
+  const float *q, *k;  // [head_dim] of each head alone, or [heads * head_dim] of all of a row; both or neither null
+  float eps;
+  int32_t is_whole;  // of all heads of a row at once (OLMo 2)
+};
+
+// qkv: rows of num_heads queries, num_kv_heads keys and as many values, each [head_dim]. Queries and keys are normed in
+// place and rotated, the row's `positions` says how far: queries in place, keys and values go to the cache at `slots`,
+// block * block_size + offset.
 template <class T>
-void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const float *cos_sin,
-                   const int64_t *slots, const T *q_norm, const T *k_norm, float eps, const Cache &cache, int index,
+void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const HeadNorms &norms,
+                   const Rope &rope, const int64_t *positions, const int64_t *slots, const Cache &cache, int index,
                    int size);
 
 // Largest batch that `scratch` is for.

@@ -14,7 +14,7 @@ template <class T>
 class Way {
  public:
   Way(Team &team, const Decoder &of, const Step &step, int index)
-      : team_(team), of_(of), step_(step), heads_(of.heads), index_(index), began_(now()) {}
+      : team_(team), of_(of), step_(step), index_(index), began_(now()) {}
 
   void begin() {
     if (index_ == 0) copy_tables();
@@ -29,47 +29,54 @@ class Way {
     }
     if (index_ == 0) {
       step_.query_starts[step_.num_seqs] = int32_t(first);
-      plan_attention<T>(heads_, sequences(), step_.limits, step_.scratch, team_.size);
+      for (int64_t i = 0; i < of_.num_attentions; i++)
+        plan_attention<T>(of_.attentions[i].heads, sequences(), step_.limits, step_.scratches[i], team_.size);
     }
     done(kBegin);
   }
 
-  // `adds`: what the ranks computed of the half before is still to be added to the residual.
-  void attention_half(const Layer &layer, bool adds) {
-    int64_t q_size = heads_.num_heads * heads_.head_dim, row_size = q_size + 2 * heads_.num_kv_heads * heads_.head_dim;
+  void attention_half(int64_t number) {
+    const Layer &layer = of_.layers[number];
+    const Attention &kind = of_.attentions[layer.attention];
+    Heads heads = kind.heads;
+    heads.sinks = layer.sinks;
+    int64_t q_size = heads.num_heads * heads.head_dim, row_size = q_size + 2 * heads.num_kv_heads * heads.head_dim;
     T *qkv = (T *)step_.qkv, *attended = (T *)step_.attended;
-    Cache cache{layer.cache, of_.block_stride, of_.block_size, heads_.num_kv_heads, heads_.head_dim};
-    const T *x = normed((const T *)layer.input_norm, adds);
-    linear(layer.qkv, x, step_.normed_stride, step_.num_rows, qkv, row_size, kStore, index_, team_.size);
+    Cache cache{layer.cache, of_.block_stride, of_.block_size, heads.num_kv_heads, heads.head_dim};
+    HeadNorms norms{layer.q_norm, layer.k_norm, of_.eps, of_.norms_whole_rows};
+    Rows x = normed(layer.input_norm, number ? left_by(of_.layers[number - 1].mlp_out_norm) : Left{});
+    linear(layer.qkv, x.first, x.stride, step_.num_rows, qkv, row_size, kStore, index_, team_.size);
     done(kQkv);
-    rope_kv_write(qkv, row_size, step_.num_rows, heads_, step_.cos_sin, step_.slots, (const T *)layer.q_norm,
-                  (const T *)layer.k_norm, of_.eps, cache, index_, team_.size);
+    rope_kv_write(qkv, row_size, step_.num_rows, heads, norms, kind.rope, step_.positions, step_.slots, cache, index_,
+                  team_.size);
     done(kRope);
-    paged_attention((const T *)qkv, row_size, attended, step_.attended_stride, heads_, sequences(), cache, step_.scratch, index_,
-                    team_.size);
+    paged_attention((const T *)qkv, row_size, attended, step_.attended_stride, heads, sequences(), cache,
+                    step_.scratches[layer.attention], index_, team_.size);
     done(kAttention);
-    add_to_residual(layer.o, attended, step_.attended_stride);
+    give(layer.o, attended, step_.attended_stride, left_by(layer.attention_out_norm));
     done(kO);
   }
 
-  void mlp_half(const Layer &layer, bool adds) {
+  void mlp_half(int64_t number) {
+    const Layer &layer = of_.layers[number];
     T *inner = (T *)step_.inner;
-    const T *x = normed((const T *)layer.post_norm, adds);
-    linear(layer.gate_up, x, step_.normed_stride, step_.num_rows, inner, step_.inner_stride, kSiluMul, index_,
+    Rows x = normed(layer.mlp_norm, left_by(layer.attention_out_norm));
+    linear(layer.gate_up, x.first, x.stride, step_.num_rows, inner, step_.inner_stride, Epilogue(layer.gate), index_,
            team_.size);
     done(kGateUp);
-    add_to_residual(layer.down, inner, step_.inner_stride);
+    give(layer.down, inner, step_.inner_stride, left_by(layer.mlp_out_norm));
     done(kDown);
   }
 
   void head() {
     T *x = (T *)step_.normed;
     const int64_t stride = step_.normed_stride;
+    const Left left = left_by(of_.layers[of_.num_layers - 1].mlp_out_norm);
     Span rows = span_of(step_.num_sampled, 1, index_, team_.size);
     for (int64_t i = rows.first; i < rows.last; i++) {
       int64_t row = step_.sampled[i];
-      if (step_.partial) add_partial(row);
-      rms_norm_row(residual(row), (const T *)of_.norm, x + i * stride, of_.hidden_size, of_.eps);
+      if (left.is_any) add_partial(row, left.norm);
+      rms_norm_row(residual(row), of_.norm, x + i * stride, of_.hidden_size, of_.eps);
     }
     done(kNorms);
     if (step_.picks) {
@@ -79,15 +86,30 @@ class Way {
       if (index_ == 0) best_of_all(step_.bests, step_.num_sampled, team_.size, step_.ids);
     } else {
       linear(of_.head, x, stride, step_.num_sampled, step_.logits, of_.head.n, kStore, index_, team_.size);
+      if (of_.logit_softcap != 0.0f) {
+        team_.barrier();
+        cap_softly(step_.logits, step_.num_sampled * of_.head.n, of_.logit_softcap, index_, team_.size);
+      }
     }
     done(kHead);
   }
 
  private:
+  // Of T; `stride` elements from row to row.
+  struct Rows {
+    const T *first;
+    int64_t stride;
+  };
+
+  // What the half before left in `partial`, to be normed and added to the residual by whoever reads that next.
+  struct Left {
+    bool is_any;
+    const float *norm;  // or null
+  };
+
   Team &team_;
   const Decoder &of_;
   const Step &step_;
-  const Heads &heads_;
   const int index_;
   int64_t began_;
 
@@ -120,16 +142,18 @@ class Way {
   }
 
   void place(int64_t row, int64_t seq, int64_t position) {
-    int64_t dim = heads_.head_dim, in_block = position % of_.block_size;
+    int64_t in_block = position % of_.block_size;
     int64_t block = step_.tables[step_.table_rows[seq] * step_.table_width + position / of_.block_size];
     step_.slots[row] = block * of_.block_size + in_block;
-    std::memcpy(step_.cos_sin + row * dim, of_.rope + position * dim, dim * sizeof(float));
+    step_.positions[row] = position;
     if (!of_.embed && !of_.head.weight) return;
     int64_t token = step_.token_ids[row];
     if (of_.embed)
       std::memcpy(residual(row), (const T *)of_.embed + token * of_.hidden_size, of_.hidden_size * sizeof(T));
     else
       unpack_row(token, residual(row));
+    if (of_.embed_scale == 1.0f) return;
+    update(residual(row), residual(row), of_.hidden_size, [&](f32x16 x, f32x16) { return x * of_.embed_scale; });
   }
 
   // Row `token` of the head, which is the embedding too.
@@ -141,33 +165,37 @@ class Way {
       for (int64_t j = i; j < i + step && j < of_.hidden_size; j++) to[j] = from[i * kPanel + j - i];
   }
 
-  // The sum of all ranks' parts; rounded once.
-  void add_partial(int64_t row) {
+  Left left_by(const float *after) const { return {of_.is_split || after, after}; }
+
+  // Rounded once.
+  void add_partial(int64_t row, const float *norm) {
     T *to = residual(row);
-    const float *from = step_.partial + row * of_.hidden_size;
-    for (int64_t i = 0; i < of_.hidden_size; i++) narrow(to + i, widen(to[i]) + from[i]);
+    float *from = step_.partial + row * of_.hidden_size;
+    if (norm) rms_norm_row(from, norm, from, of_.hidden_size, of_.eps);
+    update(to, from, of_.hidden_size, [](f32x16 x, f32x16 added) { return x + added; });
   }
 
-  void add_to_residual(const Linear &by, const T *x, int64_t x_stride) {
-    if (step_.partial)
+  // What a half computed goes to the residual, or is left.
+  void give(const Linear &by, const T *x, int64_t x_stride, Left left) {
+    if (left.is_any)
       linear(by, x, x_stride, step_.num_rows, step_.partial, of_.hidden_size, kStore, index_, team_.size);
     else
       linear(by, x, x_stride, step_.num_rows, residual(0), of_.hidden_size, kAdd, index_, team_.size);
   }
 
-  // The residual's norm, all rows of it.
-  const T *normed(const T *weight, bool adds) {
+  // The residual's norm, or the residual itself without `weight`: all rows of it.
+  Rows normed(const float *weight, Left left) {
     T *out = (T *)step_.normed;
-    bool is_shared = step_.num_rows > kFewRows || step_.partial;
+    const bool is_shared = step_.num_rows > kFewRows || left.is_any;
     Span rows{0, step_.num_rows};
     if (is_shared) rows = span_of(step_.num_rows, 1, index_, team_.size);
     else out += index_ * kFewRows * step_.normed_stride;
     for (int64_t row = rows.first; row < rows.last; row++) {
-      if (adds) add_partial(row);
-      rms_norm_row(residual(row), weight, out + row * step_.normed_stride, of_.hidden_size, of_.eps);
+      if (left.is_any) add_partial(row, left.norm);
+      if (weight) rms_norm_row(residual(row), weight, out + row * step_.normed_stride, of_.hidden_size, of_.eps);
     }
     if (is_shared) done(kNorms);
-    return out;
+    return weight ? Rows{out, step_.normed_stride} : Rows{residual(0), of_.hidden_size};
   }
 };
 
@@ -190,8 +218,8 @@ API(decoder_step)(Team *team, const void *decoder, const void *step, int64_t fir
       Way<decltype(t)> way(*team, of, now, index);
       if (first == 0) way.begin();
       for (int64_t i = first; i < last; i++) {
-        way.attention_half(of.layers[i], false);
-        way.mlp_half(of.layers[i], false);
+        way.attention_half(i);
+        way.mlp_half(i);
       }
       if (last == of.num_layers && now.num_sampled) way.head();
     });
@@ -205,8 +233,8 @@ API(decoder_half)(Team *team, const void *decoder, const void *step, int64_t lay
   with_dtype(of.dtype, [&](auto t) {
     team->run([&](int index) {
       Way<decltype(t)> way(*team, of, *(const Step *)step, index);
-      if (half) way.mlp_half(of.layers[layer], true);
-      else way.attention_half(of.layers[layer], layer > 0);
+      if (half) way.mlp_half(layer);
+      else way.attention_half(layer);
     });
   });
 }

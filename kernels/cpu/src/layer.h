@@ -15,24 +15,39 @@
 
 namespace DIPTYCH_ISA {
 
-// T below is the decoder's dtype, H its hidden size, I the inner size of its MLP, D the size of a head.
+// T below is the decoder's dtype, H its hidden size, I the inner size of its MLP, D the size of a head. Weights of norms
+// are floats.
+
+// A way to attend that layers share.
+struct Attention {
+  Heads heads;  // without sinks, which each layer has of its own
+  Rope rope;
+};
+
 struct Layer {
-  const void *input_norm, *post_norm;  // [H] of T
-  const void *q_norm, *k_norm;         // [D] of T, or null
+  // Norms of what a half reads of the residual, and of what it adds to it: [H], or null where there is none.
+  const float *input_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
+  const float *q_norm, *k_norm;  // as HeadNorms has them
+  const float *sinks;            // [heads] or null
   Linear qkv, o, gate_up, down;
-  void *cache;  // its K and V in block 0
+  void *cache;        // its K and V in block 0
+  int64_t attention;  // which of the decoder's
+  int64_t gate;       // kSiluMul or kGeluMul
 };
 
 struct Decoder {
   const Layer *layers;
-  const void *norm;   // [H] of T
+  const Attention *attentions;
+  const float *norm;  // [H]
   const void *embed;  // [vocab, H] of T, or null: the rows of `head`; without that either the caller fills `residual`
-  const float *rope;  // [positions, D]: cos of D / 2 angles, then sin
   Linear head;        // [vocab, H]
-  Heads heads;
-  int64_t num_layers, hidden_size, inner_size, block_stride /* of one layer's cache, bytes */, block_size;
+  int64_t num_layers, num_attentions, hidden_size, block_stride /* of one layer's cache, bytes */, block_size;
   float eps;
+  float embed_scale;    // of the embedded tokens
+  float logit_softcap;  // 0: none; else logits become softcap * tanh(logit / softcap)
   int32_t dtype;
+  int32_t norms_whole_rows;  // HeadNorms::is_whole
+  int32_t is_split;          // over several ranks, of which this is one
 };
 
 // Buffers hold at least as many rows as the step has tokens.
@@ -51,8 +66,7 @@ struct Step {
   int32_t *query_starts;  // [num_seqs + 1]
   int32_t *block_tables;  // [num_seqs, block_table_width]
   int64_t block_table_width;
-  float *cos_sin;  // [num_rows, D]
-  int64_t *slots;  // [num_rows]
+  int64_t *positions, *slots;  // [num_rows]
   // Buffers; a stride is a row's, in elements.
   void *residual;  // [num_rows, H] of T
   void *normed;    // [num_rows or kFewRows a thread, H] of T
@@ -60,8 +74,10 @@ struct Step {
   void *attended;  // [num_rows, heads D] of T
   void *inner;     // [num_rows, I] of T
   int64_t normed_stride, attended_stride, inner_stride;
-  float *partial;  // [num_rows, H]: what this rank adds to the residual; null where it is the only one
-  void *scratch;   // of the attention, as attention.h wants it
+  // [num_rows, H]: what a half adds to the residual, where it is not added at once: several ranks' parts are summed
+  // before, and there may be a norm of the sum. Null where neither is so.
+  float *partial;
+  void *const *scratches;  // [num_attentions], as attention.h wants them
   AttentionLimits limits;
   float *logits;   // [num_sampled, vocab]
   // Where the likeliest token of each sampled row is all that is wanted: `ids`, and `logits` is left alone.

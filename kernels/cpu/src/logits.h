@@ -48,6 +48,13 @@ inline void best_of_all(const Best *bests, int64_t num_rows, int size, int64_t *
   }
 }
 
+// x = cap * tanh(x / cap): of `count` floats, the part of thread `index` of `size`.
+inline void cap_softly(float *x, int64_t count, float cap, int index, int size) {
+  const Span span = span_of(count, kLanes, index, size);
+  update(x + span.first, x + span.first, span.last - span.first,
+         [&](f32x16 v, f32x16) { return tanh(v * (1.0f / cap)) * cap; });
+}
+
 // log(sum(exp(x))) of any number of floats.
 inline float log_sum_exp(const float *x, int64_t n) {
   const float best = largest_of(x, n);

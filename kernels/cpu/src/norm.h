@@ -9,17 +9,17 @@
 namespace DIPTYCH_ISA {
 
 // out = x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), over `dim` elements, where mean(x^2) = squares / dim.
-// `out` may be `x`.
-template <class T>
-void scale_row(const T *x, float squares, const T *weight, T *out, int64_t dim, float eps) {
+// `out` may be `x`. W: T or float.
+template <class T, class W>
+void scale_row(const T *x, float squares, const W *weight, T *out, int64_t dim, float eps) {
   float scale = 1.0f / std::sqrt(squares / float(dim) + eps);
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
   if (i < dim) store_some(out + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
 }
 
-template <class T>
-void rms_norm_row(const T *x, const T *weight, T *out, int64_t dim, float eps) {
+template <class T, class W>
+void rms_norm_row(const T *x, const W *weight, T *out, int64_t dim, float eps) {
   f32x16 squares{};
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) {

@@ -8,9 +8,10 @@ namespace DIPTYCH_ISA {
 
 namespace {
 
+// out: `dim` numbers, the first num_rotated of them rotated; may be x.
 template <class T>
-void rotate(const T *x, const float *cos_sin, T *out, int64_t dim) {
-  int64_t half = dim / 2, i = 0;
+void rotate(const T *x, const float *cos_sin, T *out, int64_t num_rotated, int64_t dim) {
+  int64_t half = num_rotated / 2, i = 0;
   const float *cos = cos_sin, *sin = cos_sin + half;
   for (; i + kLanes <= half; i += kLanes) {
     f32x16 first = load(x + i), second = load(x + half + i), c = load(cos + i), s = load(sin + i);
@@ -22,6 +23,16 @@ void rotate(const T *x, const float *cos_sin, T *out, int64_t dim) {
     narrow(out + i, first * cos[i] - second * sin[i]);
     narrow(out + half + i, second * cos[i] + first * sin[i]);
   }
+  if (out != x) std::memcpy(out + num_rotated, x + num_rotated, (dim - num_rotated) * sizeof(T));
+}
+
+// In place.
+template <class T>
+void norm_heads(T *x, int64_t num_heads, int64_t dim, const float *weight, const HeadNorms &norms) {
+  if (!weight) return;
+  if (norms.is_whole) return rms_norm_row(x, weight, x, num_heads * dim, norms.eps);
+  for (int64_t head = 0; head < num_heads; head++)
+    rms_norm_row(x + head * dim, weight, x + head * dim, dim, norms.eps);
 }
 
 template <class T>
@@ -54,54 +65,50 @@ int64_t whole_pair(const int64_t *slots, int64_t row, int64_t num_rows) {
 }  // namespace
 
 template <class T>
-void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const float *cos_sin,
-                   const int64_t *slots, const T *q_norm, const T *k_norm, float eps, const Cache &cache, int index,
+void rope_kv_write(T *qkv, int64_t qkv_stride, int64_t num_rows, const Heads &heads, const HeadNorms &norms,
+                   const Rope &rope, const int64_t *positions, const int64_t *slots, const Cache &cache, int index,
                    int size) {
   constexpr int64_t kLargest = 1024;
-  alignas(64) T normed[kLargest], key[kLargest];
-  int64_t dim = heads.head_dim;
+  alignas(64) T key[kLargest];
+  int64_t dim = heads.head_dim, num_rotated = rope.num_rotated;
   Span rows = span_of(num_rows, 1, index, size);
   int64_t last = whole_pair(slots, rows.last, num_rows);
   for (int64_t row = whole_pair(slots, rows.first, num_rows); row < last; row++) {
     T *q = qkv + row * qkv_stride, *k = q + heads.num_heads * dim, *v = k + heads.num_kv_heads * dim;
-    const float *angles = cos_sin + row * dim;
-    for (int64_t head = 0; head < heads.num_heads; head++) {
-      T *x = q + head * dim;
-      if (q_norm) rms_norm_row(x, q_norm, x, dim, eps);
-      rotate(x, angles, x, dim);
-    }
+    const float *angles = rope.table + positions[row] * num_rotated;
+    norm_heads(q, heads.num_heads, dim, norms.q, norms);
+    norm_heads(k, heads.num_kv_heads, dim, norms.k, norms);
+    for (int64_t head = 0; head < heads.num_heads; head++)
+      rotate(q + head * dim, angles, q + head * dim, num_rotated, dim);
     int64_t block = slots[row] / cache.block_size, offset = slots[row] % cache.block_size;
     int64_t group = offset / kGroup, slot = offset % kGroup;
     for (int64_t head = 0; head < heads.num_kv_heads; head++) {
-      const T *x = k + head * dim;
-      if (k_norm) rms_norm_row(x, k_norm, normed, dim, eps);
-      rotate(k_norm ? normed : x, angles, key, dim);
+      rotate(k + head * dim, angles, key, num_rotated, dim);
       put_key(key, group_of<T>(cache, false, block, head, group), slot, dim);
       put_value(v + head * dim, group_of<T>(cache, true, block, head, group), slot, dim);
     }
   }
 }
 
-template void rope_kv_write(float *, int64_t, int64_t, const Heads &, const float *, const int64_t *, const float *,
-                            const float *, float, const Cache &, int, int);
-template void rope_kv_write(bf16 *, int64_t, int64_t, const Heads &, const float *, const int64_t *, const bf16 *,
-                            const bf16 *, float, const Cache &, int, int);
+template void rope_kv_write(float *, int64_t, int64_t, const Heads &, const HeadNorms &, const Rope &, const int64_t *,
+                            const int64_t *, const Cache &, int, int);
+template void rope_kv_write(bf16 *, int64_t, int64_t, const Heads &, const HeadNorms &, const Rope &, const int64_t *,
+                            const int64_t *, const Cache &, int, int);
 
 }  // namespace DIPTYCH_ISA
 
-// As DIPTYCH_ISA::rope_kv_write; q_norm and k_norm: both or neither null.
 API(rope_kv_write)(Team *team, int32_t dtype, void *qkv, int64_t qkv_stride, int64_t num_rows, const void *heads,
-                   const float *cos_sin, const int64_t *slots, const void *q_norm, const void *k_norm, float eps,
+                   const void *norms, const void *rope, const int64_t *positions, const int64_t *slots,
                    const void *cache) {
   using namespace DIPTYCH_ISA;
   const Heads &of = *static_cast<const Heads *>(heads);
+  const HeadNorms &by = *static_cast<const HeadNorms *>(norms);
+  const Rope &turn = *static_cast<const Rope *>(rope);
   const Cache &to = *static_cast<const Cache *>(cache);
   team->run([&](int index) {
     if (dtype == kBfloat16)
-      rope_kv_write((bf16 *)qkv, qkv_stride, num_rows, of, cos_sin, slots, (const bf16 *)q_norm, (const bf16 *)k_norm,
-                    eps, to, index, team->size);
+      rope_kv_write((bf16 *)qkv, qkv_stride, num_rows, of, by, turn, positions, slots, to, index, team->size);
     else
-      rope_kv_write((float *)qkv, qkv_stride, num_rows, of, cos_sin, slots, (const float *)q_norm,
-                    (const float *)k_norm, eps, to, index, team->size);
+      rope_kv_write((float *)qkv, qkv_stride, num_rows, of, by, turn, positions, slots, to, index, team->size);
   });
 }

@@ -143,6 +143,14 @@ inline void store_some(T *to, f32x16 v, int64_t count) {
   std::memcpy(to, lanes, (count < kLanes ? count : kLanes) * sizeof(T));
 }
 
+// to[i] = work(to[i], from[i]), by sixteen; T and From: float or bf16.
+template <class T, class From, class Work>
+inline void update(T *to, const From *from, int64_t count, Work &&work) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, work(load(to + i), load(from + i)));
+  if (i < count) store_some(to + i, work(load_some(to + i, count - i), load_some(from + i, count - i)), count - i);
+}
+
 inline float widen(float x) { return x; }
 
 inline float widen(bf16 x) {
@@ -231,6 +239,27 @@ inline f32x16 exp(f32x16 x) {
   p = p * r + 1.0f;
   f32x16 scaled = p * (f32x16)(((u32x16)power + 127) << 23);
   return choose(above(splat(-87.0f), x), splat(0.0f), scaled);
+}
+
+// 2^x for x <= 0, to 1e-7 of itself; 0 below -126. 2^0 is 1 exactly. Minimax polynomial of degree 5 on [-1/2, 1/2].
+inline f32x16 exp2_below(f32x16 x) {
+  f32x16 clamped = max(x, splat(-126.0f));
+  f32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the whole part lands in the lowest bits
+  f32x16 r = clamped - (shifted - 12582912.0f);
+  f32x16 p = splat(0.001326472731f) * r + 0.009671512991f;
+  p = p * r + 0.05550733581f;
+  p = p * r + 0.2402224243f;
+  p = p * r + 0.6931470037f;
+  p = p * r + 1.0f;
+  f32x16 scaled = (f32x16)((i32x16)p + ((i32x16)shifted << 23));
+  return choose(at_least(x, splat(-126.0f)), scaled, splat(0.0f));
+}
+
+// Of |x| below 60; its error is relative to 1.
+inline f32x16 tanh(f32x16 x) {
+  f32x16 decay = exp2_below(max(x, -x) * -2.88539008f);  // e^(-2 |x|)
+  f32x16 size = (1.0f - decay) / (1.0f + decay);
+  return choose(above(splat(0.0f), x), -size, size);
 }
 
 }  // namespace DIPTYCH_ISA

@@ -10,6 +10,7 @@ from diptych.kernels.cpu.attention import (
     HeadNorms,
     Heads,
     Limits,
+    Places,
     Scratch,
     pack,
     paged_attention,
@@ -33,7 +34,7 @@ BATCHES = [
     ([33, 5, 20, 530], [1, 1, 7, 130]),
     ([260, 300], [260, 9]),
 ]
-SHAPES = [(4, 4, 16), (6, 2, 48), (5, 1, 80), (9, 3, 64)]
+SHAPES = [(4, 4, 16), (6, 2, 48), (5, 1, 80), (9, 3, 64), (4, 1, 256)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -121,33 +122,55 @@ def test_a_rows_bits_are_its_own(built: Library, dtype: torch.dtype, options: At
     crowd.close()
 
 
+def rotated_part(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x: [T, N, D]; the first R numbers of each head rotated by cos_sin [T, R], in float32."""
+    first, second, rest = x.float().split((half := cos_sin.shape[1] // 2, half, x.shape[2] - 2 * half), dim=2)
+    cos, sin = cos_sin[:, None].chunk(2, dim=2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=2).to(x.dtype)
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [*SHAPES, (3, 1, 32)])
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("norms_of", [None, "heads", "rows"])
 def test_rotates_and_stores_as_its_twin(
-    team: Team, dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, has_norms: bool
+    team: Team, dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, norms_of: str | None
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     num_tokens, block_size, width = 29, 32, (num_heads + 2 * num_kv_heads) * dim
     wide = torch.randn(num_tokens, width + 5, generator=generator).to(dtype)
-    angles = torch.rand(num_tokens, dim // 2, generator=generator) * 100
+    num_rotated = {None: dim, "heads": dim // 4 * 2, "rows": 0}[norms_of]
+    angles = torch.rand(num_tokens, num_rotated // 2, generator=generator) * 100
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.randperm(num_tokens, generator=generator)
+    table = torch.full_like(cos_sin, torch.nan).index_copy_(0, positions, cos_sin)
     slots = torch.cat((torch.arange(3, 20) + 64, torch.tensor([1, 33, 120]), torch.arange(137, 146)))
-    weights = torch.randn(2, dim, generator=generator).to(dtype)
-    norms = HeadNorms(weights[0], weights[1], 1e-6) if has_norms else None
     rows = torch.full((5, 2, block_size, num_kv_heads, dim), torch.nan, dtype=dtype)
     packed = torch.full((5, 3, 2, num_kv_heads, 2, 16 * dim), torch.nan, dtype=dtype)
 
     q, k, v = wide[:, :width].view(num_tokens, -1, dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if norms:
-        q, k = rms_norm_twin(q, norms.q, norms.eps), rms_norm_twin(k, norms.k, norms.eps)
-    expected = rope_kv_write_twin(q, k, v, cos_sin, rows, slots)
+    norms = None
+    if norms_of:
+        q_weight, k_weight = (
+            torch.randn(dim if norms_of == "heads" else x[0].numel(), generator=generator).to(dtype) for x in (q, k)
+        )
+        norms = HeadNorms(q_weight.float(), k_weight.float(), 1e-6)
+        q, k = (
+            rms_norm_twin(x.reshape(-1, len(weight)), weight, norms.eps).view(x.shape)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        )
+    places = Places(positions, slots)
+    whole = torch.cat((torch.ones(num_tokens, dim // 2), torch.zeros(num_tokens, dim // 2)), dim=1)
+    expected = (
+        rope_kv_write_twin(rotated_part(q, cos_sin), rotated_part(k, cos_sin), v, whole, rows, slots)
+        if num_rotated < dim
+        else rope_kv_write_twin(q, k, v, cos_sin, rows, slots)
+    )
     qkv = wide.clone()
-    heads = Heads.of(num_heads, num_kv_heads, dim)
-    rope_kv_write(team, qkv[:, :width], heads, cos_sin, packed[:, 1], slots, norms)
+    rope_kv_write(team, qkv[:, :width], Heads.of(num_heads, num_kv_heads, dim), table, places, packed[:, 1], norms)
 
     close = TOLERANCE[dtype]
     torch.testing.assert_close(qkv[:, : num_heads * dim].view(expected.shape), expected, rtol=close, atol=close)
-    assert torch.equal(qkv[:, num_heads * dim :], wide[:, num_heads * dim :]), "keys and values are not touched"
+    beside = (num_heads + (num_kv_heads if norms else 0)) * dim
+    assert torch.equal(qkv[:, beside:], wide[:, beside:]), "what is not normed or rotated is not touched"
     torch.testing.assert_close(unpack(packed[:, 1]), rows, rtol=close, atol=close, equal_nan=True)
     assert torch.equal(unpack(packed[:, 1])[:, 1].nan_to_num(9.0), rows[:, 1].nan_to_num(9.0))
     assert packed[:, [0, 2]].isnan().all()

@@ -10,8 +10,7 @@ namespace DIPTYCH_ISA {
 
 namespace {
 
-constexpr int64_t kBlockRows = 240;    // rows, at most, that share a panel's weights while the cache holds them
-constexpr int64_t kBlockBytes = 512 << 10;  // of the same rows, in one chunk: they stay in cache for the next panel
+constexpr int64_t kBlockBytes = 512 << 10;  // of the rows at once, in one chunk: they stay in cache for the next panel
 constexpr int64_t kChunk = 2048;       // inputs summed before the next rows: their weights stay in cache
 constexpr int64_t kUnpacked = 512;     // the same of int8 weights, which are unpacked into scratch
 constexpr int64_t kAheadBytes = 8192;  // of the weights: what memory takes to answer, at its best rate
@@ -51,21 +50,26 @@ void unpack(const char *from, int64_t inputs, char *scratch) {
 
 inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 
-inline f32x16 gated(f32x16 gate, f32x16 up, Epilogue then) {
-  if (then == kSiluMul) return gate * sigmoid(gate) * up;
+inline f32x16 gated(f32x16 gate, f32x16 up, const Then &then) {
+  if (then.what == kSiluMul) return gate * sigmoid(gate) * up;
+  if (then.what == kClampedMul) {
+    const f32x16 low = splat(-then.limit), high = splat(then.limit);
+    gate = min(high, gate);  // NaN stays NaN
+    return (max(low, min(high, up)) + 1.0f) * gate * sigmoid(gate * then.alpha);
+  }
   f32x16 inner = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi): tanh by sigmoid
   return gate * sigmoid(inner) * up;
 }
 
 // One row of one panel: y is its sums, which it overwrites; `width` outputs are within the matrix.
 template <class Out>
-void finish(float *y, const float *scales, const float *bias, Out *out, int64_t width, Epilogue then) {
+void finish(float *y, const float *scales, const float *bias, Out *out, int64_t width, const Then &then) {
   if (scales)
     for (int i = 0; i < kPanel; i++) y[i] *= scales[i];
   if (bias)
     for (int i = 0; i < kPanel; i++) y[i] += bias[i];
-  if (then == kSiluMul || then == kGeluMul) store(y, gated(load(y), load(y + kLanes), then));
-  if (then == kAdd)
+  if (then.what >= kSiluMul) store(y, gated(load(y), load(y + kLanes), then));
+  if (then.what == kAdd)
     for (int64_t i = 0; i < width; i++) y[i] += widen(out[i]);
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) store(out + i, load(y + i));
@@ -90,8 +94,8 @@ class Panel {
   // x, out: the block's first row, out at the panel's first output; width: outputs within the matrix.
   template <class Out>
   void run(const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, int64_t width,
-           Epilogue then) const {
-    alignas(64) float acc[kBlockRows * kPanel];
+           const Then &then) const {
+    alignas(64) float acc[kMostRowsAtOnce * kPanel];
     alignas(64) char scratch[kPlainWeights ? 1 : kUnpacked * kPanel * sizeof(T)];
     if (kByGroup) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
     const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
@@ -142,17 +146,16 @@ class Panel {
   int64_t index_, chunk_;
 };
 
+int64_t width_of(const Linear &of) { return of.is_gated ? kPanel / 2 : kPanel; }
+
 template <class T, class Source, class Out>
 void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
-              Epilogue then, int index, int size) {
-  const int64_t width = of.is_gated ? kPanel / 2 : kPanel, num_outputs = of.is_gated ? of.n / 2 : of.n;
-  const Span span = span_of((num_outputs + width - 1) / width, 1, index, size);
-  const int64_t fitting = kBlockBytes / (Panel<T, Source>::chunk_of(of) * int64_t(sizeof(T)));
-  const int64_t most = fitting < kBlockRows ? fitting : kBlockRows;
+              const Then &then, Span panels) {
+  const int64_t width = width_of(of), num_outputs = of.is_gated ? of.n / 2 : of.n, most = rows_at_once<T>(of);
   const int64_t num_blocks = (num_rows + most - 1) / most;
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first = num_rows * block / num_blocks, rows = num_rows * (block + 1) / num_blocks - first;
-    for (int64_t panel = span.first; panel < span.last; panel++) {
+    for (int64_t panel = panels.first; panel < panels.last; panel++) {
       const int64_t column = panel * width, left = num_outputs - column;
       Panel<T, Source>(of, panel).run(x + first * x_stride, x_stride, rows, out + first * out_stride + column,
                                       out_stride, left < width ? left : width, then);
@@ -162,20 +165,41 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
 
 }  // namespace
 
-template <class T, class Out>
-void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
-            Epilogue then, int index, int size) {
-  if (of.format == kInt8)
-    multiply<T, Quantised<T, kInt8>>(of, x, x_stride, num_rows, out, out_stride, then, index, size);
-  else if (of.format == kInt4)
-    multiply<T, Quantised<T, kInt4>>(of, x, x_stride, num_rows, out, out_stride, then, index, size);
-  else
-    multiply<T, Plain<T>>(of, x, x_stride, num_rows, out, out_stride, then, index, size);
+int64_t num_panels(const Linear &of) { return ((of.is_gated ? of.n / 2 : of.n) + width_of(of) - 1) / width_of(of); }
+
+template <class T>
+int64_t rows_at_once(const Linear &of) {
+  const int64_t chunk = of.format == kInt8   ? Panel<T, Quantised<T, kInt8>>::chunk_of(of)
+                        : of.format == kInt4 ? Panel<T, Quantised<T, kInt4>>::chunk_of(of)
+                                             : Panel<T, Plain<T>>::chunk_of(of);
+  const int64_t fitting = kBlockBytes / (chunk * int64_t(sizeof(T)));
+  return fitting < kMostRowsAtOnce ? fitting : kMostRowsAtOnce;
 }
 
-template void linear(const Linear &, const float *, int64_t, int64_t, float *, int64_t, Epilogue, int, int);
-template void linear(const Linear &, const bf16 *, int64_t, int64_t, bf16 *, int64_t, Epilogue, int, int);
-template void linear(const Linear &, const bf16 *, int64_t, int64_t, float *, int64_t, Epilogue, int, int);
+template <class T, class Out>
+void linear_panels(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
+                   const Then &then, Span panels) {
+  if (of.format == kInt8)
+    multiply<T, Quantised<T, kInt8>>(of, x, x_stride, num_rows, out, out_stride, then, panels);
+  else if (of.format == kInt4)
+    multiply<T, Quantised<T, kInt4>>(of, x, x_stride, num_rows, out, out_stride, then, panels);
+  else
+    multiply<T, Plain<T>>(of, x, x_stride, num_rows, out, out_stride, then, panels);
+}
+
+template <class T, class Out>
+void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, Then then,
+            int index, int size) {
+  linear_panels(of, x, x_stride, num_rows, out, out_stride, then, span_of(num_panels(of), 1, index, size));
+}
+
+template int64_t rows_at_once<float>(const Linear &);
+template int64_t rows_at_once<bf16>(const Linear &);
+template void linear_panels(const Linear &, const float *, int64_t, int64_t, float *, int64_t, const Then &, Span);
+template void linear_panels(const Linear &, const bf16 *, int64_t, int64_t, bf16 *, int64_t, const Then &, Span);
+template void linear(const Linear &, const float *, int64_t, int64_t, float *, int64_t, Then, int, int);
+template void linear(const Linear &, const bf16 *, int64_t, int64_t, bf16 *, int64_t, Then, int, int);
+template void linear(const Linear &, const bf16 *, int64_t, int64_t, float *, int64_t, Then, int, int);
 
 }  // namespace DIPTYCH_ISA
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "simd.h"
+#include "team.h"
 
 namespace DIPTYCH_ISA {
 
@@ -24,6 +25,14 @@ enum Epilogue : int32_t {
   kAdd = 1,      // out += y
   kSiluMul = 2,  // out[:, i] = silu(y[:, gate i]) * y[:, up i]: half as wide as y
   kGeluMul = 3,  // the same with GELU's tanh form
+  kClampedMul = 4,  // gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-limit
+};
+
+struct Then {
+  Epilogue what;
+  float alpha, limit;  // of kClampedMul
+  Then(Epilogue of, float with_alpha = 0.0f, float with_limit = 0.0f)
+      : what(of), alpha(with_alpha), limit(with_limit) {}
 };
 
 // Mirrored by linear.py. Made by its `pack`.
@@ -56,6 +65,19 @@ Linear panels_of(const Linear &of, int64_t first, int64_t count) {
 // T: float or bf16; Out: T, or float.
 template <class T, class Out>
 void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
-            Epilogue then, int index, int size);
+            Then then, int index, int size);
+
+// `panels` of it alone: of 32 outputs each, 16 of a gate. Otherwise the same.
+template <class T, class Out>
+void linear_panels(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
+                   const Then &then, Span panels);
+
+int64_t num_panels(const Linear &of);
+
+// Rows, at most, that are multiplied by a panel before the next panel: they stay in cache. More are as many times that.
+template <class T>
+int64_t rows_at_once(const Linear &of);
+
+constexpr int64_t kMostRowsAtOnce = 240;
 
 }  // namespace DIPTYCH_ISA

@@ -24,6 +24,13 @@ def team(built: Library, request: pytest.FixtureRequest) -> Iterator[Team]:
     made.close()
 
 
+@pytest.fixture
+def pair(built: Library) -> Iterator[Team]:
+    made = Team(built, 2)
+    yield made
+    made.close()
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param

@@ -1,27 +1,18 @@
 """The compiled linear layer against torch; and, bit for bit, a row alone against the same row among others."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from diptych.kernels.cpu.formats import Format
-from diptych.kernels.cpu.library import Library, Team
+from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import Then, linear, pack
 from diptych.workers.quant import int4, int8
 from diptych.workers.quant.stored import scales_of_part
 
 SIZES = [(1, 1, 1), (2, 31, 15), (3, 32, 64), (13, 33, 65), (25, 130, 1030), (250, 96, 66)]  # rows, n, k
 FORMATS = list(Format)
-
-
-@pytest.fixture
-def pair(built: Library) -> Iterator[Team]:
-    made = Team(built, 2)
-    yield made
-    made.close()
 
 
 def poisoned(num_rows: int, width: int, dtype: torch.dtype, spare: int = 5) -> Tensor:

@@ -1,0 +1,174 @@
+"""What a row's experts make of it, compiled, with its torch twin: the loop over experts that transformers runs."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+from torch.nn.functional import linear as torch_linear
+
+from .library import DTYPES, Team
+from .linear import Linear, PackedLinear, Then
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_MOST_ROWS_AT_ONCE = 240  # linear.h
+_LINE_BYTES = 64  # of a cache
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """How gate and up meet: activation(gate) * up, or gpt-oss's clamped form, with its `alpha` and `limit`."""
+
+    then: Then = Then.SILU_MUL
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """By torch."""
+        match self.then:
+            case Then.SILU_MUL:
+                return silu(gate) * up
+            case Then.GELU_MUL:
+                return gelu(gate, approximate="tanh") * up
+            case Then.CLAMPED_MUL:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+                return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+            case Then.STORE | Then.ADD:
+                raise AssertionError("not a gate")
+
+
+class Experts(ctypes.Structure):
+    """experts.h's struct Experts."""
+
+    _fields_ = (
+        *((name, _P) for name in ("gate_up", "down")),
+        *((name, _L) for name in ("first", "count", "top_k", "hidden_size", "inner_size")),
+        ("gate", _I),
+        *((name, _F) for name in ("alpha", "limit")),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", _L),
+        *((name, _P) for name in ("weights", "ids", "starts", "rows", "places", "gathered", "inner", "outputs")),
+        *((name, _L) for name in ("gathered_stride", "inner_stride")),
+    )
+
+
+class PackedExperts:
+    """Experts [first, first + E) of a layer, each packed by `pack`: gate_up, for its gate, and down. `of` points into
+    them."""
+
+    def __init__(
+        self,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        top_k: int,
+        gate: Gate = Gate(),
+        first: int = 0,
+    ) -> None:
+        inner, hidden = gate_up[0].num_outputs, gate_up[0].of.k
+        assert len(gate_up) == len(down) and top_k > 0 and first >= 0
+        assert gate.then in (Then.SILU_MUL, Then.GELU_MUL, Then.CLAMPED_MUL)
+        for e_gate_up, e_down in zip(gate_up, down, strict=True):
+            assert (e_gate_up.num_outputs, e_gate_up.of.k, e_gate_up.of.is_gated) == (inner, hidden, True)
+            assert (e_down.num_outputs, e_down.of.k, e_down.of.is_gated) == (hidden, inner, False)
+            assert (e_gate_up.dtype, e_gate_up.of.format) == (gate_up[0].dtype, gate_up[0].of.format)
+            assert (e_down.dtype, e_down.of.format) == (gate_up[0].dtype, down[0].of.format)
+        self.dtype = gate_up[0].dtype
+        self._kept = gate_up, down
+        self._gate_up, self._down = ((Linear * len(of))(*(p.of for p in of)) for of in (gate_up, down))
+        addresses = ctypes.addressof(self._gate_up), ctypes.addressof(self._down)
+        sizes = first, len(gate_up), top_k, hidden, inner
+        self.of = Experts(*addresses, *sizes, gate.then, gate.alpha, gate.limit)
+
+
+class ExpertMemory:
+    """What the experts of up to so many rows are computed in: of any layer whose experts are like `like`."""
+
+    def __init__(self, team: Team, like: PackedExperts, num_rows: int) -> None:
+        of, dtype = like.of, like.dtype
+        num_pairs = num_rows * of.top_k
+        self.weights = torch.empty(num_rows, of.top_k)
+        self.ids = torch.empty(num_rows, of.top_k, dtype=torch.int32)
+        hidden_stride, inner_stride = row_stride(of.hidden_size, dtype), row_stride(of.inner_size, dtype)
+        buffers = {
+            "weights": self.weights,
+            "ids": self.ids,
+            "starts": torch.empty(of.count + 2, dtype=torch.int32),
+            "rows": torch.empty(num_pairs, dtype=torch.int32),
+            "places": torch.empty(num_pairs, dtype=torch.int32),
+            "gathered": torch.empty(team.num_threads, _MOST_ROWS_AT_ONCE, hidden_stride, dtype=dtype),
+            "inner": torch.empty(num_pairs, inner_stride, dtype=dtype),
+            "outputs": torch.empty(num_pairs, of.hidden_size, dtype=dtype),
+        }
+        self._kept = buffers
+        addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+        self.struct = _Rows(num_rows, **addresses, gathered_stride=hidden_stride, inner_stride=inner_stride)
+        self.address = ctypes.addressof(self.struct)
+
+    def fill(self, weights: Tensor, ids: Tensor) -> None:
+        """As `experts` has them."""
+        num_rows = len(ids)
+        assert num_rows <= len(self.ids)
+        self.struct.num_rows = num_rows
+        self.weights[:num_rows] = weights
+        self.ids[:num_rows] = ids
+
+
+def row_stride(size: int, dtype: torch.dtype) -> int:
+    """Elements between rows that are multiplied by weights. They lie so that a tile's do not meet in the same few sets
+    of a cache, as they would at a stride of, say, 4 KB."""
+    return size + (_LINE_BYTES // dtype.itemsize if size * dtype.itemsize % 1024 == 0 else 0)
+
+
+def experts(
+    team: Team,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    packed: PackedExperts,
+    add_to: Tensor | None = None,
+    memory: ExpertMemory | None = None,
+) -> Tensor:
+    """sum over j of weights[t, j] * down_e(gate(gate_e(x), up_e(x))), where e = ids[t, j]; x: [T, H], rows contiguous.
+
+    weights: [T, top_k] float32; ids: [T, top_k] int32: -1, and those that are not of `packed`, add nothing. Returns
+    [T, H] of x's dtype; or `add_to`, of the same dtype or float32, to which it was added.
+    """
+    (num_rows, hidden), top_k = x.shape, packed.of.top_k
+    assert hidden == packed.of.hidden_size and x.dtype == packed.dtype and x.stride(1) == 1
+    assert weights.shape == ids.shape == (num_rows, top_k)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
+    out = torch.empty(num_rows, hidden, dtype=x.dtype) if add_to is None else add_to
+    assert out.shape == (num_rows, hidden) and out.dtype in (x.dtype, torch.float32) and out.stride(1) == 1
+    memory = ExpertMemory(team, packed, num_rows) if memory is None else memory
+    memory.fill(weights, ids)
+    kernel = team.library.kernel("experts", _P, _P, _I, _P, _L, _I, _P, _L, _I)
+    where = DTYPES[x.dtype], x.data_ptr(), x.stride(0), DTYPES[out.dtype], out.data_ptr(), out.stride(0)
+    kernel(team.address, ctypes.addressof(packed.of), memory.address, *where, add_to is not None)
+    return out
+
+
+def experts_twin(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Gate = Gate(),
+    first: int = 0,
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The same of gate_up: [E, 2I, H], gate first, down: [E, H, I], biases: [E, 2I] and [E, H]."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for e in (ids - first).unique().tolist():
+        if 0 <= e < len(gate_up):
+            rows, choice = torch.where(ids == first + e)
+            inner = torch_linear(x[rows], gate_up[e], biases and biases[0][e])
+            y = torch_linear(gate(*inner.chunk(2, dim=1)), down[e], biases and biases[1][e])
+            total.index_add_(0, rows, y.float() * weights[rows, choice, None])
+    return total.to(x.dtype)

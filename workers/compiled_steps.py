@@ -75,7 +75,7 @@ class CompiledSteps:
     def _compute(self, step: _Prepared, watch: LayerWatch | None) -> list[SampledToken]:
         """Raises RankLost."""
         if self._ranks is not None:
-            self._ranks.tell(Step.of(step.batch.entries, self._block_size))
+            self._ranks.tell(Step.of(step.batch.entries, self._block_size, picks=step.picks))
         before, self._yielded = self._yielded, []
         memory, fed_by, num_sampled = step.memory, step.batch.fed_by, len(step.sequences)
         if fed_by:
@@ -87,9 +87,9 @@ class CompiledSteps:
         if not num_sampled:
             return []
         if step.picks:
-            self._yielded = memory.ids[:num_sampled].tolist()
+            self._yielded = self._decoder.picked(num_sampled)
             return [SampledToken(*of) for of in zip(step.sequences, self._yielded, strict=True)]
-        sampled = step.sample(memory.logits[:num_sampled])
+        sampled = step.sample(self._decoder.logits(num_sampled))
         self._yielded = [token.token_id for token in sampled]
         return sampled
 

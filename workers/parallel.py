@@ -1,14 +1,17 @@
 """The ranks of one worker, as each of them sees the others. Knows tensors; knows neither layers nor processes.
 
-A worker of `tensor_parallel` n is n ranks: each holds an equal share of the heads and of the MLP, computes every token
-of a step with its share, and adds its part to the others' twice a layer (Shoeybi et al. 2019, section 3). Whatever is
-not in a layer (embedding, final norm, head, sampling) is rank 0's alone.
+A worker of `tensor_parallel` n is n ranks: each holds an equal share of the heads, of the MLP and of the vocabulary.
+It embeds the tokens of its part of the vocabulary, computes every token of a step with its share, adds its part to the
+others' after the embedding and twice a layer (Shoeybi et al. 2019, section 3), and makes its part of the logits, which
+meet at rank 0. That alone samples.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, distributed
 from torch.distributed import BroadcastOptions
 
@@ -39,6 +42,10 @@ class Group(Protocol):
         """
         ...
 
+    def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Every rank's `part`, in their order, at rank 0; elsewhere nothing. shapes: of all parts, of one dtype."""
+        ...
+
 
 class Alone:
     """The group of a worker that is one process."""
@@ -50,6 +57,9 @@ class Alone:
 
     def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
         return
+
+    def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        return [part]
 
 
 class GlooGroup:
@@ -85,6 +95,18 @@ class GlooGroup:
         options.rootRank = 0
         options.timeout = IDLE if patient else STALL
         self._wait(lambda: self._gloo.broadcast([tensor], options))
+
+    def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        assert part.shape == shapes[self.rank]
+        if self.rank:
+            if part.numel():
+                self._wait(lambda: self._gloo.send([part.contiguous()], 0, 0))
+            return []
+        parts = [part, *(torch.empty(shape, dtype=part.dtype) for shape in shapes[1:])]
+        for source, other in enumerate(parts[1:], 1):
+            if other.numel():
+                self._wait(lambda: self._gloo.recv([other], source, 0))  # noqa: B023 (called at once)
+        return parts
 
     def _wait(self, start: Any) -> None:
         try:

@@ -1,7 +1,7 @@
 """One rank of a worker, other than its first: `python -m diptych.workers.rank SETTINGS`, started by rank_processes.py.
 
-    read our share of the layers -> say READY -> join the others -> map the shared KV memory
-        -> for ever: hear a step, receive the embedded tokens, run the layers
+    read our share -> say READY -> join the others -> map the shared KV memory
+        -> for ever: hear a step, embed our part of its tokens, run the layers, give rank 0 our part of the logits
 
 It serves nobody: it ends when it is killed, when the worker's own process is gone, or when a rank does not do its part.
 """
@@ -23,7 +23,7 @@ from .errors import CheckpointError, ConfigError, RankLost
 from .kv_cache import KVCache
 from .kv_layout import KVLayout
 from .models.compiled import CompiledDecoder, read_weights
-from .models.decoder import layers_of, run_layers
+from .models.decoder import Decoder
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, spec_of
@@ -66,11 +66,11 @@ def follow(settings: RankSettings) -> None:
     path, share = Path(settings.model_path), Share(settings.rank, settings.size)
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
-        compute_with = _read_layers(settings, spec, checkpoint, share)
+        compute_with = _read_share(settings, spec, checkpoint, share)
     os.write(sys.stdout.fileno(), READY)
     group = GlooGroup.join(settings.rank, settings.size, Path(settings.meeting))
     [num_blocks] = hear(group).tolist()
-    limits = StepLimits(settings.block_size, num_blocks, settings.max_context_tokens)
+    limits = StepLimits(settings.block_size, num_blocks, settings.max_context_tokens, spec.vocab_size)
     layout = KVLayout(
         dtype=settings.dtype,
         block_size=settings.block_size,
@@ -89,7 +89,7 @@ def follow(settings: RankSettings) -> None:
         compute(Step.from_words(hear(group), limits))
 
 
-def _read_layers(
+def _read_share(
     settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share
 ) -> Callable[[KVCache, Ropes, Group], Callable[[Step], object]]:
     """What computes the steps of this rank, once it has a cache, the rotary table and a group."""
@@ -97,17 +97,13 @@ def _read_layers(
     library = choose(settings.cpu_isa).library
     if library is not None:
         team = make_team(library, settings.num_threads, part_of(settings.cores, settings.rank, settings.size))
-        weights = read_weights(team, checkpoint.reader(dtype, cpu, share=share, quantize=settings.quantize))
-        return lambda cache, cos_sin, group: CompiledDecoder(ours, weights, cache, cos_sin, team, group).follow
-    layers = layers_of(ours, checkpoint.load_layers(dtype, cpu, share, settings.quantize))
+        packed = read_weights(team, checkpoint.reader(dtype, cpu, share=share, quantize=settings.quantize))
+        return lambda cache, cos_sin, group: CompiledDecoder(ours, packed, cache, cos_sin, team, group).follow
+    weights = checkpoint.load(dtype, cpu, share=share, quantize=settings.quantize)
 
     def compute_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Step], object]:
-        def compute(step: Step) -> None:
-            residual = torch.empty((step.num_tokens, spec.hidden_size), dtype=dtype)
-            group.broadcast(residual)
-            run_layers(layers, residual, cache, step.meta(cos_sin, settings.block_size), group)
-
-        return compute
+        decoder = Decoder(ours, weights, group)
+        return lambda step: decoder.compute(step, cache, cos_sin)
 
     return compute_with
 

@@ -1,8 +1,8 @@
-"""What the layers must know of one step, as rank 0 tells it to the others: numbers only, checked on arrival.
+"""What the ranks must know of one step, as rank 0 tells it to the others: numbers only, checked on arrival.
 
-    words (int32) = [S, B] [S] new tokens [S] context lengths [S, B] block tables
+    words (int32) = [S, B, R, picks] [S] new tokens [S] context lengths [R] sampled rows [T] token ids [S, B] blocks
 
-Sequences with one new token come first. The tokens themselves do not travel: rank 0 sends their embeddings.
+Ranks keep no account of sequences: a step says all that it takes to compute it.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -23,6 +23,7 @@ from .sequence import ScheduledSequence
 Words = NDArray[np.int32]
 FIRST_WORDS = 1024  # a step that fits, as most decodes do, is told in one broadcast
 MAX_WORDS = 1 << 26
+HEADER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,34 +33,46 @@ class StepLimits:
     block_size: int
     num_blocks: int
     max_context_tokens: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """S sequences, B blocks in the longest table."""
+    """S sequences, B blocks in the longest table, T new tokens of all sequences, R of them sampled."""
 
     num_new: Words  # [S]
     context_lens: Words  # [S], with the new tokens
     tables: Words  # [S, B], padded with block 0
+    token_ids: Words  # [T]
+    sampled: Words  # [R]: of the rows that they are, ascending
+    picks: bool = False  # the likeliest token of those is all that is wanted
 
     @classmethod
-    def of(cls, entries: SequenceOf[ScheduledSequence], block_size: int) -> "Step":
-        """`entries`: those with one new token first."""
+    def of(cls, entries: SequenceOf[ScheduledSequence], block_size: int, *, picks: bool = False) -> "Step":
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
         num_blocks = (-(-context_lens // block_size)).tolist()
         tables = np.zeros((len(entries), max(num_blocks)), dtype=np.int32)
         for row, entry, num in zip(tables, entries, num_blocks, strict=True):
             row[:num] = entry.sequence.block_table[:num]
-        return cls(num_new, context_lens, tables)
+        token_ids: list[int] = []
+        sampled: list[int] = []
+        for entry in entries:
+            start = entry.sequence.num_computed
+            token_ids += entry.sequence.token_ids[start : start + entry.num_new]
+            if entry.samples:
+                sampled.append(len(token_ids) - 1)
+        rows = np.array(sampled, dtype=np.int32)
+        return cls(num_new, context_lens, tables, np.array(token_ids, dtype=np.int32), rows, picks)
 
     @property
     def num_tokens(self) -> int:
-        return int(self.num_new.sum())
+        return len(self.token_ids)
 
     def to_words(self) -> Words:
-        shape = np.array(self.tables.shape, dtype=np.int32)
-        return np.concatenate((shape, self.num_new, self.context_lens, self.tables.reshape(-1)))
+        header = np.array([*self.tables.shape, len(self.sampled), self.picks], dtype=np.int32)
+        rest = (self.num_new, self.context_lens, self.sampled, self.token_ids, self.tables.reshape(-1))
+        return np.concatenate((header, *rest))
 
     @classmethod
     def from_words(cls, words: Words, limits: StepLimits) -> "Step":
@@ -69,22 +82,32 @@ class Step:
             if not is_right:
                 raise InternalError(f"a step is malformed: {what}")
 
-        check(len(words) >= 2, "it has no header")
-        num_seqs, width = int(words[0]), int(words[1])
+        check(len(words) >= HEADER, "it has no header")
+        num_seqs, width, num_sampled, picks = words[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
-        check(len(words) == 2 + num_seqs * (2 + width), f"it has {len(words)} words for {num_seqs} x {width} blocks")
-        num_new, context_lens, tables = np.split(words[2:], (num_seqs, 2 * num_seqs))
+        check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
+        num_tokens = len(words) - HEADER - num_seqs * (2 + width) - num_sampled
+        check(num_tokens > 0, f"it has {len(words)} words for {num_seqs} x {width} blocks and {num_sampled} samples")
+        ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_tokens))
+        num_new, context_lens, sampled, token_ids, tables = np.split(words[HEADER:], ends)
         check(bool((num_new >= 1).all()), "a sequence has no new token")
-        check(bool(((num_new > 1)[1:] >= (num_new > 1)[:-1]).all()), "sequences with one new token must come first")
+        check(int(num_new.sum()) == num_tokens, f"it has {num_tokens} tokens, and its sequences others")
+        check(bool(((token_ids >= 0) & (token_ids < limits.vocab_size)).all()), "a token is not in the vocabulary")
+        check(bool(((sampled >= 0) & (sampled < num_tokens)).all()), "a sampled row does not exist")
+        check(bool((sampled[1:] > sampled[:-1]).all()), "sampled rows must ascend")
         check(bool((context_lens >= num_new).all()), "a context is shorter than its new tokens")
         longest = int(context_lens.max())
         check(longest <= limits.max_context_tokens, f"a context of {longest} tokens is too long")
         check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
-        return cls(num_new, context_lens, tables.reshape(num_seqs, width))
+        return cls(num_new, context_lens, tables.reshape(num_seqs, width), token_ids, sampled, bool(picks))
 
     def meta(self, cos_sin: Ropes, block_size: int) -> StepMeta:
-        """cos_sin: on the device that computes."""
+        """Of a step whose sequences with one new token come first, else InternalError. cos_sin: on the device that
+        computes."""
+        is_chunk = self.num_new > 1
+        if not (is_chunk[1:] >= is_chunk[:-1]).all():
+            raise InternalError("a step is malformed: sequences with one new token must come first")
         device = cos_sin[0].device
 
         def tensor(array: np.ndarray) -> Tensor:

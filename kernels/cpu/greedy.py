@@ -2,6 +2,7 @@
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,7 +10,7 @@ from .library import DTYPES, Team
 from .linear import PackedLinear
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-BEST_BYTES = 16  # Best of logits.h
+BEST = np.dtype([("logit", np.float32), ("", np.int32), ("id", np.int64)])  # Best of logits.h
 SCRATCH = 128 * 4 * 32  # kGreedyScratch of logits.h
 
 
@@ -19,7 +20,7 @@ def greedy(team: Team, hidden: Tensor, head: PackedLinear) -> Tensor:
     num_rows, k = hidden.shape
     assert k == head.of.k and hidden.dtype == head.dtype and hidden.stride(1) == 1 and not head.of.is_gated
     ids = torch.empty(num_rows, dtype=torch.int64)
-    bests = torch.empty(team.num_threads * num_rows * BEST_BYTES, dtype=torch.uint8)
+    bests = torch.empty(team.num_threads * num_rows * BEST.itemsize, dtype=torch.uint8)
     scratch = torch.empty(team.num_threads * SCRATCH)
     kernel = team.library.kernel("greedy", _P, _I, _P, _L, _L, _P, _P, _P)
     kernel(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..paged_batch import NO_OPTIONS, AttentionOptions
 from .attention import Heads, Limits, Rope, Scratch
-from .greedy import BEST_BYTES, SCRATCH
+from .greedy import BEST, SCRATCH
 from .library import DTYPES, Team
 from .linear import Linear, PackedLinear, Then
 
@@ -42,6 +42,7 @@ class Decoder(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("layers", "attentions", "norm", "embed")),
         ("head", Linear),
+        ("first_token", _L),
         *((name, _L) for name in ("num_layers", "num_attentions", "hidden_size", "block_stride", "block_size")),
         *((name, _F) for name in ("eps", "embed_scale", "logit_softcap")),
         *((name, _I) for name in ("dtype", "norms_whole_rows", "is_split")),
@@ -89,6 +90,7 @@ class DecoderShape:
     eps: float
     dtype: torch.dtype
     attentions: tuple[AttentionKind, ...]
+    first_token: int = 0  # the vocabulary's part is of the ids from this on
     embed_scale: float = 1.0  # of the embedded tokens
     logit_softcap: float = 0.0  # 0: none; else logits become softcap * tanh(logit / softcap)
     is_split: bool = False  # over several ranks, of which this is one
@@ -120,7 +122,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedOuter:
-    """What is outside the layers: rank 0 has it."""
+    """What is outside the layers."""
 
     norm: Tensor  # [H] float32
     head: PackedLinear
@@ -140,7 +142,8 @@ class StepMemory:
     residual: Tensor  # [T, H]
     partial: Tensor  # [T, H] float32: this rank's part of what the residual gains, where it is not added at once
     logits: Tensor  # [R, vocab] float32
-    ids: Int64s  # [R]: the likeliest tokens, where the step picks them instead
+    ids: Int64s  # [R]: the likeliest tokens less first_token, where the step picks them instead
+    bests: Tensor  # [R or more, itemsize of BEST] uint8: `ids` with their logits
 
     def __init__(self, team: Team, shape: DecoderShape) -> None:
         self._team, self._shape = team, shape
@@ -171,7 +174,7 @@ class StepMemory:
         if picks and num_sampled > self._num_picked:
             self._num_picked, num_threads = _grown(num_sampled), self._team.num_threads
             self.ids = self._make("ids", (self._num_picked,), torch.int64).numpy()
-            self._make("bests", (num_threads * self._num_picked * BEST_BYTES,), torch.uint8)
+            self.bests = self._make("bests", (num_threads * self._num_picked, BEST.itemsize), torch.uint8)
             self._make("few_logits", (num_threads, SCRATCH), torch.float32)
         if not picks and num_sampled > self._num_logits:
             self._num_logits = num_sampled
@@ -238,15 +241,15 @@ def _grown(size: int) -> int:
 
 
 class CompiledLayers:
-    """The layers of a rank, and on rank 0 what is outside them, as the structures that kernels read; keeps what those
-    point to. `cache_layers`: as attention.py packs them."""
+    """The decoder of a rank, as the structures that kernels read; keeps what those point to. `cache_layers`: as
+    attention.py packs them."""
 
     def __init__(
         self,
         team: Team,
         shape: DecoderShape,
         layers: Sequence[PackedLayer],
-        outer: PackedOuter | None,
+        outer: PackedOuter,
         cache_layers: Sequence[Tensor],
     ) -> None:
         self._kept = (team, shape, layers, outer, cache_layers)
@@ -257,9 +260,8 @@ class CompiledLayers:
         self._attentions = (Attention * len(heads))(*map(Attention, heads, ropes))
         self.struct = decoder = Decoder()
         decoder.layers, decoder.attentions = ctypes.addressof(self._layers), ctypes.addressof(self._attentions)
-        if outer is not None:
-            decoder.norm, decoder.head = outer.norm.data_ptr(), outer.head.of
-            decoder.embed = _address(outer.embed)
+        decoder.norm, decoder.head = outer.norm.data_ptr(), outer.head.of
+        decoder.embed, decoder.first_token = _address(outer.embed), shape.first_token
         decoder.num_layers, decoder.num_attentions, decoder.hidden_size = len(layers), len(heads), shape.hidden_size
         cache = cache_layers[0]
         decoder.block_stride, decoder.block_size = cache.stride(0) * cache.element_size(), shape.block_size

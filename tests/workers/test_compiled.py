@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,12 +84,12 @@ class Rank:
     def logits(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None = None) -> Tensor:
         """Of the last token of each sequence."""
         self.compute(token_ids, step, watch, picks=False)
-        return self.decoder.memory.logits[: len(step.num_new)].clone()
+        return self.decoder.logits(len(step.num_new)).clone()
 
     def picked(self, token_ids: SequenceOf[int], step: Step) -> list[int]:
         """The likeliest token after each sequence."""
         self.compute(token_ids, step, None, picks=True)
-        return self.decoder.memory.ids[: len(step.num_new)].tolist()
+        return self.decoder.picked(len(step.num_new))
 
     def compute(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None, *, picks: bool) -> None:
         memory = self.decoder.memory
@@ -103,11 +104,19 @@ def two_prompts() -> tuple[list[int], Step]:
     """Of 40 and 21 tokens."""
     first, second = random_prompts(8, [40, 21])
     lens, tables = np.array([40, 21], dtype=np.int32), np.array([[5, 9, 2], [7, 1, 0]], dtype=np.int32)
-    return first + second, Step(lens, lens, tables)
+    token_ids = first + second
+    return token_ids, Step(lens, lens, tables, np.array(token_ids, dtype=np.int32), np.array([39, 60], dtype=np.int32))
 
 
-@pytest.mark.parametrize(("arch", "size", "changes"), [("llama", 2, {"attention_bias": True}), ("qwen3", 4, {})])
-def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: int, changes: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("arch", "size", "changes"),
+    [
+        ("llama", 2, {"attention_bias": True, "vocab_size": 501}),
+        ("qwen3", 4, {"vocab_size": 502, "tie_word_embeddings": True}),
+    ],
+)
+def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: int, changes: dict[str, Any]) -> None:
+    """Also where their parts of the vocabulary are not equal."""
     path = make_checkpoint(tmp_path / arch, arch, 4, num_key_value_heads=2, **changes)
     token_ids, step = two_prompts()
     expected = Rank.of(path, Alone()).logits(token_ids, step)
@@ -116,8 +125,11 @@ def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: i
     def work(group: Group) -> Tensor | None:
         rank = Rank.of(path, group, memory_fd)
         if group.rank == 0:
-            return rank.logits(token_ids, step)
+            logits = rank.logits(token_ids, step)
+            assert rank.picked(token_ids, step) == logits.argmax(dim=-1).tolist()
+            return logits
         rank.decoder.follow(step)
+        rank.decoder.follow(replace(step, picks=True))
         return None
 
     try:
@@ -151,7 +163,7 @@ def test_the_likeliest_tokens_are_picked_without_their_logits(llama: Path) -> No
     memory.logits.fill_(torch.nan)
     assert rank.picked(token_ids, step) == expected.argmax(dim=-1).tolist()
     assert memory.logits.isnan().all()
-    one = Step(step.num_new[:1], step.context_lens[:1], step.tables[:1])
+    one = Step(step.num_new[:1], step.context_lens[:1], step.tables[:1], step.token_ids[:40], step.sampled[:1])
     assert rank.picked(token_ids[:40], one) == expected[:1].argmax(dim=-1).tolist()
     assert torch.equal(rank.logits(token_ids, step), expected)
 

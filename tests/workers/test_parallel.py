@@ -1,5 +1,6 @@
 """Groups: sums and broadcasts over gloo, between threads of this process, and a rank that is gone."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_everybody_gets_what_rank_0_has(tmp_path: Path) -> None:
     assert as_ranks(3, tmp_path / "meeting", work) == [[0, 1, 2, 3, 4]] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16])
+def test_parts_of_unlike_sizes_meet_at_rank_0(dtype: torch.dtype, tmp_path: Path) -> None:
+    shapes = [(2, 3), (2, 0), (2, 4)]
+    parts = [torch.arange(math.prod(shape)).view(shape).to(dtype) + 10 * rank for rank, shape in enumerate(shapes)]
+    found = as_ranks(3, tmp_path / "meeting", lambda group: group.gather(parts[group.rank], shapes))
+    assert found[1:] == [[], []]
+    assert isinstance(found[0], list)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], parts, strict=True))
+
+
 def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
     def work(group: GlooGroup) -> str:
         group.all_reduce(torch.ones(3))
@@ -58,4 +69,5 @@ def test_alone() -> None:
     part = torch.ones(3)
     assert Alone().all_reduce(part) is part
     Alone().broadcast(part)
+    assert Alone().gather(part, [(3,)]) == [part]
     assert (Alone().rank, Alone().size) == (0, 1)

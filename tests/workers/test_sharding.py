@@ -14,7 +14,7 @@ from diptych.kernels.cpu.linear import Linear, linear
 from diptych.workers.errors import ConfigError
 from diptych.workers.models.compiled import read_weights
 from diptych.workers.models.families import load_spec
-from diptych.workers.models.sharding import Share, check_divides, spec_of
+from diptych.workers.models.sharding import Share, check_divides, spec_of, vocabulary_sizes
 from diptych.workers.models.spec import AttentionSpec, MlpSpec, ModelSpec
 from diptych.workers.models.weights import Checkpoint, LayerWeights
 from diptych.workers.quant.formats import check_shares
@@ -57,7 +57,8 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
 
 def shares(path: Path, size: int, quantize: str | None = None) -> list[list[LayerWeights]]:
     with Checkpoint(path, load_spec(path)) as checkpoint:
-        return [checkpoint.load_layers(torch.float32, CPU, Share(rank, size), quantize) for rank in range(size)]
+        whole = [checkpoint.load(torch.float32, CPU, share=Share(i, size), quantize=quantize) for i in range(size)]
+        return [weights.layers for weights in whole]
 
 
 def assert_joined(whole: LayerWeights, parts: list[LayerWeights], spec: ModelSpec) -> None:
@@ -91,6 +92,24 @@ def test_all_shares_together_are_the_whole(biased: Path, size: int) -> None:
         whole = checkpoint.load(torch.float32, CPU).layers
     for i, parts in enumerate(zip(*shares(biased, size), strict=True)):
         assert_joined(whole[i], list(parts), spec)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_vocabulary_is_divided_as_evenly_as_may_be(biased: Path, size: int, quantize: str | None) -> None:
+    """500 tokens, also over ranks that cannot share the heads."""
+    spec = load_spec(biased)
+    with Checkpoint(biased, spec) as checkpoint:
+        whole = checkpoint.load(torch.float32, CPU, quantize=quantize)
+        readers = [checkpoint.reader(torch.float32, CPU, share=Share(i, size), quantize=quantize) for i in range(size)]
+        outers = [reader.outer() for reader in readers]
+        embeds = [outer.tensor("embed") for outer in outers]
+        assert torch.equal(whole.lm_head, torch.cat([outer.as_stored("lm_head") for outer in outers]))
+        assert all(torch.equal(whole.norm, outer.tensor("norm")) for outer in outers)
+    assert torch.equal(whole.embed, torch.cat(embeds))
+    sizes = vocabulary_sizes(spec.vocab_size, size)
+    assert sizes == [len(embed) for embed in embeds]
+    assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -179,6 +198,11 @@ def test_what_cannot_be_shared_is_refused(biased: Path, changes: dict[str, int],
     spec = changed(load_spec(biased), **changes)
     with pytest.raises(ConfigError, match=message):
         check_divides(spec, size)
+
+
+def test_no_rank_is_without_tokens(biased: Path) -> None:
+    with pytest.raises(ConfigError, match="none of the model's 3 tokens"):
+        check_divides(replace(load_spec(biased), vocab_size=3), 4)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "size"), [(4, 1), (4, 2), (4, 8), (1, 8), (8, 4)])

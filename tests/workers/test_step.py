@@ -1,6 +1,7 @@
 """A step's words: what rank 0 says is what the others hear, and what cannot be said is refused."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from diptych.workers.step import FIRST_WORDS, MAX_WORDS, Step, StepLimits, hear,
 
 from .sequences import make_sequence
 
-LIMITS = StepLimits(block_size=4, num_blocks=50, max_context_tokens=40)
+LIMITS = StepLimits(block_size=4, num_blocks=50, max_context_tokens=40, vocab_size=60)
 
 
 class Wire:
@@ -30,6 +31,9 @@ class Wire:
     def all_reduce(self, part: Tensor) -> Tensor:
         return part
 
+    def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        return [part, part]
+
     def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
         if self.is_receiving:
             tensor.copy_(self.sent.popleft())
@@ -37,15 +41,17 @@ class Wire:
             self.sent.append(tensor.clone())
 
 
-def entry(num_computed: int, num_new: int, table: list[int]) -> ScheduledSequence:
-    sequence = make_sequence(list(range(1, num_computed + num_new + 1)))
+def entry(num_computed: int, num_new: int, table: list[int], num_more: int = 0) -> ScheduledSequence:
+    """num_more: tokens that this step leaves."""
+    sequence = make_sequence(list(range(1, num_computed + num_new + num_more + 1)))
     sequence.num_computed, sequence.block_table = num_computed, table
     return ScheduledSequence(sequence, num_new)
 
 
 def example() -> Step:
     """Two decodes (at 4 and at 9 tokens) and a chunk of 5 that starts at 3."""
-    return Step.of([entry(4, 1, [7, 8]), entry(9, 1, [1, 2, 3]), entry(3, 5, [4, 5, 6])], LIMITS.block_size)
+    entries = [entry(4, 1, [7, 8]), entry(9, 1, [1, 2, 3]), entry(3, 5, [4, 5, 6], num_more=1)]
+    return Step.of(entries, LIMITS.block_size, picks=True)
 
 
 def test_the_words_say_all() -> None:
@@ -53,7 +59,10 @@ def test_the_words_say_all() -> None:
     assert step.num_new.tolist() == [1, 1, 5]
     assert step.context_lens.tolist() == [5, 10, 8]
     assert step.tables.tolist() == [[7, 8, 0], [1, 2, 3], [4, 5, 0]]
+    assert step.token_ids.tolist() == [5, 10, 4, 5, 6, 7, 8]
+    assert step.sampled.tolist() == [0, 1]
     assert step.num_tokens == 7
+    assert step.picks
 
 
 def test_what_the_layers_get_of_it() -> None:
@@ -64,6 +73,8 @@ def test_what_the_layers_get_of_it() -> None:
     blocks = [8, 3, 4, 5, 5, 5, 5]
     assert meta.slots.tolist() == [b * 4 + p % 4 for b, p in zip(blocks, positions, strict=True)]
     assert meta.paged.query_starts.tolist() == [0, 1, 2, 7]
+    with pytest.raises(InternalError, match="must come first"):
+        Step.of([entry(0, 2, [1]), entry(4, 1, [7, 8])], LIMITS.block_size).meta(cos_sin, LIMITS.block_size)
     assert (meta.paged.host_context_lens, meta.paged.host_num_new, meta.paged.num_decodes) == ([5, 10, 8], [1, 1, 5], 2)
 
 
@@ -92,17 +103,24 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
     ("words", "message"),
     [
         ([], "no header"),
-        ([0, 1], "0 sequences"),
-        ([1, -1, 1, 1], "tables of -1"),
-        ([1, 1, 1, 1], "4 words for 1 x 1"),
-        ([1, 1, 1, 1, 3, 3], "6 words"),
-        ([1, 1, 0, 1, 3], "no new token"),
-        ([2, 1, 2, 1, 2, 1, 3, 4], "must come first"),
-        ([1, 1, 3, 2, 3], "shorter than its new"),
-        ([1, 11, 1, 41, *range(11)], "41 tokens is too long"),
-        ([1, 1, 1, 5, 3], "do not hold 5"),
-        ([1, 1, 1, 1, 50], "a block that does not exist"),
-        ([1, 1, 1, 1, -1], "a block that does not exist"),
+        ([1, 1, 0], "no header"),
+        ([0, 1, 0, 0], "0 sequences"),
+        ([1, -1, 0, 0, 1, 1, 7], "tables of -1"),
+        ([1, 1, -1, 0, 1, 1, 7, 3], "-1 sampled rows"),
+        ([1, 1, 0, 2, 1, 1, 7, 3], "picked 2"),
+        ([1, 1, 0, 0, 1, 1, 3], "7 words for 1 x 1 blocks and 0 samples"),
+        ([1, 1, 0, 0, 1, 1, 7, 8, 3], "it has 2 tokens"),
+        ([2, 1, 0, 0, 0, 2, 1, 2, 7, 8, 3, 3], "no new token"),
+        ([1, 1, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 1, 0, 0, 1, 1, -1, 3], "not in the vocabulary"),
+        ([1, 1, 1, 0, 1, 1, 1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 1, 0, 1, 1, -1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 2, 0, 2, 2, 1, 1, 7, 8, 3], "must ascend"),
+        ([1, 1, 0, 0, 3, 2, 7, 7, 7, 3], "shorter than its new"),
+        ([1, 11, 0, 0, 1, 41, 7, *range(11)], "41 tokens is too long"),
+        ([1, 1, 0, 0, 1, 5, 7, 3], "do not hold 5"),
+        ([1, 1, 0, 0, 1, 1, 7, 50], "a block that does not exist"),
+        ([1, 1, 0, 0, 1, 1, 7, -1], "a block that does not exist"),
     ],
 )
 def test_malformed_words_are_refused(words: list[int], message: str) -> None:

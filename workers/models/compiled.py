@@ -3,7 +3,8 @@
     load: each weight packed as it is read (one copy in memory)  ->  step, into buffers that are reused
 
 Where this rank is the only one a step is one foreign call, or one for each group of layers that somebody watches.
-Otherwise each half of a layer is one, and the ranks' parts of the residual are summed after it.
+Otherwise each half of a layer is one, and the ranks' parts of the residual are summed after it; those of the embedding
+before the first, and of the head's results rank 0 makes the whole.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.greedy import BEST
 from ...kernels.cpu.layer import (
     AttentionKind,
     CompiledLayers,
@@ -29,6 +31,7 @@ from ..parallel import Alone, Group
 from ..runner import LayerWatch
 from ..step import Step
 from .rope import Ropes
+from .sharding import Share, vocabulary_sizes
 from .spec import AttentionSpec, MlpSpec, ModelSpec
 from .weights import Fields, Reader
 
@@ -68,15 +71,14 @@ def is_compiled(spec: ModelSpec) -> bool:
 @dataclass(frozen=True, slots=True)
 class CompiledWeights:
     layers: list[PackedLayer]
-    outer: PackedOuter | None  # of rank 0
+    outer: PackedOuter
 
 
 def read_weights(team: Team, reader: Reader) -> CompiledWeights:
     """Pack a rank's share. One tensor at a time is in memory beside its packed form."""
     arena = Arena()
     layers = [_packed_layer(team, fields, arena) for fields in reader.layers()]
-    outer = reader.outer()
-    return CompiledWeights(layers, _packed_outer(team, outer, arena) if outer.has("norm") else None)
+    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
 
 
 def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
@@ -118,7 +120,10 @@ def _packed_outer(team: Team, fields: Fields, arena: Arena) -> PackedOuter:
 
 
 class CompiledDecoder:
-    """Of one rank. `memory` is what the next step is given; see `step`."""
+    """Of one rank. `memory` is what the next step is given. All ranks call the same, in the same order:
+
+    step  ->  logits or picked, if rows were sampled
+    """
 
     def __init__(
         self,
@@ -134,6 +139,8 @@ class CompiledDecoder:
         self._is_split = self._group.size > 1
         attention, mlp = spec.layers[0].attention, spec.layers[0].feed_forward
         assert isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec) and is_compiled(spec)
+        self._vocab_size = spec.vocab_size
+        tokens = Share(self._group.rank, self._group.size).vocabulary(spec.vocab_size)
         shape = DecoderShape(
             block_size=cache.layout.block_size,
             hidden_size=spec.hidden_size,
@@ -141,12 +148,14 @@ class CompiledDecoder:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            vocab_size=spec.vocab_size,
+            vocab_size=tokens.stop - tokens.start,
+            first_token=tokens.start,
             eps=spec.rms_norm_eps,
             dtype=cache.tensor.dtype,
             attentions=(AttentionKind(cos_sin[0]),),
             is_split=self._is_split,
         )
+        self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
         layers = [cache.layer(i) for i in range(spec.num_layers)]
@@ -158,7 +167,7 @@ class CompiledDecoder:
 
     def step(self, num_sampled: int, watch: LayerWatch | None = None, *, picks: bool = False) -> None:
         """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
-        leaves their logits; where it `picks`, their likeliest tokens alone, in `memory.ids`."""
+        leaves their logits; where it `picks`, their likeliest tokens alone."""
         memory, layers = self.memory, self._layers
         if watch is None and not self._is_split:
             memory.want(num_sampled, picks=picks)
@@ -175,19 +184,51 @@ class CompiledDecoder:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, layers.num_layers, layers.num_layers)
 
+    def logits(self, num_sampled: int) -> Tensor:
+        """Of the step before, at rank 0: [num_sampled, vocab] float32, its until the next one."""
+        own, group = self.memory.logits[:num_sampled], self._group
+        if group.size == 1:
+            return own
+        sizes = vocabulary_sizes(self._vocab_size, group.size)
+        parts = group.gather(own, [(num_sampled, n) for n in sizes])
+        if parts and len(self._joined) < num_sampled:
+            self._joined = torch.empty(num_sampled, self._vocab_size)
+        return torch.cat(parts, dim=1, out=self._joined[:num_sampled]) if parts else own
+
+    def picked(self, num_sampled: int) -> list[int]:
+        """The likeliest tokens of the step before, at rank 0: the first among equals."""
+        memory, group = self.memory, self._group
+        if group.size == 1:
+            return memory.ids[:num_sampled].tolist()
+        parts = group.gather(memory.bests[:num_sampled], [(num_sampled, BEST.itemsize)] * group.size)
+        if not parts:
+            return []
+        bests = torch.stack(parts).numpy().view(BEST)[..., 0]
+        first_tokens = np.cumsum([0, *vocabulary_sizes(self._vocab_size, group.size)])
+        ranks, rows = bests["logit"].argmax(axis=0), np.arange(num_sampled)
+        best = bests[ranks, rows]
+        ids = first_tokens[ranks] + best["id"]
+        return np.where(best["logit"] > -np.inf, ids, 0).tolist()
+
     def follow(self, step: Step) -> None:
         """A step that rank 0 told of: the part of it that is this rank's."""
         memory, num_seqs = self.memory, len(step.num_new)
         memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
         memory.set_tables(np.ascontiguousarray(step.tables), np.arange(num_seqs))
-        self.step(0)
+        memory.token_ids[: step.num_tokens] = step.token_ids
+        num_sampled = len(step.sampled)
+        memory.sampled[:num_sampled] = step.sampled
+        self.step(num_sampled, picks=step.picks)
+        if num_sampled:
+            self.picked(num_sampled) if step.picks else self.logits(num_sampled)
 
     def _halves(self, watch: LayerWatch | None) -> None:
         memory, layers, num_rows = self.memory, self._layers, self.memory.struct.num_rows
         partial = memory.partial[:num_rows]
         ends = watch.ends if watch is not None else ()
         layers.step(memory, 0, 0)
-        self._group.broadcast(memory.residual[:num_rows])
+        residual = memory.residual[:num_rows]
+        residual.copy_(self._group.all_reduce(residual))
         for i in range(layers.num_layers):
             layers.half(memory, i, 0)
             partial.copy_(self._group.all_reduce(partial))

@@ -10,6 +10,8 @@ What enters a part is normed where the spec has norms before it; what it adds, w
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor, tanh
 from torch.nn.functional import embedding, linear
 
@@ -19,7 +21,10 @@ from ...kernels.paged_batch import AttentionOptions
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
+from ..step import Step
 from .attention import StepMeta, options_of, output, project
+from .rope import Ropes
+from .sharding import Share, vocabulary_sizes
 from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from .weights import DecoderWeights, LayerWeights
 
@@ -50,13 +55,26 @@ def layers_of(spec: ModelSpec, weights: Sequence[LayerWeights]) -> list[Layer]:
 
 
 class Decoder:
-    """All of it on the only rank of a worker; on the first of several, all but the others' shares of the layers."""
+    """Of one rank. All ranks call the same, in the same order."""
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, group: Group | None = None) -> None:
         """spec: of this rank's share."""
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         self.layers = layers_of(spec, weights.layers)
+
+    def compute(
+        self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None
+    ) -> Tensor | None:
+        """A step whose sequences with one new token come first. Returns the logits of its sampled rows, None where
+        there are none. stored: see `forward`."""
+
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(cos_sin[0].device, non_blocking=True)
+
+        meta = step.meta(cos_sin, cache.layout.block_size)
+        hidden = self.forward(tensor(step.token_ids), cache, meta, stored)
+        return self.logits(hidden[tensor(step.sampled)]) if len(step.sampled) else None
 
     def forward(
         self, token_ids: Tensor, cache: KVCache, meta: StepMeta, stored: Callable[[int], object] = lambda _: None
@@ -66,19 +84,31 @@ class Decoder:
         `stored` is told how many layers were asked to store theirs, after each.
         """
         residual = self.embed(token_ids)
-        self.group.broadcast(residual)
         hidden = run_layers(self.layers, residual, cache, meta, self.group, stored)
         return add_rms_norm(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [T] int64. Returns [T, H]."""
-        found, scale = embedding(token_ids, self.weights.embed), self.spec.embedding_scale
+        group, scale = self.group, self.spec.embedding_scale
+        is_whole = group.size == 1
+        found = embedding(token_ids, self.weights.embed) if is_whole else group.all_reduce(self._embed_ours(token_ids))
         return found if scale == 1.0 else found * found.new_tensor(scale)  # the scale is rounded, as transformers does
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, H]. Returns [R, vocab] float32."""
-        logits, cap = linear(hidden, self.weights.lm_head), self.spec.logit_softcap
-        return (tanh(logits / cap) * cap if cap else logits).float()
+        """hidden: [R, H]. Returns [R, vocab] float32; what is returned on other ranks is nobody's."""
+        own, cap, group = linear(hidden, self.weights.lm_head), self.spec.logit_softcap, self.group
+        own = (tanh(own / cap) * cap if cap else own).float()
+        if group.size == 1:
+            return own
+        parts = group.gather(own, [(len(own), n) for n in vocabulary_sizes(self.spec.vocab_size, group.size)])
+        return torch.cat(parts, dim=1) if parts else own
+
+    def _embed_ours(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]: zeros for tokens of which other ranks have the embedding."""
+        table, group = self.weights.embed, self.group
+        local = token_ids - Share(group.rank, group.size).vocabulary(self.spec.vocab_size).start
+        is_others = (local < 0) | (local >= len(table))
+        return embedding(local.masked_fill(is_others, 0), table).masked_fill_(is_others[:, None], 0)
 
 
 def run_layers(

@@ -1,7 +1,8 @@
 """Which part of a decoder each rank of a worker holds. Arithmetic only, no torch.
 
 Query heads, KV heads and the MLP's inner dimension are divided evenly, in order; where there are more ranks than KV
-heads, neighbouring ranks hold the same one (kv_layout.py says which). Norms are everybody's.
+heads, neighbouring ranks hold the same one (kv_layout.py says which). So is the vocabulary of embedding and head: where
+it does not divide some ranks hold a row more than others, and nothing is padded. Norms are everybody's.
 """
 
 from collections.abc import Iterator
@@ -24,8 +25,18 @@ class Share:
         part = length // self.size
         return slice(self.rank * part, (self.rank + 1) * part)
 
+    def vocabulary(self, vocab_size: int) -> slice:
+        """Its token ids: vocab_size / size of them, rounded up or down."""
+        return slice(self.rank * vocab_size // self.size, (self.rank + 1) * vocab_size // self.size)
+
 
 WHOLE = Share()
+
+
+def vocabulary_sizes(vocab_size: int, size: int) -> list[int]:
+    """How many tokens each of `size` ranks has."""
+    parts = [Share(rank, size).vocabulary(vocab_size) for rank in range(size)]
+    return [part.stop - part.start for part in parts]
 
 
 def check_divides(spec: ModelSpec, size: int) -> None:
@@ -34,6 +45,8 @@ def check_divides(spec: ModelSpec, size: int) -> None:
         most = max(layer.attention.num_heads for layer in spec.layers)
         fitting = ", ".join(str(n) for n in range(1, most + 1) if not any(_faults(spec, n)))
         raise ConfigError(f"tensor_parallel={size} does not divide the model's {fault}: use one of {fitting}")
+    if spec.vocab_size < size:
+        raise ConfigError(f"tensor_parallel={size} leaves ranks none of the model's {spec.vocab_size} tokens: use less")
 
 
 def _faults(spec: ModelSpec, size: int) -> Iterator[str]:
@@ -51,7 +64,7 @@ def _faults(spec: ModelSpec, size: int) -> Iterator[str]:
 
 
 def spec_of(spec: ModelSpec, share: Share) -> ModelSpec:
-    """The spec of the layers that `share` holds: its heads, its part of the MLP."""
+    """The spec of the layers that `share` holds: its heads, its part of the MLP. The vocabulary stays whole."""
     shares = {layer: _layer_of(layer, share.size) for layer in dict.fromkeys(spec.layers)}
     return replace(spec, layers=tuple(shares[layer] for layer in spec.layers))
 
@@ -75,6 +88,8 @@ def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:
             return (slice(None),)
         case Cut.HEADS | Cut.INNER:
             return (share.part_of(piece.shape[0]),)
+        case Cut.VOCABULARY:
+            return (share.vocabulary(piece.shape[0]),)
         case Cut.HEAD_INPUTS | Cut.INNER_INPUTS:
             return slice(None), share.part_of(piece.shape[1])
         case Cut.KV_HEADS:

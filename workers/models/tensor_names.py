@@ -17,6 +17,7 @@ class Cut(Enum):
     HEAD_INPUTS = auto()  # inputs, by query head
     INNER = auto()  # outputs, of an MLP's inner dimension
     INNER_INPUTS = auto()  # inputs, of it
+    VOCABULARY = auto()  # outputs, by token
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,10 @@ def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
     """The same for the fields of DecoderWeights outside its layers."""
     matrix = (spec.vocab_size, spec.hidden_size)
     return {
-        "embed": (Piece("model.embed_tokens.weight", matrix),),
+        "embed": (Piece("model.embed_tokens.weight", matrix, Cut.VOCABULARY),),
         "norm": (Piece("model.norm.weight", (spec.hidden_size,)),),
         # Where it is tied it may be absent; where it is stored all the same, transformers uses it, and so do we.
-        "lm_head": (Piece("lm_head.weight", matrix),),
+        "lm_head": (Piece("lm_head.weight", matrix, Cut.VOCABULARY),),
     }
 
 

@@ -58,6 +58,8 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
+    """Of one share, whose part of the vocabulary is `vocab`."""
+
     embed: Tensor  # [vocab, H]
     layers: list[LayerWeights]
     norm: Tensor  # [H]
@@ -120,16 +122,10 @@ class Checkpoint:
         device: torch.device,
         progress: Progress = lambda _done, _total: None,
         share: Share = WHOLE,
+        quantize: str | None = None,
     ) -> DecoderWeights:
-        """Copy every tensor to `device` as `dtype`, those of a fused weight below one another; of the layers' tensors
-        only what `share` holds."""
-        return load_weights(self.reader(dtype, device, progress, share))
-
-    def load_layers(
-        self, dtype: torch.dtype, device: torch.device, share: Share, quantize: str | None = None
-    ) -> list[LayerWeights]:
-        """The same without what is outside the layers: all that a rank other than the first needs."""
-        return [fields.as_layer() for fields in self.reader(dtype, device, share=share, quantize=quantize).layers()]
+        """Copy what `share` holds of every tensor to `device` as `dtype`, those of a fused weight below one another."""
+        return load_weights(self.reader(dtype, device, progress, share, quantize))
 
     def reader(
         self,
@@ -214,8 +210,7 @@ class Checkpoint:
 
 
 class Reader:
-    """Copies what one share of a decoder needs out of a checkpoint, layer by layer, and counts. The first share alone
-    needs what is outside the layers."""
+    """Copies what one share of a decoder needs out of a checkpoint, layer by layer, and counts."""
 
     def __init__(
         self,
@@ -232,17 +227,15 @@ class Reader:
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self._progress, self._put = progress, put
         self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
-        self._outer: dict[str, Pieces] = {}
         if share.rank:  # what is added once is added by rank 0
             for fields in self._layers:
                 fields.pop("o_bias", None)
                 fields.pop("down_bias", None)
-        else:
-            self._outer = {
-                field: pieces
-                for field, pieces in outer_tensors(checkpoint.spec).items()
-                if checkpoint.holds(pieces[0].name)
-            }
+        self._outer = {
+            field: pieces
+            for field, pieces in outer_tensors(checkpoint.spec).items()
+            if checkpoint.holds(pieces[0].name)
+        }
         self._done, self._total = 0, 0
         for fields in (*self._layers, self._outer):
             self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)
@@ -331,7 +324,6 @@ class Fields:
 
 
 def load_weights(reader: Reader) -> DecoderWeights:
-    """Of the first share."""
     layers = [fields.as_layer() for fields in reader.layers()]
     outer = reader.outer()
     embed, norm, lm_head = (

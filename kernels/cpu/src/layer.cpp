@@ -146,9 +146,10 @@ class Way {
     int64_t block = step_.tables[step_.table_rows[seq] * step_.table_width + position / of_.block_size];
     step_.slots[row] = block * of_.block_size + in_block;
     step_.positions[row] = position;
-    if (!of_.embed && !of_.head.weight) return;
-    int64_t token = step_.token_ids[row];
-    if (of_.embed)
+    int64_t token = step_.token_ids[row] - of_.first_token;
+    if (token < 0 || token >= of_.head.n)  // another rank has it: the residual is the sum of what all make of it
+      std::memset(residual(row), 0, of_.hidden_size * sizeof(T));
+    else if (of_.embed)
       std::memcpy(residual(row), (const T *)of_.embed + token * of_.hidden_size, of_.hidden_size * sizeof(T));
     else
       unpack_row(token, residual(row));
@@ -208,7 +209,8 @@ void with_dtype(int32_t dtype, Work &&work) {
 }  // namespace DIPTYCH_ISA
 
 // Layers [first, last) of the only rank; before the first of all, what `begin` does, and after the last of all the head,
-// if rows are sampled. Several ranks: (0, 0) and (num_layers, num_layers), and decoder_half between them.
+// if rows are sampled. Several ranks: (0, 0), whose residual is to be summed, decoder_half of each, and then
+// (num_layers, num_layers).
 API(decoder_step)(Team *team, const void *decoder, const void *step, int64_t first, int64_t last) {
   using namespace DIPTYCH_ISA;
   const Decoder &of = *(const Decoder *)decoder;

@@ -39,8 +39,9 @@ struct Decoder {
   const Layer *layers;
   const Attention *attentions;
   const float *norm;  // [H]
-  const void *embed;  // [vocab, H] of T, or null: the rows of `head`; without that either the caller fills `residual`
-  Linear head;        // [vocab, H]
+  const void *embed;  // [vocab, H] of T, or null: the rows of `head`
+  Linear head;        // [vocab, H]: the tokens from `first_token` on, all of them or a rank's part
+  int64_t first_token;
   int64_t num_layers, num_attentions, hidden_size, block_stride /* of one layer's cache, bytes */, block_size;
   float eps;
   float embed_scale;    // of the embedded tokens
@@ -83,7 +84,7 @@ struct Step {
   // Where the likeliest token of each sampled row is all that is wanted: `ids`, and `logits` is left alone.
   int64_t picks;
   int64_t *ids;    // [num_sampled]
-  Best *bests;     // [threads][num_sampled]
+  Best *bests;     // [threads][num_sampled]; the first of them say what `ids` does
   float *few_logits;  // [threads][kGreedyScratch]
   int64_t *nanoseconds;  // [kNumParts], gains what each part took; or null
 };

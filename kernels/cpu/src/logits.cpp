@@ -16,7 +16,7 @@ API(greedy)(Team *team, const void *head, int32_t dtype, const void *hidden, int
     else
       best_of_part(of, (const float *)hidden, hidden_stride, num_rows, own, room, index, team->size);
   });
-  best_of_all((const Best *)bests, num_rows, team->size, ids);
+  best_of_all((Best *)bests, num_rows, team->size, ids);
 }
 
 // rows: [num_rows] of logits, whose rows of vocab_size floats are logits_stride apart.

@@ -38,10 +38,10 @@ void best_of_part(const Linear &head, const T *hidden, int64_t hidden_stride, in
   }
 }
 
-// bests: [size][num_rows] of all threads.
-inline void best_of_all(const Best *bests, int64_t num_rows, int size, int64_t *ids) {
+// bests: [size][num_rows] of all threads; the first of them become the best of all.
+inline void best_of_all(Best *bests, int64_t num_rows, int size, int64_t *ids) {
   for (int64_t row = 0; row < num_rows; row++) {
-    Best best = bests[row];
+    Best &best = bests[row];
     for (int i = 1; i < size; i++)
       if (bests[i * num_rows + row].logit > best.logit) best = bests[i * num_rows + row];
     ids[row] = best.logit > -INFINITY ? best.id : 0;

@@ -6,6 +6,7 @@ others' after the embedding and twice a layer (Shoeybi et al. 2019, section 3), 
 meet at rank 0. That alone samples.
 """
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import BroadcastOptions
+from torch.distributed import AllToAllOptions, BroadcastOptions
 
 from .errors import RankLost
 
@@ -46,6 +47,11 @@ class Group(Protocol):
         """Every rank's `part`, in their order, at rank 0; elsewhere nothing. shapes: of all parts, of one dtype."""
         ...
 
+    def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
+        """rows: [N, ...] contiguous, the first to_counts[0] of them for rank 0, and so on. from_counts: how many each
+        rank has for this one. Returns those, by rank; of the shape and dtype that all ranks' rows have."""
+        ...
+
 
 class Alone:
     """The group of a worker that is one process."""
@@ -60,6 +66,9 @@ class Alone:
 
     def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         return [part]
+
+    def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
+        return rows
 
 
 class GlooGroup:
@@ -108,11 +117,23 @@ class GlooGroup:
                 self._wait(lambda: self._gloo.recv([other], source, 0))  # noqa: B023 (called at once)
         return parts
 
+    def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
+        assert rows.is_contiguous() and len(rows) == sum(to_counts)
+        received = rows.new_empty(sum(from_counts), *rows.shape[1:])
+        ends = [_bytes_of(received), _bytes_of(rows)]
+        self._wait(lambda: self._gloo.alltoall_base(*ends, [*from_counts], [*to_counts], AllToAllOptions()))
+        return received
+
     def _wait(self, start: Any) -> None:
         try:
             start().wait()
         except RuntimeError as e:
             raise RankLost(f"rank {self.rank} of {self.size} lost another rank: {_first_line(e)}") from e
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    """[N, ...] -> [N, bytes of a row] uint8, of the same memory: gloo does not know all dtypes."""
+    return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
 def _first_line(error: RuntimeError) -> str:

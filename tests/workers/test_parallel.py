@@ -53,6 +53,22 @@ def test_parts_of_unlike_sizes_meet_at_rank_0(dtype: torch.dtype, tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(found[0], parts, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+def test_rows_go_to_whom_they_are_for(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Row `10 a + b` goes from rank a to rank b, as many of them as `counts` says; rank 2 has nothing to say."""
+    counts = [[1, 2, 0], [0, 3, 1], [0, 0, 0]]
+
+    def work(group: GlooGroup) -> list[list[float]]:
+        to, mine = counts[group.rank], [10 * group.rank + b for b in range(3)]
+        rows = torch.tensor([[row, row + 0.5] for row, n in zip(mine, to, strict=True) for _ in range(n)])
+        sent = rows.view(-1, 2).to(dtype)
+        return group.all_to_all(sent, to, [each[group.rank] for each in counts]).tolist()
+
+    half = 0.5 if dtype.is_floating_point else 0
+    expected = [[0], [1, 1, 11, 11, 11], [12]]
+    assert as_ranks(3, tmp_path / "meeting", work) == [[[row, row + half] for row in rows] for rows in expected]
+
+
 def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
     def work(group: GlooGroup) -> str:
         group.all_reduce(torch.ones(3))
@@ -70,4 +86,5 @@ def test_alone() -> None:
     assert Alone().all_reduce(part) is part
     Alone().broadcast(part)
     assert Alone().gather(part, [(3,)]) == [part]
+    assert Alone().all_to_all(part, [3], [3]) is part
     assert (Alone().rank, Alone().size) == (0, 1)

@@ -1,0 +1,106 @@
+"""Which ranks hold which experts. Arithmetic only, no torch.
+
+From the config: in order, or dealt out like cards. From measured load: hot experts are held more than once, and each
+copy goes to the rank that has least to do, the heaviest first (Graham 1969). Where several ranks hold an expert, they
+take turns with the rows of a step that go to it: by a row's number alone, which all ranks know. What is computed does
+not depend on where, so that the turn is no more than a matter of balance.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """held: of each rank its experts, ascending; an expert's index there is its slot."""
+
+    num_experts: int
+    held: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        for rank, experts in enumerate(self.held):
+            if list(experts) != sorted(set(experts)) or not set(experts) <= set(range(self.num_experts)):
+                raise ConfigError(f"rank {rank} is to hold the experts {experts}: name each once, in ascending order")
+        if missing := set(range(self.num_experts)).difference(*self.held):
+            raise ConfigError(f"no rank is to hold the experts {sorted(missing)}: place all {self.num_experts}")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.held)
+
+    def holders(self) -> list[list[int]]:
+        """Of each expert the ranks that hold it, ascending: row r of a step goes to number r modulo their number."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for rank, experts in enumerate(self.held):
+            for expert in experts:
+                found[expert].append(rank)
+        return found
+
+    def slots(self, rank: int) -> list[int]:
+        """Of each expert its slot at `rank`; -1 where it is not there."""
+        places = {expert: slot for slot, expert in enumerate(self.held[rank])}
+        return [places.get(expert, -1) for expert in range(self.num_experts)]
+
+    def load(self, loads: Sequence[float]) -> list[float]:
+        """What each rank has to do where expert i has loads[i], which its holders share evenly."""
+        shares = [load / len(ranks) for load, ranks in zip(loads, self.holders(), strict=True)]
+        return [sum(shares[expert] for expert in experts) for experts in self.held]
+
+
+def contiguous(num_experts: int, num_ranks: int) -> Placement:
+    """Rank 0 has the first ones. Where they do not divide, some ranks hold one more than others."""
+    _check(num_experts, num_ranks)
+    starts = [rank * num_experts // num_ranks for rank in range(num_ranks + 1)]
+    return Placement(num_experts, tuple(tuple(range(a, b)) for a, b in pairwise(starts)))
+
+
+def round_robin(num_experts: int, num_ranks: int) -> Placement:
+    """Expert i at rank i modulo num_ranks."""
+    _check(num_experts, num_ranks)
+    return Placement(num_experts, tuple(tuple(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)))
+
+
+def by_load(loads: Sequence[float], num_ranks: int, num_copies: int = 0) -> Placement:
+    """loads: of each expert, tokens in some span of time. num_copies: held beside the first one of each expert, by the
+    experts whose holders have most to do. No rank holds more than its even part of all, rounded up; a copy for which
+    only ranks have room that have it already is left out."""
+    num_experts = len(loads)
+    _check(num_experts, num_ranks)
+    if not all(math.isfinite(load) and load >= 0 for load in loads):
+        raise ConfigError("an expert's load is a number of tokens: give one of at least 0 for each")
+    if not 0 <= num_copies <= num_experts * (num_ranks - 1):
+        raise ConfigError(
+            f"{num_copies} copies of {num_experts} experts do not fit on {num_ranks} ranks, of which none holds an "
+            f"expert twice: use at most {num_experts * (num_ranks - 1)}"
+        )
+    num_holders = _num_holders(loads, num_ranks, num_copies)
+    most = math.ceil((num_experts + num_copies) / num_ranks)
+    queue = sorted((-load / n, expert) for expert, (load, n) in enumerate(zip(loads, num_holders, strict=True)))
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    work = [0.0] * num_ranks
+    for share, expert in queue:
+        for _ in range(num_holders[expert]):
+            fitting = [rank for rank in range(num_ranks) if len(held[rank]) < most and expert not in held[rank]]
+            if fitting:
+                rank = min(fitting, key=lambda rank: (work[rank], len(held[rank])))
+                held[rank].append(expert)
+                work[rank] -= share
+    return Placement(num_experts, tuple(tuple(sorted(experts)) for experts in held))
+
+
+def _num_holders(loads: Sequence[float], num_ranks: int, num_copies: int) -> list[int]:
+    """Each further copy is of the expert whose holders have most to do."""
+    found = [1] * len(loads)
+    for _ in range(num_copies):
+        open_ones = [expert for expert, n in enumerate(found) if n < num_ranks]
+        found[max(open_ones, key=lambda expert: (loads[expert] / found[expert], -found[expert]))] += 1
+    return found
+
+
+def _check(num_experts: int, num_ranks: int) -> None:
+    if not 1 <= num_ranks <= num_experts:
+        raise ConfigError(f"{num_experts} experts cannot be spread over {num_ranks} ranks: use 1 to {num_experts}")

@@ -33,6 +33,7 @@ from .errors import (
     HandoffError,
     InvalidRequest,
     LeaseLost,
+    OutOfDeviceMemory,
     RequestAborted,
 )
 from .prefix_cache import PrefixCache, block_hashes
@@ -137,11 +138,7 @@ class Engine:
             why = "the hand-off id is in use: ids are single-use"
         elif sequence is None:
             why = "the sequence is not here (any more)"
-        elif sequence.handoff_id is not None:
-            why = "the sequence is being handed off already"
-        elif sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding or sequence.provisional:
-            why = "the sequence is not decoding: it can be handed off once it has its first token here"
-        else:
+        elif (why := sequence.why_not_offered) is None:
             self._output.handoffs += self.handoffs.open_live(handoff_id, sequence)
             return
         self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
@@ -231,12 +228,17 @@ class Engine:
             self._output.handoffs += self.handoffs.end_preempted()
         if batch:
             self._tell((), publish)
-            if not self.steps:
-                self.steps.launch(batch, self.announcer.begin(batch, lambda events: self._tell(events, publish)))
-            step = self.steps.finish(self._sequences)
-            self.announcer.end()
-            self._advance(step.batch, step.began)
-            self._accept(step.sampled)
+            try:
+                if not self.steps:
+                    self.steps.launch(batch, self.announcer.begin(batch, lambda events: self._tell(events, publish)))
+                step = self.steps.finish(self._sequences)
+            except OutOfDeviceMemory as error:
+                for sequence in self.steps.give_up(batch, error, self._sequences):
+                    self._fail(sequence, error)
+            else:
+                self.announcer.end()
+                self._advance(step.batch, step.began)
+                self._accept(step.sampled)
             self.steps.run_deferred()
         self.handoffs.grant_reservations()
         return self._take_output(ran=bool(batch))
@@ -360,13 +362,11 @@ class Engine:
             _, key = heapq.heappop(self._deadlines)
             sequence = self._sequences.get(key)
             if sequence is not None:
-                self._fail(
-                    sequence,
-                    DeadlineExceeded(
-                        f"the request was not finished within its {sequence.request.timeout_s:.3g} s "
-                        f"({sequence.num_output} tokens made): allow more time or ask for fewer tokens"
-                    ),
+                why = (
+                    f"the request was not finished within its {sequence.request.timeout_s:.3g} s "
+                    f"({sequence.num_output} tokens made): allow more time or ask for fewer tokens"
                 )
+                self._fail(sequence, DeadlineExceeded(why))
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

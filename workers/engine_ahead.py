@@ -15,15 +15,19 @@ cached or handed off before it is computed, and nobody is preempted for a step t
 cached may be taken.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from .block_manager import BlockManager
 from .engine_load import EngineLoad
+from .errors import OutOfDeviceMemory
 from .runner import Launched, LayerWatch, Runner
 from .scheduler import Scheduler
 from .sequence import Batch, SampledToken, Sequence
+
+log = logging.getLogger("diptych.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,20 @@ class LaunchedSteps:
         while self._steps:
             self._steps.popleft().launched.abandon()
             self._manager.end_step()
-        self._deferred.clear()
+
+    def give_up(self, batch: Batch, error: OutOfDeviceMemory, here: Mapping[str, Sequence]) -> list[Sequence]:
+        """A step could not be computed, and all books are as they were before it: the sequences to be ended by that.
+
+        Its prompts are, and who is announced to a sink while it runs; where it has neither, all that it has. The others
+        compute their tokens again, in a smaller step.
+        """
+        log.warning("%s", error)
+        self.abandon()
+        ended = {e.sequence: None for e in batch.entries[batch.num_decodes :]}
+        ended |= {e.sequence: None for e in batch.entries if e.sequence.handoff_id is not None}
+        targets = {target for _, target in batch.copies}  # nobody knows what is there
+        ended |= {s: None for s in self._scheduler.sequences() if not targets.isdisjoint(s.block_table)}
+        return [s for s in ended or [e.sequence for e in batch.entries] if here.get(s.key) is s]
 
     def defer(self, command: Callable[[], object]) -> None:
         """To be run when what is under way has been accepted."""

@@ -13,7 +13,8 @@
     │   │   └── RankLost             503        the supervisor (starts the worker again)
     │   │       └── DeviceLost       503        the same; the operator (a GPU that fails again)
     │   ├── WorkerDraining           503        the router (submits elsewhere)
-    │   └── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
+    │   ├── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
+    │   └── OutOfDeviceMemory        503        the same (more memory beside the KV cache)
     ├── HandoffError                 500        the router (prefills again)
     │   ├── UnknownHandoff           500
     │   ├── LeaseLost                500
@@ -99,6 +100,12 @@ class WorkerDraining(Unavailable):
 
 class OutOfBlocks(Unavailable):
     code = "out_of_kv_blocks"
+
+
+class OutOfDeviceMemory(Unavailable):
+    """A step was not computed for it; what is in the KV cache stands."""
+
+    code = "out_of_device_memory"
 
 
 class HandoffError(DiptychError):

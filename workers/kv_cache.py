@@ -19,10 +19,13 @@ from ..kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ..kernels.cpu.library import Library, Team
 from .gpu.cuda_driver import driver_of
 from .gpu.device import Device
+from .gpu.device_errors import needing_memory
 from .gpu.kv_pool import DevicePool
 from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region
 from .memory import huge_page_mapping, shared_mapping
 from .models.weights import DTYPES
+
+_LESS = "lower kv_memory_fraction (or kv_memory_bytes)"
 
 
 class KVCache:
@@ -61,9 +64,11 @@ class KVCache:
             self._pool = pool.view(layout.tensor_parallel, *shape)
         else:
             self._mapping = None
-            self._pool = torch.zeros((1, *shape), dtype=dtype, device=device)
+            with needing_memory(f"{num_blocks} KV blocks", _LESS):
+                self._pool = torch.zeros((1, *shape), dtype=dtype, device=device)
         self.tensor = self._pool[rank]
-        self._on_gpu = DevicePool(gpu, layout, self._pool, driver_of(gpu)) if gpu is not None else None
+        with needing_memory("the buffers of hand-offs", _LESS):
+            self._on_gpu = DevicePool(gpu, layout, self._pool, driver_of(gpu)) if gpu is not None else None
         # A team of its own: blocks may be copied while another one computes.
         self._team = Team(library, 1) if library is not None else None
 

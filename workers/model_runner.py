@@ -24,6 +24,7 @@ from .cpu_kernels import Choice, choose_for, make_team
 from .errors import ConfigError, RankLost
 from .gpu.cuda_device import CudaDevice
 from .gpu.device import Device
+from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
 from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
 from .gpu.precision import settle_products
@@ -177,7 +178,9 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             dtype=config.dtype,
         )
-        steps = steps_with(cache, rope_tables(spec, max_context_tokens, device), group)
+        with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
+            cos_sin = rope_tables(spec, max_context_tokens, device)
+        steps = steps_with(cache, cos_sin, group)
         is_ahead = config.look_ahead and ranks is None and choice.library is not None
         return cls(info, steps, cache, ranks, ComputeThread((config.cores or ())[:1]) if is_ahead else None)
 
@@ -245,17 +248,20 @@ def _gpu(name: str) -> Device | None:
     if device.type == "cpu":
         return None
     settle_products()
-    return CudaDevice(device)
+    with needing_memory("a context of CUDA", "end what else uses it"):
+        return CudaDevice(device)
 
 
 @contextmanager
 def _put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
     """What puts weights there; once this is left they are there. To be quantised they must be there at once."""
-    if gpu is None or quantize is not None:
-        yield put_now
-    else:
-        with Upload(gpu) as upload:
-            yield upload.put
+    remedy = "end what else uses it, serve a smaller model, or use a GPU with more"
+    with needing_memory("the model's weights", remedy):
+        if gpu is None or quantize is not None:
+            yield put_now
+        else:
+            with Upload(gpu) as upload:
+                yield upload.put
 
 
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
@@ -290,7 +296,8 @@ def _read_to_gpu(
 ) -> Callable[[KVCache, Ropes, Group], GpuSteps]:
     """See _read_weights. What the sampler needs is taken before what is free is reserved for KV."""
     weights = load_weights(reader)
-    sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
+    with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
+        sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
     graph_tokens = GRAPH_TOKENS if config.cuda_graphs else None
 
     def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> GpuSteps:

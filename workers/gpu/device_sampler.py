@@ -47,7 +47,7 @@ class _Room:
 class DeviceSampler:
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], max_rows: int, device: Device) -> None:
         """Takes about 12 bytes of the device's memory for each of max_rows * vocab_size: before what is free is
-        reserved for KV. Raises ConfigError for a vocabulary that the kernels cannot hold."""
+        reserved for KV. Raises ConfigError for a vocabulary that the kernels cannot hold; torch.OutOfMemoryError."""
         if not 0 < vocab_size <= LARGEST_VOCABULARY:
             raise ConfigError(
                 f"the model's vocabulary of {vocab_size} tokens is more than the {LARGEST_VOCABULARY} that are sampled "

@@ -13,9 +13,9 @@ Whatever is sampled is sampled at once, on the main lane, and stays on the devic
 (Batch.fed_by). The main lane has all steps in order; the prompt lane begins after what is on it, and is waited for.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.block_copy import copy_blocks
-from ..errors import ConfigError, InternalError
+from ..errors import InternalError
 from ..kv_cache import KVCache
 from ..models.decoder import Decoder
 from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
 from .decode_graphs import DecodeGraphs
 from .device import Device, Event
-from .device_errors import lost
+from .device_errors import needing_memory, of_step
 from .device_sampler import DeviceSampler
 from .device_tables import DeviceTables
 from .flow import Pieces
@@ -76,7 +76,8 @@ class GpuSteps:
         self._device, self._cache, self._sampler = device, cache, sampler
         self._main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
         pieces = Pieces(decoder, cache)
-        try:
+        remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
+        with needing_memory("the buffers and graphs of steps", remedy):
             max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
             self._buffers = StepBuffers(device, max_sequences, max_blocks, decoder.spec.vocab_size)
             self._tables = DeviceTables(device, layout.block_size, max_blocks, max_sequences)
@@ -89,17 +90,12 @@ class GpuSteps:
                 self._graphs.capture(device, self._main)
                 self._prompts.capture(graph_tokens)
             device.synchronize()
-        except torch.OutOfMemoryError as e:
-            raise ConfigError(
-                "the GPU has too little memory left for the buffers and graphs of steps: lower kv_memory_fraction (or "
-                f"kv_memory_bytes) or max_running, or set cuda_graphs to false ({e})"
-            ) from e
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
-        """See Runner.launch. Raises DeviceLost, and torch.OutOfMemoryError."""
+        """See Runner.launch. Raises OutOfDeviceMemory or DeviceLost."""
         with self._recovering():
             return self._launch(batch, watch)
 
@@ -107,10 +103,10 @@ class GpuSteps:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
         if not pairs:
             return
-        ids = self._device.pinned((2, len(pairs)), torch.int64)
-        ids.numpy()[:] = np.array(pairs).T
         pool = self._cache.tensor if self._cache.layout.is_block_major else self._cache.tensor.transpose(0, 1)
         with self._recovering():
+            ids = self._device.pinned((2, len(pairs)), torch.int64)
+            ids.numpy()[:] = np.array(pairs).T
             self._main.run(partial(_copy, pool, ids))
 
     def close(self) -> None:
@@ -143,7 +139,7 @@ class GpuSteps:
         is_plain = self._sampler.is_capturable(sequences)
         self._main.run(partial(self._finish, index, len(sequences), num_decodes, run, is_plain))
         room.used = self._main.record()
-        return LaunchedStep(self._sampler, room, index, len(sequences), run, watch)
+        return LaunchedStep(self._recovering, self._sampler, room, index, len(sequences), run, watch)
 
     def _rows(self, batch: Batch) -> _Rows:
         entries, fed_by = batch.entries, batch.fed_by
@@ -241,8 +237,8 @@ class GpuSteps:
             self._sampler.forget()
             self._gathered = None
             self.close()
-            if (device_lost := lost(e)) is not None:
-                raise device_lost from e
+            if (named := of_step(e)) is not None:
+                raise named from e
             raise
 
 
@@ -251,6 +247,7 @@ class LaunchedStep:
 
     def __init__(
         self,
+        recovering: Callable[[], AbstractContextManager[None]],
         sampler: DeviceSampler,
         room: Room,
         index: int,
@@ -258,12 +255,13 @@ class LaunchedStep:
         run: PromptRun | None,
         watch: LayerWatch | None,
     ) -> None:
-        self._sampler, self._room, self._index, self._num_sampled = sampler, room, index, num_sampled
+        self._recovering, self._sampler, self._room = recovering, sampler, room
+        self._index, self._num_sampled = index, num_sampled
         self._run, self._watch = run, watch  # the run is kept: lanes use its memory
 
     def tokens(self) -> list[SampledToken]:
-        """Raises DeviceLost."""
-        try:
+        """Raises OutOfDeviceMemory or DeviceLost."""
+        with self._recovering():
             reached = dict(self._run.reached) if self._run is not None else dict[int, Event]()
             for end in self._watch.ends if self._watch is not None else ():
                 if end in reached:
@@ -273,10 +271,6 @@ class LaunchedStep:
                 assert self._watch is not None
                 self._watch.reached(end)
             self._room.wait()
-        except RuntimeError as e:
-            if (device_lost := lost(e)) is not None:
-                raise device_lost from e
-            raise
         return self._sampler.sampled(self._index, self._room.tokens[: self._num_sampled].tolist())
 
     def abandon(self) -> None:

@@ -2,7 +2,7 @@
 numbers in another dtype.
 
 A layout is a tensor's strides: a pool of either order of axes, some heads of it (`narrow`: what one rank gives another)
-and a buffer that has come over the wire are all [blocks, layers, 2, block_size, heads, D].
+and a buffer that has come over the wire are all [blocks, layers, V, block_size, heads, D]; V: 2, key and value, or 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NUM_WARPS = 4
 class KVSlots:
     """Where tokens lie: token t in slot (t - start) % block_size of block table[(t - start) // block_size]."""
 
-    numbers: Tensor  # [blocks, layers, 2, block_size, heads, D], last axis contiguous
+    numbers: Tensor  # [blocks, layers, V, block_size, heads, D], last axis contiguous
     table: Tensor  # [n] int64 contiguous, on the device: blocks that exist
     start: int = 0
-    scales: Tensor | None = None  # [blocks, layers, 2, block_size, heads] float32 of 8-bit numbers: see kv_scales.py
+    scales: Tensor | None = None  # [blocks, layers, V, block_size, heads] float32 of 8-bit numbers: see kv_scales.py
 
 
 def move_kv(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) -> None:
@@ -64,8 +64,8 @@ def _index(slots: KVSlots, token: Tensor) -> tuple[Tensor, slice, slice, Tensor]
 
 def _check(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) -> None:
     one, other = source.numbers.shape, target.numbers.shape
-    assert len(one) == len(other) == 6 and one[2] == other[2] == 2
-    assert (one[1], *one[4:]) == (other[1], *other[4:])
+    assert len(one) == len(other) == 6
+    assert (*one[1:3], *one[4:]) == (*other[1:3], *other[4:])
     for slots in (source, target):
         assert slots.numbers.stride(-1) == 1
         assert slots.table.dtype == torch.int64 and slots.table.dim() == 1 and slots.table.is_contiguous()
@@ -76,8 +76,8 @@ def _check(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) 
 
 def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_tokens: int) -> None:
     _check(source, target, first_token, num_tokens)
-    _, num_layers, _, block_size, num_heads, dim = source.numbers.shape
-    num_vectors = num_layers * 2 * num_tokens * num_heads
+    _, num_layers, kinds, block_size, num_heads, dim = source.numbers.shape
+    num_vectors = num_layers * kinds * num_tokens * num_heads
     assert num_vectors < 1 << 31
     is_same = source.numbers.dtype == target.numbers.dtype
     block = next_power_of_2(dim)
@@ -104,6 +104,7 @@ def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_token
             dim,
             LARGEST=0.0 if is_same else largest_of(target.numbers, target.scales),
             IS_SAME=is_same,
+            KINDS=kinds,
             ROWS=rows,
             BLOCK=block,
             num_warps=_NUM_WARPS,
@@ -135,11 +136,11 @@ def _offset(
 
 @jit
 def _move_kv_kernel(
-    source: tl.tensor,  # [blocks, layers, 2, source_block_size, num_heads, dim]
-    target: tl.tensor,  # [blocks, layers, 2, target_block_size, num_heads, dim]
+    source: tl.tensor,  # [blocks, layers, KINDS, source_block_size, num_heads, dim]
+    target: tl.tensor,  # [blocks, layers, KINDS, target_block_size, num_heads, dim]
     source_table: tl.tensor,  # [n] int64
     target_table: tl.tensor,  # [n] int64
-    source_scales: tl.tensor | None,  # [blocks, layers, 2, source_block_size, num_heads] float32, or None
+    source_scales: tl.tensor | None,  # [blocks, layers, KINDS, source_block_size, num_heads] float32, or None
     target_scales: tl.tensor | None,
     s_block: int,  # strides
     s_layer: int,
@@ -167,15 +168,16 @@ def _move_kv_kernel(
     target_block_size: int,
     num_tokens: int,
     num_heads: int,
-    num_vectors: int,  # layers * 2 * num_tokens * num_heads
+    num_vectors: int,  # layers * KINDS * num_tokens * num_heads
     dim: int,
     LARGEST: tl.constexpr,  # magnitude that the target stores, 0 where nothing is scaled
     IS_SAME: tl.constexpr,  # dtypes
+    KINDS: tl.constexpr,  # vectors of a token in a layer and head
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (programs that are resident at once, or fewer,): a program moves every so many-th group of ROWS vectors, in
-    the order layer, K and V, token, head."""
+    the order layer, vector, token, head."""
     d = tl.arange(0, BLOCK)[None, :]
     for group in range(tl.program_id(0), tl.cdiv(num_vectors, ROWS), tl.num_programs(0)):
         row = (group * ROWS + tl.arange(0, ROWS))[:, None]
@@ -184,7 +186,7 @@ def _move_kv_kernel(
         head = (row % num_heads).to(tl.int64)
         token = row // num_heads % num_tokens
         part = row // num_heads // num_tokens
-        layer, which = (part // 2).to(tl.int64), (part % 2).to(tl.int64)
+        layer, which = (part // KINDS).to(tl.int64), (part % KINDS).to(tl.int64)
         read, written = token + source_place, token + target_place
         s = tl.load(source_table + read // source_block_size, mask=is_row, other=0)
         t = tl.load(target_table + written // target_block_size, mask=is_row, other=0)

@@ -35,6 +35,7 @@ class KVLayout(_message.Message):
     MODEL_ID_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PACKING_FIELD_NUMBER: _builtins.int
+    NUM_VECTORS_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
@@ -51,6 +52,8 @@ class KVLayout(_message.Message):
     """ranks, one after the other in the pool; each holds its share of the heads"""
     packing: _builtins.str
     """"rows", as axis_order says, or "dot": a layer of a block as workers/kv_packing.py says"""
+    num_vectors: _builtins.int
+    """of a slot, layer and head, the axis "kv": 2, key and value (also where absent), or 1, a latent"""
     def __init__(
         self,
         *,
@@ -63,10 +66,11 @@ class KVLayout(_message.Message):
         model_id: _builtins.str = ...,
         tensor_parallel: _builtins.int = ...,
         packing: _builtins.str = ...,
+        num_vectors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

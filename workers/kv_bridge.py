@@ -8,7 +8,7 @@
 
 The source's layout is the wire's. A staged part, of the source's distinct ranks:
 
-    [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [k, v][slot][head][dim],
+    [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [vector][slot][head][dim],
     or of the source's packing, where it comes in the source's dtype
 """
 
@@ -149,12 +149,12 @@ class Bridge:
         return pool_checksums(self._ours, _own_blocks(read), read.segment.first_layer, read.segment.num_layers)
 
     def _of_part(self, data: memoryview, part: Segment) -> Numbers:
-        """[rank, block, layer, 2, slot, head, dim] of our dtype."""
+        """[rank, block, layer, vector, slot, head, dim] of our dtype."""
         source, ranks = self.source, len(self.source.distinct_ranks)
         if source.packing != ROWS and self.wire == source.dtype:
             data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
         numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
-        inner = (2, source.block_size, source.heads_per_rank, source.head_dim)
+        inner = (source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim)
         blocks, layers = len(part.block_ids), part.num_layers
         if source.is_block_major:
             return numbers.reshape(ranks, blocks, layers, *inner)

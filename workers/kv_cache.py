@@ -1,10 +1,10 @@
 """Owner of the KV tensors of one worker. Knows bytes and blocks; which block holds what is BlockManager's.
 
-    block-major   [num_blocks, num_layers, 2, block_size, heads of this rank, head_dim]   a block is one run on the wire
-    layer-major   [num_layers, num_blocks, 2, block_size, heads of this rank, head_dim]   as other engines have it
+    block-major   [num_blocks, num_layers, V, block_size, heads of this rank, head_dim]   a block is one run on the wire
+    layer-major   [num_layers, num_blocks, V, block_size, heads of this rank, head_dim]   as other engines have it
 
 In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv_packing.py).
-Index 0 of the third axis is K, 1 is V. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is
+V is 2, K and V, or 1: of a latent. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is
 several times faster, and pages that are never written cost no memory. Several ranks share one mapping, each its own
 part of it, so that rank 0's transports reach them all.
 """
@@ -54,7 +54,7 @@ class KVCache:
         if layout.packing == DOT:
             assert layout.can_be_dot
             inner = (layout.heads_per_rank, layout.block_size // GROUP, GROUP * layout.head_dim)
-        shape = (*outer, 2, *inner)
+        shape = (*outer, layout.num_vectors, *inner)
         dtype = DTYPES[layout.dtype]
         if device.type == "cpu":
             num_bytes = num_blocks * layout.block_bytes
@@ -96,7 +96,7 @@ class KVCache:
             copy_blocks_twin(pool, sources, targets)
 
     def layer(self, index: int) -> Tensor:
-        """View of one layer: [num_blocks, 2, block_size, heads of this rank, head_dim], or as its packing has it."""
+        """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it."""
         return self.tensor[:, index] if self._is_block_major else self.tensor[index]
 
 

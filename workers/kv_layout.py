@@ -1,11 +1,13 @@
 """How one worker's KV cache lies in memory, in a form that two workers can compare. Arithmetic only, no torch.
 
     pool   = tensor_parallel ranks, one after the other; a rank holds its share of the heads for every block
-    rank   = [block][layer][k, v][slot][head][dim]     block-major: a block of a rank is one run of bytes
-          or [layer][block][k, v][slot][head][dim]     layer-major: a layer of a rank is
+    rank   = [block][layer][vector][slot][head][dim]     block-major: a block of a rank is one run of bytes
+          or [layer][block][vector][slot][head][dim]     layer-major: a layer of a rank is
     packing: "rows" as above; "dot" is [k, v][head][...] of the same size, for the compiled kernels (kv_packing.py)
 
-Where there are more ranks than KV heads, neighbouring ranks hold the same head; on the wire goes the first one's.
+A slot holds `num_vectors` vectors of a head: a key and a value, or of latent attention one latent, of which every
+query head is served; it counts as one head. Where there are more ranks than KV heads, neighbouring ranks hold the same
+head; on the wire goes the first one's.
 """
 
 from collections.abc import Sequence
@@ -27,13 +29,15 @@ AXIS_ORDERS = {"block": BLOCK_MAJOR, "layer": LAYER_MAJOR}  # as settings name t
 ROWS, DOT = "rows", "dot"
 GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim")  # of two layouts; the rest is converted
+KEY_AND_VALUE = 2  # vectors; a latent is 1
+MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
 LARGEST = {
     "block_size": 1 << 16,
     "num_layers": 1 << 12,
     "num_kv_heads": 1 << 12,
     "head_dim": 1 << 16,
     "tensor_parallel": 1 << 12,
+    "num_vectors": KEY_AND_VALUE,
 }
 Offsets = NDArray[np.int64]
 
@@ -51,6 +55,7 @@ class KVLayout:
     axis_order: str = BLOCK_MAJOR
     tensor_parallel: int = 1
     packing: str = ROWS
+    num_vectors: int = KEY_AND_VALUE  # a slot, layer and head
 
     @property
     def is_block_major(self) -> bool:
@@ -59,7 +64,7 @@ class KVLayout:
     @property
     def can_be_dot(self) -> bool:
         """Whether it could be of the "dot" packing, by its sizes."""
-        return self.block_size % GROUP == 0 and self.head_dim % GROUP == 0
+        return self.block_size % GROUP == self.head_dim % GROUP == 0 and self.num_vectors == KEY_AND_VALUE
 
     @property
     def heads_per_rank(self) -> int:
@@ -75,8 +80,8 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of K and V of one layer in one block of one rank."""
-        return 2 * self.block_size * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one layer in one block of one rank."""
+        return self.num_vectors * self.block_size * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def rank_block_bytes(self) -> int:
@@ -122,7 +127,7 @@ class KVLayout:
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> "KVLayout":
         layout = cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
-        return layout if layout.packing else replace(layout, packing=ROWS)
+        return replace(layout, packing=layout.packing or ROWS, num_vectors=layout.num_vectors or KEY_AND_VALUE)
 
     def check_bridge(self, peer: "KVLayout") -> None:
         """Raise LayoutMismatch, showing the two layouts side by side, unless KV can move between them, converted where
@@ -153,7 +158,8 @@ class KVLayout:
         if self.packing not in (ROWS, DOT):
             faults.append(f"packing: {self.packing!r} there is unknown")
         elif self.packing == DOT and not self.can_be_dot:
-            faults.append(f"packing: blocks of {self.block_size} slots of {self.head_dim} there cannot be {DOT!r}")
+            vectors = f"{self.num_vectors} x {self.head_dim}"
+            faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
         more, less = max(self.num_kv_heads, self.tensor_parallel), min(self.num_kv_heads, self.tensor_parallel)
         if less > 0 and more % less:
             faults.append(f"{self.num_kv_heads} heads there do not divide over {self.tensor_parallel} ranks")

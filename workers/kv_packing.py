@@ -1,7 +1,7 @@
-"""Numbers of K and V between their packings: pieces of a pool, and rows of head_dim numbers. numpy, no torch.
+"""Numbers of KV between their packings: pieces of a pool, and rows of head_dim numbers. numpy, no torch.
 
-a piece   K and V of one layer of one block in one rank
-rows      [k, v][slot][head][dim]
+a piece   one layer of one block in one rank
+rows      [vector][slot][head][dim]
 dot       [k, v][head][slots / 16][16 * dim]: what a dot product of the CPU takes at once lies together. In a group
           of 16 slots: K as [dim / P][16][P], V as [16 / P][dim][P]; P = 2 for bfloat16, 1 for float32
 """
@@ -43,7 +43,8 @@ class Pool:
         numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
         self._is_rows = layout.packing == ROWS
         if self._is_rows:
-            self._rows = _by_layer(memory, numbers, (2, layout.block_size, layout.heads_per_rank, layout.head_dim))
+            inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim
+            self._rows = _by_layer(memory, numbers, inner)
             return
         self._pair = pair = _pair(numbers)
         inner = layout.heads_per_rank, layout.block_size // GROUP
@@ -51,8 +52,8 @@ class Pool:
         self._values = _by_layer(memory, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))[:, :, :, 1]
 
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
-        """rows: [layers, 2, n, heads, dim], for slots `slot` to `slot` + n. Touches no other slot, so several threads
-        may write into one block."""
+        """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. Touches no other slot, so several
+        threads may write into one block."""
         if self._is_rows:
             self._rows[rank, block, layers, :, slot : slot + rows.shape[2], heads] = rows
             return

@@ -2,10 +2,10 @@
 
     cache      "float32", or "bfloat16" (here as uint16: numpy has no such type)
     wire       as in the source's cache, or narrower: "bfloat16", rounded to nearest, ties to even; or "int8":
-               each vector of head_dim numbers (one layer, K or V, slot and head) becomes a record
+               each vector of head_dim numbers (one layer, vector, slot and head) becomes a record
                [scale: float32, little-endian][head_dim x int8], scale = the largest magnitude / 127
 
-A *piece* is the K and V of one layer of one block in one rank. A block's checksum is 16 bytes of blake3 over its pieces
+A *piece* is one layer of one block in one rank. A block's checksum is 16 bytes of blake3 over its pieces
 as they travel: rank by rank, in each layer by layer, whatever the order of the axes.
 """
 

@@ -340,6 +340,7 @@ def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: 
         axis_order=AXIS_ORDERS[config.kv_axis_order],
         tensor_parallel=config.tensor_parallel,
         packing=packing,
+        num_vectors=spec.kv.num_vectors,
     )
 
 

@@ -81,6 +81,7 @@ def follow(settings: RankSettings) -> None:
         axis_order=settings.axis_order,
         packing=settings.packing,
         tensor_parallel=settings.size,
+        num_vectors=spec.kv.num_vectors,
     )
     cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared_fd=settings.memory_fd)
     compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, cpu), group)

@@ -13,6 +13,7 @@ from diptych.workers.kv_bridge import Bridge, _head_copies
 from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout, KVMemory, Region
 
 SOURCE = KVLayout("float32", 4, 3, 8, 16, "model", tensor_parallel=2)
+LATENTS = replace(SOURCE, num_kv_heads=1, head_dim=24, num_vectors=1)
 OURS = [
     replace(SOURCE, dtype="bfloat16"),
     replace(SOURCE, block_size=6, axis_order=LAYER_MAJOR),
@@ -20,13 +21,17 @@ OURS = [
     replace(SOURCE, tensor_parallel=1, dtype="bfloat16", block_size=3),
     replace(SOURCE, tensor_parallel=16, axis_order=LAYER_MAJOR),
 ]
+PAIRS = [(SOURCE, ours) for ours in OURS] + [
+    (LATENTS, replace(LATENTS, block_size=6, axis_order=LAYER_MAJOR, tensor_parallel=4)),
+    (LATENTS, replace(LATENTS, dtype="bfloat16", tensor_parallel=1)),
+]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCKS, TABLE, THEIRS, FIRST_TOKEN = 12, (5, 2, 9, 7, 0, 4, 11), (3, 8, 1, 6), 5
 
 
 def ranks_of(pool: torch.Tensor, layout: KVLayout) -> list[torch.Tensor]:
-    """[block, layer, 2, slot, head, dim] of each rank."""
-    inner = (2, layout.block_size, layout.heads_per_rank, layout.head_dim)
+    """[block, layer, vector, slot, head, dim] of each rank."""
+    inner = (layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim)
     if layout.is_block_major:
         return list(pool.view(layout.tensor_parallel, BLOCKS, layout.num_layers, *inner))
     return list(pool.view(layout.tensor_parallel, layout.num_layers, BLOCKS, *inner).transpose(1, 2))
@@ -36,13 +41,13 @@ def empty_pool(layout: KVLayout) -> torch.Tensor:
     return torch.full((BLOCKS * layout.block_bytes // DTYPES[layout.dtype].itemsize,), 7.0, dtype=DTYPES[layout.dtype])
 
 
-def bridged(source: torch.Tensor, ours: KVLayout) -> torch.Tensor:
+def bridged(source: torch.Tensor, theirs: KVLayout, ours: KVLayout) -> torch.Tensor:
     """What a hand-off makes of all layers of four blocks."""
     pool = empty_pool(ours)
     view = memoryview(pool.view(torch.uint8).numpy())
     memory = KVMemory(ours, BLOCKS, Region(pool.data_ptr(), len(view), view))
-    bridge = Bridge(memory, SOURCE, BLOCKS)
-    segment = Segment(0, THEIRS, (0,) * len(THEIRS), 0, SOURCE.num_layers)
+    bridge = Bridge(memory, theirs, BLOCKS)
+    segment = Segment(0, THEIRS, (0,) * len(THEIRS), 0, theirs.num_layers)
     copies = bridge.staged(segment, 0)
     read = source.view(torch.uint8).numpy()
     staged = np.concatenate([read[at : at + n] for at, n in zip(copies.remote, copies.lengths, strict=True)])
@@ -50,17 +55,17 @@ def bridged(source: torch.Tensor, ours: KVLayout) -> torch.Tensor:
     return pool
 
 
-@pytest.mark.parametrize("ours", OURS, ids=lambda o: f"{o.dtype}-{o.block_size}-{o.tensor_parallel}")
-def test_a_move_is_what_the_bridge_does(ours: KVLayout) -> None:
-    source = empty_pool(SOURCE).normal_(generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("layout", "ours"), PAIRS, ids=lambda o: f"{o.dtype}-{o.block_size}-{o.tensor_parallel}")
+def test_a_move_is_what_the_bridge_does(layout: KVLayout, ours: KVLayout) -> None:
+    source = empty_pool(layout).normal_(generator=torch.Generator().manual_seed(0))
     target = empty_pool(ours)
-    theirs, mine = ranks_of(source, SOURCE), ranks_of(target, ours)
-    num_tokens = min(len(THEIRS) * SOURCE.block_size, len(TABLE) * ours.block_size) - FIRST_TOKEN
-    for copy in _head_copies(SOURCE, ours):
+    theirs, mine = ranks_of(source, layout), ranks_of(target, ours)
+    num_tokens = min(len(THEIRS) * layout.block_size, len(TABLE) * ours.block_size) - FIRST_TOKEN
+    for copy in _head_copies(layout, ours):
         read = KVSlots(theirs[copy.wire_rank][..., copy.wire_heads, :], torch.tensor(THEIRS))
         written = KVSlots(mine[copy.rank][..., copy.heads, :], torch.tensor(TABLE))
         move_kv(read, written, FIRST_TOKEN, num_tokens)
-    assert torch.equal(target, bridged(source, ours))
+    assert torch.equal(target, bridged(source, layout, ours))
 
 
 def test_what_is_narrowed_comes_back_within_a_rounding() -> None:

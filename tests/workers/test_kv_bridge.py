@@ -34,7 +34,7 @@ def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, 
         outer = (rank * layout.num_layers + layer) * num_blocks + block
     d = np.arange(layout.head_dim)
     if layout.packing == ROWS:
-        return (((outer * 2 + kv) * layout.block_size + slot) * heads + head) * layout.head_dim + d
+        return (((outer * layout.num_vectors + kv) * layout.block_size + slot) * heads + head) * layout.head_dim + d
     pair = {"float32": 1, "bfloat16": 2}[layout.dtype]
     group, s = divmod(slot, 16)
     start = (((outer * 2 + kv) * heads + head) * (layout.block_size // 16) + group) * 16 * layout.head_dim
@@ -101,8 +101,8 @@ def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, heads: int) -> KVLayout:
-    packing = draw(st.sampled_from([ROWS, DOT]))
+def layouts(draw: st.DrawFn, heads: int, num_vectors: int) -> KVLayout:
+    packing = draw(st.sampled_from([ROWS, DOT] if num_vectors == 2 else [ROWS]))
     return KVLayout(
         draw(st.sampled_from(["float32", "bfloat16"])),
         draw(st.integers(1, 64) if packing == ROWS else st.sampled_from([16, 32, 48, 64])),
@@ -113,14 +113,15 @@ def layouts(draw: st.DrawFn, heads: int) -> KVLayout:
         draw(st.sampled_from([BLOCK_MAJOR, LAYER_MAJOR])),
         draw(st.sampled_from([1, 2, 4])),
         packing,
+        num_vectors,
     )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[KVLayout, KVLayout, int, int, int]:
     """(source, ours, tokens, tokens held, seed)."""
-    heads = draw(st.sampled_from([1, 2, 4, 8]))
-    source, ours = draw(layouts(heads)), draw(layouts(heads))
+    heads, num_vectors = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([2, 2, 1]))
+    source, ours = draw(layouts(heads, num_vectors)), draw(layouts(heads, num_vectors))
     if draw(st.booleans()):  # often a pair that moves directly, or nearly
         ours = replace(source, axis_order=ours.axis_order)
     num_tokens = draw(st.integers(1, 130))
@@ -153,7 +154,7 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
         far, slot_there = divmod(token, theirs.block_size)
         near, slot_here = divmod(token, layout.block_size)
         for layer in range(first, first + num_layers):
-            for kv in (0, 1):
+            for kv in range(layout.num_vectors):
                 for head in range(layout.num_kv_heads):
                     for rank, local in holders(layout, head):
                         at = index(layout, ours.num_blocks, (rank, table[near], layer, kv, slot_here, local))
@@ -250,7 +251,9 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
         ({"dtype": "float8"}, "dtype: 'float8' there is unknown"),
         ({"axis_order": "slot,block"}, "axis_order: 'slot,block' there is unknown"),
         ({"packing": "zip"}, "packing: 'zip' there is unknown"),
-        ({"packing": DOT}, "packing: blocks of 4 slots of 8 there cannot be 'dot'"),
+        ({"packing": DOT}, "packing: blocks of 4 slots of 2 x 8 there cannot be 'dot'"),
+        ({"num_vectors": 1}, "num_vectors: 2 here, 1 there"),
+        ({"num_vectors": 3}, "num_vectors: 3 there is not in 1..2"),
         ({"tensor_parallel": 3}, "2 heads there do not divide over 3 ranks"),
         ({"tensor_parallel": 0}, "tensor_parallel: 0 there is not in 1..4096"),
         ({"block_size": 0}, "block_size: 0 there is not in 1..65536"),
@@ -296,7 +299,30 @@ def test_equal_packings_move_directly_and_others_do_not() -> None:
     assert not Bridge(narrow, dot, 8, "bfloat16").is_direct(read)
 
 
-def test_a_layout_that_says_no_packing_is_rows() -> None:
+def test_a_layout_that_says_no_packing_is_rows_and_of_keys_and_values() -> None:
     message = SMALL.to_proto()
     message.ClearField("packing")
+    message.ClearField("num_vectors")
     assert KVLayout.from_proto(message) == SMALL
+
+
+def test_latents_travel_once_between_any_numbers_of_ranks_and_sizes_of_blocks() -> None:
+    """One head of one vector, which every rank has: the source's first rank is read, and each of ours is given it."""
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 1, 24, "m", BLOCK_MAJOR, tensor_parallel=2, num_vectors=1)
+    source = make_memory(theirs, 5)
+    fill(source, 3)
+    segment = Segment(0, (4, 1), (1, 1), 0, NUM_LAYERS)
+    for ours in (
+        replace(theirs, block_size=64, axis_order=LAYER_MAJOR, tensor_parallel=1),
+        replace(theirs, block_size=64, tensor_parallel=4),
+    ):
+        memory = make_memory(ours, 3)
+        bridge = Bridge(memory, theirs, 5)
+        assert bridge.num_bytes(segment) == 2 * NUM_LAYERS * 16 * 24 * 4  # of the two ranks one, of the two vectors one
+        bring(bridge, source, memory, Read(0, segment, (2,), 0))
+        for rank in range(ours.tensor_parallel):
+            for layer in range(NUM_LAYERS):
+                for token in range(32):
+                    at = index(ours, 3, (rank, 2, layer, 0, token, 0))
+                    there = index(theirs, 5, (0, segment.block_ids[token // 16], layer, 0, token % 16, 0))
+                    assert (numbers(memory)[at] == numbers(source)[there]).all(), (rank, layer, token)

@@ -85,6 +85,15 @@ def test_a_packed_layer_is_as_the_kernels_take_it() -> None:
     assert (unpacked(piece, layout)[0] == rows[2].view(torch.uint16).numpy()).all()
 
 
+def test_a_latent_is_one_vector() -> None:
+    layout = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
+    assert layout.block_bytes == 4 * 3 * 40 * 4  # slots, layers, numbers, bytes of each
+    assert not replace(layout, block_size=16, head_dim=48).can_be_dot
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    assert cache.memory.region.num_bytes == 5 * layout.block_bytes
+    assert cache.layer(1).shape == (5, 1, 4, 1, 40)
+
+
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
 @pytest.mark.parametrize("packing", [ROWS, DOT])
 @pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])

@@ -1,9 +1,9 @@
 """A staged part of a segment into a pool of another layout, on a device: what kv_bridge.py does in host memory.
 
-    staged bytes ──view, unpack, dequantise──> rows [rank, block, layer, 2, slot, head, dim] ──move_kv──> pool
+    staged bytes ──view, unpack, dequantise──> rows [rank, block, layer, V, slot, head, dim] ──move_kv──> pool
 
 Blocks cut anew by token, heads by rank, numbers into our dtype are all kernels/kv_move.py's, one launch for each run of
-heads that two ranks have in common.
+heads that two ranks have in common. V: vectors of a slot and head, see kv_layout.py.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def place_of(part: Segment, wire_size: int, own_size: int, table: Sequence[int],
 
 
 def write_part(bridge: Bridge, part: Segment, data: Tensor, pool: Tensor, place: Placing, table: Tensor) -> None:
-    """data: [bytes] uint8, as kv_bridge.py says; pool: [rank, block, layer, 2, slot, head, dim] of any strides but the
+    """data: [bytes] uint8, as kv_bridge.py says; pool: [rank, block, layer, V, slot, head, dim] of any strides but the
     last three; table: [n] int64, `place.blocks` on the device. Only enqueues."""
     rows = rows_of(data, bridge.source, bridge.wire, len(part.block_ids), part.num_layers)
     theirs = torch.arange(len(part.block_ids), device=data.device)
@@ -54,8 +54,9 @@ def write_part(bridge: Bridge, part: Segment, data: Tensor, pool: Tensor, place:
 
 
 def rows_of(data: Tensor, source: KVLayout, wire: str, num_blocks: int, num_layers: int) -> Tensor:
-    """[distinct rank, block, layer, 2, slot, head, dim] of the wire's dtype, or float32 where that is int8."""
-    num_ranks, inner = len(source.distinct_ranks), (2, source.block_size, source.heads_per_rank, source.head_dim)
+    """[distinct rank, block, layer, V, slot, head, dim] of the wire's dtype, or float32 where that is int8."""
+    num_ranks = len(source.distinct_ranks)
+    inner = source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim
     if wire == "int8":
         rows = _dequantised(data, source.head_dim)
     else:

@@ -40,7 +40,7 @@ class DevicePool:
         driver: CudaDriver | None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """pool: [ranks, blocks, layers, 2, slots, heads, dim], or with layers before blocks; contiguous."""
+        """pool: [ranks, blocks, layers, vectors, slots, heads, dim], or with layers before blocks; contiguous."""
         assert layout.packing == ROWS and pool.is_contiguous()
         self.driver = driver
         self._device, self._layout = device, layout

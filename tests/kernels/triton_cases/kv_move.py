@@ -61,6 +61,21 @@ def test_move_kv(source_size: int, target_size: int, source_dtype: torch.dtype, 
     assert not torch.equal(found[0][0], untouched.numbers)
 
 
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_move_of_one_vector_a_token(target_dtype: torch.dtype) -> None:
+    """Of latents, which are no key and value."""
+    source, found = latents(pool(torch.float32, 4, 1, is_layer_major=True)), []
+    for run in (move_kv_twin, move_kv_triton):
+        target = latents(pool(target_dtype, 7, 1, is_layer_major=False))
+        run(source, target, 5, 24)
+        found.append(target.numbers)
+    assert torch.equal(*found)
+
+
+def latents(slots: KVSlots) -> KVSlots:
+    return KVSlots(slots.numbers[:, :, :1].contiguous(), slots.table, slots.start)
+
+
 def heads(slots: KVSlots, first: int) -> KVSlots:
     """Two of them."""
     scales = None if slots.scales is None else slots.scales.narrow(4, first, 2)

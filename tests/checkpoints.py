@@ -5,9 +5,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-ARCHITECTURES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+# What makes the config and the model, and what is not as in DEFAULTS.
+ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"intermediate_size": 64, "sliding_window": 40} | EXPERTS),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_hidden_layers": 4, "mlp_only_layers": [2], "moe_intermediate_size": 32} | EXPERTS,
+    ),
+}
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 500,
     "hidden_size": 64,
@@ -27,11 +48,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
-    """Save a random float32 checkpoint of `arch` ("llama", "qwen3") in directory `path`; returns it."""
-    config_class, model_class = ARCHITECTURES[arch]
+    """Save a random float32 checkpoint of `arch`, one of ARCHITECTURES, in directory `path`; returns it."""
+    config_class, model_class, changes = ARCHITECTURES[arch]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(DEFAULTS | overrides))).eval()
+        model = model_class(config_class(**(DEFAULTS | changes | overrides))).eval()
         # Norms and biases start at 1 and 0, where a mistake in applying them would not show.
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

@@ -7,6 +7,7 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from diptych.kernels.moe import moe_experts
+from diptych.kernels.moe_combine import moe_combine
 from diptych.kernels.moe_routing import Routing, moe_routing
 from diptych.kernels.packed_weight import pack
 from diptych.kernels.scaled_gemm import ScaledWeight
@@ -75,6 +76,18 @@ def test_quantised_experts_are_near_what_their_weights_stand_for(kind: str) -> N
     expected = formula(x, weights, experts, gate_up.unpacked(), down.unpacked())  # type: ignore[attr-defined]
     error = (found - expected).norm() / expected.norm()
     assert error < (1e-5 if kind == "int4" else 0.06)
+
+
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_a_sum_does_not_depend_on_what_is_beside_it(top_k: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    y = torch.randn(30 * top_k, DIM + 3, generator=generator)
+    weights = torch.rand(30, top_k, generator=generator)
+    experts = torch.zeros(30, top_k, dtype=torch.int32)
+    whole = moe_combine(y, weights, experts, 1)
+    for t in (0, 11, 29):
+        alone = moe_combine(y[t * top_k : (t + 1) * top_k], weights[t : t + 1], experts[t : t + 1], 1)
+        assert torch.equal(alone[0], whole[t])
 
 
 def test_choice_of_deepseek_v3() -> None:

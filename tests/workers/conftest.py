@@ -1,5 +1,7 @@
 """Checkpoints that several test modules read; made once a session."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,3 +17,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "qwen3", "qwen3", seed=2)
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint of one of ARCHITECTURES."""
+
+    @cache
+    def made(arch: str) -> Path:
+        return make_checkpoint(tmp_path_factory.mktemp("families") / arch, arch, seed=8)
+
+    return made

@@ -1,5 +1,6 @@
 """The decoder's logits at every prompt position against transformers'."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from diptych.workers.models.families import load_spec
 from diptych.workers.models.rope import rope_tables
 from diptych.workers.models.weights import Checkpoint
 
-from ..checkpoints import random_prompts, reference_model
+from ..checkpoints import ARCHITECTURES, random_prompts, reference_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -46,10 +47,10 @@ def prompt_logits(path: Path, prompt: list[int], block_table: list[int]) -> torc
         return decoder.logits(decoder.forward(torch.tensor(prompt), cache, meta))
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("length", [1, 16, 17, 300])
-def test_prompt_logits_equal_transformers(arch: str, length: int, request: pytest.FixtureRequest) -> None:
-    path: Path = request.getfixturevalue(arch)
+def test_prompt_logits_equal_transformers(arch: str, length: int, family: Callable[[str], Path]) -> None:
+    path = family(arch)
     [prompt] = random_prompts(length, [length])
     block_table = list(range(-(-length // BLOCK_SIZE), 0, -1))
     with torch.inference_mode():

@@ -104,6 +104,9 @@ def test_greedy_through_preemption(case: tuple[ModelRunner, Reference]) -> None:
         ),
         ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 32}),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+        ("mixtral", {}),
+        ("qwen3moe", {}),
+        ("qwen3moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []}),
     ],
 )
 def test_greedy_for_other_shapes(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:

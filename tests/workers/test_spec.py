@@ -8,7 +8,7 @@ import pytest
 
 from diptych.workers.errors import CheckpointError, UnsupportedArchitecture
 from diptych.workers.models.families import load_spec
-from diptych.workers.models.spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from diptych.workers.models.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,6 +22,14 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
+}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 5,
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 
@@ -46,6 +54,44 @@ def test_reads_qwen3(tmp_path: Path) -> None:
     attention = AttentionSpec(8, 2, 32, RopeSpec(), scale=32**-0.5, qk_norm="head")
     assert set(spec.layers) == {LayerSpec(attention, MlpSpec(160))}
     assert spec.tie_word_embeddings
+
+
+def test_reads_mixtral(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path, MIXTRAL | {"sliding_window": 40}))
+    attention = AttentionSpec(8, 2, 8, RopeSpec(), scale=8**-0.5, window=40)
+    assert set(spec.layers) == {LayerSpec(attention, MoeSpec(8, MlpSpec(160), RoutingSpec(2)))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"mlp_only_layers": [1, 4]}, [0, 2, 3]),
+        ({"decoder_sparse_step": 2}, [1, 3]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [3]),
+    ],
+)
+def test_reads_which_layers_of_qwen3_have_experts(tmp_path: Path, changes: dict[str, Any], layers: list[int]) -> None:
+    spec = load_spec(write(tmp_path, QWEN3_MOE | changes))
+    experts = MoeSpec(8, MlpSpec(32), RoutingSpec(4, renormalise=False))
+    assert [i for i, layer in enumerate(spec.layers) if layer.feed_forward == experts] == layers
+    assert all(spec.layers[i].feed_forward == MlpSpec(160) for i in range(5) if i not in layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"num_experts": 1 << 20}, "num_experts must be at most 4096"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts=8"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list of layers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+    ],
+)
+def test_refuses_what_no_mixture_has(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        load_spec(write(tmp_path, QWEN3_MOE | changes))
 
 
 def test_key_value_heads_default_to_query_heads(tmp_path: Path) -> None:
@@ -117,9 +163,7 @@ def test_a_sliding_window_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedArchitecture, match=r"MambaForCausalLM is not supported.*LlamaForCausalLM, Qwen3ForCausalLM"
-    ):
+    with pytest.raises(UnsupportedArchitecture, match=r"MambaForCausalLM is not supported.*LlamaForCausalLM, .*Qwen3"):
         load_spec(write(tmp_path, LLAMA | {"architectures": ["MambaForCausalLM"]}))
 
 

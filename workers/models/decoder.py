@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, tanh
 from torch.nn.functional import embedding, linear
 
-from ...kernels.gate_mul import GELU, GELU_TANH, SILU, gate_mul
 from ...kernels.paged_attention import paged_attention
 from ...kernels.paged_batch import AttentionOptions
 from ...kernels.rms_norm import add_rms_norm, rms_norm
@@ -23,12 +22,12 @@ from ..kv_cache import KVCache
 from ..parallel import Alone, Group
 from ..step import Step
 from .attention import StepMeta, options_of, output, project
+from .mlp import mlp
+from .moe import moe
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes
-from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from .spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from .weights import DecoderWeights, LayerWeights
-
-ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +151,8 @@ def leave(hidden: Tensor, norm: Tensor | None, eps: float) -> Tensor:
 def feed_forward(layer: Layer, hidden: Tensor, group: Group) -> Tensor:
     """hidden: [T, H]. Returns [T, H], the same on every rank."""
     spec, weights = layer.spec.feed_forward, layer.weights
-    assert isinstance(spec, MlpSpec)
-    hidden = gate_mul(linear(hidden, weights.gate_up, weights.gate_up_bias), ACTIVATIONS[spec.activation])
-    return group.all_reduce(linear(hidden, weights.down, weights.down_bias))
+    if isinstance(spec, MoeSpec):
+        return group.all_reduce(moe(spec, weights, hidden))
+    gate_up, down = weights.gate_up, weights.down
+    assert gate_up is not None and down is not None
+    return group.all_reduce(mlp(hidden, spec.activation, gate_up, down, weights.gate_up_bias, weights.down_bias))

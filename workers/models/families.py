@@ -5,14 +5,16 @@ either computes what transformers computes or does not load.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import CheckpointError, UnsupportedArchitecture
 from .config import Fields, read_json_object
 from .rope_config import read_rope
-from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, RoutingSpec
+
+MAX_EXPERTS = 4096  # no real mixture has more; more are a damaged file
 
 
 def load_spec(model_path: Path) -> ModelSpec:
@@ -61,9 +63,33 @@ def _qwen3(config: Fields) -> tuple[LayerSpec, ...]:
     return (LayerSpec(attention, mlp),) * config.size("num_hidden_layers")
 
 
+def _mixtral(config: Fields) -> tuple[LayerSpec, ...]:
+    _refuse_unhandled(config)
+    attention = replace(_sizes(config).attention(config), window=_window(config))
+    mlp = MlpSpec(config.size("intermediate_size"))
+    return (LayerSpec(attention, _moe(config, mlp)),) * config.size("num_hidden_layers")
+
+
+def _qwen3_moe(config: Fields) -> tuple[LayerSpec, ...]:
+    _refuse_unhandled(config)
+    attention = _sizes(config).attention(config, bias=config.flag("attention_bias"), qk_norm=True)
+    if config.flag("use_sliding_window"):
+        attention = replace(attention, window=_window(config))
+    num_layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", default=1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in cast("list[Any]", dense)):
+        raise config.error("mlp_only_layers", "must be a list of layers", dense)
+    has_experts = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+    mlp, expert = MlpSpec(config.size("intermediate_size")), MlpSpec(config.size("moe_intermediate_size"))
+    moe = _moe(config, expert, renormalise=config.flag("norm_topk_prob"))
+    return tuple(LayerSpec(attention, moe if has else mlp) for has in has_experts)
+
+
 FAMILIES: dict[str, Callable[[Fields], tuple[LayerSpec, ...]]] = {
     "LlamaForCausalLM": _llama,
+    "MixtralForCausalLM": _mixtral,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }
 
 
@@ -101,6 +127,21 @@ def _sizes(config: Fields, head_dim: int | None = None) -> _Sizes:
     if head_dim % 2 or head_dim < 4:
         raise config.error("head_dim", "must be even and at least 4 for rotary embedding", head_dim)
     return _Sizes(num_heads, num_kv_heads, head_dim)
+
+
+def _window(config: Fields) -> int:
+    """Of every layer."""
+    return 0 if config.get("sliding_window") is None else config.size("sliding_window")
+
+
+def _moe(config: Fields, expert: MlpSpec, *, renormalise: bool = True) -> MoeSpec:
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    num_experts, top_k = config.size(name), config.size("num_experts_per_tok")
+    if num_experts > MAX_EXPERTS:
+        raise config.error(name, f"must be at most {MAX_EXPERTS}", num_experts)
+    if top_k > num_experts:
+        raise config.error("num_experts_per_tok", f"must be at most {name}={num_experts}", top_k)
+    return MoeSpec(num_experts, expert, RoutingSpec(top_k, renormalise=renormalise))
 
 
 def _architecture(config: Fields) -> str:

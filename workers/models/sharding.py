@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
-from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from .tensor_names import Cut, Piece
 
 
@@ -52,15 +52,16 @@ def check_divides(spec: ModelSpec, size: int) -> None:
 def _faults(spec: ModelSpec, size: int) -> Iterator[str]:
     """What `size` ranks cannot share evenly."""
     for layer in dict.fromkeys(spec.layers):
-        attention, mlp = layer.attention, layer.feed_forward
+        attention = layer.attention
         if attention.num_heads % size:
             yield f"{attention.num_heads} attention heads"
         if isinstance(attention, AttentionSpec):
             num = attention.num_kv_heads
             if num % size and size % num:
                 yield f"{num} key-value heads, nor they it"
-        if isinstance(mlp, MlpSpec) and mlp.intermediate_size % size:
-            yield f"intermediate size of {mlp.intermediate_size}"
+        for part in layer.mlps:
+            if part.intermediate_size % size:
+                yield f"intermediate size of {part.intermediate_size}"
 
 
 def spec_of(spec: ModelSpec, share: Share) -> ModelSpec:
@@ -76,9 +77,16 @@ def _layer_of(layer: LayerSpec, size: int) -> LayerSpec:
         attention = replace(attention, num_heads=num_heads, num_kv_heads=max(attention.num_kv_heads // size, 1))
     else:
         attention = replace(attention, num_heads=num_heads)
-    if isinstance(mlp, MlpSpec):
-        mlp = replace(mlp, intermediate_size=mlp.intermediate_size // size)
-    return replace(layer, attention=attention, feed_forward=mlp)
+    return replace(layer, attention=attention, feed_forward=_feed_forward_of(mlp, size))
+
+
+def _feed_forward_of(whole: MlpSpec | MoeSpec, size: int) -> MlpSpec | MoeSpec:
+    """A mixture's experts are all everybody's, each a part of it."""
+    if isinstance(whole, MlpSpec):
+        return replace(whole, intermediate_size=whole.intermediate_size // size)
+    expert = replace(whole.expert, intermediate_size=whole.expert.intermediate_size // size)
+    shared = whole.shared and replace(whole.shared, intermediate_size=whole.shared.intermediate_size // size)
+    return replace(whole, expert=expert, shared=shared)
 
 
 def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:

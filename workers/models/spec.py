@@ -118,6 +118,14 @@ class LayerSpec:
     feed_forward: MlpSpec | MoeSpec
     norms: Norms = "before"
 
+    @property
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        """All kinds that it has."""
+        of = self.feed_forward
+        if isinstance(of, MlpSpec):
+            return (of,)
+        return (of.expert,) if of.shared is None else (of.expert, of.shared)
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 Shape = tuple[int, ...]
+# Of an MLP: gate, up, down.
+MLP = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_EXPERT = ("w1", "w3", "w2")
 
 
 class Cut(Enum):
@@ -28,6 +31,8 @@ class Piece:
     shape: Shape  # of the tensor, as stored
     cut: Cut = Cut.WHOLE
     num_kv_heads: int = 0  # that a Cut.KV_HEADS divides
+    expert: int | None = None  # whose it is: those of one are neighbours
+    is_wide: bool = False  # float32, whatever the dtype of the rest
 
 
 Pieces = tuple[Piece, ...]
@@ -36,11 +41,12 @@ Pieces = tuple[Piece, ...]
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
     """For each field of LayerWeights, what is stacked into it."""
     of, prefix = spec.layers[layer], f"model.layers.{layer}."
-    assert isinstance(of.attention, AttentionSpec) and isinstance(of.feed_forward, MlpSpec)
+    assert isinstance(of.attention, AttentionSpec)
     fields = _norms(spec, of, prefix)
     fields |= _attention(spec, of.attention, f"{prefix}self_attn.")
-    fields |= _mlp(spec, of.feed_forward, f"{prefix}mlp.")
-    return fields
+    if isinstance(of.feed_forward, MoeSpec):
+        return fields | _moe(spec, of.feed_forward, prefix)
+    return fields | _mlp(spec, of.feed_forward, f"{prefix}mlp.")
 
 
 def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
@@ -89,13 +95,31 @@ def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[s
     return fields
 
 
-def _mlp(spec: ModelSpec, mlp: MlpSpec, prefix: str) -> dict[str, Pieces]:
-    hidden, inner, names = spec.hidden_size, mlp.intermediate_size, ("gate_proj", "up_proj")
+def _mlp(spec: ModelSpec, mlp: MlpSpec, prefix: str, expert: int | None = None) -> dict[str, Pieces]:
+    names = MIXTRAL_EXPERT if expert is not None and spec.architecture == "MixtralForCausalLM" else MLP
+    hidden, inner, (*gate_up, down) = spec.hidden_size, mlp.intermediate_size, names
     fields: dict[str, Pieces] = {
-        "gate_up": tuple(Piece(f"{prefix}{name}.weight", (inner, hidden), Cut.INNER) for name in names),
-        "down": (Piece(f"{prefix}down_proj.weight", (hidden, inner), Cut.INNER_INPUTS),),
+        "gate_up": tuple(
+            Piece(f"{prefix}{name}.weight", (inner, hidden), Cut.INNER, expert=expert) for name in gate_up
+        ),
+        "down": (Piece(f"{prefix}{down}.weight", (hidden, inner), Cut.INNER_INPUTS, expert=expert),),
     }
     if mlp.bias:
-        fields["gate_up_bias"] = tuple(Piece(f"{prefix}{name}.bias", (inner,), Cut.INNER) for name in names)
-        fields["down_bias"] = (Piece(f"{prefix}down_proj.bias", (hidden,)),)
+        fields["gate_up_bias"] = tuple(Piece(f"{prefix}{name}.bias", (inner,), Cut.INNER) for name in gate_up)
+        fields["down_bias"] = (Piece(f"{prefix}{down}.bias", (hidden,)),)
+    return fields
+
+
+def _moe(spec: ModelSpec, moe: MoeSpec, prefix: str) -> dict[str, Pieces]:
+    prefix += "block_sparse_moe." if spec.architecture == "MixtralForCausalLM" else "mlp."
+    matrix = (moe.num_experts, spec.hidden_size)
+    fields: dict[str, Pieces] = {"router": (Piece(f"{prefix}gate.weight", matrix, is_wide=True),)}
+    if moe.routing.choice_bias:
+        bias = f"{prefix}gate.e_score_correction_bias"
+        fields["choice_bias"] = (Piece(bias, (moe.num_experts,), is_wide=True),)
+    experts = [_mlp(spec, moe.expert, f"{prefix}experts.{e}.", e) for e in range(moe.num_experts)]
+    fields |= {f"experts_{field}": tuple(p for of in experts for p in of[field]) for field in experts[0]}
+    if moe.shared is not None:
+        shared = _mlp(spec, moe.shared, f"{prefix}shared_experts.")
+        fields |= {f"shared_{field}": pieces for field, pieces in shared.items()}
     return fields

@@ -37,12 +37,12 @@ STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtyp
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads."""
+    """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts."""
 
     qkv: Tensor  # [(N + 2K) D, H]: queries, keys, values
     o: Tensor  # [H, N D]
-    gate_up: Tensor  # [2I, H]: gate, up
-    down: Tensor  # [H, I]
+    gate_up: Tensor | None = None  # [2I, H]: gate, up
+    down: Tensor | None = None  # [H, I]
     input_norm: Tensor | None = None  # [H], before attention
     attention_out_norm: Tensor | None = None  # [H], after it
     mlp_norm: Tensor | None = None  # [H], before the MLP
@@ -54,6 +54,15 @@ class LayerWeights:
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    router: Tensor | None = None  # [E, H] float32
+    router_bias: Tensor | None = None  # [E] float32
+    choice_bias: Tensor | None = None  # [E] float32
+    experts_gate_up: Tensor | None = None  # [E, 2I, H]: of each, gate, up
+    experts_down: Tensor | None = None  # [E, H, I]
+    experts_gate_up_bias: Tensor | None = None  # [E, 2I]
+    experts_down_bias: Tensor | None = None  # [E, H]
+    shared_gate_up: Tensor | None = None  # as gate_up, of the experts that every token has
+    shared_down: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -229,8 +238,8 @@ class Reader:
         self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
         if share.rank:  # what is added once is added by rank 0
             for fields in self._layers:
-                fields.pop("o_bias", None)
-                fields.pop("down_bias", None)
+                for field in ("o_bias", "down_bias", "experts_down_bias"):
+                    fields.pop(field, None)
         self._outer = {
             field: pieces
             for field, pieces in outer_tensors(checkpoint.spec).items()
@@ -251,19 +260,22 @@ class Reader:
         found: list[Tensor] = []
         for piece in pieces:
             stored = self._checkpoint.read(piece.name, part_of_piece(piece, self._share))
-            found.append(stored.to(self._device, self._dtype))  # no copy of what is so already
+            found.append(stored.to(self._device, self._dtype_of(piece)))  # no copy of what is so already
             self._count(stored.nbytes)
         return found
 
     def fused(self, pieces: Pieces) -> Tensor:
+        """What is below one another in a field; those of experts along an axis of their own, the first."""
         shapes = [self._shape(piece) for piece in pieces]
-        target = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        rows, dtype = sum(s[0] for s in shapes), self._dtype_of(pieces[0])
+        target = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
         start = 0
         for piece, own in zip(pieces, shapes, strict=True):
             stored = self._checkpoint.read(piece.name, part_of_piece(piece, self._share))
             self._put(target[start : start + own[0]], stored, self._count)
             start += own[0]
-        return target
+        num_experts = len({piece.expert for piece in pieces})
+        return target if pieces[0].expert is None else target.unflatten(0, (num_experts, -1))
 
     def scales(self, pieces: Pieces, format: Format) -> Tensor | None:
         """Of the whole rows, where this share holds a part of their inputs; None: its rows are whole, or `format` has
@@ -278,6 +290,9 @@ class Reader:
     def _count(self, num_bytes: int) -> None:
         self._done += num_bytes
         self._progress(self._done, self._total)
+
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        return torch.float32 if piece.is_wide else self._dtype
 
     def _shape(self, piece: Piece) -> Shape:
         part = part_of_piece(piece, self._share)

@@ -1,0 +1,103 @@
+"""A mixture of experts (Shazeer et al. 2017): each token goes to the few experts that a router chooses for it.
+
+    logits (float32) -> the experts of each token and their weights -> experts, each over its own tokens
+        -> sum, in the order in which they were chosen
+
+A row's sum does not depend on what is beside it, as far as torch's products of other rows do not.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...kernels.moe import moe_experts
+from ...kernels.moe_combine import moe_combine
+from ...kernels.moe_routing import Routing, moe_routing
+from .mlp import mlp
+from .spec import MoeSpec, RoutingSpec
+from .weights import LayerWeights
+
+
+def moe(
+    spec: MoeSpec, weights: LayerWeights, hidden: Tensor, first_expert: int = 0, load: Tensor | None = None
+) -> Tensor:
+    """What the experts that are held here, from `first_expert` on, and the shared ones give. hidden: [T, H].
+
+    load: [num_experts] int64 of all experts; to each the tokens that go to it are added. Returns [T, H].
+    """
+    gates, experts = route(spec.routing, weights, hidden)
+    if load is not None:
+        load.add_(_tokens_of(experts, spec.num_experts))
+    gate_up, down = weights.experts_gate_up, weights.experts_down
+    assert gate_up is not None and down is not None
+    shared = _shared(spec, weights, hidden)
+    if hidden.is_cuda and spec.expert.activation == "silu" and not spec.expert.bias:
+        return moe_experts(hidden, gates, experts, gate_up, down, first_expert, shared)
+    num_experts = gate_up.shape[0]
+    y = _one_by_one(spec, weights, hidden, experts - first_expert if first_expert else experts)
+    return moe_combine(y, gates, experts, num_experts, first_expert, shared)
+
+
+def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden: [T, H]. Returns the weights of its experts [T, top_k] float32, and which they are, [T, top_k] int32."""
+    assert weights.router is not None
+    logits = linear(hidden.float(), weights.router, weights.router_bias)
+    return moe_routing(logits, _routing(spec), weights.choice_bias)
+
+
+@cache
+def _routing(spec: RoutingSpec) -> Routing:
+    return Routing(
+        top_k=spec.top_k,
+        sigmoid=spec.sigmoid,
+        renormalise=spec.renormalise,
+        scale=spec.scale,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        group_by_two=spec.group_by_two,
+    )
+
+
+def _tokens_of(experts: Tensor, num_experts: int) -> Tensor:
+    """experts: [T, top_k] int32; -1 is none. Returns [num_experts] int64. Waits for no device."""
+    flat = experts.view(-1).long()
+    counts = flat.new_zeros(num_experts)
+    return counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
+
+
+def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: Tensor) -> Tensor:
+    """One expert after another, of those that have rows. experts: [T, top_k], counted from the first that is held.
+
+    Returns [T * top_k, H]: of each choice what its expert gives; not written for those that are not held.
+    """
+    gate_up, down = weights.experts_gate_up, weights.experts_down
+    assert gate_up is not None and down is not None
+    gate_up_bias, down_bias = weights.experts_gate_up_bias, weights.experts_down_bias
+    num_experts, top_k = gate_up.shape[0], experts.shape[1]
+    bins = experts.view(-1)
+    bins = torch.where((bins >= 0) & (bins < num_experts), bins, num_experts)
+    order, counts = bins.argsort(stable=True), torch.bincount(bins, minlength=num_experts).tolist()
+    y, start = hidden.new_empty(bins.numel(), hidden.shape[1]), 0
+    for expert, count in enumerate(counts[:num_experts]):
+        if not count:
+            continue
+        places = order[start : start + count]
+        y[places] = mlp(
+            hidden[places // top_k],
+            spec.expert.activation,
+            gate_up[expert],
+            down[expert],
+            None if gate_up_bias is None else gate_up_bias[expert],
+            None if down_bias is None else down_bias[expert],
+        )
+        start += count
+    return y
+
+
+def _shared(spec: MoeSpec, weights: LayerWeights, hidden: Tensor) -> Tensor | None:
+    if spec.shared is None:
+        return None
+    assert weights.shared_gate_up is not None and weights.shared_down is not None
+    return mlp(hidden, spec.shared.activation, weights.shared_gate_up, weights.shared_down)

@@ -19,6 +19,7 @@ from . import address_file, config_file
 from .bench_cli import INTERRUPTED, bench
 from .checks import resolve_model
 from .config import POOL_NAMES
+from .plan_cli import plan
 
 STOP_S = 30.0
 POLL_S = 0.2
@@ -217,6 +218,7 @@ def doctor() -> None:
 
 
 app.command()(_reports_errors(bench))
+app.command()(_reports_errors(plan))
 
 
 def _parse_targets(texts: list[str]) -> dict[str, int]:

@@ -22,6 +22,7 @@
     │   └── TransportError           500
     │       └── ChecksumMismatch     500        the router; the operator (a link or memory that corrupts)
     ├── ConfigError                  (start)    the operator
+    │   ├── InsufficientMemory       (start)
     │   └── PortInUse                (start)
     ├── CheckpointError              (start)    the operator
     │   └── UnsupportedArchitecture  (start)
@@ -138,6 +139,10 @@ class ChecksumMismatch(TransportError):
 
 class ConfigError(DiptychError):
     code = "config_error"
+
+
+class InsufficientMemory(ConfigError):
+    """What is to be served does not fit."""
 
 
 class PortInUse(ConfigError):

@@ -21,7 +21,7 @@ from .batch_tables import BatchTables
 from .compiled_steps import CompiledSteps
 from .cores import part_of
 from .cpu_kernels import Choice, choose_for, make_team
-from .errors import ConfigError, RankLost
+from .errors import ConfigError, InsufficientMemory, RankLost
 from .gpu.cuda_device import CudaDevice
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
@@ -39,6 +39,7 @@ from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, check_divides, spec_of
 from .models.spec import ModelSpec
+from .models.weight_bytes import weight_bytes
 from .models.weights import DTYPES, Checkpoint, Progress, Put, Reader, load_weights, put_now
 from .parallel import Alone, Group
 from .quant.formats import QUANTIZE, check_shares
@@ -153,6 +154,7 @@ class ModelRunner:
             torch.set_num_threads(threads)
         choice = _kernels(config, spec, gpu)
         log.info("%s", choice.why)
+        _check_fits(config, spec, device, choice)
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             layout = _layout(config, spec, _model_id(checkpoint, config.quantize), choice.packing)
             ranks = _start_ranks(config, choice, max_context_tokens, on_loss)
@@ -306,6 +308,18 @@ def _read_to_gpu(
         return GpuSteps(gpu, decoder, cache, table, sampler, config.max_running, graph_tokens=graph_tokens)
 
     return steps_with
+
+
+def _check_fits(config: ModelRunnerConfig, spec: ModelSpec, device: torch.device, choice: Choice) -> None:
+    """Raise InsufficientMemory where the weights of all ranks do not, before any is read."""
+    quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
+    shares = [Share(rank, config.tensor_parallel) for rank in range(config.tensor_parallel)]
+    needed = sum(sum(weight_bytes(spec, share, config.dtype, quantize).values()) for share in shares)
+    if needed > (available := available_bytes(device)):
+        raise InsufficientMemory(
+            f"the weights take {needed:,} bytes in {config.dtype} and {available:,} are free on {device}: set "
+            "quantize, or use a machine with more memory, or a smaller model"
+        )
 
 
 def _start_ranks(

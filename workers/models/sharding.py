@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
 from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from .tensor_names import Cut, Piece
+from .tensor_names import Cut, Piece, Pieces, Shape, layer_tensors, outer_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Share:
 
 
 WHOLE = Share()
+ADDED_ONCE = ("o_bias", "down_bias", "experts_down_bias")  # fields of LayerWeights
 
 
 def vocabulary_sizes(vocab_size: int, size: int) -> list[int]:
@@ -105,3 +106,21 @@ def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:
             dim = piece.shape[0] // num_heads
             first, num = share.rank * num_heads // share.size, max(num_heads // share.size, 1)
             return (slice(first * dim, (first + num) * dim),)
+
+
+def shape_of_part(piece: Piece, share: Share) -> Shape:
+    """Of what `share` holds of a piece."""
+    part = part_of_piece(piece, share)
+    cut = tuple(len(range(size)[where]) for size, where in zip(piece.shape, part, strict=False))
+    return cut + piece.shape[len(part) :]
+
+
+def layer_fields(spec: ModelSpec, layer: int, share: Share) -> dict[str, Pieces]:
+    """What `share` holds parts of, in one layer. What is added once is added by rank 0."""
+    fields = layer_tensors(spec, layer)
+    return {field: of for field, of in fields.items() if not (share.rank and field in ADDED_ONCE)}
+
+
+def outer_fields(spec: ModelSpec, *, has_head: bool) -> dict[str, Pieces]:
+    """The same outside the layers. has_head: it is not the embeddings."""
+    return {field: of for field, of in outer_tensors(spec).items() if has_head or field != "lm_head"}

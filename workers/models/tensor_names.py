@@ -6,6 +6,7 @@ from enum import Enum, auto
 from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 Shape = tuple[int, ...]
+HEAD = "lm_head.weight"
 # Of an MLP: gate, up, down.
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_EXPERT = ("w1", "w3", "w2")
@@ -56,7 +57,7 @@ def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
         "embed": (Piece("model.embed_tokens.weight", matrix, Cut.VOCABULARY),),
         "norm": (Piece("model.norm.weight", (spec.hidden_size,)),),
         # Where it is tied it may be absent; where it is stored all the same, transformers uses it, and so do we.
-        "lm_head": (Piece("lm_head.weight", matrix, Cut.VOCABULARY),),
+        "lm_head": (Piece(HEAD, matrix, Cut.VOCABULARY),),
     }
 
 

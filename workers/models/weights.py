@@ -22,10 +22,10 @@ from ...kernels.cpu.formats import Format
 from ..errors import CheckpointError
 from ..quant.formats import format_of
 from ..quant.stored import as_stored, scales_of_part
-from .sharding import WHOLE, Share, part_of_piece
+from .sharding import WHOLE, Share, layer_fields, outer_fields, part_of_piece, shape_of_part
 from .shards import INDEX_FILE, read_index, samples, shards
 from .spec import ModelSpec
-from .tensor_names import Piece, Pieces, Shape, expected_tensors, layer_tensors, outer_tensors
+from .tensor_names import HEAD, Piece, Pieces, Shape, expected_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
@@ -198,7 +198,7 @@ class Checkpoint:
         for name, shape in expected.items():
             if name in self._files:
                 self._check_tensor(name, shape)
-            elif not (name == "lm_head.weight" and self.spec.tie_word_embeddings):
+            elif not (name == HEAD and self.spec.tie_word_embeddings):
                 raise CheckpointError(f"{model_path}: tensor {name} of shape {list(shape)} is in none of its files")
         for name in sorted(self._files.keys() - expected.keys() - spare):
             raise CheckpointError(
@@ -235,16 +235,8 @@ class Reader:
         self.quantize = quantize
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self._progress, self._put = progress, put
-        self._layers = [layer_tensors(checkpoint.spec, i) for i in range(checkpoint.spec.num_layers)]
-        if share.rank:  # what is added once is added by rank 0
-            for fields in self._layers:
-                for field in ("o_bias", "down_bias", "experts_down_bias"):
-                    fields.pop(field, None)
-        self._outer = {
-            field: pieces
-            for field, pieces in outer_tensors(checkpoint.spec).items()
-            if checkpoint.holds(pieces[0].name)
-        }
+        self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
+        self._outer = outer_fields(checkpoint.spec, has_head=checkpoint.holds(HEAD))
         self._done, self._total = 0, 0
         for fields in (*self._layers, self._outer):
             self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)
@@ -266,7 +258,7 @@ class Reader:
 
     def fused(self, pieces: Pieces) -> Tensor:
         """What is below one another in a field; those of experts along an axis of their own, the first."""
-        shapes = [self._shape(piece) for piece in pieces]
+        shapes = [shape_of_part(piece, self._share) for piece in pieces]
         rows, dtype = sum(s[0] for s in shapes), self._dtype_of(pieces[0])
         target = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
         start = 0
@@ -294,13 +286,9 @@ class Reader:
     def _dtype_of(self, piece: Piece) -> torch.dtype:
         return torch.float32 if piece.is_wide else self._dtype
 
-    def _shape(self, piece: Piece) -> Shape:
-        part = part_of_piece(piece, self._share)
-        cut = tuple(len(range(size)[where]) for size, where in zip(piece.shape, part, strict=False))
-        return cut + piece.shape[len(part) :]
-
     def _bytes(self, piece: Piece) -> int:
-        return self._checkpoint.stored_bytes(piece.name) * math.prod(self._shape(piece)) // math.prod(piece.shape)
+        num_read = math.prod(shape_of_part(piece, self._share))
+        return self._checkpoint.stored_bytes(piece.name) * num_read // math.prod(piece.shape)
 
 
 class Fields:

@@ -1,0 +1,132 @@
+"""Whether a model fits, before anything starts: bytes of weights and of KV on each rank, and what KV then holds.
+
+Pure: a ModelSpec and sizes go in, numbers come out. The weights' arithmetic is the loader's own (weight_bytes.py), the
+KV's that of the cache (kv_layout.py), so that a plan and a worker cannot differ.
+"""
+
+from dataclasses import dataclass
+
+from ..workers.errors import ConfigError
+from ..workers.kv_layout import DTYPE_BYTES, KVLayout
+from ..workers.kv_plan import MAX_CONTEXTS
+from ..workers.models.sharding import Share, check_divides
+from ..workers.models.spec import AttentionSpec, LatentSpec, ModelSpec
+from ..workers.models.weight_bytes import weight_bytes
+from ..workers.quant.formats import check_shares
+
+PARTS: tuple[str, ...] = ("embeddings", "attention", "MLP", "experts", "norms", "head")  # as a token meets them
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    dtype: str = "bfloat16"
+    quantize: str | None = None
+    tensor_parallel: int = 1
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that each rank may use, and the part of it for KV."""
+
+    rank_bytes: int
+    kv_fraction: float  # of what is free once the weights are there
+    kv_bytes: int | None = None  # of a whole worker; None: by fraction
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank. Bytes."""
+
+    weights: dict[str, int]  # by part of the model
+    free_bytes: int  # once they are there; below 0: they do not fit
+    kv_bytes: int  # set aside
+    num_tokens: int  # whose KV that holds, in whole blocks
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    def num_sequences(self, num_tokens: int, block_size: int) -> int:
+        """Of `num_tokens` each, whose KV fits at once."""
+        per_sequence = -(-num_tokens // block_size) * block_size
+        return self.num_tokens // per_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    first: RankPlan  # rank 0
+    other: RankPlan | None  # each of the others
+    token_bytes: int  # of KV, on one rank
+    max_context_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """That fit: the rank with the least room decides."""
+        return min(rank.num_tokens for rank in (self.first, self.other) if rank is not None)
+
+
+def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_tokens: int | None = None) -> MemoryPlan:
+    """Raises ConfigError for ranks that cannot share the model, or a context that it was not made for."""
+    longest = max_context_tokens or spec.max_position_embeddings
+    if longest > spec.max_position_embeddings:
+        raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.max_position_embeddings}")
+    check_divides(spec, how.tensor_parallel)
+    check_shares(spec, how.quantize, how.tensor_parallel)
+    layout = KVLayout(
+        dtype=how.dtype,
+        block_size=how.block_size,
+        num_layers=spec.kv.num_layers,
+        num_kv_heads=spec.kv.num_heads,
+        head_dim=spec.kv.dim,
+        model_id="",
+        tensor_parallel=how.tensor_parallel,
+        num_vectors=spec.kv.num_vectors,
+    )
+
+    def rank(number: int) -> RankPlan:
+        weights = _by_part(weight_bytes(spec, Share(number, how.tensor_parallel), how.dtype, how.quantize))
+        free = memory.rank_bytes - sum(weights.values())
+        wanted = int(max(free, 0) * memory.kv_fraction)
+        if memory.kv_bytes is not None:
+            wanted = memory.kv_bytes // how.tensor_parallel
+        most = MAX_CONTEXTS * layout.num_blocks_for(longest)
+        num_blocks = min(wanted // layout.rank_block_bytes, most)
+        return RankPlan(weights, free, num_blocks * layout.rank_block_bytes, num_blocks * how.block_size)
+
+    other = rank(1) if how.tensor_parallel > 1 else None
+    return MemoryPlan(rank(0), other, layout.rank_block_bytes // how.block_size, longest)
+
+
+def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
+    """Bytes of a token's KV on one rank, as a product; and where it comes from."""
+    kv, item = spec.kv, f"{DTYPE_BYTES[how.dtype]} bytes"
+    attention = spec.layers[0].attention
+    match attention:
+        case LatentSpec():
+            numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
+            source = "num_hidden_layers, kv_lora_rank, qk_rope_head_dim; DeepSeek-V2, 2.1.3: every rank has all of it"
+            return f"{kv.num_layers} layers x {numbers} x {item}", source
+        case AttentionSpec():
+            heads = max(kv.num_heads // how.tensor_parallel, 1)
+            product = f"2 (key, value) x {kv.num_layers} layers x {heads} KV heads x {kv.dim} x {item}"
+            source = "num_hidden_layers, num_key_value_heads, head_dim; Ainslie et al. 2023: a rank has its heads"
+            return product, source
+
+
+def _by_part(fields: dict[str, int]) -> dict[str, int]:
+    found = dict.fromkeys(PARTS, 0)
+    for field, num_bytes in fields.items():
+        found[_part_of(field)] += num_bytes
+    return {part: num_bytes for part, num_bytes in found.items() if num_bytes}
+
+
+def _part_of(field: str) -> str:
+    """field: of LayerWeights or DecoderWeights."""
+    if field in ("embed", "lm_head"):
+        return "head" if field == "lm_head" else "embeddings"
+    if "norm" in field:
+        return "norms"
+    if field.startswith(("gate_up", "down")):
+        return "MLP"
+    return "experts" if field.startswith(("router", "choice", "experts", "shared")) else "attention"

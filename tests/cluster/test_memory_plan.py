@@ -1,0 +1,117 @@
+"""`diptych plan --memory`: its figures are those of what is loaded, and what does not fit is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diptych.cluster.cli import app
+from diptych.cluster.memory_plan import Memory, Parallelism, kv_formula, plan_memory
+from diptych.workers.errors import ConfigError, InsufficientMemory
+from diptych.workers.kv_layout import KVLayout
+from diptych.workers.kv_plan import plan_num_blocks
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.sharding import Share
+from diptych.workers.models.weights import DTYPES, Checkpoint
+
+from ..checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+ROOMY = Memory(1 << 30, 0.5)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "llama", "llama", 0)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "qwen3", "qwen3", 0)
+
+
+def loaded_bytes(path: Path, dtype: str, share: Share) -> int:
+    """Of the tensors that a rank really makes."""
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        reader = checkpoint.reader(DTYPES[dtype], CPU, share=share)
+        layers = [fields.as_layer() for fields in reader.layers()]
+        outer = reader.outer()
+        tensors = [outer.fused(field) for field in ("embed", "norm", "lm_head")]
+    tensors += [getattr(layer, name) for layer in layers for name in layer.__slots__]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_are_those_that_are_loaded(family: str, size: int, dtype: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(family)
+    found = plan_memory(load_spec(path), Parallelism(dtype, tensor_parallel=size), ROOMY)
+    assert found.first.weight_bytes == loaded_bytes(path, dtype, Share(0, size))
+    if size > 1:
+        assert found.other is not None and found.other.weight_bytes == loaded_bytes(path, dtype, Share(1, size))
+
+
+def test_what_fits_is_what_a_worker_makes(llama: Path) -> None:
+    spec = load_spec(llama)
+    found = plan_memory(spec, Parallelism(), Memory(1 << 22, 0.5), max_context_tokens=64)
+    layout = KVLayout("bfloat16", 16, spec.num_layers, spec.kv.num_heads, spec.kv.dim, "test")
+    free = (1 << 22) - found.first.weight_bytes
+    assert found.first.free_bytes == free
+    num_blocks = plan_num_blocks(layout, 64, free // 2)
+    assert (found.num_tokens, found.first.kv_bytes) == (num_blocks * 16, num_blocks * layout.block_bytes)
+    assert found.first.num_sequences(50, 16) == num_blocks * 16 // 64
+
+
+@pytest.mark.parametrize(("size", "quantize"), [(1, None), (2, None), (8, "int8")])
+def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | None) -> None:
+    spec, how = load_spec(llama), Parallelism("float32", quantize, size)
+    product, source = kv_formula(spec, how)
+    numbers = [int(word) for word in product.replace("(", " ").split() if word.isdecimal()]
+    assert plan_memory(spec, how, ROOMY).token_bytes == torch.tensor(numbers).prod()
+    assert "num_key_value_heads" in source
+
+
+def test_quantised_weights_take_less(llama: Path) -> None:
+    spec = load_spec(llama)
+    plain, int8, int4 = (
+        plan_memory(spec, Parallelism(quantize=of), ROOMY).first.weights for of in (None, "int8", "int4")
+    )
+    assert plain["embeddings"] == int8["embeddings"] == int4["embeddings"]
+    assert plain["MLP"] > 1.5 * int8["MLP"] > 1.5 * int4["MLP"]
+
+
+def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="attention heads"):
+        plan_memory(load_spec(llama), Parallelism(tensor_parallel=3), ROOMY)
+    with pytest.raises(ConfigError, match="more than the model's"):
+        plan_memory(load_spec(llama), Parallelism(), ROOMY, max_context_tokens=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--rank-memory", "1GiB"], 0, "fits: "),
+        (["--rank-memory", "1GiB", "--tensor-parallel", "2"], 0, "each other"),
+        (["--rank-memory", "1000"], 2, "the weights of a rank take"),
+        (["--rank-memory", "100MB", "--kv-memory", "200MB"], 2, "--kv-memory asks for"),
+        (["--rank-memory", "1GiB", "--kv-memory", "100000"], 2, "less than one context"),
+        (["--rank-memory", "much"], 2, "--rank-memory: 'much' is not a size"),
+        (["--dtype", "int3"], 2, "--dtype must be"),
+        (["--quantize", "int3"], 2, "--quantize must be"),
+    ],
+)
+def test_the_command(flags: list[str], code: int, says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "tiny", "--memory", *flags])
+    assert result.exit_code == code
+    assert says in result.output
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.workers.model_runner.available_bytes", lambda _device: 1000)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    read: list[int] = []
+    with pytest.raises(InsufficientMemory, match=r"the weights take .* and 1,000 are free"):
+        ModelRunner.load(ModelRunnerConfig(llama), lambda done, _total: read.append(done))
+    assert not read

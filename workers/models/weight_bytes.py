@@ -1,0 +1,32 @@
+"""What a rank's weights take in memory, from the spec alone. Arithmetic only, no torch."""
+
+import math
+
+from ...kernels.cpu.formats import stored_bytes
+from ..kv_layout import DTYPE_BYTES
+from ..quant.formats import format_of
+from .sharding import Share, layer_fields, outer_fields, shape_of_part
+from .spec import ModelSpec
+from .tensor_names import Pieces
+
+
+def weight_bytes(spec: ModelSpec, share: Share, dtype: str, quantize: str | None = None) -> dict[str, int]:
+    """Bytes of each field of LayerWeights, over all layers, and of DecoderWeights, that `share` holds.
+
+    dtype: a key of DTYPE_BYTES; quantize: of QUANTIZE, or None. A head that is tied to the embeddings is these. What
+    the compiled kernels pad is not counted.
+    """
+    found: dict[str, int] = {}
+    layers = [layer_fields(spec, i, share) for i in range(spec.num_layers)]
+    for fields in (*layers, outer_fields(spec, has_head=not spec.tie_word_embeddings)):
+        for field, pieces in fields.items():
+            found[field] = found.get(field, 0) + _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], quantize)
+    return found
+
+
+def _bytes_of(field: str, pieces: Pieces, share: Share, item_bytes: int, quantize: str | None) -> int:
+    total = 0
+    for piece in pieces:
+        *rows, k = shape_of_part(piece, share)
+        total += stored_bytes(math.prod(rows), k, 4 if piece.is_wide else item_bytes, format_of(quantize, field))
+    return total

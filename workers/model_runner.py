@@ -33,7 +33,8 @@ from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .kv_plan import plan_num_blocks
 from .launched import Compute, ComputeThread, Deferred
-from .models.compiled import CompiledDecoder, is_compiled, read_weights
+from .models.compiled import CompiledDecoder, read_weights
+from .models.compiled_shape import why_not
 from .models.decoder import Decoder
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
@@ -269,8 +270,8 @@ def _put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
     if gpu is not None:
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
-    if not is_compiled(spec):
-        return Choice(None, f"torch computes, slower: the compiled kernels do not know layers of {spec.architecture}")
+    if (unknown := why_not(spec, config.tensor_parallel)) is not None:
+        return Choice(None, f"torch computes, slower: the compiled kernels do not compute {unknown}")
     return choose_for(config.cpu_isa, config.block_size, spec.kv.dim)
 
 

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.greedy import BEST
-from ...kernels.cpu.layer import (
-    AttentionKind,
-    CompiledLayers,
-    DecoderShape,
-    PackedLayer,
-    PackedOuter,
-    StepMemory,
-)
+from ...kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ...kernels.cpu.library import Team
 from ...kernels.cpu.linear import PackedLinear, pack
 from ..kv_cache import KVCache
@@ -30,9 +23,10 @@ from ..memory import huge_page_mapping
 from ..parallel import Alone, Group
 from ..runner import LayerWatch
 from ..step import Step
+from .compiled_shape import attention_ids, gate_of, shape_of, why_not
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes
-from .spec import AttentionSpec, MlpSpec, ModelSpec
+from .spec import LayerSpec, ModelSpec
 from .weights import Fields, Reader
 
 ARENA_BYTES = 64 << 20
@@ -55,19 +49,6 @@ class Arena:
         return taken
 
 
-def is_compiled(spec: ModelSpec) -> bool:
-    """Whether the kernels compute what `spec` describes: Llama's and Qwen3's layers, all alike."""
-    layer = spec.layers[0]
-    attention, mlp = layer.attention, layer.feed_forward
-    if not isinstance(attention, AttentionSpec) or not isinstance(mlp, MlpSpec) or set(spec.layers) != {layer}:
-        return False
-    is_plain = attention.scale == attention.head_dim**-0.5 and not (
-        attention.window or attention.softcap or attention.sinks or attention.qk_norm == "whole"
-    )
-    is_plain = is_plain and layer.norms == "before" and mlp.activation == "silu"
-    return is_plain and spec.embedding_scale == 1.0 and not spec.logit_softcap
-
-
 @dataclass(frozen=True, slots=True)
 class CompiledWeights:
     layers: list[PackedLayer]
@@ -76,12 +57,13 @@ class CompiledWeights:
 
 def read_weights(team: Team, reader: Reader) -> CompiledWeights:
     """Pack a rank's share. One tensor at a time is in memory beside its packed form."""
-    arena = Arena()
-    layers = [_packed_layer(team, fields, arena) for fields in reader.layers()]
+    arena, spec = Arena(), reader.spec
+    kinds = zip(spec.layers, attention_ids(spec), reader.layers(), strict=True)
+    layers = [_packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
     return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
 
 
-def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
+def _packed_layer(team: Team, fields: Fields, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
         return pack(
             team,
@@ -108,6 +90,8 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena) -> PackedLayer:
         o=packed("o"),
         gate_up=packed("gate_up", gated=True),
         down=packed("down"),
+        attention=attention,
+        gate=gate_of(of.feed_forward),
     )
 
 
@@ -134,27 +118,13 @@ class CompiledDecoder:
         team: Team,
         group: Group | None = None,
     ) -> None:
-        """spec, weights, cache: of this rank's share, of a spec that `is_compiled`."""
+        """spec, weights, cache: of this rank's share; the kernels compute it. cos_sin: of each of its ropes."""
         self._group = Alone() if group is None else group
         self._is_split = self._group.size > 1
-        attention, mlp = spec.layers[0].attention, spec.layers[0].feed_forward
-        assert isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec) and is_compiled(spec)
+        assert why_not(spec, self._group.size) is None
         self._vocab_size = spec.vocab_size
-        tokens = Share(self._group.rank, self._group.size).vocabulary(spec.vocab_size)
-        shape = DecoderShape(
-            block_size=cache.layout.block_size,
-            hidden_size=spec.hidden_size,
-            inner_size=mlp.intermediate_size,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            vocab_size=tokens.stop - tokens.start,
-            first_token=tokens.start,
-            eps=spec.rms_norm_eps,
-            dtype=cache.tensor.dtype,
-            attentions=(AttentionKind(cos_sin[0]),),
-            is_split=self._is_split,
-        )
+        share = Share(self._group.rank, self._group.size)
+        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share)
         self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()

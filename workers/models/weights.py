@@ -234,6 +234,7 @@ class Reader:
         assert quantize is None or put is put_now
         self.quantize = quantize
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
+        self.spec = checkpoint.spec
         self._progress, self._put = progress, put
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
         self._outer = outer_fields(checkpoint.spec, has_head=checkpoint.holds(HEAD))

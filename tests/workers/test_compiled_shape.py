@@ -1,0 +1,68 @@
+"""Which specs the compiled kernels compute, and which layers share a way to attend."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diptych.workers.models.compiled_shape import attention_ids, shape_of, why_not
+from diptych.workers.models.rope import rope_tables
+from diptych.workers.models.sharding import Share
+from diptych.workers.models.spec import (
+    Activation,
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    Norms,
+    RopeSpec,
+    RoutingSpec,
+)
+
+LOCAL = AttentionSpec(4, 2, 16, RopeSpec(theta=100.0), scale=0.2, window=20)
+GLOBAL = AttentionSpec(4, 2, 16, RopeSpec(), scale=0.2, sinks=True)
+
+
+def spec_of(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec("Some", 100, 64, layers, 1e-6, 512, True, (), embedding_scale=7.03, logit_softcap=30.0)
+
+
+def layer(attention: AttentionSpec | LatentSpec, activation: Activation = "silu", norms: Norms = "before") -> LayerSpec:
+    return LayerSpec(attention, MlpSpec(160, activation), norms)
+
+
+def test_layers_that_attend_alike_share_what_a_step_plans() -> None:
+    layers = [layer(LOCAL), layer(GLOBAL), layer(LOCAL, "gelu_tanh"), layer(replace(GLOBAL, sinks=False), norms="both")]
+    spec = spec_of(*layers)
+    assert why_not(spec) is None
+    assert attention_ids(spec) == [0, 1, 0, 1]
+    tables = rope_tables(spec, 32, torch.device("cpu"))
+    shape = shape_of(spec, tables, 16, torch.bfloat16)
+    assert [kind.options.window for kind in shape.attentions] == [20, 0]
+    assert [kind.rope for kind in shape.attentions] == list(tables)
+    assert shape.leaves_halves and not shape_of(spec_of(layer(LOCAL)), tables, 16, torch.float32).leaves_halves
+    assert shape.embed_scale == 7.03125, "as bfloat16 has it"
+    assert (shape.inner_size, shape.logit_softcap) == (160, 30.0)
+    half = shape_of(spec, tables, 16, torch.float32, Share(1, 2))
+    assert (half.first_token, half.vocab_size, half.is_split, shape.is_split) == (50, 50, True, False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_ranks", "said"),
+    [
+        ([layer(LOCAL), layer(replace(GLOBAL, num_kv_heads=4))], 1, "heads of other sizes"),
+        ([layer(LatentSpec(4, 0, 32, 16, 16, 16, RopeSpec(), 0.1))], 1, "latent attention"),
+        ([LayerSpec(LOCAL, MoeSpec(4, MlpSpec(32), RoutingSpec(2)))], 1, "a mixture of experts"),
+        ([layer(LOCAL, "gelu")], 1, "the activation gelu"),
+        ([layer(replace(LOCAL, scale=0.0))], 1, "scaled"),
+        ([layer(replace(LOCAL, qk_norm="whole"))], 2, "spread over ranks"),
+    ],
+)
+def test_what_they_do_not_compute_is_said(layers: list[LayerSpec], num_ranks: int, said: str) -> None:
+    assert said in (why_not(spec_of(*layers), num_ranks) or "")
+
+
+def test_a_norm_of_all_heads_is_one_ranks() -> None:
+    assert why_not(spec_of(layer(replace(LOCAL, qk_norm="whole")))) is None

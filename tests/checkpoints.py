@@ -5,28 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers
+from transformers import AutoModelForCausalLM
 
 EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
-# What makes the config and the model, and what is not as in DEFAULTS.
-ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"intermediate_size": 64, "sliding_window": 40} | EXPERTS),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+# Of each: transformers' name of it, and what its config says beside DEFAULTS. Prompts of tests are longer than WINDOW.
+WINDOW = 24
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mixtral": ("Mixtral", {"intermediate_size": 64, "sliding_window": WINDOW} | EXPERTS),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {}),
     "qwen3moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
+        "Qwen3Moe",
         {"num_hidden_layers": 4, "mlp_only_layers": [2], "moe_intermediate_size": 32} | EXPERTS,
+    ),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
 }
 DEFAULTS: dict[str, Any] = {
@@ -48,11 +49,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
-    """Save a random float32 checkpoint of `arch`, one of ARCHITECTURES, in directory `path`; returns it."""
-    config_class, model_class, changes = ARCHITECTURES[arch]
+    """Save a random float32 checkpoint of `arch`, a key of ARCHITECTURES, in directory `path`; returns it."""
+    name, settings = ARCHITECTURES[arch]
+    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(DEFAULTS | changes | overrides))).eval()
+        model = model_class(config_class(**(DEFAULTS | settings | overrides))).eval()
         # Norms and biases start at 1 and 0, where a mistake in applying them would not show.
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

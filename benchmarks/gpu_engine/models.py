@@ -52,7 +52,7 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, se
     generator = torch.Generator(device).manual_seed(seed)
 
     def fused(field: str, pieces: Pieces) -> Tensor:
-        shapes = [piece.shape for piece in pieces]
+        shapes = [piece.own_shape for piece in pieces]
         tensor = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=dtype, device=device)
         if tensor.dim() == 2:
             return tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)

@@ -22,7 +22,7 @@ from diptych.workers.request import Request, SamplingParams
 from diptych.workers.service import WorkerService
 from diptych.workers.worker_config import WorkerConfig
 
-from ..checkpoints import make_checkpoint, untied_prompts
+from ..checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
 from .harness import TINY, assert_nothing_leaked, workers
 
 LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 128, 200, 257, 400, 700, 1000)
@@ -43,8 +43,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return path, untied_prompts(path, seed=11, lengths=LENGTHS, max_tokens=NEW_TOKENS)
 
 
-async def answer(router: Router, name: str, prompt: Sequence[int], salt: bytes) -> list[int]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+async def answer(
+    router: Router, name: str, prompt: Sequence[int], salt: bytes, num_tokens: int = NEW_TOKENS
+) -> list[int]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     request = Request(name, tuple(prompt), sampling, timeout_s=120.0, cache_salt=salt)
     return [token async for delta in router.stream(request) for token in delta.token_ids]
 
@@ -105,6 +107,19 @@ def test_greedy_equals_transformers(
     async def test() -> None:
         async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
             await compare(router, cases)
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("llama", "qwen3")])
+def test_greedy_of_every_family_equals_transformers_through_two_workers(arch: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / arch, arch, seed=3)
+    cases = untied_prompts(path, seed=11, lengths=(20, 90), max_tokens=8)
+
+    async def test() -> None:
+        async with services(path, TOPOLOGIES["1P1D"], "grpc", 32) as infos, routed(infos) as router:
+            calls = [answer(router, f"family-{i}", p, b"", num_tokens=8) for i, (p, _) in enumerate(cases)]
+            assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
 
     asyncio.run(test())
 

@@ -6,25 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from ..checkpoints import make_checkpoint
+from ..checkpoints import ARCHITECTURES, make_checkpoint
+
+CheckpointOf = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "llama", "llama", seed=1)
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> CheckpointOf:
+    """Of a key of ARCHITECTURES: its checkpoint."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda arch: make_checkpoint(folder / arch, arch, seed=1 + list(ARCHITECTURES).index(arch)))
 
 
 @pytest.fixture(scope="session")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "qwen3", "qwen3", seed=2)
+def llama(checkpoint_of: CheckpointOf) -> Path:
+    return checkpoint_of("llama")
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint of one of ARCHITECTURES."""
-
-    @cache
-    def made(arch: str) -> Path:
-        return make_checkpoint(tmp_path_factory.mktemp("families") / arch, arch, seed=8)
-
-    return made
+def qwen3(checkpoint_of: CheckpointOf) -> Path:
+    return checkpoint_of("qwen3")

@@ -1,10 +1,11 @@
-"""The decoder's logits at every prompt position against transformers'."""
+"""The decoder's logits at every prompt position against transformers', of every family, alone and on two ranks."""
 
-from collections.abc import Callable
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from diptych.kernels.paged_batch import PagedBatch
 from diptych.workers.kv_cache import KVCache
@@ -13,25 +14,39 @@ from diptych.workers.models.attention import StepMeta
 from diptych.workers.models.decoder import Decoder
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.rope import rope_tables
+from diptych.workers.models.sharding import Share, spec_of
 from diptych.workers.models.weights import Checkpoint
+from diptych.workers.parallel import Alone, Group
 
 from ..checkpoints import ARCHITECTURES, random_prompts, reference_model
+from .conftest import CheckpointOf
+from .test_parallel import as_ranks
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 
 
-def prompt_logits(path: Path, prompt: list[int], block_table: list[int]) -> torch.Tensor:
-    """[T, vocab]: the whole prompt in one chunk, its KV in the blocks named."""
-    spec = load_spec(path)
-    with Checkpoint(path, spec) as checkpoint:
-        decoder = Decoder(spec, checkpoint.load(torch.float32, CPU))
-    layout = KVLayout("float32", BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim, "test")
-    cache = KVCache(layout, max(block_table) + 1, CPU)
+def prompt_logits(
+    path: Path, prompt: list[int], block_table: list[int], group: Group | None = None, memory_fd: int | None = None
+) -> Tensor:
+    """[T, vocab], on rank 0: the whole prompt in one chunk, its KV in the blocks named."""
+    group = group or Alone()
+    spec, share = load_spec(path), Share(group.rank, group.size)
+    own = spec_of(spec, share)
+    layout = KVLayout(
+        "float32", BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim, "test", tensor_parallel=group.size
+    )
+    cache = KVCache(layout, max(block_table) + 1, CPU, rank=group.rank, shared_fd=memory_fd)
     cache.tensor.fill_(torch.nan)  # nothing may depend on what blocks held before
     num = len(prompt)
+    meta = prompt_meta(num, torch.tensor(block_table), rope_tables(spec, num, CPU))
+    with Checkpoint(path, spec) as checkpoint, torch.inference_mode():
+        decoder = Decoder(own, checkpoint.load(torch.float32, CPU, share=share), group)
+        return decoder.logits(decoder.forward(torch.tensor(prompt), cache, meta))
+
+
+def prompt_meta(num: int, blocks: Tensor, ropes: tuple[Tensor, ...]) -> StepMeta:
     positions = torch.arange(num)
-    blocks = torch.tensor(block_table)
     paged = PagedBatch(
         block_tables=blocks.int()[None],
         context_lens=torch.tensor([num], dtype=torch.int32),
@@ -41,20 +56,41 @@ def prompt_logits(path: Path, prompt: list[int], block_table: list[int]) -> torc
         num_decodes=int(num == 1),
         block_size=BLOCK_SIZE,
     )
-    slots = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    meta = StepMeta(rope_tables(spec, num, CPU), slots, paged)
-    with torch.inference_mode():
-        return decoder.logits(decoder.forward(torch.tensor(prompt), cache, meta))
+    return StepMeta(ropes, blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE, paged)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("length", [1, 16, 17, 300])
-def test_prompt_logits_equal_transformers(arch: str, length: int, family: Callable[[str], Path]) -> None:
-    path = family(arch)
-    [prompt] = random_prompts(length, [length])
-    block_table = list(range(-(-length // BLOCK_SIZE), 0, -1))
-    with torch.inference_mode():
-        expected = reference_model(path)(torch.tensor([prompt])).logits[0]
-    found = prompt_logits(path, prompt, block_table)
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def test_prompt_logits_equal_transformers(arch: str, checkpoint_of: CheckpointOf) -> None:
+    path = checkpoint_of(arch)
+    reference = reference_model(path)
+    for length in (1, 16, 17, 300):
+        [prompt] = random_prompts(length, [length])
+        block_table = list(range(-(-length // BLOCK_SIZE), 0, -1))
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0]
+        assert_equal(prompt_logits(path, prompt, block_table), expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_ranks_together_compute_what_one_does(
+    arch: str, size: int, checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    """4: with key-value heads that two ranks hold alike."""
+    path, [prompt] = checkpoint_of(arch), random_prompts(5, [70])
+    block_table = [4, 2, 0, 1, 3]
+    expected = prompt_logits(path, prompt, block_table)
+    memory_fd = os.memfd_create("test-kv")
+    try:
+        found = as_ranks(
+            size, tmp_path / "meeting", lambda group: prompt_logits(path, prompt, block_table, group, memory_fd)
+        )[0]
+    finally:
+        os.close(memory_fd)
+    assert isinstance(found, Tensor)
+    assert_equal(found, expected)

@@ -19,7 +19,8 @@ from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
 
-from ..checkpoints import make_checkpoint, untied_prompts
+from ..checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
+from .conftest import CheckpointOf
 from .serving import Server
 
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 100, 250, 333, 512, 777, 1000]
@@ -115,6 +116,18 @@ def test_greedy_for_other_shapes(tmp_path: Path, arch: str, changes: dict[str, A
     for block_size in (5, 32):  # by torch, which alone takes the first; by the compiled kernels, but for one
         server = Server(load(path, block_size=block_size), SchedulerConfig(chunk_tokens=48))
         assert greedy(server, reference) == [tokens for _, tokens in reference]
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("llama", "qwen3")])
+def test_greedy_of_every_family(checkpoint_of: CheckpointOf, arch: str) -> None:
+    """Alone, and in a batch whose chunks end within a window and beyond it."""
+    path = checkpoint_of(arch)
+    reference = untied_prompts(path, seed=9, lengths=[20, 90], max_tokens=8)
+    runner = load(path, num_threads=1, kv_memory_bytes=32 << 20)
+    chunked = Server(runner, SchedulerConfig(chunk_tokens=16), prefix_cache=False)
+    assert greedy(chunked, reference) == [tokens for _, tokens in reference]
+    for one in reference:
+        assert greedy(Server(runner, SchedulerConfig(), prefix_cache=False), [one]) == [one[1]]
 
 
 def test_draws_do_not_depend_on_the_batch(llama: Path) -> None:

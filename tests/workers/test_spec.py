@@ -32,6 +32,7 @@ QWEN3_MOE = LLAMA | {
     "moe_intermediate_size": 32,
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
 def write(path: Path, config: object, generation: object = None) -> Path:
@@ -127,7 +128,7 @@ def test_end_of_sequence_ids(tmp_path: Path, config: dict[str, Any], generation:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
-        ({"hidden_act": "gelu"}, "hidden_act must be silu, found 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act must be one of silu, gelu, gelu_pytorch_tanh, found 'relu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config must be absent"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"eos_token_id": 500}, "eos_token_id must be ids in"),
@@ -152,14 +153,38 @@ def test_refuses_by_file_and_field(tmp_path: Path, changes: dict[str, Any], name
     assert named in caught.value.message
 
 
-def test_a_sliding_window_in_use_is_refused(tmp_path: Path) -> None:
-    window = {"use_sliding_window": True, "sliding_window": 128}
-    with pytest.raises(CheckpointError, match="use_sliding_window must be false"):
-        load_spec(write(tmp_path, QWEN3 | window | {"max_window_layers": 1}))
-    # From layer max_window_layers on: none here.
-    load_spec(write(tmp_path, QWEN3 | window | {"max_window_layers": 2}))
-    load_spec(write(tmp_path, QWEN3 | window | {"use_sliding_window": False}))
-    load_spec(write(tmp_path, QWEN3 | window | {"layer_types": ["full_attention"] * 2}))
+def windows(tmp_path: Path, config: dict[str, Any]) -> list[int]:
+    attentions = [layer.attention for layer in load_spec(write(tmp_path, config)).layers]
+    return [attention.window for attention in attentions if isinstance(attention, AttentionSpec)]
+
+
+def test_windows_of_mistral(tmp_path: Path) -> None:
+    assert windows(tmp_path, MISTRAL | {"sliding_window": 128}) == [128, 128]
+    assert windows(tmp_path, MISTRAL | {"sliding_window": None}) == [0, 0]
+    assert windows(tmp_path, MISTRAL) == [4096, 4096]  # MistralConfig's own default
+    with pytest.raises(CheckpointError, match="layer_types must all be sliding_attention"):
+        windows(tmp_path, MISTRAL | {"layer_types": ["sliding_attention", "full_attention"]})
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+def test_windows_of_qwen(tmp_path: Path, name: str) -> None:
+    """Those of layer_types; without it, of layers from max_window_layers on."""
+    config = LLAMA | {"architectures": [f"{name}ForCausalLM"], "use_sliding_window": True, "sliding_window": 128}
+    assert windows(tmp_path, config | {"max_window_layers": 1}) == [0, 128]
+    assert windows(tmp_path, config | {"max_window_layers": 0}) == [128, 128]
+    assert windows(tmp_path, config) == [0, 0]
+    assert windows(tmp_path, config | {"use_sliding_window": False, "max_window_layers": 0}) == [0, 0]
+    assert windows(tmp_path, config | {"sliding_window": None, "max_window_layers": 0}) == [0, 0]
+    types = ["sliding_attention", "full_attention"]
+    assert windows(tmp_path, config | {"layer_types": types}) == [128, 0]
+    for changes, named in (
+        ({"use_sliding_window": False, "layer_types": types}, "use_sliding_window must be true"),
+        ({"layer_types": types[:1]}, "layer_types must name num_hidden_layers=2 layers, found 1"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types must be a list of full_attention and sliding"),
+        ({"max_window_layers": -1}, "max_window_layers must be an integer in"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            windows(tmp_path, config | changes)
 
 
 def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:

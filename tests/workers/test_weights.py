@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from diptych.workers.errors import CheckpointError
 from diptych.workers.models.families import load_spec
-from diptych.workers.models.tensor_names import expected_tensors
+from diptych.workers.models.sharding import Share, shape_of_part
+from diptych.workers.models.tensor_names import Cut, Piece, expected_tensors
 from diptych.workers.models.weights import Checkpoint, DecoderWeights
 
-from ..checkpoints import make_checkpoint
+from ..checkpoints import ARCHITECTURES, make_checkpoint
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -186,8 +187,33 @@ def test_a_tensor_in_two_shards(broken: Path) -> None:
         read(broken)
 
 
-def test_expected_tensors_are_those_that_transformers_saves(tmp_path: Path) -> None:
-    for arch, changes in (("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})):
-        path = make_checkpoint(tmp_path / arch, arch, 4, **changes)
-        saved = {name: tuple(t.shape) for name, t in load_file(path / "model.safetensors").items()}
-        assert expected_tensors(load_spec(path)) == saved
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})]
+    + [(arch, {}) for arch in ARCHITECTURES],
+)
+def test_expected_tensors_are_those_that_transformers_saves(
+    tmp_path: Path, arch: str, changes: dict[str, bool]
+) -> None:
+    path = make_checkpoint(tmp_path / arch, arch, 4, **changes)
+    saved = {name: tuple(t.shape) for name, t in load_file(path / "model.safetensors").items()}
+    assert expected_tensors(load_spec(path)) == saved
+
+
+def test_a_piece_is_read_as_it_says(llama: Path) -> None:
+    """Part of a tensor, turned, cut for a rank, the rows of its heads in another order, with an offset."""
+    name, columns = "model.layers.0.self_attn.q_proj.weight", slice(1, None, 2)
+    stored = load_file(llama / "model.safetensors")[name]
+    turned = Piece(name, (128, 64), Cut.HEADS, at=(slice(16, 48), columns), transposed=True, order=(0, 2, 1, 3))
+    inner = Piece(name, (128, 64), Cut.INNER_INPUTS, at=(slice(16, 48), columns), offset=1.0)
+    row = Piece(name, (128, 64), Cut.INNER, at=(3, columns))
+    part = stored[16:48, columns]
+    with Checkpoint(llama, load_spec(llama)) as checkpoint:
+        for rank in range(2):
+            share = Share(rank, 2)
+            halves = checkpoint.read(turned, share), checkpoint.read(inner, share), checkpoint.read(row, share)
+            heads = part.T[share.part_of(32)].view(4, 4, 32)[:, [0, 2, 1, 3]]
+            assert torch.equal(halves[0], heads.reshape(16, 32))
+            assert torch.equal(halves[1], part[:, share.part_of(32)] + 1.0)
+            assert torch.equal(halves[2], stored[3, columns][share.part_of(32)])
+            assert [shape_of_part(p, share) for p in (turned, inner, row)] == [tuple(h.shape) for h in halves]

@@ -43,11 +43,15 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A count or size of at least 1."""
+    def with_defaults(self, values: Mapping[str, Any]) -> "Fields":
+        """The same, with `values` of fields that are not named at all; null stays."""
+        return Fields(self.path, {**values, **self._values}, self._prefix)
+
+    def size(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+        """A count or size of at least `minimum`."""
         value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DIMENSION:
-            raise self.error(name, f"must be an integer in [1, {MAX_DIMENSION}]", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_DIMENSION:
+            raise self.error(name, f"must be an integer in [{minimum}, {MAX_DIMENSION}]", value)
         return value
 
     def number(self, name: str, default: float | None = None, minimum: float = -math.inf) -> float:

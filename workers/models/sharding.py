@@ -91,28 +91,45 @@ def _feed_forward_of(whole: MlpSpec | MoeSpec, size: int) -> MlpSpec | MoeSpec:
 
 
 def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:
-    """What `share` holds of a piece, as an index."""
+    """What `share` holds of a piece, as an index of its `own_shape`."""
+    shape = piece.own_shape
     match piece.cut:
         case Cut.WHOLE:
             return (slice(None),)
         case Cut.HEADS | Cut.INNER:
-            return (share.part_of(piece.shape[0]),)
+            return (share.part_of(shape[0]),)
         case Cut.VOCABULARY:
-            return (share.vocabulary(piece.shape[0]),)
+            return (share.vocabulary(shape[0]),)
         case Cut.HEAD_INPUTS | Cut.INNER_INPUTS:
-            return slice(None), share.part_of(piece.shape[1])
+            return slice(None), share.part_of(shape[1])
         case Cut.KV_HEADS:
             num_heads = piece.num_kv_heads
-            dim = piece.shape[0] // num_heads
+            dim = shape[0] // num_heads
             first, num = share.rank * num_heads // share.size, max(num_heads // share.size, 1)
             return (slice(first * dim, (first + num) * dim),)
 
 
 def shape_of_part(piece: Piece, share: Share) -> Shape:
     """Of what `share` holds of a piece."""
-    part = part_of_piece(piece, share)
-    cut = tuple(len(range(size)[where]) for size, where in zip(piece.shape, part, strict=False))
-    return cut + piece.shape[len(part) :]
+    shape, part = piece.own_shape, part_of_piece(piece, share)
+    return tuple(len(range(n)[of]) for n, of in zip(shape, part, strict=False)) + shape[len(part) :]
+
+
+def stored_part(piece: Piece, share: Share) -> tuple[int | slice, ...]:
+    """The same part as an index of the tensor as stored."""
+    shape, part = piece.own_shape, list(part_of_piece(piece, share))
+    part += [slice(None)] * (len(shape) - len(part))
+    left = iter(part[::-1] if piece.transposed else part)
+    at = (*piece.at, *(slice(None),) * (len(piece.shape) - len(piece.at)))
+    return tuple(
+        of if isinstance(of, int) else _within(range(n)[of], next(left)) for n, of in zip(piece.shape, at, strict=True)
+    )
+
+
+def _within(places: range, part: slice) -> slice:
+    """Those of `places` that `part` leaves."""
+    left = places[part]
+    return slice(left.start, left.stop, left.step)
 
 
 def layer_fields(spec: ModelSpec, layer: int, share: Share) -> dict[str, Pieces]:

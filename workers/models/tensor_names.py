@@ -26,14 +26,28 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a checkpoint, or a part of it, that is stacked with others into a field of LayerWeights."""
+    """One tensor of a checkpoint, or a part of it, that is stacked with others into a field of LayerWeights.
+
+    tensor as stored -> [at] -> transposed -> a rank's cut -> order of a head's rows -> + offset
+    """
 
     name: str
     shape: Shape  # of the tensor, as stored
     cut: Cut = Cut.WHOLE
     num_kv_heads: int = 0  # that a Cut.KV_HEADS divides
+    at: tuple[int | slice, ...] = ()  # of its first axes; a slice may have a step
+    transposed: bool = False  # the two axes that are left then
+    order: tuple[int, ...] = ()  # of the rows of each head, by their place as stored; (): as they are
+    offset: float = 0.0  # added to every number, in float32
     expert: int | None = None  # whose it is: those of one are neighbours
     is_wide: bool = False  # float32, whatever the dtype of the rest
+
+    @property
+    def own_shape(self) -> Shape:
+        """Of the part of the tensor, as it goes into the field of a worker of one rank."""
+        own = [len(range(n)[of]) for n, of in zip(self.shape, self.at, strict=False) if isinstance(of, slice)]
+        own += self.shape[len(self.at) :]
+        return tuple(own[::-1] if self.transposed else own)
 
 
 Pieces = tuple[Piece, ...]

@@ -22,7 +22,7 @@ from ...kernels.cpu.formats import Format
 from ..errors import CheckpointError
 from ..quant.formats import format_of
 from ..quant.stored import as_stored, scales_of_part
-from .sharding import WHOLE, Share, layer_fields, outer_fields, part_of_piece, shape_of_part
+from .sharding import WHOLE, Share, layer_fields, outer_fields, part_of_piece, shape_of_part, stored_part
 from .shards import INDEX_FILE, read_index, samples, shards
 from .spec import ModelSpec
 from .tensor_names import HEAD, Piece, Pieces, Shape, expected_tensors
@@ -149,13 +149,26 @@ class Checkpoint:
         what was put at once."""
         return Reader(self, dtype, device, progress, share, quantize, put)
 
-    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Tensor `name`, or a part of it, as stored; on CPU."""
+    def read(self, piece: Piece, share: Share) -> Tensor:
+        """What `share` holds of a piece, of the dtype that is stored but where it has an offset; on CPU."""
+        part = stored_part(piece, share)
+        stored = self._read(piece.name, part)
+        if piece.transposed:
+            stored = stored.mT
+        if piece.order:
+            heads = stored.reshape(-1, len(piece.order), *stored.shape[1:])
+            stored = heads[:, list(piece.order)].reshape(stored.shape)
+        return stored.float() + piece.offset if piece.offset else stored
+
+    def _read(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
+        """The part of tensor `name`, as stored."""
+        spans = tuple(of if isinstance(of, int) else slice(of.start, of.stop) for of in part)
+        steps = tuple(slice(None, None, of.step) for of in part if isinstance(of, slice))
         try:
             shape = self._files[name].get_slice(name).get_shape()
-            if all(range(size)[where] == range(size) for size, where in zip(shape, part, strict=False)):
+            if all(isinstance(of, slice) and range(n)[of] == range(n) for n, of in zip(shape, part, strict=True)):
                 return self._files[name].get_tensor(name)
-            return self._files[name].get_slice(name)[part]
+            return self._files[name].get_slice(name)[spans][steps]
         except (SafetensorError, OSError) as e:
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} cannot be read ({e}): fetch the file again"
@@ -165,8 +178,11 @@ class Checkpoint:
         return name in self._files
 
     def stored_bytes(self, name: str) -> int:
-        stored = self._files[name].get_slice(name)
-        return math.prod(stored.get_shape()) * STORED_BYTES[stored.get_dtype()]
+        return math.prod(self._files[name].get_slice(name).get_shape()) * self.stored_size(name)
+
+    def stored_size(self, name: str) -> int:
+        """Bytes of one of its numbers."""
+        return STORED_BYTES[self._files[name].get_slice(name).get_dtype()]
 
     def _open(self, model_path: Path) -> None:
         index = read_index(model_path)
@@ -252,8 +268,8 @@ class Reader:
     def parts(self, pieces: Pieces) -> list[Tensor]:
         found: list[Tensor] = []
         for piece in pieces:
-            stored = self._checkpoint.read(piece.name, part_of_piece(piece, self._share))
-            found.append(stored.to(self._device, self._dtype_of(piece)))  # no copy of what is so already
+            stored = self._read(piece)
+            found.append(stored.to(self._device, self._dtype_of(piece)).contiguous())  # no copy of what is so already
             self._count(stored.nbytes)
         return found
 
@@ -264,7 +280,7 @@ class Reader:
         target = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
         start = 0
         for piece, own in zip(pieces, shapes, strict=True):
-            stored = self._checkpoint.read(piece.name, part_of_piece(piece, self._share))
+            stored = self._read(piece)
             self._put(target[start : start + own[0]], stored, self._count)
             start += own[0]
         num_experts = len({piece.expert for piece in pieces})
@@ -277,7 +293,7 @@ class Reader:
         if format == Format.PLAIN or len(part) == 1 or self._share == WHOLE:
             return None
         assert len(pieces) == 1
-        whole = self._checkpoint.read(pieces[0].name, (slice(None),)).to(self._device, self._dtype)
+        whole = self._checkpoint.read(pieces[0], WHOLE).to(self._device, self._dtype)
         return scales_of_part(whole, format, part[1])
 
     def _count(self, num_bytes: int) -> None:
@@ -287,9 +303,15 @@ class Reader:
     def _dtype_of(self, piece: Piece) -> torch.dtype:
         return torch.float32 if piece.is_wide else self._dtype
 
+    def _read(self, piece: Piece) -> Tensor:
+        """This share's part. What is offset is of the dtype that is wanted, so that one number says its bytes."""
+        stored = self._checkpoint.read(piece, self._share)
+        return stored.to(self._dtype_of(piece)) if piece.offset else stored
+
     def _bytes(self, piece: Piece) -> int:
-        num_read = math.prod(shape_of_part(piece, self._share))
-        return self._checkpoint.stored_bytes(piece.name) * num_read // math.prod(piece.shape)
+        """Of what `_read` returns."""
+        size = self._dtype_of(piece).itemsize if piece.offset else self._checkpoint.stored_size(piece.name)
+        return size * math.prod(shape_of_part(piece, self._share))
 
 
 class Fields:

@@ -29,8 +29,7 @@ def rope_kv_write(
 def rope_kv_write_twin(
     q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = None
 ) -> Tensor:
-    cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
-    rotated = _rotate(k, cos, sin)
+    rotated = rotate(k, cos_sin)
     stored = slots >= 0
     if not bool(stored.all()):
         rotated, v, slots = rotated[stored], v[stored], slots[stored]
@@ -40,11 +39,12 @@ def rope_kv_write_twin(
             cache[blocks, which, offsets] = vectors
         else:
             cache[blocks, which, offsets], scales[blocks, which, offsets] = quantise(vectors, cache.dtype)
-    return _rotate(q, cos, sin)
+    return rotate(q, cos_sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [T, heads, D]; cos, sin: [T, 1, D/2] float32. The product is taken in float32 and rounded once."""
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x: [T, heads, D]; cos_sin: [T, D] float32. The product is taken in float32 and rounded once."""
+    cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

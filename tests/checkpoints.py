@@ -11,6 +11,27 @@ from transformers import AutoModelForCausalLM
 EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 # Of each: transformers' name of it, and what its config says beside DEFAULTS. Prompts of tests are longer than WINDOW.
 WINDOW = 24
+LATENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mixtral": ("Mixtral", {"intermediate_size": 64, "sliding_window": WINDOW} | EXPERTS),
@@ -29,6 +50,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        LATENT
+        | {"q_lora_rank": None, "v_head_dim": 12, "rope_parameters": YARN, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "v_head_dim": 32}),
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 500,
@@ -56,9 +83,9 @@ def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "
         torch.manual_seed(seed)
         model = model_class(config_class(**(DEFAULTS | settings | overrides))).eval()
         # Norms and biases start at 1 and 0, where a mistake in applying them would not show.
-        for name, parameter in model.named_parameters():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith("bias"):
-                parameter.data.add_(torch.randn_like(parameter) * 0.2)
+                tensor.data.add_(torch.randn_like(tensor) * 0.2)
         model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
 

@@ -39,7 +39,7 @@ from .models.decoder import Decoder
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, check_divides, spec_of
-from .models.spec import ModelSpec
+from .models.spec import LatentSpec, ModelSpec
 from .models.weight_bytes import weight_bytes
 from .models.weights import DTYPES, Checkpoint, Progress, Put, Reader, load_weights, put_now
 from .parallel import Alone, Group
@@ -269,6 +269,10 @@ def _put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
 
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
     if gpu is not None:
+        if any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
+            raise ConfigError(
+                f"{spec.architecture} has latent attention, which computes on cpu alone for now: use device cpu"
+            )
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
     if (unknown := why_not(spec, config.tensor_parallel)) is not None:
         return Choice(None, f"torch computes, slower: the compiled kernels do not compute {unknown}")

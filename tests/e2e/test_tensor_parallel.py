@@ -37,7 +37,10 @@ pytestmark = pytest.mark.e2e
 
 
 def make(folder: Path, num_kv_heads: int) -> tuple[Path, Cases]:
-    path = make_checkpoint(folder, "llama", seed=6, num_key_value_heads=num_kv_heads, attention_bias=True)
+    return with_cases(make_checkpoint(folder, "llama", 6, num_key_value_heads=num_kv_heads, attention_bias=True))
+
+
+def with_cases(path: Path) -> tuple[Path, Cases]:
     return path, untied_prompts(path, seed=31, lengths=LENGTHS, max_tokens=NUM_TOKENS)
 
 
@@ -232,3 +235,11 @@ def test_kv_of_one_head_moves_between_workers_of_unlike_sizes(single: tuple[Path
     with sized(single[0], 1, 2) as handles:
         assert_kv_moves(handles[2], handles[1], single[1], "nixl")
         assert_kv_moves(handles[1], handles[2], single[1], "grpc")
+
+
+def test_latents_move_between_workers_of_unlike_sizes(tmp_path: Path) -> None:
+    """Every rank holds them all: they travel once."""
+    path, cases = with_cases(make_checkpoint(tmp_path / "latent", "deepseek-v2", seed=6))
+    with sized(path, 1, 2) as handles:
+        assert_kv_moves(handles[2], handles[1], cases, "nixl")
+        assert_kv_moves(handles[1], handles[2], cases, "grpc")

@@ -33,9 +33,8 @@ def prompt_logits(
     group = group or Alone()
     spec, share = load_spec(path), Share(group.rank, group.size)
     own = spec_of(spec, share)
-    layout = KVLayout(
-        "float32", BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim, "test", tensor_parallel=group.size
-    )
+    sizes = BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim
+    layout = KVLayout("float32", *sizes, "test", tensor_parallel=group.size, num_vectors=spec.kv.num_vectors)
     cache = KVCache(layout, max(block_table) + 1, CPU, rank=group.rank, shared_fd=memory_fd)
     cache.tensor.fill_(torch.nan)  # nothing may depend on what blocks held before
     num = len(prompt)

@@ -16,6 +16,7 @@ from diptych.workers.models.tensor_names import Cut, Piece, expected_tensors
 from diptych.workers.models.weights import Checkpoint, DecoderWeights
 
 from ..checkpoints import ARCHITECTURES, make_checkpoint
+from .conftest import CheckpointOf
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -115,6 +116,20 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(llama: Path, tmp_path: Pa
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     path = edited(llama, tmp_path / "copy", lambda t: t.update({name: torch.ones(8)}))
     assert fingerprint(path) == fingerprint(llama)
+
+
+def test_layers_that_predict_more_tokens_are_ignored_and_no_others(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+    whole = checkpoint_of("deepseek-v3")
+    beyond = {
+        "model.layers.3.embed_tokens.weight": torch.ones(2),
+        "model.layers.3.self_attn.q_a_proj.weight": torch.ones(3),
+    }
+    predicts = beyond | {"model.layers.3.eh_proj.weight": torch.ones(4)}
+    path = edited(whole, tmp_path / "predicts", lambda t: t.update(predicts))
+    assert fingerprint(path) == fingerprint(whole)
+    path = edited(whole, tmp_path / "more", lambda t: t.update(beyond))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.embed_tokens\.weight is unexpected"):
+        fingerprint(path)
 
 
 @pytest.mark.parametrize(

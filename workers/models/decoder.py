@@ -16,17 +16,18 @@ from torch import Tensor, tanh
 from torch.nn.functional import embedding, linear
 
 from ...kernels.paged_attention import paged_attention
-from ...kernels.paged_batch import AttentionOptions
+from ...kernels.paged_batch import NO_OPTIONS, AttentionOptions
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
 from ..step import Step
 from .attention import StepMeta, options_of, output, project
+from .mla import latent_attention
 from .mlp import mlp
 from .moe import moe
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes
-from .spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from .spec import AttentionSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 from .weights import DecoderWeights, LayerWeights
 
 
@@ -48,8 +49,8 @@ def layers_of(spec: ModelSpec, weights: Sequence[LayerWeights]) -> list[Layer]:
     """spec, weights: of this rank's share."""
     layers: list[Layer] = []
     for of, own, rope_id in zip(spec.layers, weights, spec.rope_ids, strict=True):
-        assert isinstance(of.attention, AttentionSpec)
-        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options_of(of.attention, own)))
+        options = options_of(of.attention, own) if isinstance(of.attention, AttentionSpec) else NO_OPTIONS
+        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options))
     return layers
 
 
@@ -126,14 +127,22 @@ def run_layers(
     for i, layer in enumerate(layers):
         weights, kv = layer.weights, cache.layer(i)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
-        q = project(layer.attention, weights, hidden, layer.eps, kv, meta.cos_sin[layer.rope_id], meta.slots)
-        hidden = output(weights, paged_attention(q, kv, meta.paged, layer.options), group)
+        hidden = output(weights, attend(layer, hidden, kv, meta), group)
         stored(i + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
         hidden = feed_forward(layer, enter(hidden, residual, weights.mlp_norm, layer.eps), group)
         hidden = leave(hidden, weights.mlp_out_norm, layer.eps)
     assert hidden is not None
     return hidden
+
+
+def attend(layer: Layer, hidden: Tensor, cache: Tensor, meta: StepMeta) -> Tensor:
+    """hidden: [T, H]. Stores the KV of the T tokens in `cache`, a layer's. Returns what each head has, [T, N, D]."""
+    weights, cos_sin = layer.weights, meta.cos_sin[layer.rope_id]
+    if isinstance(layer.spec.attention, LatentSpec):
+        return latent_attention(layer.spec.attention, weights, hidden, cache, cos_sin, meta.slots, meta.paged)
+    q = project(layer.attention, weights, hidden, layer.eps, cache, cos_sin, meta.slots)
+    return paged_attention(q, cache, meta.paged, layer.options)
 
 
 def enter(hidden: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float) -> Tensor:

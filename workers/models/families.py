@@ -10,12 +10,15 @@ from typing import Any, cast
 
 from ..errors import CheckpointError, UnsupportedArchitecture
 from .config import Fields, read_json_object
+from .deepseek_families import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
 from .family import Family
 from .llama_families import llama, mistral, qwen2, qwen3
 from .moe_families import mixtral, qwen3_moe
 from .spec import ModelSpec
 
 FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": Family(deepseek_v2, V2_DEFAULTS),
+    "DeepseekV3ForCausalLM": Family(deepseek_v3, V3_DEFAULTS),
     "LlamaForCausalLM": Family(llama),
     "MistralForCausalLM": Family(mistral, {"sliding_window": 4096}),
     "MixtralForCausalLM": Family(mixtral),
@@ -38,8 +41,9 @@ def load_spec(model_path: Path) -> ModelSpec:
     config = config.with_defaults(family.defaults)
     vocab_size = config.size("vocab_size")
     layers, around = family.layers(config), family.around(config)
-    if config.get("quantization_config") is not None:
-        raise config.error("quantization_config", "must be absent (quantised checkpoints are not supported)", "one")
+    if (section := config.section("quantization_config")) is not None:
+        need = "must be absent (quantised checkpoints are not supported: convert it to bfloat16)"
+        raise config.error("quantization_config", need, section.get("quant_method"))
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,

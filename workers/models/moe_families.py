@@ -35,11 +35,17 @@ def qwen3_moe(config: Fields) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(attention, moe if has else mlp) for has in has_experts)
 
 
-def _moe(config: Fields, expert: MlpSpec, *, renormalise: bool = True) -> MoeSpec:
-    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    num_experts, top_k = config.size(name), config.size("num_experts_per_tok")
+def read_num_experts(config: Fields, name: str) -> int:
+    """name: the field that says it."""
+    num_experts = config.size(name)
     if num_experts > MAX_EXPERTS:
         raise config.error(name, f"must be at most {MAX_EXPERTS}", num_experts)
+    return num_experts
+
+
+def _moe(config: Fields, expert: MlpSpec, *, renormalise: bool = True) -> MoeSpec:
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    num_experts, top_k = read_num_experts(config, name), config.size("num_experts_per_tok")
     if top_k > num_experts:
         raise config.error("num_experts_per_tok", f"must be at most {name}={num_experts}", top_k)
     return MoeSpec(num_experts, expert, RoutingSpec(top_k, renormalise=renormalise))

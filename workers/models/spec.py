@@ -72,10 +72,22 @@ class LatentSpec:
     rope: RopeSpec
     scale: float
     bias: bool = False
+    is_interleaved: bool = True  # as stored, the two numbers that one angle rotates are neighbours
+    norm_eps: float = 1e-6  # of the norms of latents, whatever the model's other norms have
 
     @property
     def rotation(self) -> tuple[RopeSpec, int]:
         return self.rope, self.rope_dim
+
+    @property
+    def q_dim(self) -> int:
+        """Of a query head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Of what the cache holds of a token."""
+        return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,5 +185,5 @@ class ModelSpec:
     def kv(self) -> KVShape:
         attention = self.layers[0].attention
         if isinstance(attention, LatentSpec):
-            return KVShape(self.num_layers, 1, attention.kv_rank + attention.rope_dim, num_vectors=1)
+            return KVShape(self.num_layers, 1, attention.kv_dim, num_vectors=1)
         return KVShape(self.num_layers, attention.num_kv_heads, attention.head_dim)

@@ -1,9 +1,11 @@
 """Which tensors of a Hugging Face checkpoint make up a decoder, by name and shape, and how ranks share them."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from .spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 Shape = tuple[int, ...]
 HEAD = "lm_head.weight"
@@ -56,9 +58,11 @@ Pieces = tuple[Piece, ...]
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
     """For each field of LayerWeights, what is stacked into it."""
     of, prefix = spec.layers[layer], f"model.layers.{layer}."
-    assert isinstance(of.attention, AttentionSpec)
     fields = _norms(spec, of, prefix)
-    fields |= _attention(spec, of.attention, f"{prefix}self_attn.")
+    if isinstance(of.attention, LatentSpec):
+        fields |= _latent(spec, of.attention, f"{prefix}self_attn.")
+    else:
+        fields |= _attention(spec, of.attention, f"{prefix}self_attn.")
     if isinstance(of.feed_forward, MoeSpec):
         return fields | _moe(spec, of.feed_forward, prefix)
     return fields | _mlp(spec, of.feed_forward, f"{prefix}mlp.")
@@ -79,6 +83,18 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Every tensor of a checkpoint of `spec`: name -> shape."""
     fields = [outer_tensors(spec), *(layer_tensors(spec, i) for i in range(spec.num_layers))]
     return {piece.name: piece.shape for of in fields for pieces in of.values() for piece in pieces}
+
+
+def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
+    """Those of `names` that a checkpoint may hold and that nothing here computes with: tables of angles, which older
+    ones store, and layers beyond the last that predict a token more (DeepSeek-V3, 2.2), known by their eh_proj."""
+    held = set(names)
+    spare = {name for name in held if name.endswith("rotary_emb.inv_freq")}
+    for name in held:
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        if found and int(found[1]) >= spec.num_layers and f"{found[0]}eh_proj.weight" in held:
+            spare.add(name)
+    return spare
 
 
 def _norms(spec: ModelSpec, layer: LayerSpec, prefix: str) -> dict[str, Pieces]:
@@ -107,6 +123,34 @@ def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[s
         fields["qkv_bias"] = stacked("bias")
     if attention.o_bias:
         fields["o_bias"] = (Piece(f"{prefix}o_proj.bias", (spec.hidden_size,)),)
+    return fields
+
+
+def _latent(spec: ModelSpec, of: LatentSpec, prefix: str) -> dict[str, Pieces]:
+    hidden, heads = spec.hidden_size, of.num_heads
+    turned = range(of.rope_dim)
+    if of.is_interleaved:
+        turned = (*turned[::2], *turned[1::2])
+    q_order = (*range(of.nope_dim), *(of.nope_dim + i for i in turned))
+    kv_order = (*range(of.kv_rank), *(of.kv_rank + i for i in turned))
+    q_b = Piece(f"{prefix}q_b_proj.weight", (heads * of.q_dim, of.q_rank), Cut.HEADS, order=q_order)
+    q = Piece(f"{prefix}q_a_proj.weight", (of.q_rank, hidden))
+    if not of.q_rank:
+        q = replace(q_b, name=f"{prefix}q_proj.weight", shape=(heads * of.q_dim, hidden))
+    kv = Piece(f"{prefix}kv_a_proj_with_mqa.weight", (of.kv_dim, hidden), order=kv_order)
+    kv_b = (heads * (of.nope_dim + of.value_dim), of.kv_rank)
+    fields: dict[str, Pieces] = {
+        "qkv": (q, kv),
+        "k_norm": (Piece(f"{prefix}kv_a_layernorm.weight", (of.kv_rank,)),),
+        "kv_b": (Piece(f"{prefix}kv_b_proj.weight", kv_b, Cut.HEADS),),
+        "o": (Piece(f"{prefix}o_proj.weight", (hidden, heads * of.value_dim), Cut.HEAD_INPUTS),),
+    }
+    if of.q_rank:
+        fields["q_norm"] = (Piece(f"{prefix}q_a_layernorm.weight", (of.q_rank,)),)
+        fields["q_b"] = (q_b,)
+    if of.bias:
+        biases = (replace(of, name=of.name.replace("weight", "bias"), shape=of.shape[:1]) for of in (q, kv))
+        fields |= {"qkv_bias": tuple(biases), "o_bias": (Piece(f"{prefix}o_proj.bias", (hidden,)),)}
     return fields
 
 

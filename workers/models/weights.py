@@ -25,7 +25,7 @@ from ..quant.stored import as_stored, scales_of_part
 from .sharding import WHOLE, Share, layer_fields, outer_fields, part_of_piece, shape_of_part, stored_part
 from .shards import INDEX_FILE, read_index, samples, shards
 from .spec import ModelSpec
-from .tensor_names import HEAD, Piece, Pieces, Shape, expected_tensors
+from .tensor_names import HEAD, Piece, Pieces, Shape, expected_tensors, spare_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
@@ -37,10 +37,13 @@ STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtyp
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts."""
+    """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts; of latent attention
+    q_rank and kv_rank, P rotated and D other numbers of a query, V of a value."""
 
-    qkv: Tensor  # [(N + 2K) D, H]: queries, keys, values
-    o: Tensor  # [H, N D]
+    # [(N + 2K) D, H]: queries, keys, values. Latent: [q_rank (or N (D + P)) + kv_rank + P, H]: latents of queries (or
+    # these), latents, rotated keys.
+    qkv: Tensor
+    o: Tensor  # [H, N D]; latent: [H, N V]
     gate_up: Tensor | None = None  # [2I, H]: gate, up
     down: Tensor | None = None  # [H, I]
     input_norm: Tensor | None = None  # [H], before attention
@@ -48,8 +51,10 @@ class LayerWeights:
     mlp_norm: Tensor | None = None  # [H], before the MLP
     mlp_out_norm: Tensor | None = None  # [H], after it
     sinks: Tensor | None = None  # [N] float32
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None  # [D]
+    q_norm: Tensor | None = None  # [D]; latent: [q_rank]
+    k_norm: Tensor | None = None  # [D]; latent: [kv_rank]
+    q_b: Tensor | None = None  # [N (D + P), q_rank]
+    kv_b: Tensor | None = None  # [N (D + V), kv_rank], of each head what makes its keys, then its values
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -209,7 +214,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} cannot be mapped ({e}): free memory, or use a machine with more") from e
 
     def _check(self, model_path: Path) -> None:
-        spare = {name for name in self._files if name.endswith("rotary_emb.inv_freq")}  # older checkpoints store it
+        spare = spare_tensors(self.spec, self._files)
         expected = expected_tensors(self.spec)
         for name, shape in expected.items():
             if name in self._files:

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..models.spec import AttentionSpec, MlpSpec, ModelSpec
 
 QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4}
-IN_LAYERS = ("qkv", "o", "gate_up", "down")  # fields of LayerWeights
+IN_LAYERS = ("qkv", "q_b", "kv_b", "o", "gate_up", "down")  # fields of LayerWeights
 
 
 def format_of(quantize: str | None, field: str) -> Format:
@@ -30,6 +30,8 @@ def check_shares(spec: ModelSpec, quantize: str | None, size: int) -> None:
         attention, mlp = layer.attention, layer.feed_forward
         if isinstance(attention, AttentionSpec):
             inputs["attention heads", attention.q_size] = None
+        else:
+            inputs["attention heads", attention.num_heads * attention.value_dim] = None
         if isinstance(mlp, MlpSpec):
             inputs["intermediate size", mlp.intermediate_size] = None
     for what, k in inputs:

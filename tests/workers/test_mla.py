@@ -1,0 +1,101 @@
+"""Latent attention: its two forms compute the same, from a paged cache that holds latents alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.kernels.paged_batch import PagedBatch
+from diptych.workers.errors import ConfigError
+from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.mla import absorbed, decode, expanded, expands
+from diptych.workers.models.spec import LatentSpec, RopeSpec
+from diptych.workers.models.weights import LayerWeights
+
+from .conftest import CheckpointOf
+
+SPEC = LatentSpec(num_heads=4, q_rank=0, kv_rank=24, nope_dim=8, rope_dim=4, value_dim=6, rope=RopeSpec(), scale=0.37)
+BLOCK_SIZE = 4
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(spec: LatentSpec) -> LayerWeights:
+    none = torch.empty(0)
+    return LayerWeights(none, none, kv_b=normal(4 * (spec.nope_dim + spec.value_dim), spec.kv_rank) / 5)
+
+
+def by_hand(spec: LatentSpec, weights: LayerWeights, q: Tensor, context: Tensor) -> Tensor:
+    """One head and one query after the other, in float64."""
+    assert weights.kv_b is not None
+    latent, rope = context.double().split((spec.kv_rank, spec.rope_dim), dim=1)
+    out = torch.empty(len(q), spec.num_heads, spec.value_dim)
+    for head, rows in enumerate(weights.kv_b.double().chunk(spec.num_heads)):
+        keys = torch.cat((latent @ rows[: spec.nope_dim].T, rope), dim=1)
+        values = latent @ rows[spec.nope_dim :].T
+        for t in range(len(q)):
+            seen = len(context) - len(q) + t + 1
+            scores = keys[:seen] @ q[t, head].double() * spec.scale
+            out[t, head] = scores.softmax(0) @ values[:seen]
+    return out
+
+
+@pytest.mark.parametrize("value_dim", [6, 20])
+@pytest.mark.parametrize(("num_new", "context_len"), [(1, 1), (7, 7), (1, 19), (5, 19)])
+def test_both_forms_are_what_one_head_after_the_other_gives(num_new: int, context_len: int, value_dim: int) -> None:
+    spec = replace(SPEC, value_dim=value_dim)
+    weights, q = weights_of(spec), normal(num_new, 4, spec.q_dim, seed=1)
+    context = normal(context_len, spec.kv_dim, seed=2)
+    due = by_hand(spec, weights, q, context)
+    for form in (expanded, absorbed):
+        torch.testing.assert_close(form(spec, weights, q, context), due, rtol=1e-5, atol=1e-5)
+
+
+def test_decodes_of_unlike_lengths_see_their_own_context_alone() -> None:
+    lens, width = [9, 1, 16, 6], 4
+    tables = torch.randperm(16, generator=torch.Generator().manual_seed(3)).int().view(4, width)
+    pool = torch.full((16, BLOCK_SIZE, SPEC.kv_dim), torch.nan)
+    contexts = [normal(n, SPEC.kv_dim, seed=4 + n) for n in lens]
+    for table, context in zip(tables, contexts, strict=True):
+        for t, row in enumerate(context):
+            pool[table[t // BLOCK_SIZE], t % BLOCK_SIZE] = row
+    batch = PagedBatch(
+        tables, torch.tensor(lens).int(), torch.arange(5).int(), lens, [1] * 4, num_decodes=4, block_size=BLOCK_SIZE
+    )
+    weights, q = weights_of(SPEC), normal(4, 4, SPEC.q_dim, seed=5)
+    due = torch.cat([by_hand(SPEC, weights, q[s : s + 1], context) for s, context in enumerate(contexts)])
+    torch.testing.assert_close(decode(SPEC, weights, q, pool, batch), due, rtol=1e-5, atol=1e-5)
+
+
+def test_the_form_is_the_one_of_fewer_multiplications() -> None:
+    lite = replace(SPEC, num_heads=16, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+
+    def fewest(num_new: int, context: int) -> bool:
+        pairs = sum(context - num_new + t + 1 for t in range(num_new))
+        through_latents = num_new * 512 * (128 + 128) + pairs * (512 + 64 + 512)
+        return context * 512 * (128 + 128) + pairs * (128 + 64 + 128) <= through_latents
+
+    cases = [(1, 1), (1, 4096), (16, 4096), (128, 8192), (200, 8192), (512, 8192), (2048, 2048)]
+    assert [expands(lite, *case) for case in cases] == [fewest(*case) for case in cases]
+    assert [expands(lite, *case) for case in cases] == [True, False, False, False, True, True, True]
+
+
+def test_a_token_takes_the_latent_and_the_rotated_key_of_each_layer(checkpoint_of: CheckpointOf) -> None:
+    """DeepSeek-V2, table 1: (d_c + d_h^R) l numbers a token."""
+    path = checkpoint_of("deepseek-v2")
+    runner = ModelRunner.load(ModelRunnerConfig(path, dtype="bfloat16", num_threads=1, kv_memory_bytes=8 << 20))
+    layout, spec = runner.layout, load_spec(path)
+    runner.close()
+    assert layout.block_bytes == layout.block_size * spec.num_layers * (32 + 8) * 2
+    assert (layout.num_vectors, layout.packing) == (1, "rows")
+
+
+def test_a_gpu_that_cannot_compute_it_is_refused(checkpoint_of: CheckpointOf) -> None:
+    config = ModelRunnerConfig(checkpoint_of("deepseek-v2"), dtype="float32", kv_memory_bytes=8 << 20)
+    with pytest.raises(ConfigError, match="latent attention, which computes on cpu alone"):
+        ModelRunner.load(config, gpu=FakeDevice())

@@ -1,13 +1,31 @@
-"""Builds the compiled CPU kernels beside the package. Without a C++ compiler the package installs all the same."""
+"""Builds the compiled CPU kernels beside the package. Without a C++ compiler the package installs all the same.
 
+A library that stands beside the sources already, and was built from them, is taken as it is: `python
+kernels/cpu/build.py` builds it anew.
+"""
+
+import ctypes
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-builder = runpy.run_path(str(Path(__file__).parent / "kernels/cpu/build.py"))
+KERNELS = Path(__file__).resolve().parent / "kernels/cpu"
+builder = runpy.run_path(str(KERNELS / "build.py"))
+built = KERNELS / builder["LIBRARY"]
+
+
+def is_current(library: Path) -> bool:
+    """Whether it is there, for this kind of machine, of the sources that are here."""
+    try:
+        sources = ctypes.CDLL(str(library)).diptych_sources
+    except (OSError, AttributeError):
+        return False
+    sources.restype = ctypes.c_char_p
+    return sources().decode() == builder["fingerprint"]()
 
 
 class BuildKernels(build_ext):
@@ -15,10 +33,13 @@ class BuildKernels(build_ext):
         return str(Path(*fullname.split(".")).with_name(builder["LIBRARY"]))
 
     def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name))
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            builder["build"](target)
+            if not is_current(built):
+                builder["build"](target)
+            elif target != built:
+                shutil.copyfile(built, target)
         except builder["CannotBuild"] as e:
             print(f"notice: the compiled CPU kernels are left out: {e}", file=sys.stderr)
 

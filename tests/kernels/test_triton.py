@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+NUM_PROCESSES = 2  # that share what is interpreted
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -33,7 +35,13 @@ def run_cases(**environment: str) -> str:
 
 
 def test_interpreted_kernels_equal_their_twins() -> None:
-    assert " passed" in run_cases(TRITON_INTERPRET="1")
+    environments = [
+        {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DIPTYCH_SHARE": f"{number}/{NUM_PROCESSES}"}
+        for number in range(NUM_PROCESSES)
+    ]
+    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
+        for output in pool.map(lambda environment: run_cases(**environment), environments):
+            assert " passed" in output
 
 
 def test_kernels_compile_for_every_target(tmp_path: Path) -> None:

@@ -10,12 +10,18 @@ from .mutations_ahead import AHEAD
 from .world import simulate
 
 NUM_SEEDS = 600
+FIRST = {  # tried before all others: a seed that showed it when this was written, of bugs that few seeds show
+    "lease_is_never_renewed": 305,
+    "commit_without_a_positive_release": 53,
+    "early_tokens_are_not_kept_back": 62,
+    "a_leg_is_not_aborted": 49,
+}
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS + BRIDGE_MUTATIONS + AHEAD, ids=lambda mutation: mutation.__name__)
 def test_a_planted_bug_is_found(mutation: Callable[[], list[Replacement]]) -> None:
     with planted(mutation()):
-        for seed in range(NUM_SEEDS):
+        for seed in (FIRST.get(mutation.__name__, 0), *range(NUM_SEEDS)):
             try:
                 simulate(seed)
             except Exception:

@@ -7,7 +7,7 @@ slices. What a method says has happened when it returns: the engine may use the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .handoff_types import Segment
 from .kv_layout import Runs
@@ -28,6 +28,24 @@ class Staged:
     start: int  # of the slice
     num_bytes: int
     is_on_device: bool  # in the device's buffer; else in the host's
+
+
+class CopyRows(NamedTuple):
+    """`num` runs of `num_bytes` each, equally spaced on both sides."""
+
+    target: int  # address of the first
+    source: int
+    num_bytes: int
+    num: int = 1
+    target_pitch: int = 0  # bytes from one to the next
+    source_pitch: int = 0
+
+    def apart(self) -> "list[CopyRows]":
+        """The same runs, one by one."""
+        return [
+            CopyRows(self.target + i * self.target_pitch, self.source + i * self.source_pitch, self.num_bytes)
+            for i in range(self.num)
+        ]
 
 
 class CudaDriver(Protocol):
@@ -54,8 +72,8 @@ class CudaDriver(Protocol):
         """Of what was opened."""
         ...
 
-    def copy(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """(to, from, bytes) each, on the lane that we are run on."""
+    def copy(self, copies: Sequence[CopyRows]) -> None:
+        """On the lane that we are run on."""
         ...
 
 

@@ -11,13 +11,16 @@ from contextlib import contextmanager
 
 import torch
 
-from ..device_kv import HANDLE_BYTES, UUID_BYTES, CudaDriver
+from ..device_kv import HANDLE_BYTES, UUID_BYTES, CopyRows, CudaDriver
 from ..errors import TransportError
 from .device import Device
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _INT, _POINTER, _BYTES, _U32 = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 _ADDRESS = ctypes.c_uint64  # CUdeviceptr
+_DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE: pitches that cuMemAllocPitch did not choose may be refused
+_MAX_PITCH = (1 << 31) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH
 
 
 log = logging.getLogger("diptych.transport")
@@ -38,6 +41,32 @@ class _Handle(ctypes.Structure):  # CUipcMemHandle, passed by value
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
+class _Side(ctypes.Structure):
+    """Half of a CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("x_in_bytes", _BYTES),
+        ("y", _BYTES),
+        ("memory_type", _U32),
+        ("host", _POINTER),
+        ("device", _ADDRESS),
+        ("array", _POINTER),
+        ("pitch", _BYTES),
+    )
+
+
+class Memcpy2D(ctypes.Structure):  # CUDA_MEMCPY2D
+    _fields_ = (("source", _Side), ("target", _Side), ("width_in_bytes", _BYTES), ("height", _BYTES))
+
+
+def copy_of(rows: CopyRows) -> Memcpy2D:
+    def side(address: int, pitch: int) -> _Side:
+        return _Side(memory_type=_DEVICE_MEMORY, device=address, pitch=pitch)
+
+    source, target = side(rows.source, rows.source_pitch), side(rows.target, rows.target_pitch)
+    return Memcpy2D(source=source, target=target, width_in_bytes=rows.num_bytes, height=rows.num)
+
+
 class LibCuda:
     """Of one device of this process, in its primary context, which is torch's. Any thread may call it."""
 
@@ -50,6 +79,7 @@ class LibCuda:
         except OSError as e:
             raise TransportError(f"the CUDA driver's library cannot be loaded: {e}") from e
         self._quick.cuMemcpyAsync.argtypes = (_ADDRESS, _ADDRESS, _BYTES, _POINTER)
+        self._quick.cuMemcpy2DAsync_v2.argtypes = (_POINTER, _POINTER)
         self._call("cuInit", _U32(0))
         self._index = index
         self._ordinal = self._device_at(index)
@@ -103,13 +133,26 @@ class LibCuda:
         with self._in_context():
             self._call("cuIpcCloseMemHandle", _ADDRESS(address))
 
-    def copy(self, rows: Sequence[tuple[int, int, int]]) -> None:
+    def copy(self, copies: Sequence[CopyRows]) -> None:
         stream = torch.cuda.current_stream(self._index).cuda_stream
-        copy = self._quick.cuMemcpyAsync
         with self._in_context():
-            for target, source, num_bytes in rows:
-                if status := copy(target, source, num_bytes, stream):
-                    raise self._error("cuMemcpyAsync", status)
+            for rows in copies:
+                if not self._copied_at_once(rows, stream):
+                    self._copy_one_by_one(rows, stream)
+
+    def _copied_at_once(self, rows: CopyRows, stream: int) -> bool:
+        """False, and nothing is done, where the driver takes no such pitches."""
+        if rows.num == 1 or max(rows.target_pitch, rows.source_pitch) > _MAX_PITCH:
+            return False
+        status = self._quick.cuMemcpy2DAsync_v2(ctypes.byref(copy_of(rows)), stream)
+        if status not in (0, _INVALID_VALUE):
+            raise self._error("cuMemcpy2DAsync_v2", status)
+        return status == 0
+
+    def _copy_one_by_one(self, rows: CopyRows, stream: int) -> None:
+        for target, source, num_bytes, *_ in rows.apart():
+            if status := self._quick.cuMemcpyAsync(target, source, num_bytes, stream):
+                raise self._error("cuMemcpyAsync", status)
 
     @contextmanager
     def _in_context(self) -> Generator[None]:

@@ -23,6 +23,7 @@ from ..kv_layout import Copies, Region
 from .base import Reader, Source, Transport
 from .landing import LandingReader
 from .machine import this_machine
+from .runs import equally_spaced
 
 NUM_THREADS = 2  # reads at a time
 MAX_COPIES = 128  # of one batch: a lane takes so many without making us wait
@@ -130,8 +131,7 @@ class CudaIpcTransport(Transport):
 
     def copy(self, endpoint: _Endpoint, copies: Copies, into: Region, address: int) -> None:
         """On a thread."""
-        targets, sources = into.address + copies.local, address + endpoint.offset + copies.remote
-        rows = list(zip(targets.tolist(), sources.tolist(), copies.lengths.tolist(), strict=True))
+        rows = equally_spaced(copies, into.address, address + endpoint.offset)
         for first in range(0, len(rows), MAX_COPIES):
             self._device.run(partial(self._driver.copy, rows[first : first + MAX_COPIES]))
 

@@ -1,10 +1,11 @@
-"""Streams of bytes out of a region's runs, and into them. No I/O."""
+"""Streams of bytes out of a region's runs, and into them; runs as few as can be. No I/O."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from ..kv_layout import Runs
+from ..device_kv import CopyRows
+from ..kv_layout import Copies, Offsets, Runs
 
 
 def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:
@@ -19,6 +20,33 @@ def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:
         lengths[0] -= skipped
         lengths[-1] -= ends[b] - end
         yield Runs(offsets, lengths)
+
+
+def equally_spaced(copies: Copies, target: int, source: int) -> list[CopyRows]:
+    """The copies as few: those of a layer-major pool are the same runs in each layer, so that every one of the first
+    layer's, with those at its place in the others, is one. target, source: addresses of the two regions. O(runs)."""
+    num = len(copies.lengths)
+    for first in (n for n in range(1, num // 2 + 1) if num % n == 0):  # so many are of the first layer
+        target_pitch, source_pitch = _pitch(copies.local, first), _pitch(copies.remote, first)
+        widest = int(copies.lengths.max())
+        are_alike = bool((copies.lengths[first:] == copies.lengths[:-first]).all())
+        if are_alike and min(target_pitch, source_pitch) >= widest:
+            return [
+                CopyRows(target + local, source + remote, length, num // first, target_pitch, source_pitch)
+                for local, remote, length in _rows(copies, first)
+            ]
+    return [CopyRows(target + local, source + remote, length) for local, remote, length in _rows(copies, num)]
+
+
+def _pitch(offsets: Offsets, first: int) -> int:
+    """How far each is from the one `first` places before it; 0: not all are equally far."""
+    steps = offsets[first:] - offsets[:-first]
+    return int(steps[0]) if (steps == steps[0]).all() else 0
+
+
+def _rows(copies: Copies, num: int) -> Iterator[tuple[int, int, int]]:
+    columns = copies.local[:num].tolist(), copies.remote[:num].tolist(), copies.lengths[:num].tolist()
+    return zip(*columns, strict=True)
 
 
 def gather(view: memoryview, runs: Runs, chunk_bytes: int) -> Iterator[bytes]:

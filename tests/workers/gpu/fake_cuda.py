@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from diptych.workers.device_kv import HANDLE_BYTES
+from diptych.workers.device_kv import HANDLE_BYTES, CopyRows
 from diptych.workers.errors import TransportError
 from diptych.workers.gpu.device import Device
 from diptych.workers.gpu.fake_device import FakeDevice
@@ -30,6 +30,7 @@ class FakeCuda:
         self.out_of_reach = out_of_reach
         self.opened: dict[int, mmap.mmap] = {}  # by address
         self.num_opens = 0
+        self.num_copies = 0  # that the driver was asked for
         self._made: dict[int, tuple[mmap.mmap, int]] = {}  # by address: memory, descriptor
 
     def allocate(self, num_bytes: int) -> mmap.mmap:
@@ -67,8 +68,11 @@ class FakeCuda:
     def close(self, address: int) -> None:
         self.opened.pop(address).close()
 
-    def copy(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        for target, source, num_bytes in rows:
+    def copy(self, copies: Sequence[CopyRows]) -> None:
+        self.num_copies += len(copies)
+        for rows in copies:
+            assert rows.num == 1 or min(rows.target_pitch, rows.source_pitch) >= rows.num_bytes
+        for target, source, num_bytes, *_ in (row for rows in copies for row in rows.apart()):
             assert self._is_mapped(source, num_bytes), "an illegal address would end the process's CUDA"
             ctypes.memmove(target, source, num_bytes)
 

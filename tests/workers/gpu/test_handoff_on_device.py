@@ -1,27 +1,24 @@
 """Whole hand-offs between pools of which one or both are on a device: every transport, unlike layouts, failures."""
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from diptych.workers.device_kv import DeviceKV
-from diptych.workers.errors import ChecksumMismatch, ConfigError, DiptychError, HandoffError, TransportError, WorkerLost
+from diptych.workers.errors import ChecksumMismatch, ConfigError, DiptychError, TransportError
 from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.handoff_intake import AS_IT_IS, PullSettings
 from diptych.workers.handoff_pull import PullResult
-from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.kv_layout import DOT, LAYER_MAJOR, KVLayout, KVMemory
 from diptych.workers.kv_packing import Pool, unpacked
 from diptych.workers.kv_wire import STORAGE, Numbers
 from diptych.workers.staging import Staging
 from diptych.workers.transport.select import make_transports
 
-from ..handoff_pair import Served, SinkEngine, failure, make_memory, receive, run, serve, start, until_quiet
+from ..handoff_pair import SinkEngine, make_memory, receive, run, serve, start, until_quiet
 from .fake_cuda import STAGING_BYTES, FakeCuda, make_device_memory, seen_by_host
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=16, model_id="m")
@@ -285,112 +282,4 @@ def test_auto_prefers_cuda_ipc_on_a_device(monkeypatch: pytest.MonkeyPatch) -> N
             for transport in made.values():
                 await transport.close()
 
-    run(test)
-
-
-class SlowCopies(FakeCuda):
-    """They end when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_begun, self.may_end = threading.Event(), threading.Event()
-
-    def copy(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        self.has_begun.set()
-        self.may_end.wait()
-        super().copy(rows)
-
-
-async def until_begun(cuda: SlowCopies) -> None:
-    await asyncio.to_thread(cuda.has_begun.wait)
-
-
-@asynccontextmanager
-async def mapped_pair(cuda: SlowCopies) -> AsyncIterator[tuple[Served, HandoffSink, SinkEngine]]:
-    """A source and a sink that have CUDA IPC alone; the sink's copies are `cuda`'s. Nothing is mapped at the end."""
-    theirs, ours = make_device_memory(LAYOUT, 20), make_device_memory(LAYOUT, 20, driver=cuda)
-    assert theirs.device is not None and ours.device is not None
-    far = make_transports(("cuda_ipc",), [theirs.region], device=theirs.device)
-    near = make_transports(("cuda_ipc",), [ours.region, *ours.device.staging.regions], device=ours.device)
-    engine = SinkEngine(table=(1, 2, 3, 4, 5))
-    try:
-        async with (
-            serve(memory=theirs, transports=far) as served,
-            receive(engine, memory=ours, transports=near, staging=ours.device.staging) as (sink, _),
-        ):
-            served.source.offer("h", NUM_TOKENS)
-            served.announce(BLOCKS[16][:3], layout=LAYOUT)
-            yield served, sink, engine
-    finally:
-        for transport in (*far.values(), *near.values()):
-            await transport.close()
-    assert not cuda.opened
-
-
-def test_blocks_are_quarantined_while_the_device_may_write_them() -> None:
-    async def test() -> None:
-        cuda = SlowCopies()
-        async with mapped_pair(cuda) as (served, sink, engine):
-            pull = start(sink, served)
-            await until_begun(cuda)
-            served.source.abort("h", HandoffError("given up"))
-            await failure(pull)
-            await engine.until("fail")
-            assert ("fail", "k", True) in engine.calls and cuda.opened
-            assert ("settle", "k") not in engine.calls
-            cuda.may_end.set()
-            await until_quiet(sink)
-            assert engine.calls[-1] == ("settle", "k")
-
-    run(test)
-
-
-def test_a_source_lost_in_a_read_is_unmapped_when_the_read_ends() -> None:
-    async def test() -> None:
-        cuda = SlowCopies()
-        async with mapped_pair(cuda) as (served, sink, engine):
-            pull = start(sink, served)
-            await until_begun(cuda)
-            await served.stop()
-            assert isinstance(await failure(pull), WorkerLost)
-            assert cuda.opened  # it is being read
-            cuda.may_end.set()
-            await until_quiet(sink)
-            assert engine.calls[-1] == ("settle", "k")
-
-    run(test)
-
-
-def test_another_incarnation_is_refused() -> None:
-    async def test() -> None:
-        async with mapped_pair(SlowCopies()) as (served, sink, _):
-            error = await failure(start(sink, served, incarnation="the one before"))
-            assert isinstance(error, WorkerLost) and "another process" in error.message
-
-    run(test)
-
-
-def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.workers.transport.cuda_ipc.IDLE_S", 0.0)
-    closed = asyncio.Event()
-
-    class Watched(SlowCopies):
-        def close(self, address: int) -> None:
-            super().close(address)
-            loop.call_soon_threadsafe(closed.set)
-
-    async def test() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        cuda = Watched()
-        cuda.may_end.set()
-        async with mapped_pair(cuda) as (served, sink, _):
-            pull = start(sink, served)
-            await closed.wait()
-            served.announce(BLOCKS[16][3:], 3, layout=LAYOUT)
-            served.source.seal("h", NUM_TOKENS, [7])
-            await pull
-            assert cuda.num_opens > 1
-
-    loop: asyncio.AbstractEventLoop
     run(test)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.workers.kv_layout import Runs
-from diptych.workers.transport.runs import Scatter, gather, in_parts
+from diptych.workers.kv_layout import BLOCK_MAJOR, LAYER_MAJOR, Copies, KVLayout, Runs
+from diptych.workers.transport.runs import Scatter, equally_spaced, gather, in_parts
 
 from ..handoff_pair import SMALL, make_memory
 
@@ -74,3 +74,38 @@ def test_parts_are_the_same_bytes_in_order(num_bytes: int) -> None:
     whole = b"".join(gather(view, runs, 1 << 20))
     assert b"".join(b"".join(gather(view, part, 1 << 20)) for part in parts) == whole
     assert not list(in_parts(Runs(runs.offsets[:0], runs.lengths[:0]), num_bytes))
+
+
+def copies_of(layout: KVLayout, blocks: list[int], others: list[int]) -> Copies:
+    return Copies.of(layout.runs(50, blocks, 1, 3), layout.runs(40, others, 1, 3))
+
+
+@pytest.mark.parametrize("axis_order", [BLOCK_MAJOR, LAYER_MAJOR])
+@pytest.mark.parametrize(
+    ("blocks", "others", "num"),
+    [([7], [3], 1), ([7, 8, 9], [3, 4, 5], 1), ([7, 8, 20, 3], [3, 4, 5, 30], 3), ([9, 2, 31], [30, 3, 17], 3)],
+)
+def test_equally_spaced_runs_are_one_copy(axis_order: str, blocks: list[int], others: list[int], num: int) -> None:
+    layout = KVLayout("float32", 4, 4, 2, 8, "m", axis_order=axis_order)
+    copies = copies_of(layout, blocks, others)
+    rows = equally_spaced(copies, 1 << 20, 1 << 30)
+    apart = [(row.target - (1 << 20), row.source - (1 << 30), row.num_bytes) for of in rows for row in of.apart()]
+    expected = zip(copies.local.tolist(), copies.remote.tolist(), copies.lengths.tolist(), strict=True)
+    assert sorted(apart) == sorted(expected)
+    if axis_order == LAYER_MAJOR:
+        assert [row.num for row in rows] == [3] * num
+    else:
+        assert len(rows) <= len(copies.lengths)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_copies_stay_what_they_are(seed: int) -> None:
+    rng = random.Random(seed)
+    num = rng.randint(0, 8)
+    starts = [rng.sample(range(0, 400, 20), num) for _ in range(2)]
+    lengths = [rng.choice([10, 20, 20, 20]) for _ in range(num)]
+    copies = Copies(*(np.array(column, dtype=np.int64) for column in (*starts, lengths)))
+    rows = equally_spaced(copies, 0, 0)
+    assert all(row.num == 1 or min(row.target_pitch, row.source_pitch) >= row.num_bytes for row in rows)
+    found = sorted((row.source, row.target, row.num_bytes) for of in rows for row in of.apart())
+    assert found == sorted(zip(*starts, lengths, strict=True))

@@ -62,6 +62,9 @@ class NullRunner:
     def feeds(self, sampling: SamplingParams) -> bool:
         return False
 
+    def check(self) -> None:
+        """Nothing can be lost."""
+
     def close(self) -> None:
         pass
 

@@ -125,6 +125,10 @@ class LaunchedSteps:
         ended |= {s: None for s in self._scheduler.sequences() if not targets.isdisjoint(s.block_table)}
         return [s for s in ended or [e.sequence for e in batch.entries] if here.get(s.key) is s]
 
+    def check_runner(self) -> None:
+        """There is nothing to compute. Raises RankLost where nothing could be."""
+        self._runner.check()
+
     def defer(self, command: Callable[[], object]) -> None:
         """To be run when what is under way has been accepted."""
         self._deferred.append(command)

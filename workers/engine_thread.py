@@ -143,6 +143,8 @@ class EngineThread:
             if output:
                 self._listener(output)
             idle = not output.ran
+            if idle:  # about once in IDLE_WAIT_S, and whenever a command comes
+                self._engine.steps.check_runner()
         self._run_commands(wait=False)  # somebody may wait for their end
 
     def _run_commands(self, *, wait: bool) -> None:

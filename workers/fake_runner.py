@@ -94,6 +94,9 @@ class FakeRunner:
         for source, target in pairs:
             self._kv[target] = self._kv[source]
 
+    def check(self) -> None:
+        """Nothing can be lost."""
+
     def close(self) -> None:
         """The memory goes with the process: transports may still hold views of it."""
 

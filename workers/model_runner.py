@@ -199,6 +199,10 @@ class ModelRunner:
     def memory(self) -> KVMemory:
         return self._memory
 
+    def check(self) -> None:
+        if isinstance(self.steps, GpuSteps):
+            self.steps.check()
+
     def close(self) -> None:
         """End the other ranks, our thread, and what a GPU is at; what else is held is memory, which goes with the
         object. Idempotent."""

@@ -81,4 +81,9 @@ class Runner(Protocol):
         """Copy the KV of all layers and ranks, (from, to); nothing is under way. Only a source is in two pairs."""
         ...
 
+    def check(self) -> None:
+        """Asked now and then while there is nothing to compute; does not wait. Raises RankLost where that could not be
+        computed any more."""
+        ...
+
     def close(self) -> None: ...

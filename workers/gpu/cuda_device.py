@@ -41,6 +41,8 @@ class CudaDevice:
         self._device = device if ":" in str(device) else torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(self._device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._probe = torch.cuda.Event()
+        self._probe_stream = torch.cuda.Stream(self._device)
 
     @property
     def torch_device(self) -> torch.device:
@@ -62,6 +64,11 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         lane.run(lambda: self._record(graph, work))
         return graph.replay
+
+    def check(self) -> None:
+        # Anew each time: of what the device has done before it was lost, it would say no more than that it was done.
+        if self._probe.query():
+            self._probe.record(self._probe_stream)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -52,6 +52,10 @@ class Device(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Ask whether it still works, and do not wait: a device that is lost raises that, by the next call or so."""
+        ...
+
     def synchronize(self) -> None:
         """The host waits for all lanes."""
         ...

@@ -60,6 +60,7 @@ class FakeLane:
 
     def run_until(self, event: FakeEvent | None) -> None:
         """None: to its end."""
+        self._device.check()
         with self._device.lock:
             while self._queue if event is None else not event.has_happened:
                 if self._is_running:
@@ -79,6 +80,7 @@ class FakeLane:
             self._is_running = False
 
     def _put(self, item: Callable[[], object] | FakeEvent) -> None:
+        self._device.check()
         with self._device.lock:
             self._queue.append(item)
             if not self._device.is_late:
@@ -88,6 +90,7 @@ class FakeLane:
 class FakeDevice:
     def __init__(self, *, is_late: bool = True) -> None:
         self.is_late = is_late
+        self.is_lost = False
         self.lock = threading.RLock()
         self.lanes: list[FakeLane] = []
         self.num_captured = 0
@@ -119,6 +122,10 @@ class FakeDevice:
                 step.repeat()
 
         return replay
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
     def synchronize(self) -> None:
         for lane in self.lanes:

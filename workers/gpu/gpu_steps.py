@@ -31,7 +31,7 @@ from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
 from .decode_graphs import DecodeGraphs
 from .device import Device, Event
-from .device_errors import needing_memory, of_step
+from .device_errors import is_full, lost, needing_memory, of_step
 from .device_sampler import DeviceSampler
 from .device_tables import DeviceTables
 from .flow import Pieces
@@ -108,6 +108,16 @@ class GpuSteps:
             ids = self._device.pinned((2, len(pairs)), torch.int64)
             ids.numpy()[:] = np.array(pairs).T
             self._main.run(partial(_copy, pool, ids))
+
+    def check(self) -> None:
+        """Raises DeviceLost."""
+        try:
+            self._device.check()
+        except RuntimeError as e:
+            if (device_lost := lost(e)) is not None:
+                raise device_lost from e
+            if not is_full(e):
+                raise
 
     def close(self) -> None:
         with suppress(RuntimeError):  # a lost device was told of already

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from diptych.workers.errors import TransportError
 from diptych.workers.gpu import kv_pool
+from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.gpu.kv_convert import Placing, place_of, rows_of
 from diptych.workers.handoff_types import Segment
 from diptych.workers.kv_checksums import pool_checksums
@@ -42,6 +44,41 @@ def test_threads_read_at_once() -> None:
     with ThreadPoolExecutor(6) as threads:
         for runs, found in zip(asked, threads.map(memory.device.read, asked), strict=True):
             assert found == memory_bytes(seen_by_host(memory), runs)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_work_that_fails_leaves_nothing_under_way_and_the_line_in_order(is_late: bool) -> None:
+    """Whether it fails when it is given to the device, or (a late one) when it is waited for."""
+    memory = make_device_memory(SMALL, 8, device=FakeDevice(is_late=is_late))
+    assert memory.device is not None
+    done: list[str] = []
+    line = memory.device._in  # type: ignore[attr-defined]
+    line._lane.run(lambda: done.append("before"))
+    with pytest.raises(ZeroDivisionError):
+        memory.device.run(lambda: 1 // 0)
+    assert done == ["before"]
+    memory.device.run(lambda: done.append("after"))
+    assert done == ["before", "after"]
+
+
+def test_what_cannot_be_given_to_the_device_is_raised_once_what_was_given_before_is_over() -> None:
+    memory = make_device_memory(SMALL, 8)
+    assert memory.device is not None
+    done: list[str] = []
+    lane = memory.device._in._lane  # type: ignore[attr-defined]
+    run = lane.run
+
+    def run_half(work: object) -> None:
+        run(lambda: done.append("half of it"))
+        raise TransportError("cuMemcpyAsync failed")
+
+    lane.run = run_half
+    with pytest.raises(TransportError):
+        memory.device.run(lambda: None)
+    assert done == ["half of it"]
+    lane.run = run
+    memory.device.run(lambda: done.append("after"))
+    assert done == ["half of it", "after"]
 
 
 @pytest.mark.parametrize("layout", [LARGE, replace(LARGE, axis_order=LAYER_MAJOR, tensor_parallel=2)])

@@ -172,6 +172,24 @@ class _Workers(Collector):
                 for link in view.links:
                     family.add_metric([view.incarnation, link.source, link.transport], count(link))
             yield family
+        yield from _expert_families(views)
+
+
+def _expert_families(views: list[WorkerView]) -> Iterator[Metric]:
+    """Not a series of each expert of each layer: a large model has thousands of them, and as many on every worker."""
+    what = "Tokens that went to an expert, over all layers"
+    tokens = CounterMetricFamily("diptych_worker_expert_tokens", what, labels=(*_LABELS, "expert"))
+    what = "Tokens of a layer's busiest expert by those of its experts on average"
+    imbalance = GaugeMetricFamily("diptych_worker_expert_imbalance", what, labels=(*_LABELS, "layer"))
+    for view in views:
+        labels = [view.incarnation, view.info.pool, view.role.value]
+        for expert, num_tokens in enumerate(view.load.expert_tokens):
+            tokens.add_metric([*labels, str(expert)], num_tokens)
+        for layer, ratio in enumerate(view.load.expert_imbalance):
+            if ratio:
+                imbalance.add_metric([*labels, str(layer)], ratio)
+    yield tokens
+    yield imbalance
 
 
 def _filled(

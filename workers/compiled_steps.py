@@ -54,6 +54,10 @@ class CompiledSteps:
         self._num_prepared = 0
         self._yielded: list[int] = []  # by the batch computed last
 
+    @property
+    def expert_tokens(self) -> Tensor | None:
+        return None  # nothing with experts is compiled
+
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         room = self._rooms[self._num_prepared % len(self._rooms)]
         self._num_prepared += 1

@@ -69,7 +69,7 @@ class Engine:
         self._deadlines: list[tuple[float, str]] = []
         self._output = StepOutput(0)
         self._num_submitted = 0
-        self._load = EngineLoad(self.manager, self.scheduler, self.handoffs)
+        self._load = EngineLoad(runner, self.manager, self.scheduler, self.handoffs)
         self.steps = LaunchedSteps(runner, self.scheduler, self.manager, self._load, clock)
         self._load_due = 0.0
 

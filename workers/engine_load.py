@@ -1,15 +1,20 @@
 """What an engine says of its load: counts of sequences, blocks and tokens, and of what it has done since its start."""
 
+import numpy as np
+import numpy.typing as npt
+
 from ..proto import worker_pb2
 from .block_manager import BlockManager
 from .engine_handoff import HandoffLedger
+from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Batch
 from .wire import ROLE_TO_PROTO
 
 
 class EngineLoad:
-    def __init__(self, manager: BlockManager, scheduler: Scheduler, handoffs: HandoffLedger) -> None:
+    def __init__(self, runner: Runner, manager: BlockManager, scheduler: Scheduler, handoffs: HandoffLedger) -> None:
+        self._runner = runner
         self._manager = manager
         self._scheduler = scheduler
         self._handoffs = handoffs
@@ -26,9 +31,13 @@ class EngineLoad:
             self._prefill_s += elapsed_s * num_prefill / (batch.num_decodes + num_prefill)
 
     def report(self) -> worker_pb2.LoadReport:
-        """O(sequences that run)."""
+        """O(sequences that run), and of a mixture of experts O(layers x experts)."""
         manager, scheduler, handoffs = self._manager, self._scheduler, self._handoffs
+        expert_tokens = self._runner.expert_tokens()
+        of_experts, imbalance = ([], []) if expert_tokens is None else _of_experts(expert_tokens)
         return worker_pb2.LoadReport(
+            expert_tokens=of_experts,
+            expert_imbalance=imbalance,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + handoffs.num_importing,
             num_blocks=manager.num_blocks,
@@ -49,3 +58,11 @@ class EngineLoad:
             num_migrated_out=handoffs.num_migrated_out,
             num_prefixes_pulled=handoffs.num_prefixes_pulled,
         )
+
+
+def _of_experts(counts: npt.NDArray[np.int64]) -> tuple[list[int], list[float]]:
+    """counts: [layers, experts]. Returns the tokens of each expert over all layers; and of each layer what its busiest
+    expert has had by what an expert has had on average, 0 where none has had any."""
+    means = counts.mean(axis=1)
+    imbalance = np.divide(counts.max(axis=1), means, out=np.zeros_like(means), where=means > 0)
+    return counts.sum(axis=0).tolist(), imbalance.tolist()

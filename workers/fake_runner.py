@@ -63,6 +63,9 @@ class FakeRunner:
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
         return self.stream.launch(batch, watch)
 
+    def expert_tokens(self) -> npt.NDArray[np.int64] | None:
+        return None
+
     def feeds(self, sampling: SamplingParams) -> bool:
         return self._looks_ahead
 

@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ..kernels.cpu.sample import RowSampler
 from .batch_tables import BatchTables
@@ -107,6 +110,11 @@ class ModelRunnerConfig:
 
 class Steps(Protocol):
     """How a batch is computed by this host's processor: TorchSteps or CompiledSteps. A GPU's are GpuSteps."""
+
+    @property
+    def expert_tokens(self) -> Tensor | None:
+        """See models/moe.py's no_expert_tokens."""
+        ...
 
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         """What computes the batch, see Runner.launch. It may raise RankLost."""
@@ -235,6 +243,10 @@ class ModelRunner:
 
     def feeds(self, sampling: SamplingParams) -> bool:
         return (self._thread is not None or isinstance(self.steps, GpuSteps)) and is_plain(sampling)
+
+    def expert_tokens(self) -> npt.NDArray[np.int64] | None:
+        counts = self.steps.expert_tokens
+        return None if counts is None else counts.cpu().numpy()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         (self.steps if isinstance(self.steps, GpuSteps) else self._cache).copy_blocks(pairs)

@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..proto import inference_pb2
 from .kv_layout import KVLayout, KVMemory
 from .request import SamplingParams
@@ -75,6 +78,11 @@ class Runner(Protocol):
 
     def feeds(self, sampling: SamplingParams) -> bool:
         """Whether a sequence that is sampled so may be in a batch that is `fed_by` another, without its last token."""
+        ...
+
+    def expert_tokens(self) -> npt.NDArray[np.int64] | None:
+        """[layers, experts]: how many tokens have gone to each since the start; None: the model has no experts. A step
+        that is under way may be counted in part."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

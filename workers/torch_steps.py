@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from .kv_cache import KVCache
 from .launched import Compute
@@ -24,6 +25,10 @@ class TorchSteps:
         self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
         self._sampler, self._ranks = sampler, ranks
         self._device = cache.tensor.device
+
+    @property
+    def expert_tokens(self) -> Tensor | None:
+        return self._decoder.expert_tokens
 
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         return partial(self._compute, batch, watch)

@@ -128,5 +128,19 @@ def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
         ("prefixes_pulled_total", 7),
     ):
         assert found[f"diptych_worker_{name}", labels] == value
+    assert not [key for key in found if "expert" in key[0]]
     views.clear()
     assert not [key for key in samples(metrics) if "worker" in key[0]]
+
+
+def test_experts_of_a_worker() -> None:
+    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode"), is_up=True)
+    view.load = worker_pb2.LoadReport(expert_tokens=[5, 0, 7], expert_imbalance=[0.0, 1.75])
+    found = samples(RouterMetrics(lambda: [view]))
+    labels = {"pool": "decode", "role": "decode", "worker": "w"}
+
+    def value(name: str, **of: str) -> float | None:
+        return found.get((f"diptych_worker_{name}", tuple(sorted((labels | of).items()))))
+
+    assert [value("expert_tokens_total", expert=str(e)) for e in range(3)] == [5, 0, 7]
+    assert [value("expert_imbalance", layer=str(layer)) for layer in range(2)] == [None, 1.75]

@@ -76,6 +76,9 @@ class CheckedRunner:
             self._stream.compute_launched()
         return step
 
+    def expert_tokens(self) -> None:
+        return None
+
     def feeds(self, sampling: SamplingParams) -> bool:
         return self._haste is not None
 

@@ -2,6 +2,8 @@
 
 import random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from diptych.workers.engine import Engine
@@ -14,9 +16,10 @@ from diptych.workers.errors import (
     LeaseLost,
     RequestAborted,
 )
-from diptych.workers.fake_runner import fake_output
+from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.request import Request, SamplingParams
+from diptych.workers.scheduler import SchedulerConfig
 from diptych.workers.sequence import FinishReason
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
@@ -327,3 +330,15 @@ def test_random_work_never_loses_a_block_or_a_token(seed: int) -> None:
             got.setdefault(event.key, []).append(event.token_id)
     assert {key: got[key] for key in wanted} == wanted
     assert_clean(engine)
+
+
+class RunnerWithExperts(FakeRunner):
+    def expert_tokens(self) -> npt.NDArray[np.int64]:
+        return np.array([[0, 0, 0], [1, 7, 4]])
+
+
+def test_the_load_of_experts_is_reported() -> None:
+    load = Engine(RunnerWithExperts(), SchedulerConfig()).check_integrity().load
+    assert list(load.expert_tokens) == [1, 7, 4]
+    assert list(load.expert_imbalance) == [0.0, 1.75]
+    assert not make().check_integrity().load.expert_tokens

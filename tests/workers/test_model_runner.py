@@ -130,6 +130,15 @@ def test_greedy_of_every_family(checkpoint_of: CheckpointOf, arch: str) -> None:
         assert greedy(Server(runner, SchedulerConfig(), prefix_cache=False), [one]) == [one[1]]
 
 
+def test_what_goes_to_experts_is_counted(checkpoint_of: CheckpointOf) -> None:
+    runner = load(checkpoint_of("qwen3moe"), cpu_isa="none")
+    sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    Server(runner, SchedulerConfig()).generate([list(range(1, 21))], [sampling])
+    counts = runner.expert_tokens()
+    assert counts is not None
+    assert counts.sum(axis=1).tolist() == [48, 48, 0, 48]  # 20 + 4 tokens, each to two; the third layer has none
+
+
 def test_draws_do_not_depend_on_the_batch(llama: Path) -> None:
     runner = load(llama)
     reference = untied_prompts(llama, seed=5, lengths=[3, 40, 90, 17], max_tokens=2)

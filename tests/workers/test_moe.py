@@ -95,14 +95,14 @@ def test_what_is_beside_a_row_changes_nothing() -> None:
 
 def test_tokens_of_each_expert_are_counted() -> None:
     spec, weights = mixture(MIXTRAL)
-    load, hidden = torch.ones(NUM_EXPERTS, dtype=torch.int64), rows(20)
+    tokens, hidden = torch.ones(NUM_EXPERTS, dtype=torch.int64), rows(20)
     for _ in range(2):
-        moe(spec, weights, hidden, load=load)
+        moe(spec, weights, hidden, expert_tokens=tokens)
     expected = [1] * NUM_EXPERTS
     for row in hidden:
         for e in chosen(spec.routing, weights, row):
             expected[e] += 2
-    assert load.tolist() == expected
+    assert tokens.tolist() == expected
 
 
 def test_parts_of_the_inner_dimension_add_up() -> None:

@@ -24,7 +24,7 @@ from ..step import Step
 from .attention import StepMeta, options_of, output, project
 from .mla import latent_attention
 from .mlp import mlp
-from .moe import moe
+from .moe import moe, no_expert_tokens
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes
 from .spec import AttentionSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
@@ -38,6 +38,7 @@ class Layer:
     eps: float
     rope_id: int  # which of ModelSpec.ropes is its own
     options: AttentionOptions
+    expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
 
     @property
     def attention(self) -> AttentionSpec:
@@ -45,23 +46,34 @@ class Layer:
         return self.spec.attention
 
 
-def layers_of(spec: ModelSpec, weights: Sequence[LayerWeights]) -> list[Layer]:
-    """spec, weights: of this rank's share."""
+def layers_of(spec: ModelSpec, weights: Sequence[LayerWeights], expert_tokens: Tensor | None = None) -> list[Layer]:
+    """spec, weights: of this rank's share. expert_tokens: as moe.py's `no_expert_tokens` makes it; None: nobody
+    counts."""
     layers: list[Layer] = []
-    for of, own, rope_id in zip(spec.layers, weights, spec.rope_ids, strict=True):
+    for i, (of, own, rope_id) in enumerate(zip(spec.layers, weights, spec.rope_ids, strict=True)):
         options = options_of(of.attention, own) if isinstance(of.attention, AttentionSpec) else NO_OPTIONS
-        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options))
+        counts = None
+        if expert_tokens is not None and isinstance(of.feed_forward, MoeSpec):
+            counts = expert_tokens[i, : of.feed_forward.num_experts]
+        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options, counts))
     return layers
 
 
 class Decoder:
     """Of one rank. All ranks call the same, in the same order."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        group: Group | None = None,
+    ) -> None:
         """spec: of this rank's share."""
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
-        self.layers = layers_of(spec, weights.layers)
+        # All ranks send the same tokens to the same experts: the first alone counts.
+        self.expert_tokens = None if self.group.rank else no_expert_tokens(spec, weights.embed.device)
+        self.layers = layers_of(spec, weights.layers, self.expert_tokens)
 
     def compute(
         self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None
@@ -161,7 +173,7 @@ def feed_forward(layer: Layer, hidden: Tensor, group: Group) -> Tensor:
     """hidden: [T, H]. Returns [T, H], the same on every rank."""
     spec, weights = layer.spec.feed_forward, layer.weights
     if isinstance(spec, MoeSpec):
-        return group.all_reduce(moe(spec, weights, hidden))
+        return group.all_reduce(moe(spec, weights, hidden, expert_tokens=layer.expert_tokens))
     gate_up, down = weights.gate_up, weights.down
     assert gate_up is not None and down is not None
     return group.all_reduce(mlp(hidden, spec.activation, gate_up, down, weights.gate_up_bias, weights.down_bias))

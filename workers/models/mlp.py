@@ -3,10 +3,15 @@
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...kernels.gate_mul import GELU, GELU_TANH, SILU, gate_mul
+from ...kernels.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul
 from .spec import Activation
 
-ACTIVATIONS: dict[Activation, int] = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
+ACTIVATIONS: dict[Activation, int] = {
+    "silu": SILU,
+    "gelu": GELU,
+    "gelu_tanh": GELU_TANH,
+    "swiglu_clamped": SWIGLU_CLAMPED,
+}
 
 
 def mlp(

@@ -16,20 +16,20 @@ from ...kernels.moe import moe_experts
 from ...kernels.moe_combine import moe_combine
 from ...kernels.moe_routing import Routing, moe_routing
 from .mlp import mlp
-from .spec import MoeSpec, RoutingSpec
+from .spec import ModelSpec, MoeSpec, RoutingSpec
 from .weights import LayerWeights
 
 
 def moe(
-    spec: MoeSpec, weights: LayerWeights, hidden: Tensor, first_expert: int = 0, load: Tensor | None = None
+    spec: MoeSpec, weights: LayerWeights, hidden: Tensor, first_expert: int = 0, expert_tokens: Tensor | None = None
 ) -> Tensor:
     """What the experts that are held here, from `first_expert` on, and the shared ones give. hidden: [T, H].
 
-    load: [num_experts] int64 of all experts; to each the tokens that go to it are added. Returns [T, H].
+    expert_tokens: [num_experts] int64, of all experts; how many go to each is added. Returns [T, H].
     """
     gates, experts = route(spec.routing, weights, hidden)
-    if load is not None:
-        load.add_(_tokens_of(experts, spec.num_experts))
+    if expert_tokens is not None:
+        _count(experts, expert_tokens)
     gate_up, down = weights.experts_gate_up, weights.experts_down
     assert gate_up is not None and down is not None
     shared = _shared(spec, weights, hidden)
@@ -38,6 +38,13 @@ def moe(
     num_experts = gate_up.shape[0]
     y = _one_by_one(spec, weights, hidden, experts - first_expert if first_expert else experts)
     return moe_combine(y, gates, experts, num_experts, first_expert, shared)
+
+
+def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
+    """[layers, experts] int64, all 0: for how many tokens have gone to each; None: there are no experts."""
+    mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
+    most = max((of.num_experts for of in mixtures), default=0)
+    return torch.zeros(spec.num_layers, most, dtype=torch.int64, device=device) if most else None
 
 
 def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,11 +67,10 @@ def _routing(spec: RoutingSpec) -> Routing:
     )
 
 
-def _tokens_of(experts: Tensor, num_experts: int) -> Tensor:
-    """experts: [T, top_k] int32; -1 is none. Returns [num_experts] int64. Waits for no device."""
+def _count(experts: Tensor, expert_tokens: Tensor) -> None:
+    """experts: [T, top_k] int32; -1 is none. Waits for no device."""
     flat = experts.view(-1).long()
-    counts = flat.new_zeros(num_experts)
-    return counts.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
+    expert_tokens.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
 
 
 def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.gate_mul import GELU, GELU_TANH, SILU, gate_mul_triton, gate_mul_twin
+from diptych.kernels.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul_triton, gate_mul_twin
 
 from .common import DTYPES, Launch, assert_near, meta, normal
 
@@ -9,12 +9,13 @@ LAUNCHES = [
     Launch("silu 14336", lambda: gate_mul_triton(meta(64, 2 * 14336), SILU)),
     Launch("gelu 768", lambda: gate_mul_triton(meta(64, 2 * 768), GELU), is_gated=False),
     Launch("gelu, by tanh, 14336", lambda: gate_mul_triton(meta(64, 2 * 14336), GELU_TANH), is_gated=False),
+    Launch("clamped 2880", lambda: gate_mul_triton(meta(64, 2 * 2880), SWIGLU_CLAMPED), is_gated=False),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [SILU, GELU, GELU_TANH])
+@pytest.mark.parametrize("activation", [SILU, GELU, GELU_TANH, SWIGLU_CLAMPED])
 @pytest.mark.parametrize("shape", [(1, 64), (35, 33), (2, 2100)])
 def test_gate_mul(shape: tuple[int, int], activation: int, dtype: torch.dtype) -> None:
-    gate_up = normal(shape[0], 2 * shape[1] + 7, dtype=dtype)[:, 4:-3]
+    gate_up = 4 * normal(shape[0], 2 * shape[1] + 7, dtype=dtype)[:, 4:-3]
     assert_near(gate_mul_triton(gate_up, activation), gate_mul_twin(gate_up, activation))

@@ -113,11 +113,13 @@ def two_prompts() -> tuple[list[int], Step]:
     [
         ("llama", 2, {"attention_bias": True, "vocab_size": 501}),
         ("qwen3", 4, {"vocab_size": 502, "tie_word_embeddings": True}),
+        ("qwen2", 2, {}),
+        ("mistral", 4, {"num_key_value_heads": 4}),
     ],
 )
 def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: int, changes: dict[str, Any]) -> None:
     """Also where their parts of the vocabulary are not equal."""
-    path = make_checkpoint(tmp_path / arch, arch, 4, num_key_value_heads=2, **changes)
+    path = make_checkpoint(tmp_path / arch, arch, 4, **({"num_key_value_heads": 2} | changes))
     token_ids, step = two_prompts()
     expected = Rank.of(path, Alone()).logits(token_ids, step)
     memory_fd = os.memfd_create("test-kv")

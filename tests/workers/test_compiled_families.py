@@ -1,0 +1,78 @@
+"""Every family by the compiled kernels: torch's tokens in float32; in bfloat16 bits that are a request's own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diptych.kernels.cpu.library import library
+from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models.compiled_shape import why_not
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.spec import AttentionSpec, MlpSpec
+from diptych.workers.request import SamplingParams
+from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.sequence import SampledToken
+
+from ..checkpoints import ARCHITECTURES, random_prompts
+from .conftest import CheckpointOf
+from .serving import Server
+
+PROMPTS = random_prompts(7, [1, 30, 65, 300])
+
+
+def compiled(arch: str, checkpoint_of: CheckpointOf) -> Path:
+    path = checkpoint_of(arch)
+    if unknown := why_not(load_spec(path)):
+        pytest.skip(f"torch computes {unknown}")
+    return path
+
+
+@contextmanager
+def runner_of(path: Path, dtype: str, cpu_isa: str = "auto") -> Iterator[ModelRunner]:
+    config = ModelRunnerConfig(
+        path, dtype, max_context_tokens=512, kv_memory_bytes=16 << 20, num_threads=2, cpu_isa=cpu_isa
+    )
+    runner = ModelRunner.load(config)
+    yield runner
+    runner.close()
+
+
+def generated(runner: ModelRunner, prompts: list[list[int]], chunk_tokens: int = 0) -> list[list[SampledToken]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
+    server = Server(runner, SchedulerConfig(chunk_tokens=chunk_tokens), prefix_cache=False)
+    return server.generate(prompts, [sampling] * len(prompts))
+
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tokens_are_those_of_torch(arch: str, checkpoint_of: CheckpointOf) -> None:
+    path = compiled(arch, checkpoint_of)
+    with runner_of(path, "float32") as by_kernels, runner_of(path, "float32", "none") as by_torch:
+        found, expected = generated(by_kernels, PROMPTS), generated(by_torch, PROMPTS)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [t.token_id for t in ours] == [t.token_id for t in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert [logprob for _, logprob in one.top] == pytest.approx([lp for _, lp in other.top], abs=1e-3)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bits_are_a_requests_own(arch: str, checkpoint_of: CheckpointOf) -> None:
+    with runner_of(compiled(arch, checkpoint_of), "bfloat16") as runner:
+
+        def tops(prompts: list[list[int]], chunk_tokens: int = 0) -> list[list[object]]:
+            return [[(t.token_id, t.top) for t in tokens] for tokens in generated(runner, prompts, chunk_tokens)]
+
+        alone = [tops([prompt])[0] for prompt in PROMPTS]
+        assert tops(PROMPTS) == alone
+        assert tops(PROMPTS[::-1], chunk_tokens=48)[::-1] == alone
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_has_neither_experts_nor_latents_is_not_left_to_torch(arch: str, checkpoint_of: CheckpointOf) -> None:
+    spec = load_spec(checkpoint_of(arch))
+    parts = {type(part) for layer in spec.layers for part in (layer.attention, layer.feed_forward)}
+    assert why_not(spec) is None or parts != {AttentionSpec, MlpSpec}

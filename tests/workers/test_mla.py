@@ -10,6 +10,7 @@ from diptych.kernels.paged_batch import PagedBatch
 from diptych.workers.errors import ConfigError
 from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models import mla
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.mla import absorbed, decode, expanded, expands
 from diptych.workers.models.spec import LatentSpec, RopeSpec
@@ -56,7 +57,9 @@ def test_both_forms_are_what_one_head_after_the_other_gives(num_new: int, contex
         torch.testing.assert_close(form(spec, weights, q, context), due, rtol=1e-5, atol=1e-5)
 
 
-def test_decodes_of_unlike_lengths_see_their_own_context_alone() -> None:
+@pytest.mark.parametrize("together", [0, 1 << 20])
+def test_decodes_of_unlike_lengths_see_their_own_context_alone(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    monkeypatch.setattr(mla, "TOGETHER_BYTES", together)
     lens, width = [9, 1, 16, 6], 4
     tables = torch.randperm(16, generator=torch.Generator().manual_seed(3)).int().view(4, width)
     pool = torch.full((16, BLOCK_SIZE, SPEC.kv_dim), torch.nan)

@@ -20,6 +20,8 @@ from ...kernels.rope_kv_write import rotate
 from .spec import LatentSpec
 from .weights import LayerWeights
 
+TOGETHER_BYTES = 24 << 20  # of contexts gathered at once: beyond, it is the memory that they wait for
+
 
 def latent_attention(
     spec: LatentSpec,
@@ -43,10 +45,8 @@ def latent_attention(
         out[:num_decodes] = decode(spec, weights, q[:num_decodes], latents, batch)
     start = num_decodes
     for s in range(num_decodes, len(batch.host_num_new)):
-        num_new, context_len = batch.host_num_new[s], batch.host_context_lens[s]
-        blocks = batch.block_tables[s, : -(-context_len // batch.block_size)]
-        context = latents.index_select(0, blocks).flatten(0, 1)[:context_len]
-        attend = expanded if expands(spec, num_new, context_len) else absorbed
+        num_new, context = batch.host_num_new[s], _context(latents, batch, s)
+        attend = expanded if expands(spec, num_new, len(context)) else absorbed
         out[start : start + num_new] = attend(spec, weights, q[start : start + num_new], context)
         start += num_new
     return out
@@ -102,16 +102,35 @@ def absorbed(spec: LatentSpec, weights: LayerWeights, q: Tensor, context: Tensor
 
 def decode(spec: LatentSpec, weights: LayerWeights, q: Tensor, latents: Tensor, batch: PagedBatch) -> Tensor:
     """q: [S, N, nope_dim + rope_dim], of the sequences with one new token. Gathers all contexts, padded to the
-    longest. Returns [S, N, value_dim]."""
+    longest; one by one where together they would not stay in the processor's cache. Returns [S, N, value_dim]."""
+    queries, num_seqs = _into_latents(spec, weights, q), len(q)
+    longest = max(batch.host_context_lens[:num_seqs])
+    if num_seqs * longest * spec.kv_dim * latents.itemsize > TOGETHER_BYTES:
+        each = (_over(spec, queries[s : s + 1], _context(latents, batch, s)[None]) for s in range(num_seqs))
+        return _out_of_latents(spec, weights, torch.cat(list(each)))
     bias, padding = batch.decode_padding
     rows = latents.index_select(0, batch.decode_blocks).flatten(0, 1)
     # What lies beyond a context may be anything, even NaN, and NaN survives a weight of zero.
-    context = rows.index_fill_(0, padding, 0).view(len(q), 1, -1, spec.kv_dim)
-    # The heads are the rows of one small matrix: what they share is read once. Values are as wide as keys, and what
-    # is no value cut off: torch's fused attention takes no others.
-    queries = _into_latents(spec, weights, q)[:, None]
-    attended = scaled_dot_product_attention(queries, context, context, attn_mask=bias.to(q.dtype), scale=spec.scale)
-    return _out_of_latents(spec, weights, attended[:, 0, :, : spec.kv_rank])
+    contexts = rows.index_fill_(0, padding, 0).view(num_seqs, -1, spec.kv_dim)
+    return _out_of_latents(spec, weights, _over(spec, queries, contexts, bias))
+
+
+def _over(spec: LatentSpec, queries: Tensor, contexts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """queries: [S, N, D]; contexts: [S, L, D]; bias: [S, 1, 1, L]. Returns sums of latents, [S, N, kv_rank].
+
+    The heads are the rows of one small matrix: what they share is read once. Values are as wide as keys, and what is
+    no value is cut off: torch's fused attention takes no others.
+    """
+    seen, mask = contexts[:, None], None if bias is None else bias.to(queries.dtype)
+    out = scaled_dot_product_attention(queries[:, None], seen, seen, attn_mask=mask, scale=spec.scale)
+    return out[:, 0, :, : spec.kv_rank]
+
+
+def _context(latents: Tensor, batch: PagedBatch, s: int) -> Tensor:
+    """Of sequence s, [context, kv_dim]."""
+    context_len = batch.host_context_lens[s]
+    blocks = batch.block_tables[s, : -(-context_len // batch.block_size)]
+    return latents.index_select(0, blocks).flatten(0, 1)[:context_len]
 
 
 def _chunk(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -120,7 +139,7 @@ def _chunk(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     mask = None
     if num_new < context_len:
         mask = torch.ones(num_new, context_len, dtype=torch.bool).tril_(context_len - num_new)
-    if dim < q.shape[2]:  # as in `decode`
+    if dim < q.shape[2]:  # as in `_over`
         values = pad(values, (0, q.shape[2] - dim))
     rows = (of.transpose(0, 1)[None] for of in (q, keys, values))
     out = scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, scale=scale)

@@ -17,8 +17,8 @@ def rope_kv_write(
 ) -> Tensor:
     """Rotate q and k; store k and v in one layer of the cache.
 
-    q: [T, N, D]; k, v: [T, K, D], last axis contiguous. cos_sin: [T, D] float32, cos of the D/2 angles of each token's
-    position, then sin. cache: [num_blocks, 2, block_size, K, D], last axis contiguous, written in place, of the dtype
+    q: [T, N, D]; k, v: [T, K, D]; cos_sin: [T, D] float32, cos of the D/2 angles of each token's position, then sin;
+    last axes contiguous. cache: [num_blocks, 2, block_size, K, D], last axis contiguous, written in place, of the dtype
     of k and v, or of 8 bits and with `scales` (see kv_scales.py). slots: [T] int64, block * block_size + offset;
     below 0: not stored. Returns the rotated q, [T, N, D] contiguous.
     """
@@ -57,7 +57,7 @@ def rope_kv_write_triton(
     assert k.shape == v.shape == (num_tokens, num_kv_heads, dim) and dim % 2 == 0
     assert cache.dim() == 5 and cache.shape[1] == 2 and cache.shape[3:] == (num_kv_heads, dim)
     assert all(t.stride(-1) == 1 for t in (q, k, v, cache))
-    assert cos_sin.shape == (num_tokens, dim) and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
+    assert cos_sin.shape == (num_tokens, dim) and cos_sin.dtype == torch.float32 and cos_sin.stride(1) == 1
     assert slots.shape == (num_tokens,) and slots.dtype == torch.int64 and slots.is_contiguous()
     assert q.dtype == k.dtype == v.dtype and (scales is not None or cache.dtype == q.dtype)
     largest = largest_of(cache, scales)
@@ -77,6 +77,7 @@ def rope_kv_write_triton(
             *q.stride()[:2],
             *k.stride()[:2],
             *v.stride()[:2],
+            cos_sin.stride(0),
             *cache.stride()[:4],
             *((0, 0, 0, 0) if scales is None else scales.stride()),
             num_tokens,
@@ -131,7 +132,7 @@ def _rope_kv_write_kernel(
     q: tl.tensor,  # [T, N, 2 half]
     k: tl.tensor,  # [T, K, 2 half]
     v: tl.tensor,  # [T, K, 2 half]
-    cos_sin: tl.tensor,  # [T, 2 half] float32 contiguous
+    cos_sin: tl.tensor,  # [T, 2 half] float32
     cache: tl.tensor,  # [num_blocks, 2, block_size, K, 2 half]
     scales: tl.tensor,  # [num_blocks, 2, block_size, K] float32 where LARGEST is not 0
     slots: tl.tensor,  # [T] int64
@@ -142,6 +143,7 @@ def _rope_kv_write_kernel(
     k_head_stride: int,
     v_token_stride: int,
     v_head_stride: int,
+    angle_stride: int,
     cache_block_stride: int,
     cache_kv_stride: int,
     cache_slot_stride: int,
@@ -168,7 +170,7 @@ def _rope_kv_write_kernel(
         token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
         inside = (token < num_tokens) & (d < half)
         source = q + token * q_token_stride + head * q_head_stride + d
-        first, second = _rotated(source, cos_sin + token * 2 * half + d, half, inside)
+        first, second = _rotated(source, cos_sin + token * angle_stride + d, half, inside)
         rotated = out + row.to(tl.int64) * 2 * half + d
         tl.store(rotated, first, mask=inside)
         tl.store(rotated + half, second, mask=inside)
@@ -183,7 +185,7 @@ def _rope_kv_write_kernel(
         target = cache + block * cache_block_stride + offset * cache_slot_stride + head * cache_head_stride + d
         scale_target = scales + block * scale_block_stride + offset * scale_slot_stride + head * scale_head_stride
         source = k + token * k_token_stride + head * k_head_stride + d
-        first, second = _rotated(source, cos_sin + token * 2 * half + d, half, inside)
+        first, second = _rotated(source, cos_sin + token * angle_stride + d, half, inside)
         _store(target, scale_target, first, second, half, inside, stored, LARGEST)
         source = v + token * v_token_stride + head * v_head_stride + d
         first = tl.load(source, mask=inside, other=0.0)

@@ -29,7 +29,7 @@ from .gpu.cuda_device import CudaDevice
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
-from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
+from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps, check_known
 from .gpu.precision import settle_products
 from .gpu.upload import Upload
 from .kv_cache import KVCache, available_bytes
@@ -318,6 +318,7 @@ def _read_to_gpu(
     config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, gpu: Device
 ) -> Callable[[KVCache, Ropes, Group], GpuSteps]:
     """See _read_weights. What the sampler needs is taken before what is free is reserved for KV."""
+    check_known(spec)
     weights = load_weights(reader)
     with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
         sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
@@ -325,8 +326,7 @@ def _read_to_gpu(
 
     def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> GpuSteps:
         decoder = Decoder(spec, weights, group)
-        [table] = cos_sin
-        return GpuSteps(gpu, decoder, cache, table, sampler, config.max_running, graph_tokens=graph_tokens)
+        return GpuSteps(gpu, decoder, cache, cos_sin, sampler, config.max_running, graph_tokens=graph_tokens)
 
     return steps_with
 

@@ -67,7 +67,7 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)
     cache.tensor.normal_(generator=torch.Generator(where).manual_seed(1))
-    [cos_sin] = rope_tables(spec, settings.max_context_tokens, where)
+    cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = GRAPH_TOKENS if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
     steps = GpuSteps(device, decoder, cache, cos_sin, sampler, settings.max_running, graph_tokens=graph_tokens)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ...kernels.paged_batch import PagedBatch
 from ...kernels.step_inputs import step_inputs
@@ -66,8 +65,8 @@ class DecodeGraphs:
             num_decodes=bucket,
             block_size=block_size,
         )
-        hidden = decoder.forward(tokens, cache, StepMeta((cos_sin,), slots, paged))
-        buffers.logits[:bucket].copy_(linear(hidden, decoder.weights.lm_head))
+        hidden = decoder.forward(tokens, cache, StepMeta(self._pieces.angles(cos_sin), slots, paged))
+        buffers.logits[:bucket].copy_(decoder.own_logits(hidden))
 
     def _sample(self, num_rows: int, room: int) -> None:
         self._sampler.upload(room)

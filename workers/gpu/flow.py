@@ -16,6 +16,7 @@ from ...kernels.paged_batch import PagedBatch
 from ..kv_cache import KVCache
 from ..models.attention import output, project
 from ..models.decoder import Decoder, enter, feed_forward, leave
+from ..models.rope import Ropes
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +24,7 @@ class Flow:
     """T tokens; those beyond a batch's are idle: they are stored nowhere, and nobody reads what becomes of them."""
 
     tokens: Tensor  # [T] int64
-    cos_sin: Tensor  # [T, D] float32
+    cos_sin: Tensor  # [T, A] float32: of each of ModelSpec.ropes, side by side
     slots: Tensor  # [T] int64, -1: idle
     residual: Tensor  # [T, H]
     q: Tensor  # [T, N, D]
@@ -35,11 +36,11 @@ class Flow:
     def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "Flow":
         """For graphs. Raises torch.OutOfMemoryError."""
         spec, embed = decoder.layers[0].attention, decoder.weights.embed
-        heads = (num_tokens, spec.num_heads, spec.head_dim)
+        heads, num_angles = (num_tokens, spec.num_heads, spec.head_dim), sum(dim for _, dim in decoder.spec.ropes)
         hidden = (num_tokens, embed.shape[1])
         return cls(
             torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            torch.zeros(num_tokens, spec.head_dim, dtype=torch.float32, device=device),
+            torch.zeros(num_tokens, num_angles, dtype=torch.float32, device=device),
             torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
             *(torch.zeros(shape, dtype=embed.dtype, device=device) for shape in (hidden, heads, heads, hidden)),
             is_static=True,
@@ -66,6 +67,10 @@ class Pieces:
     def num_layers(self) -> int:
         return self.decoder.spec.num_layers
 
+    def angles(self, cos_sin: Tensor) -> Ropes:
+        """Of each of ModelSpec.ropes, where they are side by side."""
+        return cos_sin.split([dim for _, dim in self.decoder.spec.ropes], dim=1)
+
     def compute(self, flow: Flow, index: int) -> None:
         """Device work, which may be captured: piece `index` of num_layers + 1."""
         decoder, added = self.decoder, None
@@ -80,7 +85,8 @@ class Pieces:
             flow.hidden = _put(flow, flow.hidden, hidden)
             return
         layer, cache = decoder.layers[index], self.cache.layer(index)
-        q = project(layer.attention, layer.weights, hidden, layer.eps, cache, flow.cos_sin, flow.slots)
+        cos_sin = self.angles(flow.cos_sin)[layer.rope_id]
+        q = project(layer.attention, layer.weights, hidden, layer.eps, cache, cos_sin, flow.slots)
         flow.q = _put(flow, flow.q, q)
 
     def attend(self, flow: Flow, layer: int, paged: PagedBatch, num_tokens: int) -> None:

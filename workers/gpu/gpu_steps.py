@@ -24,9 +24,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.block_copy import copy_blocks
-from ..errors import InternalError
+from ..errors import ConfigError, InternalError
 from ..kv_cache import KVCache
 from ..models.decoder import Decoder
+from ..models.moe import has_kernels
+from ..models.rope import Ropes
+from ..models.spec import AttentionSpec, ModelSpec, MoeSpec
 from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
 from .decode_graphs import DecodeGraphs
@@ -62,17 +65,17 @@ class GpuSteps:
         device: Device,
         decoder: Decoder,
         cache: KVCache,
-        cos_sin: Tensor,
+        ropes: Ropes,
         sampler: DeviceSampler,
         max_sequences: int,
         *,
         graph_tokens: int | None = GRAPH_TOKENS,
     ) -> None:
-        """cos_sin: [positions, D] float32 on the device. max_sequences: of a batch. graph_tokens: None: no graphs.
+        """ropes: on the device. max_sequences: of a batch. graph_tokens: None: no graphs.
 
         Raises ConfigError where the device has too little memory.
         """
-        layout = cache.layout
+        layout, cos_sin = cache.layout, torch.cat(ropes, dim=1)
         self.expert_tokens = decoder.expert_tokens
         self._device, self._cache, self._sampler = device, cache, sampler
         self._main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
@@ -251,6 +254,21 @@ class GpuSteps:
             if (named := of_step(e)) is not None:
                 raise named from e
             raise
+
+
+def check_known(spec: ModelSpec) -> None:
+    """Raise ConfigError for a decoder that the GPU's kernels cannot compute."""
+    for layer in spec.layers:
+        attention, fed = layer.attention, layer.feed_forward
+        if not isinstance(attention, AttentionSpec):
+            what = "latent attention"
+        elif (attention.head_dim, attention.num_kv_heads) != (spec.kv.dim, spec.kv.num_heads):
+            what = "heads that differ from layer to layer"
+        elif isinstance(fed, MoeSpec) and not has_kernels(fed):
+            what = f"experts of {fed.expert.activation} or with biases"
+        else:
+            continue
+        raise ConfigError(f"the CUDA engine does not know {what} yet ({spec.architecture}): use device cpu")
 
 
 class LaunchedStep:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ...kernels.paged_batch import PagedBatch
 from .buckets import bucket_for, token_buckets
@@ -58,7 +57,7 @@ class PromptPart:
     def __init__(
         self, device: Device, lane: Lane, pieces: Pieces, cos_sin: Tensor, tables: Tensor, yielded: Tensor
     ) -> None:
-        """cos_sin: [positions, D] float32; tables: [rows, blocks] int32; yielded: [n] int64, of the step before."""
+        """cos_sin: [positions, A] float32; tables: [rows, blocks] int32; yielded: [n] int64, of the step before."""
         self.lane, self.pieces = lane, pieces
         self._device, self._cos_sin, self._tables, self._yielded = device, cos_sin, tables, yielded
         self._buckets: tuple[int, ...] = ()
@@ -179,7 +178,7 @@ class _Work:
         self._part.compute(begun.flow, self._written.bucket, pieces.num_layers)
         if self._run.num_sampled:
             rows = begun.flow.hidden.index_select(0, begun.sampled)
-            self._run.logits = linear(rows, pieces.decoder.weights.lm_head)
+            self._run.logits = pieces.decoder.own_logits(rows)
 
 
 def _write(device: Device, numbers: Numbers, bucket: int | None) -> _Written:

@@ -108,12 +108,16 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, H]. Returns [R, vocab] float32; what is returned on other ranks is nobody's."""
-        own, cap, group = linear(hidden, self.weights.lm_head), self.spec.logit_softcap, self.group
-        own = (tanh(own / cap) * cap if cap else own).float()
+        own, group = self.own_logits(hidden).float(), self.group
         if group.size == 1:
             return own
         parts = group.gather(own, [(len(own), n) for n in vocabulary_sizes(self.spec.vocab_size, group.size)])
         return torch.cat(parts, dim=1) if parts else own
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, H]. Returns those of this rank's part of the vocabulary, [R, n], of hidden's dtype."""
+        own, cap = linear(hidden, self.weights.lm_head), self.spec.logit_softcap
+        return tanh(own / cap) * cap if cap else own
 
     def _embed_ours(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, H]: zeros for tokens of which other ranks have the embedding."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ...kernels.lang import has_kernel, launched
 from ...kernels.moe import moe_experts
 from ...kernels.moe_combine import moe_combine
 from ...kernels.moe_routing import Routing, moe_routing
@@ -33,10 +34,10 @@ def moe(
     gate_up, down = weights.experts_gate_up, weights.experts_down
     assert gate_up is not None and down is not None
     shared = _shared(spec, weights, hidden)
-    if hidden.is_cuda and spec.expert.activation == "silu" and not spec.expert.bias:
+    if has_kernel(hidden) and has_kernels(spec):
         return moe_experts(hidden, gates, experts, gate_up, down, first_expert, shared)
     num_experts = gate_up.shape[0]
-    y = _one_by_one(spec, weights, hidden, experts - first_expert if first_expert else experts)
+    y = launched(_one_by_one, spec, weights, hidden, experts - first_expert if first_expert else experts)
     return moe_combine(y, gates, experts, num_experts, first_expert, shared)
 
 
@@ -45,6 +46,11 @@ def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
     mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
     most = max((of.num_experts for of in mixtures), default=0)
     return torch.zeros(spec.num_layers, most, dtype=torch.int64, device=device) if most else None
+
+
+def has_kernels(spec: MoeSpec) -> bool:
+    """Whether a GPU's kernels know such experts."""
+    return spec.expert.activation == "silu" and not spec.expert.bias
 
 
 def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The CUDA engine on a fake device: the same tokens as torch_steps.py, however late or early the device computes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.workers.errors import DeviceLost, InternalError
+from diptych.workers.errors import ConfigError, DeviceLost, InternalError
 from diptych.workers.gpu.buckets import token_buckets
 from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.gpu.gpu_steps import check_known
 from diptych.workers.gpu.step_buffers import Room
 from diptych.workers.model_runner import ModelRunner
+from diptych.workers.models.families import load_spec
+from diptych.workers.models.spec import LatentSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
 from diptych.workers.request import Request
 from diptych.workers.runner import LayerWatch
 from diptych.workers.sequence import Batch, ScheduledSequence, Sequence
@@ -19,6 +23,7 @@ from diptych.workers.sequence import Batch, ScheduledSequence, Sequence
 from ...checkpoints import untied_prompts
 from .serving import DRAWN, GRAPH_TOKENS, GREEDY, early, generate, late, load, steps_of
 
+FAMILIES = ["mixtral"]  # windows and experts
 LENGTHS = [1, 15, 16, 17, 100]
 SAMPLINGS = [
     GREEDY,
@@ -67,6 +72,27 @@ def test_steps_with_prompts_beside_decodes(
         run = generate(runner, prompts, SAMPLINGS, arrivals=[3, 0, 2, 9, 5], chunk_tokens=40)
         assert run.token_ids == expected
         assert any(0 < batch.num_decodes < len(batch.entries) for batch in run.batches)
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_families(arch: str, checkpoint_of: Callable[[str], Path]) -> None:
+    path = checkpoint_of(arch)
+    prompts = [prompt for prompt, _ in untied_prompts(path, seed=6, lengths=[1, 17, 60], max_tokens=12)]
+    expected = generate(load(path, None), prompts, [GREEDY] * 3).token_ids
+    run = generate(load(path, late()), prompts, [GREEDY] * 3, chunk_tokens=24)
+    assert run.token_ids == expected and run.num_ahead > 3
+
+
+def test_what_the_kernels_do_not_know_is_refused(llama: Path) -> None:
+    spec = load_spec(llama)
+    latent = LatentSpec(8, 0, 32, 16, 8, 16, RopeSpec(), 0.2)
+    biased = MoeSpec(4, MlpSpec(32, bias=True), RoutingSpec(2))
+    for layer, what in (
+        (replace(spec.layers[0], attention=latent), "latent attention"),
+        (replace(spec.layers[0], feed_forward=biased), "experts of silu"),
+    ):
+        with pytest.raises(ConfigError, match=f"does not know {what}"):
+            check_known(replace(spec, layers=(*spec.layers[1:], layer)))
 
 
 def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(

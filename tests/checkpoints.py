@@ -56,6 +56,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": None, "v_head_dim": 12, "rope_parameters": YARN, "topk_method": "group_limited_greedy"},
     ),
     "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "v_head_dim": 32}),
+    "gptoss": ("GptOss", {"intermediate_size": 64, "sliding_window": WINDOW} | EXPERTS),
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 500,
@@ -84,7 +85,7 @@ def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "
         model = model_class(config_class(**(DEFAULTS | settings | overrides))).eval()
         # Norms and biases start at 1 and 0, where a mistake in applying them would not show.
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 tensor.data.add_(torch.randn_like(tensor) * 0.2)
         model.save_pretrained(path, max_shard_size=max_shard_size)
     return path

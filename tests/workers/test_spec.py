@@ -95,6 +95,21 @@ def test_refuses_what_no_mixture_has(tmp_path: Path, changes: dict[str, Any], na
         load_spec(write(tmp_path, QWEN3_MOE | changes))
 
 
+def test_reads_gpt_oss(tmp_path: Path) -> None:
+    config = LLAMA | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    del config["rms_norm_eps"]
+    spec = load_spec(write(tmp_path, config))
+    assert [getattr(layer.attention, "window", None) for layer in spec.layers] == [128, 0]
+    attention = AttentionSpec(8, 2, 64, RopeSpec(), scale=0.125, sinks=True, qkv_bias=True, o_bias=True)
+    routing = RoutingSpec(2, router_bias=True)
+    assert spec.layers[1] == LayerSpec(attention, MoeSpec(8, MlpSpec(160, "swiglu_clamped", bias=True), routing))
+    assert spec.rms_norm_eps == 1e-5
+    with pytest.raises(CheckpointError, match=r"swiglu_limit must be 7\.0, found 5"):
+        load_spec(write(tmp_path, config | {"swiglu_limit": 5}))
+    with pytest.raises(CheckpointError, match=r"quantised checkpoints are not supported.*found 'mxfp4'"):
+        load_spec(write(tmp_path, config | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+
 def test_key_value_heads_default_to_query_heads(tmp_path: Path) -> None:
     assert load_spec(write(tmp_path, LLAMA | {"num_key_value_heads": None})).kv.num_heads == 8
 

@@ -13,12 +13,13 @@ from .config import Fields, read_json_object
 from .deepseek_families import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
 from .family import Family
 from .llama_families import llama, mistral, qwen2, qwen3
-from .moe_families import mixtral, qwen3_moe
+from .moe_families import gpt_oss, mixtral, qwen3_moe
 from .spec import ModelSpec
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(deepseek_v2, V2_DEFAULTS),
     "DeepseekV3ForCausalLM": Family(deepseek_v3, V3_DEFAULTS),
+    "GptOssForCausalLM": Family(gpt_oss, {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5}),
     "LlamaForCausalLM": Family(llama),
     "MistralForCausalLM": Family(mistral, {"sliding_window": 4096}),
     "MixtralForCausalLM": Family(mixtral),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from .config import Fields
-from .family import FULL, SLIDING, read_attention, read_mlp, refuse_layer_types
+from .family import FULL, SLIDING, read_attention, read_mlp, read_windows, refuse_layer_types
 from .spec import LayerSpec, MlpSpec, MoeSpec, RoutingSpec
 
 MAX_EXPERTS = 4096  # no real mixture has more; more are a damaged file
@@ -33,6 +33,18 @@ def qwen3_moe(config: Fields) -> tuple[LayerSpec, ...]:
     expert = replace(mlp, intermediate_size=config.size("moe_intermediate_size"))
     moe = _moe(config, expert, renormalise=config.flag("norm_topk_prob"))
     return tuple(LayerSpec(attention, moe if has else mlp) for has in has_experts)
+
+
+def gpt_oss(config: Fields) -> tuple[LayerSpec, ...]:
+    for name, ours in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if config.number(name, default=ours) != ours:
+            raise config.error(name, f"must be {ours}", config.get(name))
+    bias = config.flag("attention_bias", default=True)
+    attention = replace(read_attention(config), sinks=True, qkv_bias=bias, o_bias=bias)
+    moe = _moe(config, MlpSpec(config.size("intermediate_size"), "swiglu_clamped", bias=True))
+    moe = replace(moe, routing=replace(moe.routing, router_bias=True))
+    windows = read_windows(config, lambda i: i % 2 == 0)
+    return tuple(LayerSpec(replace(attention, window=window), moe) for window in windows)
 
 
 def read_num_experts(config: Fields, name: str) -> int:

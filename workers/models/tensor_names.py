@@ -64,6 +64,8 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
     else:
         fields |= _attention(spec, of.attention, f"{prefix}self_attn.")
     if isinstance(of.feed_forward, MoeSpec):
+        if spec.architecture == "GptOssForCausalLM":
+            return fields | _gpt_oss_moe(spec, of.feed_forward, f"{prefix}mlp.")
         return fields | _moe(spec, of.feed_forward, prefix)
     return fields | _mlp(spec, of.feed_forward, f"{prefix}mlp.")
 
@@ -123,6 +125,8 @@ def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[s
         fields["qkv_bias"] = stacked("bias")
     if attention.o_bias:
         fields["o_bias"] = (Piece(f"{prefix}o_proj.bias", (spec.hidden_size,)),)
+    if attention.sinks:
+        fields["sinks"] = (Piece(f"{prefix}sinks", (attention.num_heads,), Cut.HEADS, is_wide=True),)
     return fields
 
 
@@ -182,3 +186,29 @@ def _moe(spec: ModelSpec, moe: MoeSpec, prefix: str) -> dict[str, Pieces]:
         shared = _mlp(spec, moe.shared, f"{prefix}shared_experts.")
         fields |= {f"shared_{field}": pieces for field, pieces in shared.items()}
     return fields
+
+
+def _gpt_oss_moe(spec: ModelSpec, moe: MoeSpec, prefix: str) -> dict[str, Pieces]:
+    """A tensor has all experts' weights, inputs before outputs; of gate and up, one by one, in turn."""
+    experts, hidden, inner = range(moe.num_experts), spec.hidden_size, moe.expert.intermediate_size
+    num, name, rows = len(experts), f"{prefix}experts.", slice(None)
+    turns = [(e, slice(first, None, 2)) for e in experts for first in (0, 1)]
+
+    def gate_up(e: int, turn: slice) -> Piece:
+        shape = (num, hidden, 2 * inner)
+        return Piece(f"{name}gate_up_proj", shape, Cut.INNER, at=(e, rows, turn), transposed=True, expert=e)
+
+    def down(e: int) -> Piece:
+        shape = (num, inner, hidden)
+        return Piece(f"{name}down_proj", shape, Cut.INNER_INPUTS, at=(e,), transposed=True, expert=e)
+
+    return {
+        "router": (Piece(f"{prefix}router.weight", (num, hidden), is_wide=True),),
+        "router_bias": (Piece(f"{prefix}router.bias", (num,), is_wide=True),),
+        "experts_gate_up": tuple(gate_up(e, turn) for e, turn in turns),
+        "experts_down": tuple(down(e) for e in experts),
+        "experts_gate_up_bias": tuple(
+            Piece(f"{name}gate_up_proj_bias", (num, 2 * inner), Cut.INNER, at=(e, turn), expert=e) for e, turn in turns
+        ),
+        "experts_down_bias": tuple(Piece(f"{name}down_proj_bias", (num, hidden), at=(e,), expert=e) for e in experts),
+    }

@@ -23,6 +23,7 @@ from ..kv_layout import ROWS, KVLayout, Region, Runs
 from ..staging import STAGING_BYTES, Staging
 from ..transport.runs import in_parts
 from .device import Device
+from .device_errors import of_copy
 from .kv_convert import Placing, place_of, write_part
 
 READ_BYTES = 4 << 20  # copied off the device at once
@@ -108,7 +109,15 @@ class _Line:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[], object]) -> None:
-        """Returns when it is done."""
+        """Returns when it is done. Raises TransportError where the device fails or is full, and what `work` does."""
+        try:
+            self._run(work)
+        except Exception as e:
+            if (failed := of_copy(e)) is not None:
+                raise failed from e
+            raise
+
+    def _run(self, work: Callable[[], object]) -> None:
         with self._lock:
             try:
                 self._lane.run(work)

@@ -61,6 +61,17 @@ def test_work_that_fails_leaves_nothing_under_way_and_the_line_in_order(is_late:
     assert done == ["before", "after"]
 
 
+def test_a_copy_that_the_device_cannot_do_fails_the_transfer_by_name() -> None:
+    memory = make_device_memory(SMALL, 8)
+    assert memory.device is not None
+
+    def copy() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with pytest.raises(TransportError, match="the GPU could not copy KV: CUDA out of memory"):
+        memory.device.run(copy)
+
+
 def test_what_cannot_be_given_to_the_device_is_raised_once_what_was_given_before_is_over() -> None:
     memory = make_device_memory(SMALL, 8)
     assert memory.device is not None

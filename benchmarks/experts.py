@@ -49,7 +49,7 @@ class Shape:
 
 SHAPES = {
     "qwen3": Shape(128, 8, 2048, 768),  # Qwen3-30B-A3B
-    "mixtral": Shape(8, 2, 2048, 7168),  # Mixtral 8x7B, half as wide and half as deep
+    "mixtral": Shape(8, 2, 2048, 7168),  # Mixtral 8x7B, at half its sizes
 }
 
 
@@ -122,9 +122,9 @@ def main() -> None:
     found: list[dict[str, object]] = []
     for name in args.shape:
         mixture = Mixture(team, SHAPES[name], [Format[format.upper()] for format in args.format])
-        found += [
-            {"shape": name, **row} for num_tokens in args.tokens for row in measure(args, mixture, name, num_tokens)
-        ]
+        for num_tokens in args.tokens:
+            rows = measure(limits, args.seconds, mixture, name, num_tokens)
+            found += [{"shape": name, **row} for row in rows]
         del mixture  # before there is another
     team.close()
     if args.json:
@@ -151,7 +151,7 @@ def measure(limits: Roofline, seconds: float, mixture: Mixture, name: str, num_t
         how: lambda weights, ids, of=of: of(x, ids, weights.bfloat16()) for how, of in mixture.theirs.items()
     }
     for format, packed in mixture.ours.items():
-        memory = ExpertMemory(team, packed, num_tokens)
+        memory = ExpertMemory(team, packed.sizes, num_tokens)
         calls[format.name] = lambda weights, ids, packed=packed, memory=memory: experts(
             team, x, weights, ids.int(), packed, memory=memory
         )

@@ -54,10 +54,6 @@ class CompiledSteps:
         self._num_prepared = 0
         self._yielded: list[int] = []  # by the batch computed last
 
-    @property
-    def expert_tokens(self) -> Tensor | None:
-        return None  # nothing with experts is compiled
-
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         room = self._rooms[self._num_prepared % len(self._rooms)]
         self._num_prepared += 1
@@ -69,6 +65,11 @@ class CompiledSteps:
             sample = partial(self._sampler.sample, sequences=sequences)
         picks = self._sampler.is_argmax(sequences)
         return partial(self._compute, _Prepared(room.memory, batch, sequences, picks, sample), watch)
+
+    @property
+    def expert_tokens(self) -> Tensor | None:
+        """See models/moe.py's no_expert_tokens."""
+        return self._decoder.expert_tokens
 
     def profile(self) -> Tensor:
         """From now on gains the nanoseconds of each of layer.PARTS, [len(PARTS)] int64. Where batches are computed one

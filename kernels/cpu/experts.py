@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 from torch.nn.functional import linear as torch_linear
 
+from ..moe_routing import Routing
 from .library import DTYPES, Team
 from .linear import Linear, PackedLinear, Then
 
@@ -50,12 +51,23 @@ class Experts(ctypes.Structure):
     )
 
 
-class _Rows(ctypes.Structure):
+class ExpertRows(ctypes.Structure):
+    """experts.h's struct ExpertRows."""
+
     _fields_ = (
         ("num_rows", _L),
         *((name, _P) for name in ("weights", "ids", "starts", "rows", "places", "gathered", "inner", "outputs")),
         *((name, _L) for name in ("gathered_stride", "inner_stride")),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    count: int
+    top_k: int
+    hidden_size: int
+    inner_size: int
+    dtype: torch.dtype
 
 
 class PackedExperts:
@@ -78,7 +90,7 @@ class PackedExperts:
             assert (e_down.num_outputs, e_down.of.k, e_down.of.is_gated) == (hidden, inner, False)
             assert (e_gate_up.dtype, e_gate_up.of.format) == (gate_up[0].dtype, gate_up[0].of.format)
             assert (e_down.dtype, e_down.of.format) == (gate_up[0].dtype, down[0].of.format)
-        self.dtype = gate_up[0].dtype
+        self.sizes = ExpertSizes(len(gate_up), top_k, hidden, inner, gate_up[0].dtype)
         self._kept = gate_up, down
         self._gate_up, self._down = ((Linear * len(of))(*(p.of for p in of)) for of in (gate_up, down))
         addresses = ctypes.addressof(self._gate_up), ctypes.addressof(self._down)
@@ -86,11 +98,30 @@ class PackedExperts:
         self.of = Experts(*addresses, *sizes, gate.then, gate.alpha, gate.limit)
 
 
-class ExpertMemory:
-    """What the experts of up to so many rows are computed in: of any layer whose experts are like `like`."""
+@dataclass(frozen=True, slots=True)
+class PackedMixture:
+    """What a layer has in the place of an MLP, H wide; `choice_bias`: [E] float32, or None."""
 
-    def __init__(self, team: Team, like: PackedExperts, num_rows: int) -> None:
-        of, dtype = like.of, like.dtype
+    router: PackedLinear  # [E, H], E experts of all ranks
+    routing: Routing
+    choice_bias: Tensor | None
+    experts: PackedExperts
+
+    def __post_init__(self) -> None:
+        of = self.experts.of
+        assert (self.router.of.k, self.router.dtype) == (of.hidden_size, self.experts.sizes.dtype)
+        assert of.first + of.count <= self.num_experts and of.top_k == self.routing.top_k
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.of.n
+
+
+class ExpertMemory:
+    """What the experts of up to so many rows are computed in, in one layer after another."""
+
+    def __init__(self, team: Team, of: ExpertSizes, num_rows: int) -> None:
+        dtype = of.dtype
         num_pairs = num_rows * of.top_k
         self.weights = torch.empty(num_rows, of.top_k)
         self.ids = torch.empty(num_rows, of.top_k, dtype=torch.int32)
@@ -107,7 +138,7 @@ class ExpertMemory:
         }
         self._kept = buffers
         addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-        self.struct = _Rows(num_rows, **addresses, gathered_stride=hidden_stride, inner_stride=inner_stride)
+        self.struct = ExpertRows(num_rows, **addresses, gathered_stride=hidden_stride, inner_stride=inner_stride)
         self.address = ctypes.addressof(self.struct)
 
     def fill(self, weights: Tensor, ids: Tensor) -> None:
@@ -140,12 +171,12 @@ def experts(
     [T, H] of x's dtype; or `add_to`, of the same dtype or float32, to which it was added.
     """
     (num_rows, hidden), top_k = x.shape, packed.of.top_k
-    assert hidden == packed.of.hidden_size and x.dtype == packed.dtype and x.stride(1) == 1
+    assert hidden == packed.of.hidden_size and x.dtype == packed.sizes.dtype and x.stride(1) == 1
     assert weights.shape == ids.shape == (num_rows, top_k)
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     out = torch.empty(num_rows, hidden, dtype=x.dtype) if add_to is None else add_to
     assert out.shape == (num_rows, hidden) and out.dtype in (x.dtype, torch.float32) and out.stride(1) == 1
-    memory = ExpertMemory(team, packed, num_rows) if memory is None else memory
+    memory = ExpertMemory(team, packed.sizes, num_rows) if memory is None else memory
     memory.fill(weights, ids)
     kernel = team.library.kernel("experts", _P, _P, _I, _P, _L, _I, _P, _L, _I)
     where = DTYPES[x.dtype], x.data_ptr(), x.stride(0), DTYPES[out.dtype], out.data_ptr(), out.stride(0)

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from ..paged_batch import NO_OPTIONS, AttentionOptions
 from .attention import Heads, Limits, Rope, Scratch
+from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
 from .greedy import BEST, SCRATCH
 from .library import DTYPES, Team
 from .linear import Linear, PackedLinear, Then
+from .routing import PackedRouting
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-PARTS = ("begin", "norms", "qkv", "rope", "attention", "o", "gate_up", "down", "head")  # Part of layer.h
+PARTS = ("begin", "norms", "qkv", "rope", "attention", "o", "router", "gate_up", "down", "head")  # Part of layer.h
 _FEW_ROWS = 4
-_LINE_BYTES = 64  # of a cache
 _LEAST = 64  # rows, sequences: buffers are not smaller
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -28,6 +29,10 @@ class Attention(ctypes.Structure):
     _fields_ = (("heads", Heads), ("rope", Rope))
 
 
+class Mixture(ctypes.Structure):
+    _fields_ = (("router", Linear), ("routing", PackedRouting), ("experts", Experts), ("expert_tokens", _P))
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")),
@@ -35,6 +40,7 @@ class Layer(ctypes.Structure):
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
         ("cache", _P),
         *((name, _L) for name in ("attention", "gate")),
+        ("mixture", _P),
     )
 
 
@@ -60,6 +66,8 @@ class Step(ctypes.Structure):
         ("block_table_width", _L),
         *((name, _P) for name in ("positions", "slots", "residual", "normed", "qkv", "attended", "inner")),
         *((f"{name}_stride", _L) for name in ("normed", "attended", "inner")),
+        ("router_logits", _P),
+        ("expert_rows", ExpertRows),
         *((name, _P) for name in ("partial", "scratches")),
         ("limits", Limits),
         ("logits", _P),
@@ -95,6 +103,8 @@ class DecoderShape:
     logit_softcap: float = 0.0  # 0: none; else logits become softcap * tanh(logit / softcap)
     is_split: bool = False  # over several ranks, of which this is one
     leaves_halves: bool = False  # some layer norms what it adds to the residual
+    experts: ExpertSizes | None = None  # of all layers that have a mixture
+    num_experts: int = 0  # that a router chooses from
 
     def heads(self, kind: AttentionKind) -> Heads:
         return Heads.of(self.num_heads, self.num_kv_heads, self.head_dim, kind.options)
@@ -114,10 +124,11 @@ class PackedLayer:
     sinks: Tensor | None  # [N] float32
     qkv: PackedLinear
     o: PackedLinear
-    gate_up: PackedLinear  # packed for its gate
-    down: PackedLinear
+    gate_up: PackedLinear | None  # packed for its gate
+    down: PackedLinear | None
     attention: int = 0  # which of the decoder's
     gate: Then = Then.SILU_MUL  # or GELU_MUL
+    mixture: PackedMixture | None = None  # in the place of gate_up and down
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +169,7 @@ class StepMemory:
         """num_new, context_lens: [S], as in PagedBatch; num_rows: T; width: blocks of the longest context."""
         num_seqs, step = len(num_new), self.struct
         self._reserve(num_rows, num_seqs, width)
-        step.num_rows, step.num_seqs = num_rows, num_seqs
+        step.num_rows, step.num_seqs, step.expert_rows.num_rows = num_rows, num_seqs, num_rows
         self._num_new[:num_seqs] = num_new
         self._context_lens[:num_seqs] = context_lens
 
@@ -213,12 +224,15 @@ class StepMemory:
         self._make_factor("inner", num_rows, shape.inner_size)
         if shape.is_split or shape.leaves_halves:
             self.partial = self._make("partial", (num_rows, shape.hidden_size), torch.float32)
+        if shape.experts is not None:
+            self._experts = ExpertMemory(self._team, shape.experts, num_rows)
+            self.struct.expert_rows = self._experts.struct
+            self._make("router_logits", (num_rows, shape.num_experts), torch.float32)
 
     def _make_factor(self, field: str, num_rows: int, size: int) -> None:
-        """Rows that are multiplied by weights. They lie so that a tile's do not meet in the same few sets of a cache,
-        as they would at a stride of, say, 4 KB."""
+        """Rows that are multiplied by weights."""
         dtype = self._shape.dtype
-        stride = size + (_LINE_BYTES // dtype.itemsize if size * dtype.itemsize % 1024 == 0 else 0)
+        stride = row_stride(size, dtype)
         self._make(field, (num_rows, stride), dtype)
         setattr(self.struct, f"{field}_stride", stride)
 
@@ -251,10 +265,18 @@ class CompiledLayers:
         layers: Sequence[PackedLayer],
         outer: PackedOuter,
         cache_layers: Sequence[Tensor],
+        expert_tokens: Tensor | None = None,
     ) -> None:
-        self._kept = (team, shape, layers, outer, cache_layers)
+        """expert_tokens: [layers, experts] int64 contiguous, gains how many tokens go to each; None: nobody counts."""
+        self._kept = (team, shape, layers, outer, cache_layers, expert_tokens)
         self._team, self.num_layers = team, len(layers)
-        self._layers = (Layer * len(layers))(*map(_layer, layers, cache_layers))
+        mixtures = [layer.mixture for layer in layers]
+        assert all(
+            of is None or (of.experts.sizes, of.num_experts) == (shape.experts, shape.num_experts) for of in mixtures
+        )
+        tokens: Sequence[Tensor | None] = [None] * len(layers) if expert_tokens is None else list(expert_tokens)
+        self._mixtures = [None if of is None else _mixture(of, own) for of, own in zip(mixtures, tokens, strict=True)]
+        self._layers = (Layer * len(layers))(*map(_layer, layers, self._mixtures, cache_layers))
         heads = [shape.heads(kind) for kind in shape.attentions]
         ropes = (Rope.of(kind.rope, own) for kind, own in zip(shape.attentions, heads, strict=True))
         self._attentions = (Attention * len(heads))(*map(Attention, heads, ropes))
@@ -282,11 +304,17 @@ class CompiledLayers:
         self._run_half(self._team.address, self._address, memory.address, layer, half)
 
 
-def _layer(of: PackedLayer, cache: Tensor) -> Layer:
+def _layer(of: PackedLayer, mixture: Mixture | None, cache: Tensor) -> Layer:
     around = of.input_norm, of.attention_out_norm, of.mlp_norm, of.mlp_out_norm
     vectors = (_address(vector) for vector in (*around, of.q_norm, of.k_norm, of.sinks))
-    products = (product.of for product in (of.qkv, of.o, of.gate_up, of.down))
-    return Layer(*vectors, *products, cache.data_ptr(), of.attention, of.gate)
+    products = (Linear() if product is None else product.of for product in (of.qkv, of.o, of.gate_up, of.down))
+    return Layer(*vectors, *products, cache.data_ptr(), of.attention, of.gate, mixture and ctypes.addressof(mixture))
+
+
+def _mixture(of: PackedMixture, expert_tokens: Tensor | None) -> Mixture:
+    assert expert_tokens is None or (expert_tokens.shape == (of.num_experts,) and expert_tokens.dtype == torch.int64)
+    routing = PackedRouting.of(of.routing, of.num_experts, of.choice_bias)
+    return Mixture(of.router.of, routing, of.experts.of, _address(expert_tokens))
 
 
 def _address(tensor: Tensor | None) -> int | None:

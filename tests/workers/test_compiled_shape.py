@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diptych.kernels.cpu.experts import ExpertSizes
 from diptych.workers.models.compiled_shape import attention_ids, shape_of, why_not
 from diptych.workers.models.rope import rope_tables
 from diptych.workers.models.sharding import Share
@@ -23,6 +24,8 @@ from diptych.workers.models.spec import (
 
 LOCAL = AttentionSpec(4, 2, 16, RopeSpec(theta=100.0), scale=0.2, window=20)
 GLOBAL = AttentionSpec(4, 2, 16, RopeSpec(), scale=0.2, sinks=True)
+
+MIXTURE = MoeSpec(4, MlpSpec(32), RoutingSpec(2))
 
 
 def spec_of(*layers: LayerSpec) -> ModelSpec:
@@ -49,12 +52,23 @@ def test_layers_that_attend_alike_share_what_a_step_plans() -> None:
     assert (half.first_token, half.vocab_size, half.is_split, shape.is_split) == (50, 50, True, False)
 
 
+def test_layers_of_experts_beside_others() -> None:
+    spec = spec_of(LayerSpec(LOCAL, MIXTURE), layer(LOCAL), LayerSpec(GLOBAL, MIXTURE))
+    assert why_not(spec) is None
+    shape = shape_of(spec, rope_tables(spec, 32, torch.device("cpu")), 16, torch.bfloat16)
+    assert shape.experts == ExpertSizes(4, 2, 64, 32, torch.bfloat16)
+    assert (shape.num_experts, shape.inner_size) == (4, 160)
+
+
 @pytest.mark.parametrize(
     ("layers", "num_ranks", "said"),
     [
         ([layer(LOCAL), layer(replace(GLOBAL, num_kv_heads=4))], 1, "heads of other sizes"),
         ([layer(LatentSpec(4, 0, 32, 16, 16, 16, RopeSpec(), 0.1))], 1, "latent attention"),
-        ([LayerSpec(LOCAL, MoeSpec(4, MlpSpec(32), RoutingSpec(2)))], 1, "a mixture of experts"),
+        ([LayerSpec(LOCAL, replace(MIXTURE, shared=MlpSpec(32)))], 1, "experts that every token has"),
+        ([LayerSpec(LOCAL, replace(MIXTURE, num_experts=2048))], 1, "more than 1024 experts"),
+        ([LayerSpec(LOCAL, MIXTURE), LayerSpec(LOCAL, replace(MIXTURE, num_experts=6))], 1, "mixtures of other sizes"),
+        ([LayerSpec(LOCAL, replace(MIXTURE, expert=MlpSpec(32, "gelu")))], 1, "the activation gelu"),
         ([layer(LOCAL, "gelu")], 1, "the activation gelu"),
         ([layer(replace(LOCAL, scale=0.0))], 1, "scaled"),
         ([layer(replace(LOCAL, qk_norm="whole"))], 2, "spread over ranks"),

@@ -17,16 +17,18 @@ from torch import Tensor
 from ...kernels.cpu.greedy import BEST
 from ...kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ...kernels.cpu.library import Team
-from ...kernels.cpu.linear import PackedLinear, pack
+from ...kernels.cpu.linear import PackedLinear, Then, pack
 from ..kv_cache import KVCache
 from ..memory import huge_page_mapping
 from ..parallel import Alone, Group
 from ..runner import LayerWatch
 from ..step import Step
+from .compiled_experts import read_mixture
 from .compiled_shape import attention_ids, gate_of, shape_of, why_not
+from .moe import no_expert_tokens
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes
-from .spec import LayerSpec, ModelSpec
+from .spec import LayerSpec, MlpSpec, ModelSpec
 from .weights import Fields, Reader
 
 ARENA_BYTES = 64 << 20
@@ -78,6 +80,8 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena, of: LayerSpec, atten
     def vector(name: str) -> Tensor | None:
         return fields.tensor(name).float() if fields.has(name) else None
 
+    mlp = of.feed_forward
+    is_dense = isinstance(mlp, MlpSpec)
     return PackedLayer(
         input_norm=vector("input_norm"),
         attention_out_norm=vector("attention_out_norm"),
@@ -88,10 +92,11 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena, of: LayerSpec, atten
         sinks=vector("sinks"),
         qkv=packed("qkv"),
         o=packed("o"),
-        gate_up=packed("gate_up", gated=True),
-        down=packed("down"),
+        gate_up=packed("gate_up", gated=True) if is_dense else None,
+        down=packed("down") if is_dense else None,
         attention=attention,
-        gate=gate_of(of.feed_forward),
+        gate=gate_of(mlp) if is_dense else Then.SILU_MUL,
+        mixture=None if is_dense else read_mixture(team, fields, mlp, arena.take),
     )
 
 
@@ -129,7 +134,9 @@ class CompiledDecoder:
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
         layers = [cache.layer(i) for i in range(spec.num_layers)]
-        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers)
+        # All ranks send the same tokens to the same experts: the first alone counts.
+        self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
+        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens)
 
     def new_memory(self) -> StepMemory:
         """Another, to be written while a step computes in the one that is `memory` now."""

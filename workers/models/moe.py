@@ -57,11 +57,11 @@ def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Ten
     """hidden: [T, H]. Returns the weights of its experts [T, top_k] float32, and which they are, [T, top_k] int32."""
     assert weights.router is not None
     logits = linear(hidden.float(), weights.router, weights.router_bias)
-    return moe_routing(logits, _routing(spec), weights.choice_bias)
+    return moe_routing(logits, routing_of(spec), weights.choice_bias)
 
 
 @cache
-def _routing(spec: RoutingSpec) -> Routing:
+def routing_of(spec: RoutingSpec) -> Routing:
     return Routing(
         top_k=spec.top_k,
         sigmoid=spec.sigmoid,

@@ -254,8 +254,8 @@ class Reader:
     ) -> None:
         assert quantize is None or put is put_now
         self.quantize = quantize
-        self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self.spec = checkpoint.spec
+        self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self._progress, self._put = progress, put
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
         self._outer = outer_fields(checkpoint.spec, has_head=checkpoint.holds(HEAD))
@@ -293,13 +293,14 @@ class Reader:
 
     def scales(self, pieces: Pieces, format: Format) -> Tensor | None:
         """Of the whole rows, where this share holds a part of their inputs; None: its rows are whole, or `format` has
-        no scales. Reads one tensor whole, for a while."""
-        part = part_of_piece(pieces[0], self._share)
-        if format == Format.PLAIN or len(part) == 1 or self._share == WHOLE:
+        no scales. Reads one tensor whole at a time."""
+        if format == Format.PLAIN or self._share == WHOLE or len(part_of_piece(pieces[0], self._share)) == 1:
             return None
-        assert len(pieces) == 1
-        whole = self._checkpoint.read(pieces[0], WHOLE).to(self._device, self._dtype)
-        return scales_of_part(whole, format, part[1])
+        return torch.cat([self._scales(piece, format) for piece in pieces])
+
+    def _scales(self, piece: Piece, format: Format) -> Tensor:
+        whole = self._checkpoint.read(piece, WHOLE).to(self._device, self._dtype)
+        return scales_of_part(whole, format, part_of_piece(piece, self._share)[1])
 
     def _count(self, num_bytes: int) -> None:
         self._done += num_bytes
@@ -338,6 +339,11 @@ class Fields:
 
     def fused(self, field: str) -> Tensor | None:
         return self.tensor(field) if self.has(field) else None
+
+    def of_expert(self, expert: int) -> "Fields":
+        """What of the experts' fields is that one's, under the same names."""
+        own = {field: tuple(p for p in pieces if p.expert == expert) for field, pieces in self._fields.items()}
+        return Fields(self._reader, {field: pieces for field, pieces in own.items() if pieces})
 
     def as_layer(self) -> LayerWeights:
         return LayerWeights(**{field: self.as_stored(field) for field in self._fields})

@@ -8,10 +8,11 @@ together hold bit for bit what one alone holds, and their KV goes by one name. N
 
 from ...kernels.cpu.formats import Format, group_of
 from ..errors import ConfigError
-from ..models.spec import AttentionSpec, MlpSpec, ModelSpec
+from ..models.spec import AttentionSpec, ModelSpec
 
 QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4}
-IN_LAYERS = ("qkv", "q_b", "kv_b", "o", "gate_up", "down")  # fields of LayerWeights
+MLPS = ("gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
+IN_LAYERS = ("qkv", "q_b", "kv_b", "o", *MLPS)  # fields of LayerWeights
 
 
 def format_of(quantize: str | None, field: str) -> Format:
@@ -27,13 +28,12 @@ def check_shares(spec: ModelSpec, quantize: str | None, size: int) -> None:
     """Raise ConfigError where the shares of `size` ranks would cut inputs that have one scale. spec: of the model."""
     inputs: dict[tuple[str, int], None] = {}
     for layer in spec.layers:
-        attention, mlp = layer.attention, layer.feed_forward
+        attention = layer.attention
         if isinstance(attention, AttentionSpec):
             inputs["attention heads", attention.q_size] = None
         else:
             inputs["attention heads", attention.num_heads * attention.value_dim] = None
-        if isinstance(mlp, MlpSpec):
-            inputs["intermediate size", mlp.intermediate_size] = None
+        inputs |= {("intermediate size", mlp.intermediate_size): None for mlp in layer.mlps}
     for what, k in inputs:
         part = k // size
         group = group_of(Format.INT4, part)

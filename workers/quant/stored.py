@@ -15,7 +15,10 @@ def scales_of_part(weight: Tensor, format: Format, part: slice) -> Tensor:
 
 
 def as_stored(weight: Tensor, format: Format, scales: Tensor | None = None) -> Tensor:
-    """What `format` leaves of a weight [n, k], in its dtype: for a product by torch. scales: None, its own."""
+    """What `format` leaves of a weight [..., n, k], in its dtype: for a product by torch. scales: of all rows below one
+    another, [.. n, groups]; None, its own."""
+    if weight.dim() > 2:
+        return as_stored(weight.flatten(0, -2), format, scales).view(weight.shape)
     match format:
         case Format.PLAIN:
             return weight

@@ -44,6 +44,11 @@ const T *gather(const Experts &of, const ExpertRows &from, Span places, const T 
 
 }  // namespace
 
+void count_tokens(const Mixture &of, const ExpertRows &rows) {
+  if (!of.expert_tokens) return;
+  for (int64_t pair = 0; pair < rows.num_rows * of.experts.top_k; pair++) of.expert_tokens[rows.ids[pair]]++;
+}
+
 void sort_by_expert(const Experts &of, const ExpertRows &to) {
   const int64_t num_pairs = to.num_rows * of.top_k;
   int32_t *const next = to.starts + 1;  // of each expert the next place: in the end where it ends

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "linear.h"
+#include "routing.h"
 
 namespace DIPTYCH_ISA {
 
@@ -27,8 +28,8 @@ struct Experts {
 // expert, and within one by row. Mirrored by experts.py.
 struct ExpertRows {
   int64_t num_rows;
-  const float *weights;  // [num_rows, top_k]
-  const int32_t *ids;    // [num_rows, top_k]
+  float *weights;        // [num_rows, top_k]
+  int32_t *ids;          // [num_rows, top_k]
   int32_t *starts;       // [count + 2]: expert e has the places [starts[e], starts[e + 1])
   int32_t *rows;         // [num_rows * top_k]: by place
   int32_t *places;       // [num_rows, top_k], -1 where an expert is not here
@@ -38,7 +39,17 @@ struct ExpertRows {
   int64_t gathered_stride, inner_stride;
 };
 
-// By one thread.
+// In the place of a layer's MLP. Mirrored by layer.py.
+struct Mixture {
+  Linear router;  // [experts of all ranks, H]
+  Routing routing;
+  Experts experts;
+  int64_t *expert_tokens;  // [experts of all ranks], gains the rows that go to each; or null
+};
+
+// By one thread, as the next.
+void count_tokens(const Mixture &of, const ExpertRows &rows);
+
 void sort_by_expert(const Experts &of, const ExpertRows &to);
 
 // The part of thread `index` of `size`. x: [num_rows, H], x_stride elements from row to row.

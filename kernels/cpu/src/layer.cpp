@@ -61,6 +61,7 @@ class Way {
     const Layer &layer = of_.layers[number];
     T *inner = (T *)step_.inner;
     Rows x = normed(layer.mlp_norm, left_by(layer.attention_out_norm));
+    if (layer.mixture) return mixture(*layer.mixture, x, left_by(layer.mlp_out_norm));
     linear(layer.gate_up, x.first, x.stride, step_.num_rows, inner, step_.inner_stride, Epilogue(layer.gate), index_,
            team_.size);
     done(kGateUp);
@@ -182,6 +183,28 @@ class Way {
       linear(by, x, x_stride, step_.num_rows, step_.partial, of_.hidden_size, kStore, index_, team_.size);
     else
       linear(by, x, x_stride, step_.num_rows, residual(0), of_.hidden_size, kAdd, index_, team_.size);
+  }
+
+  void mixture(const Mixture &of, Rows x, Left left) {
+    const ExpertRows &to = step_.expert_rows;
+    linear(of.router, x.first, x.stride, to.num_rows, step_.router_logits, of.router.n, kStore, index_, team_.size);
+    team_.barrier();
+    route_rows(of.routing, step_.router_logits, of.router.n, to.num_rows, to.weights, to.ids, index_, team_.size);
+    team_.barrier();
+    if (index_ == 0) {
+      count_tokens(of, to);
+      sort_by_expert(of.experts, to);
+    }
+    done(kRouter);
+    expert_inner(of.experts, to, x.first, x.stride, index_, team_.size);
+    done(kGateUp);
+    expert_outputs<T>(of.experts, to, index_, team_.size);
+    team_.barrier();
+    if (left.is_any)
+      sum_of_experts<T>(of.experts, to, step_.partial, of_.hidden_size, false, index_, team_.size);
+    else
+      sum_of_experts<T>(of.experts, to, residual(0), of_.hidden_size, true, index_, team_.size);
+    done(kDown);
   }
 
   // The residual's norm, or the residual itself without `weight`: all rows of it.

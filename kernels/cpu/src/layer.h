@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "logits.h"
 
@@ -33,6 +34,7 @@ struct Layer {
   void *cache;        // its K and V in block 0
   int64_t attention;  // which of the decoder's
   int64_t gate;       // kSiluMul or kGeluMul
+  const Mixture *mixture;  // in the place of gate_up and down, or null
 };
 
 struct Decoder {
@@ -75,6 +77,8 @@ struct Step {
   void *attended;  // [num_rows, heads D] of T
   void *inner;     // [num_rows, I] of T
   int64_t normed_stride, attended_stride, inner_stride;
+  float *router_logits;   // [num_rows, experts]; of a mixture, as the next
+  ExpertRows expert_rows;  // as many as the step has
   // [num_rows, H]: what a half adds to the residual, where it is not added at once: several ranks' parts are summed
   // before, and there may be a norm of the sum. Null where neither is so.
   float *partial;
@@ -92,6 +96,6 @@ struct Step {
 // A norm of so few rows is computed by every thread for itself: that is sooner done than waited for.
 constexpr int64_t kFewRows = 4;
 
-enum Part : int32_t { kBegin, kNorms, kQkv, kRope, kAttention, kO, kGateUp, kDown, kHead, kNumParts };
+enum Part : int32_t { kBegin, kNorms, kQkv, kRope, kAttention, kO, kRouter, kGateUp, kDown, kHead, kNumParts };
 
 }  // namespace DIPTYCH_ISA

@@ -68,8 +68,7 @@ void leave_best_groups(const Routing &by, float *choice) {
   for (int64_t i = 0; i < by.num_experts; i++) choice[i] = is_kept[i / size] ? choice[i] : kNever;
 }
 
-}  // namespace
-
+// One row.
 void route(const Routing &by, const float *logits, float *weights, int32_t *experts) {
   alignas(64) float wide[kMostExperts], scores[kMostExperts], choice[kMostExperts];
   for (int64_t i = 0; i < by.num_experts; i++) {
@@ -92,19 +91,26 @@ void route(const Routing &by, const float *logits, float *weights, int32_t *expe
     weights[j] = scores[best];
     total += weights[j];
   }
-  for (int64_t j = 0; j < by.top_k; j++) weights[j] = (by.renormalises ? weights[j] / (total + kTiny) : weights[j]) * by.scale;
+  for (int64_t j = 0; j < by.top_k; j++)
+    weights[j] = (by.renormalises ? weights[j] / (total + kTiny) : weights[j]) * by.scale;
+}
+
+}  // namespace
+
+void route_rows(const Routing &by, const float *logits, int64_t logit_stride, int64_t num_rows, float *weights,
+                int32_t *experts, int index, int size) {
+  const Span rows = span_of(num_rows, 1, index, size);
+  for (int64_t row = rows.first; row < rows.last; row++)
+    route(by, logits + row * logit_stride, weights + row * by.top_k, experts + row * by.top_k);
 }
 
 }  // namespace DIPTYCH_ISA
 
-// logits: [num_rows, num_experts], logit_stride elements from row to row; weights, experts: [num_rows, top_k].
+// As route_rows.
 API(route)(Team *team, const void *by, const float *logits, int64_t logit_stride, int64_t num_rows, float *weights,
            int32_t *experts) {
   using namespace DIPTYCH_ISA;
-  const Routing &routing = *(const Routing *)by;
   team->run([&](int index) {
-    const Span rows = span_of(num_rows, 1, index, team->size);
-    for (int64_t row = rows.first; row < rows.last; row++)
-      route(routing, logits + row * logit_stride, weights + row * routing.top_k, experts + row * routing.top_k);
+    route_rows(*(const Routing *)by, logits, logit_stride, num_rows, weights, experts, index, team->size);
   });
 }

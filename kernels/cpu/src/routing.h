@@ -17,7 +17,9 @@ struct Routing {
   float scale;
 };
 
-// One row. logits: [num_experts]; weights, experts: [top_k], best first; of equal ones the lowest.
-void route(const Routing &by, const float *logits, float *weights, int32_t *experts);
+// The part of thread `index` of `size`. logits: [num_rows, num_experts], logit_stride elements from row to row; weights,
+// experts: [num_rows, top_k], best first; of equal ones the lowest.
+void route_rows(const Routing &by, const float *logits, int64_t logit_stride, int64_t num_rows, float *weights,
+                int32_t *experts, int index, int size);
 
 }  // namespace DIPTYCH_ISA

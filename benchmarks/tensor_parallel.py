@@ -57,8 +57,9 @@ class Timing:
     shares: dict[str, float]  # of the time of all steps, by call
 
 
-def load(args: argparse.Namespace, num_ranks: int, num_threads: int) -> "Runner":
-    cores = usable_cores()[:num_threads]
+def load(args: argparse.Namespace, num_ranks: int, num_threads: int, usable: tuple[int, ...]) -> "Runner":
+    bind_this_thread(usable)  # again to all: ranks and gloo's threads start where this one may run
+    cores = usable[:num_threads]
     config = WorkerConfig(
         str(args.model),
         dtype=args.dtype,
@@ -99,9 +100,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     spent: Spent | None = None
+    usable = usable_cores()
     found: dict[int, dict[str, Timing]] = {}
     for num_ranks in (1, args.ranks):
-        runner = load(args, num_ranks, args.ranks)
+        runner = load(args, num_ranks, args.ranks, usable)
         spent = spent or Spent()
         found[num_ranks] = {name: measure(runner, LOADS[name], spent, args.repeat) for name in args.workload}
         runner.close()

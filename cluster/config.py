@@ -69,6 +69,9 @@ class PoolConfig(_Settings):
     kv_axis_order: AxisOrder | None = None
     wire_dtype: WireDtype | None = None
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of each worker
+    expert_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # as many: they hold whole experts of a mixture
+    expert_placement: Annotated[str, Field(min_length=1)] = "contiguous"  # "round_robin", or a file of measured loads
+    expert_copies: Annotated[int, Field(ge=0)] = 0  # with such a file: experts of a layer that are held once more
     kv_memory_bytes: NumBytes | None = None  # None: kv_memory_fraction of the memory that is free at start
     kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.3
     chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
@@ -192,6 +195,11 @@ class ClusterConfig(_Settings):
                 raise ValueError(
                     f"pools.{name}.tensor_parallel ({pool.tensor_parallel}) works on cpu alone for now, not on "
                     f"{self.device}: use 1"
+                )
+            if pool.expert_parallel not in (1, pool.tensor_parallel):
+                raise ValueError(
+                    f"pools.{name}.expert_parallel must be 1 or its tensor_parallel ({pool.tensor_parallel}), got "
+                    f"{pool.expert_parallel}"
                 )
         return self
 

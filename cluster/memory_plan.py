@@ -4,12 +4,13 @@ Pure: a ModelSpec and sizes go in, numbers come out. The weights' arithmetic is 
 KV's that of the cache (kv_layout.py), so that a plan and a worker cannot differ.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..workers.errors import ConfigError
 from ..workers.kv_layout import DTYPE_BYTES, KVLayout
 from ..workers.kv_plan import MAX_CONTEXTS
-from ..workers.models.sharding import Share, check_divides
+from ..workers.models.expert_placement import IN_ORDER
+from ..workers.models.sharding import share_of_first
 from ..workers.models.spec import AttentionSpec, LatentSpec, ModelSpec
 from ..workers.models.weight_bytes import weight_bytes
 from ..workers.quant.formats import check_shares
@@ -23,6 +24,7 @@ class Parallelism:
     quantize: str | None = None
     tensor_parallel: int = 1
     block_size: int = 16
+    expert_parallel: int = 1  # or tensor_parallel: ranks have whole experts, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class RankPlan:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     first: RankPlan  # rank 0
-    other: RankPlan | None  # each of the others
+    other: RankPlan | None  # the one of the others whose weights take most
     token_bytes: int  # of KV, on one rank
     max_context_tokens: int
 
@@ -71,7 +73,9 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.max_position_embeddings:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.max_position_embeddings}")
-    check_divides(spec, how.tensor_parallel)
+    if how.expert_parallel not in (1, how.tensor_parallel):
+        raise ConfigError(f"expert_parallel must be 1 or tensor_parallel, got {how.expert_parallel}")
+    share = share_of_first(spec, how.tensor_parallel, IN_ORDER if how.expert_parallel > 1 else None)
     check_shares(spec, how.quantize, how.tensor_parallel)
     layout = KVLayout(
         dtype=how.dtype,
@@ -85,7 +89,7 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
     )
 
     def rank(number: int) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, Share(number, how.tensor_parallel), how.dtype, how.quantize))
+        weights = _by_part(weight_bytes(spec, replace(share, rank=number), how.dtype, how.quantize))
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -94,8 +98,9 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
         num_blocks = min(wanted // layout.rank_block_bytes, most)
         return RankPlan(weights, free, num_blocks * layout.rank_block_bytes, num_blocks * how.block_size)
 
-    other = rank(1) if how.tensor_parallel > 1 else None
-    return MemoryPlan(rank(0), other, layout.rank_block_bytes // how.block_size, longest)
+    first, *others = [rank(number) for number in range(how.tensor_parallel)]
+    other = max(others, key=lambda of: of.weight_bytes) if others else None
+    return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest)
 
 
 def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:

@@ -27,6 +27,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     quantize: Annotated[str | None, typer.Option(help="Weights at load: int8 or int4.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of a worker.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(min=1, help="As many: ranks have whole experts.")] = 1,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 16,
     max_context_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence.  [default: the model's]")
@@ -51,7 +52,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     folder = Path(resolve_model(model))
     check_model(folder)
     spec = load_spec(folder)
-    how = Parallelism(dtype, quantize, tensor_parallel, block_size)
+    how = Parallelism(dtype, quantize, tensor_parallel, block_size, expert_parallel)
     here = psutil.virtual_memory().available // tensor_parallel
     has = Memory(_bytes(rank_memory, "--rank-memory") or here, kv_memory_fraction, _bytes(kv_memory, "--kv-memory"))
     found = plan_memory(spec, how, has, max_context_tokens)

@@ -7,8 +7,8 @@ that compute each step with it. If one is lost, a step raises RankLost and the r
 """
 
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,15 @@ from ..kernels.cpu.sample import RowSampler
 from .batch_tables import BatchTables
 from .compiled_steps import CompiledSteps
 from .cores import part_of
-from .cpu_kernels import Choice, choose_for, make_team
-from .errors import ConfigError, InsufficientMemory, RankLost
+from .cpu_kernels import Choice, choose, choose_for, make_team
+from .errors import ConfigError, RankLost
 from .gpu.cuda_device import CudaDevice
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
 from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps, check_known
 from .gpu.precision import settle_products
-from .gpu.upload import Upload
+from .gpu.upload import put_on
 from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .kv_plan import plan_num_blocks
@@ -39,15 +39,16 @@ from .launched import Compute, ComputeThread, Deferred
 from .models.compiled import CompiledDecoder, read_weights
 from .models.compiled_shape import why_not
 from .models.decoder import Decoder
+from .models.expert_placement import IN_ORDER
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
-from .models.sharding import Share, check_divides, spec_of
+from .models.sharding import Share, share_of_first, spec_of
 from .models.spec import LatentSpec, ModelSpec
-from .models.weight_bytes import weight_bytes
-from .models.weights import DTYPES, Checkpoint, Progress, Put, Reader, load_weights, put_now
+from .models.weight_bytes import check_fits
+from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
 from .parallel import Alone, Group
 from .quant.formats import QUANTIZE, check_shares
-from .rank import RankSettings
+from .rank import RankSettings, told_of
 from .rank_processes import OnLoss, RankProcesses
 from .request import SamplingParams
 from .runner import Launched, LayerWatch, ModelInfo
@@ -72,6 +73,9 @@ class ModelRunnerConfig:
     num_threads: int | None = None  # of all ranks together; None: torch's own choice
     cores: tuple[int, ...] | None = None  # for the threads of all ranks; None: not bound
     tensor_parallel: int = 1  # ranks
+    expert_parallel: int = 1  # as many: they have whole experts; see models/expert_placement.py for which
+    expert_placement: str = IN_ORDER
+    expert_copies: int = 0
     quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
     look_ahead: bool = False  # with those, of one rank: compute on a thread of its own, that is fed its own tokens
@@ -99,6 +103,11 @@ class ModelRunnerConfig:
         if self.tensor_parallel > 1 and not self.device.startswith("cpu"):
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
+            )
+
+        if self.expert_parallel not in (1, self.tensor_parallel):
+            raise ConfigError(
+                f"expert_parallel must be 1 or tensor_parallel={self.tensor_parallel}, got {self.expert_parallel}"
             )
 
     @property
@@ -154,8 +163,9 @@ class ModelRunner:
         config.validate()
         gpu = gpu or _gpu(config.device)
         path, device = Path(config.model_path), gpu.torch_device if gpu is not None else torch.device(config.device)
-        spec, share = load_spec(path), Share(0, config.tensor_parallel)
-        check_divides(spec, share.size)
+        spec = load_spec(path)
+        placement = config.expert_placement if config.expert_parallel > 1 else None
+        share = share_of_first(spec, config.tensor_parallel, placement, config.expert_copies)
         check_shares(spec, config.quantize, share.size)
         max_context_tokens = _max_context_tokens(config, spec)
         threads = config.threads_per_rank
@@ -163,16 +173,17 @@ class ModelRunner:
             torch.set_num_threads(threads)
         choice = _kernels(config, spec, gpu)
         log.info("%s", choice.why)
-        _check_fits(config, spec, device, choice)
+        quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
+        check_fits(spec, share, config.dtype, quantize, available_bytes(device))
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             layout = _layout(config, spec, _model_id(checkpoint, config.quantize), choice.packing)
-            ranks = _start_ranks(config, choice, max_context_tokens, on_loss)
+            ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
             own = spec_of(spec, share)
-            with _put_on(gpu, config.quantize) as put:
+            with put_on(gpu, config.quantize) as put:
                 reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize, put)
-                to_cpu = partial(_read_weights, choice=choice, ranks=ranks)
+                to_cpu = partial(_read_weights, choice=choice, share=share, ranks=ranks)
                 steps_with = _read_to_gpu(config, reader, own, gpu) if gpu else to_cpu(config, reader, own)
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
@@ -271,18 +282,6 @@ def _gpu(name: str) -> Device | None:
         return CudaDevice(device)
 
 
-@contextmanager
-def _put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
-    """What puts weights there; once this is left they are there. To be quantised they must be there at once."""
-    remedy = "end what else uses it, serve a smaller model, or use a GPU with more"
-    with needing_memory("the model's weights", remedy):
-        if gpu is None or quantize is not None:
-            yield put_now
-        else:
-            with Upload(gpu) as upload:
-                yield upload.put
-
-
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
     if gpu is not None:
         if any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
@@ -290,18 +289,28 @@ def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> 
                 f"{spec.architecture} has latent attention, which computes on cpu alone for now: use device cpu"
             )
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
+    if config.expert_parallel > 1:
+        return Choice(None, "torch computes, slower: the compiled kernels do not know experts that ranks hold whole")
     if (unknown := why_not(spec, config.tensor_parallel)) is not None:
         return Choice(None, f"torch computes, slower: the compiled kernels do not compute {unknown}")
     return choose_for(config.cpu_isa, config.block_size, spec.kv.dim)
 
 
 def _read_weights(
-    config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, choice: Choice, ranks: RankProcesses | None
+    config: ModelRunnerConfig,
+    reader: Reader,
+    spec: ModelSpec,
+    choice: Choice,
+    share: Share,
+    ranks: RankProcesses | None,
 ) -> Callable[[KVCache, Ropes, Group], Steps]:
     """What computes batches, once it has a cache, the rotary table and a group. spec: of rank 0's share."""
     if choice.library is None:
         weights, sampler = load_weights(reader), Sampler(spec.eos_token_ids)
-        return lambda cache, cos_sin, group: TorchSteps(Decoder(spec, weights, group), cache, cos_sin, sampler, ranks)
+
+        return lambda cache, cos_sin, group: TorchSteps(
+            Decoder(spec, weights, group, share.experts), cache, cos_sin, sampler, ranks
+        )
     cores = part_of(config.cores, 0, config.tensor_parallel)
     team = make_team(choice.library, torch.get_num_threads(), cores)
     packed, sampler = read_weights(team, reader), Sampler(spec.eos_token_ids, RowSampler(team))
@@ -331,20 +340,8 @@ def _read_to_gpu(
     return steps_with
 
 
-def _check_fits(config: ModelRunnerConfig, spec: ModelSpec, device: torch.device, choice: Choice) -> None:
-    """Raise InsufficientMemory where the weights of all ranks do not, before any is read."""
-    quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
-    shares = [Share(rank, config.tensor_parallel) for rank in range(config.tensor_parallel)]
-    needed = sum(sum(weight_bytes(spec, share, config.dtype, quantize).values()) for share in shares)
-    if needed > (available := available_bytes(device)):
-        raise InsufficientMemory(
-            f"the weights take {needed:,} bytes in {config.dtype} and {available:,} are free on {device}: set "
-            "quantize, or use a machine with more memory, or a smaller model"
-        )
-
-
 def _start_ranks(
-    config: ModelRunnerConfig, choice: Choice, max_context_tokens: int, on_loss: OnLoss
+    config: ModelRunnerConfig, share: Share, choice: Choice, max_context_tokens: int, on_loss: OnLoss
 ) -> RankProcesses | None:
     if config.tensor_parallel == 1:
         return None
@@ -359,9 +356,10 @@ def _start_ranks(
         cpu_isa=choice.library.isa if choice.library is not None else "none",
         cores=config.cores,
         quantize=config.quantize,
+        experts=told_of(share),
         size=config.tensor_parallel,
     )
-    return RankProcesses(settings, on_loss)
+    return RankProcesses(settings, on_loss, choose(config.cpu_isa).library)
 
 
 def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: str) -> KVLayout:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ..kernels.cpu.library import library
 from .cores import bind_this_thread, part_of
 from .cpu_kernels import choose, make_team
 from .errors import CheckpointError, ConfigError, RankLost
@@ -24,6 +25,7 @@ from .kv_cache import KVCache
 from .kv_layout import KVLayout
 from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import Decoder
+from .models.expert_placement import Placement
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, spec_of
@@ -49,13 +51,29 @@ class RankSettings:
     cpu_isa: str = "none"  # of the compiled kernels that compute; "none": torch does
     cores: tuple[int, ...] | None = None  # of all ranks
     quantize: str | None = None
+    experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, of each rank what it holds
     rank: int = 0
     memory_fd: int = -1
+    sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
     meeting: str = ""
     parent_pid: int = 0
 
+    @property
+    def share(self) -> Share:
+        if self.experts is None:
+            return Share(self.rank, self.size)
+        experts = {int(layer): Placement.of(held) for layer, held in self.experts.items()}
+        return Share(self.rank, self.size, experts)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+
+def told_of(share: Share) -> dict[str, list[list[int]]] | None:
+    """RankSettings.experts."""
+    if share.experts is None:
+        return None
+    return {str(layer): [list(held) for held in of.held] for layer, of in share.experts.items()}
 
 
 def follow(settings: RankSettings) -> None:
@@ -63,12 +81,16 @@ def follow(settings: RankSettings) -> None:
     torch.set_num_threads(settings.num_threads)
     bind_this_thread(part_of(settings.cores, settings.rank, settings.size))
     cpu = torch.device("cpu")
-    path, share = Path(settings.model_path), Share(settings.rank, settings.size)
+    path, share = Path(settings.model_path), settings.share
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
         compute_with = _read_share(settings, spec, checkpoint, share)
     os.write(sys.stdout.fileno(), READY)
     group = GlooGroup.join(settings.rank, settings.size, Path(settings.meeting))
+    if settings.sums_fd is not None:
+        compiled = library()
+        assert compiled is not None  # rank 0 has it
+        group.share(compiled, settings.sums_fd)
     [num_blocks] = hear(group).tolist()
     limits = StepLimits(settings.block_size, num_blocks, settings.max_context_tokens, spec.vocab_size)
     layout = KVLayout(
@@ -95,15 +117,15 @@ def _read_share(
 ) -> Callable[[KVCache, Ropes, Group], Callable[[Step], object]]:
     """What computes the steps of this rank, once it has a cache, the rotary table and a group."""
     cpu, dtype, ours = torch.device("cpu"), DTYPES[settings.dtype], spec_of(spec, share)
-    library = choose(settings.cpu_isa).library
-    if library is not None:
-        team = make_team(library, settings.num_threads, part_of(settings.cores, settings.rank, settings.size))
+    chosen = choose(settings.cpu_isa).library
+    if chosen is not None:
+        team = make_team(chosen, settings.num_threads, part_of(settings.cores, settings.rank, settings.size))
         packed = read_weights(team, checkpoint.reader(dtype, cpu, share=share, quantize=settings.quantize))
         return lambda cache, cos_sin, group: CompiledDecoder(ours, packed, cache, cos_sin, team, group).follow
     weights = checkpoint.load(dtype, cpu, share=share, quantize=settings.quantize)
 
     def compute_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Step], object]:
-        decoder = Decoder(ours, weights, group)
+        decoder = Decoder(ours, weights, group, share.experts)
         return lambda step: decoder.compute(step, cache, cos_sin)
 
     return compute_with

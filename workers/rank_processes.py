@@ -27,6 +27,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..kernels.cpu.library import Library
+from ..kernels.cpu.ranks import RankSums
 from .cores import openmp_settings, part_of
 from .errors import ConfigError, RankLost
 from .parallel import GlooGroup
@@ -42,14 +44,20 @@ log = logging.getLogger("diptych.worker")
 class RankProcesses:
     """Ranks 1 to size - 1 of a worker. `on_loss` is called once at most, on a thread of ours, not after `close`."""
 
-    def __init__(self, settings: RankSettings, on_loss: OnLoss) -> None:
-        """`settings`: what they have in common; the rest is filled in here. Raises ConfigError."""
+    def __init__(self, settings: RankSettings, on_loss: OnLoss, library: Library | None = None) -> None:
+        """`settings`: what they have in common; the rest is filled in here. library: they sum with it, through memory.
+        Raises ConfigError."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("tensor_parallel > 1 needs Linux, whose memory files the ranks share: use 1")
-        self.memory_fd = os.memfd_create("diptych-kv")
+        self.memory_fd, self._sums_fd = os.memfd_create("diptych-kv"), os.memfd_create("diptych-sums")
+        os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
+        self._library = library
+        self._group: GlooGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
         self._meeting = Path(self._folder) / "meeting"
-        self._settings = replace(settings, memory_fd=self.memory_fd, meeting=str(self._meeting), parent_pid=os.getpid())
+        sums_fd = self._sums_fd if library is not None else None
+        ends = {"memory_fd": self.memory_fd, "sums_fd": sums_fd, "meeting": str(self._meeting)}
+        self._settings = replace(settings, **ends, parent_pid=os.getpid())
         self._on_loss = on_loss
         self._ready: Future[None] = Future()
         self._wake_read, self._wake_write = os.pipe()
@@ -63,17 +71,22 @@ class RankProcesses:
     def join(self) -> GlooGroup:
         """Waits until every rank has read its weights. Raises RankLost if one ends instead."""
         self._ready.result()
-        self._group = GlooGroup.join(0, self._settings.size, self._meeting)
-        return self._group
+        group = GlooGroup.join(0, self._settings.size, self._meeting)
+        if self._library is not None:
+            group.share(self._library, self._sums_fd)
+        self._group = group
+        return group
 
     def begin(self, num_blocks: int) -> None:
         """Have all map the KV memory, which now has its size. Then they wait for steps."""
+        assert self._group is not None
         tell(self._group, np.array([num_blocks], dtype=np.int32))
         self._group.all_reduce(torch.ones(1))
         self._end_meeting()
 
     def tell(self, step: Step) -> None:
         """What they are to compute with us next."""
+        assert self._group is not None
         tell(self._group, step.to_words())
 
     def fail(self, error: RankLost) -> RankLost:
@@ -90,7 +103,7 @@ class RankProcesses:
         self._thread.join()
 
     def __del__(self) -> None:
-        for descriptor in (self.memory_fd, self._wake_read, self._wake_write):
+        for descriptor in (self.memory_fd, self._sums_fd, self._wake_read, self._wake_write):
             os.close(descriptor)
 
     # -- the thread -------------------------------------------------------------------------------------------------
@@ -116,7 +129,7 @@ class RankProcesses:
         cores = part_of(self._settings.cores, rank, self._settings.size)
         env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | openmp_settings(cores)  # as for the worker itself
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[self.memory_fd], env=env
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[self.memory_fd, self._sums_fd], env=env
         )
 
     def _watch(self) -> RankLost | None:
@@ -157,6 +170,8 @@ class RankProcesses:
     def _end(self) -> None:
         for process in self._processes:
             process.kill()
+        if self._group is not None:
+            self._group.abandon()
         for process in self._processes:
             process.wait()
             if process.stdout is not None:

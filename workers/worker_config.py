@@ -28,6 +28,9 @@ class WorkerConfig:
     look_ahead: bool = False  # prepare a step while the one before it is computed: compiled CPU kernels, one rank
     cuda_graphs: bool = True  # on cuda: steps are captured at start, and replayed; False: launched kernel by kernel
     tensor_parallel: int = 1  # ranks: processes that share the model's heads and MLP, on this machine
+    expert_parallel: int = 1  # as many: they have whole experts of a mixture, instead of a part of each
+    expert_placement: str = "contiguous"  # which: that, "round_robin", or a JSON file of measured loads
+    expert_copies: int = 0  # with such a file: experts of each layer that are held once more
     block_size: int = 16  # tokens a block
     kv_memory_bytes: int | None = None  # None: by fraction
     kv_memory_fraction: float = 0.3  # of the memory that is free at start
@@ -85,6 +88,12 @@ class WorkerConfig:
             raise ConfigError(
                 f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
             )
+        if self.expert_parallel not in (1, self.tensor_parallel):
+            raise ConfigError(
+                f"expert_parallel must be 1 or tensor_parallel={self.tensor_parallel}, got {self.expert_parallel}"
+            )
+        if self.expert_copies < 0:
+            raise ConfigError(f"expert_copies must be at least 0, got {self.expert_copies}")
         if self.look_ahead and self.tensor_parallel > 1:
             raise ConfigError("look_ahead works with one rank alone: leave it out, or set tensor_parallel to 1")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
-ONCE = ("team.cpp",)  # the rest is built for each instruction set
+ONCE = ("ranks.cpp", "team.cpp")  # the rest is built for each instruction set
 LIBRARY = "diptych_cpu.so"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -83,6 +83,19 @@ def test_quantised_weights_take_less(llama: Path) -> None:
     assert plain["MLP"] > 1.5 * int8["MLP"] > 1.5 * int4["MLP"]
 
 
+def test_ranks_with_whole_experts(tmp_path: Path) -> None:
+    """7 experts over two ranks: 3 and 4, of an inner size that two ranks could not share."""
+    path = make_checkpoint(tmp_path / "mixtral", "mixtral", 4, num_local_experts=7, intermediate_size=33)
+    found = plan_memory(load_spec(path), Parallelism("float32", None, 2, expert_parallel=2), ROOMY)
+    expert, router = 3 * 33 * 64 * 4, 7 * 64 * 4
+    assert found.other is not None
+    assert found.first.weights["experts"] == 3 * (3 * expert + router)
+    assert found.other.weights["experts"] == 3 * (4 * expert + router)
+    for size in (3, 1):
+        with pytest.raises(ConfigError, match="1 or tensor_parallel"):
+            plan_memory(load_spec(path), Parallelism(tensor_parallel=size, expert_parallel=2), ROOMY)
+
+
 def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
     with pytest.raises(ConfigError, match="attention heads"):
         plan_memory(load_spec(llama), Parallelism(tensor_parallel=3), ROOMY)

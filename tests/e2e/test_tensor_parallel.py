@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import psutil
 import pytest
@@ -152,17 +153,30 @@ def test_no_rank_outlives_a_worker_that_is_killed(worker: WorkerHandle) -> None:
     assert_ended(ranks)
 
 
-def test_a_worker_that_is_killed_while_it_loads_leaves_nothing(grouped: tuple[Path, Cases]) -> None:
-    process = spawn(grouped[0], "mixed", tensor_parallel=2, **FLAGS)
-    me = psutil.Process(process.pid)
-    while not (ranks := me.children()):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
+@contextmanager
+def loading(path: Path) -> Iterator[tuple[Popen[str], list[psutil.Process]]]:
+    """A worker of two ranks as soon as both are processes, and the second of them; on leaving, all have ended."""
+    with spawn(path, "mixed", tensor_parallel=2, **FLAGS) as process:
+        me = psutil.Process(process.pid)
+        while not (ranks := me.children()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield process, ranks
     assert_ended(ranks)
+
+
+def test_a_worker_that_is_killed_while_it_loads_leaves_nothing(grouped: tuple[Path, Cases]) -> None:
+    with loading(grouped[0]) as (process, _):
+        process.kill()
+
+
+def test_a_rank_that_is_killed_while_it_loads_ends_its_worker_by_name(
+    grouped: tuple[Path, Cases], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with loading(grouped[0]) as (process, ranks):
+        ranks[0].kill()
+        assert process.wait(END_S) == 1
+    assert "rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it" in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_a_worker_in_order(worker: WorkerHandle) -> None:
@@ -243,3 +257,22 @@ def test_latents_move_between_workers_of_unlike_sizes(tmp_path: Path) -> None:
     with sized(path, 1, 2) as handles:
         assert_kv_moves(handles[2], handles[1], cases, "nixl")
         assert_kv_moves(handles[1], handles[2], cases, "grpc")
+
+
+def test_experts_that_ranks_hold_whole(tmp_path: Path) -> None:
+    """Prefill by one rank, which has them all; decode by two."""
+    path = make_checkpoint(tmp_path / "qwen3moe", "qwen3moe", seed=7, num_key_value_heads=2)
+    cases = untied_prompts(path, seed=32, lengths=LENGTHS, max_tokens=NUM_TOKENS)
+    spread = {"tensor_parallel": 2, "expert_parallel": 2, "expert_placement": "round_robin"}
+
+    async def test(*handles: WorkerHandle) -> None:
+        async with routed(*handles) as router:
+            calls = [answer(router, prompt, b"%d" % len(handles)) for prompt, _ in cases]
+            assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
+
+    with unlike_workers(path, [("prefill", FLAGS), ("decode", FLAGS | spread)]) as [source, sink]:
+        assert len(ranks_of(sink)) == 1
+        asyncio.run(test(sink))
+        asyncio.run(test(source, sink))
+        assert sink.settled_state().load.num_handoffs_received == len(cases)
+        assert_nothing_leaked([source, sink])

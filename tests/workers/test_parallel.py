@@ -47,7 +47,13 @@ def test_everybody_gets_what_rank_0_has(tmp_path: Path) -> None:
 def test_parts_of_unlike_sizes_meet_at_rank_0(dtype: torch.dtype, tmp_path: Path) -> None:
     shapes = [(2, 3), (2, 0), (2, 4)]
     parts = [torch.arange(math.prod(shape)).view(shape).to(dtype) + 10 * rank for rank, shape in enumerate(shapes)]
-    found = as_ranks(3, tmp_path / "meeting", lambda group: group.gather(parts[group.rank], shapes))
+
+    def work(group: GlooGroup) -> list[torch.Tensor]:
+        gathered = group.gather(parts[group.rank], shapes)
+        group.all_reduce(torch.ones(1))  # none leaves before all have come
+        return gathered
+
+    found = as_ranks(3, tmp_path / "meeting", work)
     assert found[1:] == [[], []]
     assert isinstance(found[0], list)
     assert all(torch.equal(a, b) for a, b in zip(found[0], parts, strict=True))

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -232,3 +233,24 @@ def test_a_piece_is_read_as_it_says(llama: Path) -> None:
             assert torch.equal(halves[1], part[:, share.part_of(32)] + 1.0)
             assert torch.equal(halves[2], stored[3, columns][share.part_of(32)])
             assert [shape_of_part(p, share) for p in (turned, inner, row)] == [tuple(h.shape) for h in halves]
+
+
+def test_pages_that_were_read_are_let_go(tmp_path: Path) -> None:
+    """An embedding of 4 MB, of a file that is mapped once it was read, and no more once it is let go."""
+    path = make_checkpoint(tmp_path / "llama", "llama", 1, vocab_size=16_000)
+    piece = Piece("model.embed_tokens.weight", (16_000, 64), Cut.VOCABULARY)
+
+    def mapped_bytes() -> int:
+        maps = psutil.Process().memory_maps(grouped=False)
+        return sum(m.rss for m in maps if m.path == str(path / "model.safetensors"))
+
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        whole = checkpoint.read(piece, Share())
+        assert whole.sum().isfinite()
+        assert mapped_bytes() >= whole.nbytes
+        kept = whole[8007].clone()
+        del whole
+        checkpoint.let_go()
+        assert mapped_bytes() < 1 << 20
+        assert torch.equal(checkpoint.read(piece, Share(1, 2))[7], kept)
+    assert mapped_bytes() == 0

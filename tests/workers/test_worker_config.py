@@ -11,6 +11,13 @@ def test_a_steps_budget_is_the_devices_unless_it_is_given(device: str, asked: in
     assert config.scheduler().max_batch_tokens == expected
 
 
+@pytest.mark.parametrize(("ranks", "experts", "copies"), [(1, 2, 0), (4, 2, 0), (2, 0, 0), (2, 2, -1)])
+def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: int) -> None:
+    WorkerConfig("model", tensor_parallel=4, expert_parallel=4, expert_copies=2).validate()
+    with pytest.raises(ConfigError, match="expert_parallel must be 1 or" if copies == 0 else "expert_copies must be"):
+        WorkerConfig("model", tensor_parallel=ranks, expert_parallel=experts, expert_copies=copies).validate()
+
+
 def test_ranks_do_not_look_ahead() -> None:
     WorkerConfig("model", look_ahead=True).validate()
     with pytest.raises(ConfigError, match="look_ahead works with one rank"):

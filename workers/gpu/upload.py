@@ -9,14 +9,17 @@ mapping would keep whole files in memory. Numbers of another dtype are converted
 beside the link. Beyond the weights there are `num_buffers` on the host, and one on the device for what is converted.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..models.weights import Put, put_now
 from .device import Device, Event
+from .device_errors import needing_memory
 
 BUFFER_BYTES = 32 << 20  # some 0.6 ms of a PCIe 5 link: what an event and a launch cost does not show
 NUM_BUFFERS = 3
@@ -90,3 +93,15 @@ def _pieces(target: Tensor, stored: Tensor, most: int) -> Iterator[tuple[Tensor,
     else:
         for row, stored_row in zip(target, stored, strict=True):
             yield from _pieces(row, stored_row, most)
+
+
+@contextmanager
+def put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
+    """What puts weights there; once this is left they are there. To be quantised they must be there at once."""
+    remedy = "end what else uses it, serve a smaller model, or use a GPU with more"
+    with needing_memory("the model's weights", remedy):
+        if gpu is None or quantize is not None:
+            yield put_now
+        else:
+            with Upload(gpu) as upload:
+                yield upload.put

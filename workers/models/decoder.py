@@ -7,7 +7,7 @@
 What enters a part is normed where the spec has norms before it; what it adds, where it has them after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ from ..kv_cache import KVCache
 from ..parallel import Alone, Group
 from ..step import Step
 from .attention import StepMeta, options_of, output, project
+from .dispatch import ExpertRanks
+from .expert_placement import Placement
 from .mla import latent_attention
 from .mlp import mlp
 from .moe import moe, no_expert_tokens
@@ -39,6 +41,7 @@ class Layer:
     rope_id: int  # which of ModelSpec.ropes is its own
     options: AttentionOptions
     expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
+    experts: ExpertRanks | None = None  # where this rank has some of them, whole
 
     @property
     def attention(self) -> AttentionSpec:
@@ -46,16 +49,18 @@ class Layer:
         return self.spec.attention
 
 
-def layers_of(spec: ModelSpec, weights: Sequence[LayerWeights], expert_tokens: Tensor | None = None) -> list[Layer]:
+def layers_of(
+    spec: ModelSpec, weights: Sequence[LayerWeights], expert_tokens: Tensor | None, experts: Mapping[int, ExpertRanks]
+) -> list[Layer]:
     """spec, weights: of this rank's share. expert_tokens: as moe.py's `no_expert_tokens` makes it; None: nobody
-    counts."""
+    counts. experts: by layer, of those that ranks hold whole."""
     layers: list[Layer] = []
     for i, (of, own, rope_id) in enumerate(zip(spec.layers, weights, spec.rope_ids, strict=True)):
         options = options_of(of.attention, own) if isinstance(of.attention, AttentionSpec) else NO_OPTIONS
         counts = None
         if expert_tokens is not None and isinstance(of.feed_forward, MoeSpec):
             counts = expert_tokens[i, : of.feed_forward.num_experts]
-        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options, counts))
+        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options, counts, experts.get(i)))
     return layers
 
 
@@ -67,13 +72,15 @@ class Decoder:
         spec: ModelSpec,
         weights: DecoderWeights,
         group: Group | None = None,
+        experts: Mapping[int, Placement] | None = None,
     ) -> None:
-        """spec: of this rank's share."""
+        """spec, weights: of this rank's share. experts: Share.experts."""
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         # All ranks send the same tokens to the same experts: the first alone counts.
         self.expert_tokens = None if self.group.rank else no_expert_tokens(spec, weights.embed.device)
-        self.layers = layers_of(spec, weights.layers, self.expert_tokens)
+        ranks = {layer: ExpertRanks(self.group, placement) for layer, placement in (experts or {}).items()}
+        self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
 
     def compute(
         self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None
@@ -177,7 +184,8 @@ def feed_forward(layer: Layer, hidden: Tensor, group: Group) -> Tensor:
     """hidden: [T, H]. Returns [T, H], the same on every rank."""
     spec, weights = layer.spec.feed_forward, layer.weights
     if isinstance(spec, MoeSpec):
-        return group.all_reduce(moe(spec, weights, hidden, expert_tokens=layer.expert_tokens))
+        here = layer.experts.here if layer.experts is not None else None
+        return group.all_reduce(moe(spec, weights, hidden, here, layer.expert_tokens))
     gate_up, down = weights.gate_up, weights.down
     assert gate_up is not None and down is not None
     return group.all_reduce(mlp(hidden, spec.activation, gate_up, down, weights.gate_up_bias, weights.down_bias))

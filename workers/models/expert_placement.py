@@ -6,12 +6,20 @@ take turns with the rows of a step that go to it: by a row's number alone, which
 not depend on where, so that the turn is no more than a matter of balance.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
 
 from ..errors import ConfigError
+from .spec import ModelSpec, MoeSpec
+
+IN_ORDER = "contiguous"
+DEALT_OUT = "round_robin"
+MAX_FILE_BYTES = 1 << 24  # of loads: a hundred layers of a thousand experts are a tenth of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,11 @@ class Placement:
                 raise ConfigError(f"rank {rank} is to hold the experts {experts}: name each once, in ascending order")
         if missing := set(range(self.num_experts)).difference(*self.held):
             raise ConfigError(f"no rank is to hold the experts {sorted(missing)}: place all {self.num_experts}")
+
+    @classmethod
+    def of(cls, held: Sequence[Sequence[int]]) -> "Placement":
+        """held: of each rank, of a placement of all experts."""
+        return cls(1 + max(max(experts) for experts in held), tuple(tuple(experts) for experts in held))
 
     @property
     def num_ranks(self) -> int:
@@ -104,3 +117,41 @@ def _num_holders(loads: Sequence[float], num_ranks: int, num_copies: int) -> lis
 def _check(num_experts: int, num_ranks: int) -> None:
     if not 1 <= num_ranks <= num_experts:
         raise ConfigError(f"{num_experts} experts cannot be spread over {num_ranks} ranks: use 1 to {num_experts}")
+
+
+def place_experts(
+    spec: ModelSpec, num_ranks: int, placement: str = IN_ORDER, num_copies: int = 0
+) -> dict[int, Placement]:
+    """By layer, of those that have experts. placement: "contiguous", "round_robin", or the path of a file of loads.
+    Raises ConfigError."""
+    sizes = {i: of.num_experts for i, layer in enumerate(spec.layers) if isinstance(of := layer.feed_forward, MoeSpec)}
+    if not sizes:
+        raise ConfigError(f"expert_parallel={num_ranks} needs a model with experts: leave it out")
+    if placement in (IN_ORDER, DEALT_OUT):
+        if num_copies:
+            raise ConfigError(f"expert_copies={num_copies} needs measured loads: name a file as expert_placement")
+        place = contiguous if placement == IN_ORDER else round_robin
+        return {layer: place(num_experts, num_ranks) for layer, num_experts in sizes.items()}
+    loads = read_loads(Path(placement), list(sizes.values()))
+    return {layer: by_load(own, num_ranks, num_copies) for layer, own in zip(sizes, loads, strict=True)}
+
+
+def read_loads(path: Path, sizes: Sequence[int]) -> list[list[float]]:
+    """A JSON list with a list for each layer that has experts, of a number for each of them. sizes: how many those are.
+    Raises ConfigError."""
+    remedy = f"expert_placement must be {IN_ORDER}, {DEALT_OUT} or a JSON file of loads"
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_FILE_BYTES:,} bytes: {remedy}")
+        found: Any = json.loads(path.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read ({e.strerror}): {remedy}") from e
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path} is not valid JSON ({e}): {remedy}") from e
+    layers = cast("list[Any]", found) if isinstance(found, list) else []
+    lengths = [len(cast("list[Any]", own)) if isinstance(own, list) else -1 for own in layers]
+    if lengths != list(sizes):
+        raise ConfigError(f"{path} must be a list of {len(sizes)} lists, of as many loads as a layer has experts")
+    if not all(isinstance(load, (int, float)) and not isinstance(load, bool) for own in layers for load in own):
+        raise ConfigError(f"{path} must hold numbers alone: of each expert, how many tokens went to it")
+    return layers

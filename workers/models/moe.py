@@ -6,6 +6,7 @@
 A row's sum does not depend on what is beside it, as far as torch's products of other rows do not.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -20,25 +21,30 @@ from .mlp import mlp
 from .spec import ModelSpec, MoeSpec, RoutingSpec
 from .weights import LayerWeights
 
+# [T, top_k] int32 of experts -> the same of where they are among those that are held here; -1 for those that are not.
+Here = Callable[[Tensor], Tensor]
+
 
 def moe(
-    spec: MoeSpec, weights: LayerWeights, hidden: Tensor, first_expert: int = 0, expert_tokens: Tensor | None = None
+    spec: MoeSpec, weights: LayerWeights, hidden: Tensor, here: Here | None = None, expert_tokens: Tensor | None = None
 ) -> Tensor:
-    """What the experts that are held here, from `first_expert` on, and the shared ones give. hidden: [T, H].
+    """What the experts that are held here and the shared ones give. hidden: [T, H].
 
-    expert_tokens: [num_experts] int64, of all experts; how many go to each is added. Returns [T, H].
+    here: None where those are all. expert_tokens: [num_experts] int64, of all experts; how many go to each is added.
+    Returns [T, H].
     """
     gates, experts = route(spec.routing, weights, hidden)
     if expert_tokens is not None:
         _count(experts, expert_tokens)
+    if here is not None:
+        experts = here(experts)
     gate_up, down = weights.experts_gate_up, weights.experts_down
     assert gate_up is not None and down is not None
     shared = _shared(spec, weights, hidden)
     if has_kernel(hidden) and has_kernels(spec):
-        return moe_experts(hidden, gates, experts, gate_up, down, first_expert, shared)
-    num_experts = gate_up.shape[0]
-    y = launched(_one_by_one, spec, weights, hidden, experts - first_expert if first_expert else experts)
-    return moe_combine(y, gates, experts, num_experts, first_expert, shared)
+        return moe_experts(hidden, gates, experts, gate_up, down, shared=shared)
+    y = launched(_one_by_one, spec, weights, hidden, experts)
+    return moe_combine(y, gates, experts, gate_up.shape[0], shared=shared)
 
 
 def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
@@ -80,7 +86,7 @@ def _count(experts: Tensor, expert_tokens: Tensor) -> None:
 
 
 def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: Tensor) -> Tensor:
-    """One expert after another, of those that have rows. experts: [T, top_k], counted from the first that is held.
+    """One expert after another, of those that have rows. experts: [T, top_k], as they are numbered here.
 
     Returns [T * top_k, H]: of each choice what its expert gives; not written for those that are not held.
     """

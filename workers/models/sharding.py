@@ -2,13 +2,15 @@
 
 Query heads, KV heads and the MLP's inner dimension are divided evenly, in order; where there are more ranks than KV
 heads, neighbouring ranks hold the same one (kv_layout.py says which). So is the vocabulary of embedding and head: where
-it does not divide some ranks hold a row more than others, and nothing is padded. Norms are everybody's.
+it does not divide some ranks hold a row more than others, and nothing is padded. Norms are everybody's. Of a mixture's
+experts each rank holds its part of every one, or some of them, whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
+from .expert_placement import Placement, place_experts
 from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from .tensor_names import Cut, Piece, Pieces, Shape, layer_tensors, outer_tensors
 
@@ -19,6 +21,7 @@ class Share:
 
     rank: int = 0
     size: int = 1
+    experts: Mapping[int, Placement] | None = None  # by layer; None: ranks share each expert
 
     def part_of(self, length: int) -> slice:
         """Its part of an axis that is divided over the ranks."""
@@ -31,7 +34,7 @@ class Share:
 
 
 WHOLE = Share()
-ADDED_ONCE = ("o_bias", "down_bias", "experts_down_bias")  # fields of LayerWeights
+ADDED_ONCE = ("o_bias", "down_bias")  # fields of LayerWeights
 
 
 def vocabulary_sizes(vocab_size: int, size: int) -> list[int]:
@@ -40,17 +43,24 @@ def vocabulary_sizes(vocab_size: int, size: int) -> list[int]:
     return [part.stop - part.start for part in parts]
 
 
-def check_divides(spec: ModelSpec, size: int) -> None:
-    """Raise ConfigError unless `size` ranks can share a decoder of `spec`."""
-    for fault in _faults(spec, size):
+def share_of_first(spec: ModelSpec, size: int, placement: str | None = None, num_copies: int = 0) -> Share:
+    """Of rank 0 of `size`. placement: which experts each has whole, see place_experts; None: a part of every one.
+    Raises ConfigError where ranks cannot share the model so."""
+    check_divides(spec, size, whole_experts=placement is not None)
+    return Share(0, size, None if placement is None else place_experts(spec, size, placement, num_copies))
+
+
+def check_divides(spec: ModelSpec, size: int, *, whole_experts: bool = False) -> None:
+    """Raise ConfigError unless `size` ranks can share a decoder of `spec`; whole_experts: not each of its experts."""
+    for fault in _faults(spec, size, whole_experts):
         most = max(layer.attention.num_heads for layer in spec.layers)
-        fitting = ", ".join(str(n) for n in range(1, most + 1) if not any(_faults(spec, n)))
+        fitting = ", ".join(str(n) for n in range(1, most + 1) if not any(_faults(spec, n, whole_experts)))
         raise ConfigError(f"tensor_parallel={size} does not divide the model's {fault}: use one of {fitting}")
     if spec.vocab_size < size:
         raise ConfigError(f"tensor_parallel={size} leaves ranks none of the model's {spec.vocab_size} tokens: use less")
 
 
-def _faults(spec: ModelSpec, size: int) -> Iterator[str]:
+def _faults(spec: ModelSpec, size: int, whole_experts: bool) -> Iterator[str]:
     """What `size` ranks cannot share evenly."""
     for layer in dict.fromkeys(spec.layers):
         attention = layer.attention
@@ -60,34 +70,37 @@ def _faults(spec: ModelSpec, size: int) -> Iterator[str]:
             num = attention.num_kv_heads
             if num % size and size % num:
                 yield f"{num} key-value heads, nor they it"
+        of = layer.feed_forward
         for part in layer.mlps:
-            if part.intermediate_size % size:
+            is_whole = whole_experts and isinstance(of, MoeSpec) and part is of.expert
+            if part.intermediate_size % size and not is_whole:
                 yield f"intermediate size of {part.intermediate_size}"
 
 
 def spec_of(spec: ModelSpec, share: Share) -> ModelSpec:
     """The spec of the layers that `share` holds: its heads, its part of the MLP. The vocabulary stays whole."""
-    shares = {layer: _layer_of(layer, share.size) for layer in dict.fromkeys(spec.layers)}
+    shares = {layer: _layer_of(layer, share) for layer in dict.fromkeys(spec.layers)}
     return replace(spec, layers=tuple(shares[layer] for layer in spec.layers))
 
 
-def _layer_of(layer: LayerSpec, size: int) -> LayerSpec:
-    attention, mlp = layer.attention, layer.feed_forward
+def _layer_of(layer: LayerSpec, share: Share) -> LayerSpec:
+    attention, mlp, size = layer.attention, layer.feed_forward, share.size
     num_heads = attention.num_heads // size
     if isinstance(attention, AttentionSpec):
         attention = replace(attention, num_heads=num_heads, num_kv_heads=max(attention.num_kv_heads // size, 1))
     else:
         attention = replace(attention, num_heads=num_heads)
-    return replace(layer, attention=attention, feed_forward=_feed_forward_of(mlp, size))
+    return replace(layer, attention=attention, feed_forward=_feed_forward_of(mlp, share))
 
 
-def _feed_forward_of(whole: MlpSpec | MoeSpec, size: int) -> MlpSpec | MoeSpec:
-    """A mixture's experts are all everybody's, each a part of it."""
+def _feed_forward_of(whole: MlpSpec | MoeSpec, share: Share) -> MlpSpec | MoeSpec:
+    def part(of: MlpSpec) -> MlpSpec:
+        return replace(of, intermediate_size=of.intermediate_size // share.size)
+
     if isinstance(whole, MlpSpec):
-        return replace(whole, intermediate_size=whole.intermediate_size // size)
-    expert = replace(whole.expert, intermediate_size=whole.expert.intermediate_size // size)
-    shared = whole.shared and replace(whole.shared, intermediate_size=whole.shared.intermediate_size // size)
-    return replace(whole, expert=expert, shared=shared)
+        return part(whole)
+    expert = part(whole.expert) if share.experts is None else whole.expert
+    return replace(whole, expert=expert, shared=whole.shared and part(whole.shared))
 
 
 def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:
@@ -133,9 +146,26 @@ def _within(places: range, part: slice) -> slice:
 
 
 def layer_fields(spec: ModelSpec, layer: int, share: Share) -> dict[str, Pieces]:
-    """What `share` holds parts of, in one layer. What is added once is added by rank 0."""
+    """What `share` holds parts of, in one layer. What is added once is added by rank 0, and an expert's bias by whoever
+    holds the expert."""
     fields = layer_tensors(spec, layer)
-    return {field: of for field, of in fields.items() if not (share.rank and field in ADDED_ONCE)}
+    for field in ADDED_ONCE if share.rank else ():
+        fields.pop(field, None)
+    if share.experts is not None and layer in share.experts:
+        held = share.experts[layer].held[share.rank]
+        return {field: tuple(_of_experts(pieces, held)) for field, pieces in fields.items()}
+    if share.rank:
+        fields.pop("experts_down_bias", None)
+    return fields
+
+
+def _of_experts(pieces: Pieces, held: tuple[int, ...]) -> Iterator[Piece]:
+    """Without those of experts other than `held`, which are whole."""
+    for piece in pieces:
+        if piece.expert is None:
+            yield piece
+        elif piece.expert in held:
+            yield replace(piece, cut=Cut.WHOLE)
 
 
 def outer_fields(spec: ModelSpec, *, has_head: bool) -> dict[str, Pieces]:

@@ -1,8 +1,10 @@
 """What a rank's weights take in memory, from the spec alone. Arithmetic only, no torch."""
 
 import math
+from dataclasses import replace
 
 from ...kernels.cpu.formats import stored_bytes
+from ..errors import InsufficientMemory
 from ..kv_layout import DTYPE_BYTES
 from ..quant.formats import format_of
 from .sharding import Share, layer_fields, outer_fields, shape_of_part
@@ -22,6 +24,18 @@ def weight_bytes(spec: ModelSpec, share: Share, dtype: str, quantize: str | None
         for field, pieces in fields.items():
             found[field] = found.get(field, 0) + _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], quantize)
     return found
+
+
+def check_fits(spec: ModelSpec, share: Share, dtype: str, quantize: str | None, available: int) -> None:
+    """Raise InsufficientMemory where the weights of all ranks, which share as `share` says, take more bytes than
+    `available`."""
+    shares = [replace(share, rank=rank) for rank in range(share.size)]
+    needed = sum(sum(weight_bytes(spec, of, dtype, quantize).values()) for of in shares)
+    if needed > available:
+        raise InsufficientMemory(
+            f"the weights take {needed:,} bytes in {dtype} and {available:,} are free: set quantize, or use a machine "
+            "with more memory, or a smaller model"
+        )
 
 
 def _bytes_of(field: str, pieces: Pieces, share: Share, item_bytes: int, quantize: str | None) -> int:

@@ -8,7 +8,6 @@ with a checkpoint is found before a weight is read, and named.
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -92,22 +91,17 @@ class Checkpoint:
     def __init__(self, model_path: Path, spec: ModelSpec) -> None:
         """Raises CheckpointError naming file, tensor, expected and found."""
         self.spec = spec
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it
+        self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it, for as long as it is named here
         self._paths: dict[str, Path] = {}
-        try:
-            self._open(model_path)
-            self._check(model_path)
-        except BaseException:
-            self._stack.close()
-            raise
+        self._read_from: set[Path] = set()
+        self._open(model_path)
+        self._check(model_path)
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
-        self._stack.close()
 
     @property
     def num_bytes(self) -> int:
@@ -167,6 +161,7 @@ class Checkpoint:
 
     def _read(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
         """The part of tensor `name`, as stored."""
+        self._read_from.add(self._paths[name])
         spans = tuple(of if isinstance(of, int) else slice(of.start, of.stop) for of in part)
         steps = tuple(slice(None, None, of.step) for of in part if isinstance(of, slice))
         try:
@@ -178,6 +173,14 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} cannot be read ({e}): fetch the file again"
             ) from e
+
+    def let_go(self) -> None:
+        """Map anew what was read from: the pages of a mapping count as this process's memory for as long as it lasts.
+        It does while a tensor of `read` lasts."""
+        for path in self._read_from:
+            shard = self._open_shard(path)
+            self._files |= {name: shard for name in self._files if self._paths[name] == path}
+        self._read_from.clear()
 
     def holds(self, name: str) -> bool:
         return name in self._files
@@ -207,7 +210,7 @@ class Checkpoint:
 
     def _open_shard(self, path: Path) -> Any:
         try:
-            return self._stack.enter_context(safe_open(path, framework="pt"))
+            return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
         except RuntimeError as e:  # torch's own, of a mapping that the kernel refused
@@ -265,7 +268,9 @@ class Reader:
 
     def layers(self) -> "Iterator[Fields]":
         self._progress(0, self._total)
-        return (Fields(self, fields) for fields in self._layers)
+        for fields in self._layers:
+            yield Fields(self, fields)
+            self._checkpoint.let_go()
 
     def outer(self) -> "Fields":
         return Fields(self, self._outer)

@@ -1,6 +1,6 @@
 """Weights by way of pinned buffers are bit for bit those that are read at once, however late the device computes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from diptych.workers.gpu.fake_device import FakeDevice, FakeEvent, FakeLane
 from diptych.workers.gpu.upload import Upload
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import WHOLE, Share
+from diptych.workers.models.tensor_names import Piece
 from diptych.workers.models.weights import Checkpoint, Progress, load_weights
 
 from ...checkpoints import make_checkpoint
@@ -177,11 +178,11 @@ def test_a_weight_is_never_held_beside_itself() -> None:
 def failing_at(checkpoint: Checkpoint, num: int) -> Iterator[None]:
     read, calls = checkpoint.read, list[str]()
 
-    def fail(name: str, part: Sequence[slice]) -> Tensor:
-        calls.append(name)
+    def fail(piece: Piece, share: Share) -> Tensor:
+        calls.append(piece.name)
         if len(calls) == num:
-            raise CheckpointError(f"tensor {name} cannot be read")
-        return read(name, tuple(part))
+            raise CheckpointError(f"tensor {piece.name} cannot be read")
+        return read(piece, share)
 
     checkpoint.read = fail  # pyright: ignore
     yield

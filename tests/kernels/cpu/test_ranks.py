@@ -1,0 +1,97 @@
+"""Sums over ranks through shared memory; here the ranks are threads."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.kernels.cpu.library import Library, library
+from diptych.kernels.cpu.ranks import SLOT_BYTES, Abandoned, RankSums
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built")
+SLOT_FLOATS = SLOT_BYTES // 4
+Result = TypeVar("Result")
+
+
+def make(size: int, timeout_s: float = 60.0) -> list[RankSums]:
+    found = library()
+    assert isinstance(found, Library)
+    memory = torch.zeros(RankSums.num_bytes(size), dtype=torch.uint8)
+    return [RankSums(found, memory, rank, size, timeout_s) for rank in range(size)]
+
+
+def at_once(ranks: list[RankSums], work: Callable[[int, RankSums], Result]) -> list[Result]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(work, range(len(ranks)), ranks))
+
+
+def parts_of(size: int, *shape: int) -> Tensor:
+    return torch.randn(size, *shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("num", [0, 1, 1023, 4096 + 7, SLOT_FLOATS, 2 * SLOT_FLOATS + 5])
+def test_the_sum_in_the_order_of_ranks(size: int, num: int) -> None:
+    parts = parts_of(size, num)
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    own = [part.clone() for part in parts]
+    at_once(make(size), lambda rank, sums: sums.add(own[rank]))
+    assert all(torch.equal(found, expected) for found in own)
+
+
+def test_one_after_another() -> None:
+    """Slots are used again, and a rank that is ahead writes none that another still reads."""
+    parts = parts_of(3, 200, 700)
+
+    def work(rank: int, sums: RankSums) -> Tensor:
+        own = parts[rank].clone()
+        for row in own:
+            sums.add(row)
+        return own
+
+    found = at_once(make(3), work)
+    assert all(torch.equal(each, parts[0] + parts[1] + parts[2]) for each in found)
+
+
+def test_pieces_of_unlike_parts() -> None:
+    lengths = [2 * SLOT_BYTES + 3, 0, 10]
+    parts = [torch.arange(n).to(torch.uint8) + rank for rank, n in enumerate(lengths)]
+
+    def work(rank: int, sums: RankSums) -> list[Tensor]:
+        pieces = [of.clone() for _, of in sums.exchange(parts[rank], max(lengths))]
+        whole = torch.cat(pieces, dim=1)
+        return [row[:n] for row, n in zip(whole, lengths, strict=True)]
+
+    for found in at_once(make(3), work):
+        assert all(torch.equal(a, b) for a, b in zip(found, parts, strict=True))
+
+
+def test_who_waits_hears_that_a_rank_is_gone() -> None:
+    ranks = make(3)
+    waiting = threading.Semaphore(0)
+
+    def work(rank: int, sums: RankSums) -> str:
+        if rank == 2:
+            for _ in range(2):
+                waiting.acquire()
+            sums.abandon()
+            return "gone"
+        waiting.release()
+        with pytest.raises(Abandoned, match="gone"):
+            sums.add(torch.ones(3))
+        return "heard"
+
+    assert at_once(ranks, work) == ["heard", "heard", "gone"]
+    with pytest.raises(Abandoned):
+        ranks[0].add(torch.ones(3))
+
+
+def test_a_rank_that_does_not_come_is_missed() -> None:
+    with pytest.raises(Abandoned, match="in time"):
+        make(2, timeout_s=0.01)[0].add(torch.ones(3))

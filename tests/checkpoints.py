@@ -8,9 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+WINDOW = 24  # prompts of tests are longer
 EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
-# Of each: transformers' name of it, and what its config says beside DEFAULTS. Prompts of tests are longer than WINDOW.
-WINDOW = 24
 LATENT = {
     "num_key_value_heads": 8,
     "head_dim": 8,
@@ -32,6 +31,25 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
 }
+GEMMA: dict[str, Any] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 10, "tie_word_embeddings": True}
+GEMMA3: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "final_logit_softcapping": 6.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
+PHI3: dict[str, Any] = {"num_attention_heads": 4}  # it derives the head dimension: 16
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [2.0, 3.0, 1.5, 4.0, 5.0, 8.0],
+}
+# Of each: transformers' name of it, and what its config says beside DEFAULTS.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mixtral": ("Mixtral", {"intermediate_size": 64, "sliding_window": WINDOW} | EXPERTS),
@@ -57,6 +75,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "v_head_dim": 32}),
     "gptoss": ("GptOss", {"intermediate_size": 64, "sliding_window": WINDOW} | EXPERTS),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}),
+    "gemma3": ("Gemma3", GEMMA | GEMMA3),
+    "olmo2": ("Olmo2", {}),
+    "phi3": (
+        "Phi3",
+        PHI3
+        | {"sliding_window": WINDOW, "max_position_embeddings": 1100, "original_max_position_embeddings": 1100}
+        | {"rope_parameters": LONGROPE},
+    ),
+    # All that tests generate is beyond its first length.
+    "phi3-long": ("Phi3", PHI3 | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+    "gemma3-vision": ("Gemma3ForConditionalGeneration", GEMMA | GEMMA3),
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 500,
@@ -79,16 +109,25 @@ DEFAULTS: dict[str, Any] = {
 def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
     """Save a random float32 checkpoint of `arch`, a key of ARCHITECTURES, in directory `path`; returns it."""
     name, settings = ARCHITECTURES[arch]
-    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**(DEFAULTS | settings | overrides))).eval()
+        model = _model(name, DEFAULTS | settings | overrides).eval()
         # Norms and biases start at 1 and 0, where a mistake in applying them would not show.
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", "sinks")):
                 tensor.data.add_(torch.randn_like(tensor) * 0.2)
         model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
+
+
+def _model(name: str, settings: dict[str, Any]) -> Any:
+    if name == "Gemma3ForConditionalGeneration":
+        vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+        vision |= {"hidden_size": 16, "intermediate_size": 16}
+        config: Any = transformers.Gemma3Config(text_config=settings, vision_config=vision)
+        return transformers.Gemma3ForConditionalGeneration(config)
+    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    return getattr(transformers, f"{name}ForCausalLM")(config_class(**settings))
 
 
 def reference_model(path: Path) -> Any:

@@ -176,7 +176,7 @@ class ModelRunner:
         quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
         check_fits(spec, share, config.dtype, quantize, available_bytes(device))
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
-            layout = _layout(config, spec, _model_id(checkpoint, config.quantize), choice.packing)
+            layout = _layout(config, spec, _model_id(checkpoint, config.quantize, max_context_tokens), choice.packing)
             ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
@@ -377,9 +377,10 @@ def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: 
     )
 
 
-def _model_id(checkpoint: Checkpoint, quantize: str | None) -> str:
-    """Other weights make other KV: what was quantised never continues what was not."""
-    return checkpoint.fingerprint() + (f"+{quantize}" if quantize else "")
+def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: int) -> str:
+    """Other weights and other ropes make other KV: what has them never continues what has not."""
+    is_long = any(rope.is_long(max_context_tokens) for rope, _ in checkpoint.spec.ropes)
+    return checkpoint.fingerprint() + (f"+{quantize}" if quantize else "") + ("+long" if is_long else "")
 
 
 def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens: int, device: torch.device) -> int:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.rope import inverse_frequencies, rope_tables
 
-from .test_spec import LLAMA, write
+from .test_spec import LLAMA, PHI3, write
 
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
@@ -54,7 +55,7 @@ def test_frequencies_equal_transformers(tmp_path: Path, scaling: dict[str, Any],
         config |= {"rope_theta": 500_000.0, "rope_scaling": renamed}
     spec = load_spec(write(tmp_path, config))
     [(rope, dim)] = spec.ropes
-    inv_freq, attention_factor = inverse_frequencies(rope, dim, spec.max_position_embeddings)
+    inv_freq, attention_factor = inverse_frequencies(rope, dim, spec.max_position_embeddings, 1)
 
     reference = LlamaRotaryEmbedding(LlamaConfig.from_dict(json.loads(json.dumps(config))))
     assert rope.rope_type == scaling["rope_type"]
@@ -78,3 +79,26 @@ def test_original_length_beside_the_rope_parameters_wins(tmp_path: Path) -> None
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     config = LLAMA | {"rope_parameters": scaling, "original_max_position_embeddings": 64}
     assert load_spec(write(tmp_path, config)).ropes[0][0].original_max_position_embeddings == 64
+
+
+@pytest.mark.parametrize("older", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize(("partial", "changes"), [(1.0, {}), (0.5, {"factor": 3.0}), (0.5, {"attention_factor": 1.7})])
+def test_longrope_equals_transformers_on_both_sides_of_its_length(
+    tmp_path: Path, older: str, partial: float, changes: dict[str, float]
+) -> None:
+    """A table for contexts that may be longer than the first length has the frequencies for long ones throughout."""
+    num = int(16 * partial) // 2
+    factors = {"short_factor": [1.0 + i / 8 for i in range(num)], "long_factor": [2.0 + i for i in range(num)]}
+    config = PHI3 | {
+        "rope_scaling": {"type": older, "original_max_position_embeddings": 64} | factors | changes,
+        "partial_rotary_factor": partial,
+        "original_max_position_embeddings": 64,
+    }
+    spec = load_spec(write(tmp_path, config))
+    reference = Phi3RotaryEmbedding(Phi3Config.from_dict(json.loads(json.dumps(config))))
+    for length in (64, 65):
+        cos, sin = reference(torch.zeros(1), torch.arange(length)[None])
+        [table] = rope_tables(spec, length, torch.device("cpu"))
+        torch.testing.assert_close(table[:, :num], cos[0, :, :num], rtol=0, atol=1e-6)
+        torch.testing.assert_close(table[:, 8 : 8 + num], sin[0, :, :num], rtol=0, atol=1e-6)
+        assert bool((table[:, num:8] == 1.0).all() and (table[:, 8 + num :] == 0.0).all())

@@ -1,6 +1,7 @@
 """ModelSpec from config.json: what is read, what is refused and how the refusal reads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ QWEN3_MOE = LLAMA | {
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+GEMMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 7,
+    "vocab_size": 500,
+    "max_position_embeddings": 256,
+}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "num_attention_heads": 4, "original_max_position_embeddings": 256}
 
 
 def write(path: Path, config: object, generation: object = None) -> Path:
@@ -149,7 +158,8 @@ def test_end_of_sequence_ids(tmp_path: Path, config: dict[str, Any], generation:
         ({"eos_token_id": 500}, "eos_token_id must be ids in"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id must be ids in"),
         ({"rope_parameters": 7}, "rope_parameters must be an object"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type must be one of"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_scaling.rope_type must be one of"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.short_factor is missing"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": -1}},
@@ -200,6 +210,64 @@ def test_windows_of_qwen(tmp_path: Path, name: str) -> None:
     ):
         with pytest.raises(CheckpointError, match=named):
             windows(tmp_path, config | changes)
+
+
+def test_reads_gemma2(tmp_path: Path) -> None:
+    """What a config.json does not name is as in Gemma2Config."""
+    spec = load_spec(write(tmp_path, GEMMA | {"architectures": ["Gemma2ForCausalLM"], "num_attention_heads": 4}))
+    attention = AttentionSpec(4, 4, 256, RopeSpec(), scale=1 / 16, window=4096, softcap=50.0)
+    sliding = LayerSpec(attention, MlpSpec(160, "gelu_tanh"), norms="both")
+    assert spec.layers[:2] == (sliding, replace(sliding, attention=replace(attention, window=0)))
+    assert spec.layers[::2] == (sliding,) * 4
+    assert (spec.embedding_scale, spec.logit_softcap, spec.norm_offset) == (8.0, 30.0, 1.0)
+    assert spec.tie_word_embeddings
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_reads_gemma3_of_old(tmp_path: Path, is_text: bool) -> None:
+    """As checkpoints of before transformers 5 say it, and in a section of a config that has vision too."""
+    older = GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 128}
+    if is_text:
+        config = older | {"architectures": ["Gemma3ForCausalLM"], "rope_local_base_freq": 20_000, "eos_token_id": 3}
+    else:
+        section = older | {"rope_local_base_freq": 20_000}
+        config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": section, "eos_token_id": 3}
+    spec = load_spec(write(tmp_path, config))
+    far, near = RopeSpec("linear", 1e6, 8.0), RopeSpec(theta=20_000.0)
+    attention = AttentionSpec(8, 4, 256, near, scale=1 / 16, window=128, qk_norm="head")
+    sliding = LayerSpec(attention, MlpSpec(160, "gelu_tanh"), norms="both")
+    full = replace(sliding, attention=replace(attention, window=0, rope=far))
+    assert spec.layers == (*[sliding] * 5, full, sliding)
+    assert (spec.eos_token_ids, spec.logit_softcap, spec.tie_word_embeddings) == ((3,), 0.0, True)
+    assert [rope for rope, _ in spec.ropes] == [near, far]
+
+
+def test_gemma_is_refused_where_it_is_none(tmp_path: Path) -> None:
+    config = GEMMA | {"architectures": ["Gemma3ForCausalLM"]}
+    for changes, named in (
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be false"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a finite number above 0"),
+        ({"hidden_activation": "relu"}, "hidden_activation must be one of"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config must be an object"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            load_spec(write(tmp_path, config | changes))
+
+
+def test_refuses_what_longrope_cannot_be(tmp_path: Path) -> None:
+    scaling: dict[str, Any] = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+    config = PHI3 | {"partial_rotary_factor": 0.5}
+    assert load_spec(write(tmp_path, config | {"rope_scaling": scaling})).ropes[0][0].partial == 0.5
+    for changes, named in (
+        ({"short_factor": [1.0] * 3}, "short_factor of longrope must have 4 numbers, found 3"),
+        ({"long_factor": 1.0}, "rope_scaling.long_factor must be a list of numbers"),
+        ({"long_factor": [1.0, 2.0, -1.0, 3.0]}, r"rope_scaling.long_factor\[2\] must be a finite number above 0"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            load_spec(write(tmp_path, config | {"rope_scaling": scaling | changes}))
+    for partial in (0.1, 0.0, 1.5):
+        with pytest.raises(CheckpointError, match="partial_rotary_factor must"):
+            load_spec(write(tmp_path, config | {"partial_rotary_factor": partial}))
 
 
 def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:

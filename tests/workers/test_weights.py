@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from diptych.workers.errors import CheckpointError
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import Share, shape_of_part
-from diptych.workers.models.tensor_names import Cut, Piece, expected_tensors
+from diptych.workers.models.tensor_names import HEAD, Cut, Piece, expected_tensors, own_name
 from diptych.workers.models.weights import Checkpoint, DecoderWeights
 
 from ..checkpoints import ARCHITECTURES, make_checkpoint
@@ -212,8 +212,50 @@ def test_expected_tensors_are_those_that_transformers_saves(
     tmp_path: Path, arch: str, changes: dict[str, bool]
 ) -> None:
     path = make_checkpoint(tmp_path / arch, arch, 4, **changes)
-    saved = {name: tuple(t.shape) for name, t in load_file(path / "model.safetensors").items()}
-    assert expected_tensors(load_spec(path)) == saved
+    spec, stored = load_spec(path), load_file(path / "model.safetensors")
+    saved = {name: tuple(t.shape) for of, t in stored.items() if (name := own_name(spec, of)) is not None}
+    expected = expected_tensors(spec)
+    if spec.tie_word_embeddings:
+        del expected[HEAD]
+    assert expected == saved
+
+
+def test_parts_that_are_not_served_are_left_out_by_name(tmp_path: Path) -> None:
+    """Those of vision; anything else that is not expected is an error. Newer names are the same tensors."""
+    path = make_checkpoint(tmp_path / "gemma3", "gemma3-vision", 4)
+    stored = load_file(path / "model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in stored)
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        assert checkpoint.num_bytes == sum(t.nbytes for n, t in stored.items() if n.startswith("language_model."))
+        named = checkpoint.fingerprint()
+    newer = {name.replace("language_model.model.", "model.language_model."): t for name, t in stored.items()}
+    save_file(newer, path / "model.safetensors")
+    assert fingerprint(path) == named
+    save_file(newer | {"audio_tower.weight": torch.ones(1)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor audio_tower\.weight is unexpected"):
+        read(path)
+    norm = "language_model.model.norm.weight"
+    save_file(newer | {norm: stored[norm].clone()}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.* keep one of them"):
+        read(path)
+
+
+def test_what_norms_are_stored_without_is_added(checkpoint_of: CheckpointOf) -> None:
+    path = checkpoint_of("gemma3")
+    stored, weights = load_file(path / "model.safetensors"), read(path, torch.bfloat16)
+    assert torch.equal(weights.norm, (stored["model.norm.weight"] + 1.0).bfloat16())
+    q_norm = weights.layers[0].q_norm
+    assert q_norm is not None
+    assert torch.equal(q_norm, (stored["model.layers.0.self_attn.q_norm.weight"] + 1.0).bfloat16())
+
+
+def test_progress_counts_what_is_read(checkpoint_of: CheckpointOf) -> None:
+    for arch in ("gemma3", "phi3"):
+        seen: list[tuple[int, int]] = []
+        path = checkpoint_of(arch)
+        with Checkpoint(path, load_spec(path)) as checkpoint:
+            checkpoint.load(torch.bfloat16, CPU, lambda done, total, seen=seen: seen.append((done, total)))
+        assert seen[-1][0] == seen[-1][1] == max(done for done, _ in seen)
 
 
 def test_a_piece_is_read_as_it_says(llama: Path) -> None:

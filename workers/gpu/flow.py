@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...kernels.paged_attention import paged_attention
 from ...kernels.paged_batch import PagedBatch
+from ...kernels.rope_kv_write import rope_kv_write
 from ..kv_cache import KVCache
 from ..models.attention import output, project
 from ..models.decoder import Decoder, enter, feed_forward, leave
@@ -86,8 +87,8 @@ class Pieces:
             return
         layer, cache = decoder.layers[index], self.cache.layer(index)
         cos_sin = self.angles(flow.cos_sin)[layer.rope_id]
-        q = project(layer.attention, layer.weights, hidden, layer.eps, cache, cos_sin, flow.slots)
-        flow.q = _put(flow, flow.q, q)
+        q, k, v = project(layer.attention, layer.weights, hidden, layer.eps, decoder.group)
+        flow.q = _put(flow, flow.q, rope_kv_write(q, k, v, cos_sin, cache, flow.slots))
 
     def attend(self, flow: Flow, layer: int, paged: PagedBatch, num_tokens: int) -> None:
         """Device work, never captured: of the tokens that are not idle."""

@@ -1,13 +1,13 @@
-"""Paged grouped-query attention of one decoder layer: project, normalise, rotate, store, attend, project."""
+"""Paged grouped-query attention of one decoder layer: [project, normalise], rotate, store, attend, [project]."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ...kernels.paged_batch import AttentionOptions, PagedBatch
 from ...kernels.rms_norm import rms_norm
-from ...kernels.rope_kv_write import rope_kv_write
 from ..parallel import Group
 from .spec import AttentionSpec
 from .weights import LayerWeights
@@ -29,24 +29,35 @@ def options_of(spec: AttentionSpec, weights: LayerWeights) -> AttentionOptions:
 
 
 def project(
-    spec: AttentionSpec,
-    weights: LayerWeights,
-    hidden: Tensor,
-    eps: float,
-    cache: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """What is before attending: the KV of the T tokens is stored. Returns their queries, [T, N, D].
+    spec: AttentionSpec, weights: LayerWeights, hidden: Tensor, eps: float, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, N, D], keys and values [T, K, D] of the T tokens, as they are before they are rotated.
 
-    hidden: [T, H]; cache: [num_blocks, 2, block_size, K, D]. spec, weights and cache: of this rank's heads alone.
+    hidden: [T, H]. spec and weights: of this rank's heads alone.
     """
     qkv = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, spec.head_dim)
     q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        q = rms_norm(q, weights.q_norm, eps)
-        k = rms_norm(k, weights.k_norm, eps)
-    return rope_kv_write(q, k, v, cos_sin, cache, slots)
+    if weights.q_norm is None or weights.k_norm is None:
+        return q, k, v
+    if spec.qk_norm == "whole":
+        return *_normed_whole(q, k, weights.q_norm, weights.k_norm, eps, group), v
+    return rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps), v
+
+
+def _normed_whole(
+    q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, group: Group
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of all heads of a token at once; q_norm [N D], k_norm [K D]. A rank has its own heads' part of the mean;
+    where several have the same key heads, all are had equally often, which leaves the mean as it is."""
+    flat = q.flatten(1), k.flatten(1)
+    if group.size == 1:
+        normed = rms_norm(flat[0], q_norm, eps), rms_norm(flat[1], k_norm, eps)
+    else:
+        own = torch.stack([x.float().square().mean(dim=1) for x in flat])  # [2, T]
+        scales = (group.all_reduce(own) / group.size + eps).rsqrt()[:, :, None]
+        scaled = [(x.float() * scale).to(x.dtype) for x, scale in zip(flat, scales, strict=True)]
+        normed = scaled[0] * q_norm, scaled[1] * k_norm
+    return normed[0].view(q.shape), normed[1].view(k.shape)
 
 
 def output(weights: LayerWeights, attended: Tensor, group: Group) -> Tensor:

@@ -43,6 +43,14 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self._values
+
+    def with_values(self, values: Mapping[str, Any]) -> "Fields":
+        """The same, with `values` instead of its own where both name a field."""
+        return Fields(self.path, {**self._values, **values}, self._prefix)
+
     def with_defaults(self, values: Mapping[str, Any]) -> "Fields":
         """The same, with `values` of fields that are not named at all; null stays."""
         return Fields(self.path, {**values, **self._values}, self._prefix)
@@ -63,8 +71,17 @@ class Fields:
             raise self.error(name, f"must be a finite number{bound}", value)
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        return None if self.get(name) is None else self.number(name)
+    def optional_number(self, name: str, minimum: float = -math.inf) -> float | None:
+        return None if self.get(name) is None else self.number(name, minimum=minimum)
+
+    def numbers(self, name: str, minimum: float = -math.inf) -> tuple[float, ...]:
+        """A list of finite numbers above `minimum`."""
+        values = self._present(name, None)
+        if not isinstance(values, list):
+            raise self.error(name, "must be a list of numbers", values)
+        named = {f"{name}[{i}]": value for i, value in enumerate(cast("list[Any]", values))}
+        fields = Fields(self.path, named, self._prefix)
+        return tuple(fields.number(at, minimum=minimum) for at in named)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._present(name, default)

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding, linear
 from ...kernels.paged_attention import paged_attention
 from ...kernels.paged_batch import NO_OPTIONS, AttentionOptions
 from ...kernels.rms_norm import add_rms_norm, rms_norm
+from ...kernels.rope_kv_write import rope_kv_write
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
 from ..step import Step
@@ -150,7 +151,7 @@ def run_layers(
     for i, layer in enumerate(layers):
         weights, kv = layer.weights, cache.layer(i)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
-        hidden = output(weights, attend(layer, hidden, kv, meta), group)
+        hidden = output(weights, attend(layer, hidden, kv, meta, group), group)
         stored(i + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
         hidden = feed_forward(layer, enter(hidden, residual, weights.mlp_norm, layer.eps), group)
@@ -159,12 +160,13 @@ def run_layers(
     return hidden
 
 
-def attend(layer: Layer, hidden: Tensor, cache: Tensor, meta: StepMeta) -> Tensor:
+def attend(layer: Layer, hidden: Tensor, cache: Tensor, meta: StepMeta, group: Group) -> Tensor:
     """hidden: [T, H]. Stores the KV of the T tokens in `cache`, a layer's. Returns what each head has, [T, N, D]."""
     weights, cos_sin = layer.weights, meta.cos_sin[layer.rope_id]
     if isinstance(layer.spec.attention, LatentSpec):
         return latent_attention(layer.spec.attention, weights, hidden, cache, cos_sin, meta.slots, meta.paged)
-    q = project(layer.attention, weights, hidden, layer.eps, cache, cos_sin, meta.slots)
+    q, k, v = project(layer.attention, weights, hidden, layer.eps, group)
+    q = rope_kv_write(q, k, v, cos_sin, cache, meta.slots)
     return paged_attention(q, cache, meta.paged, layer.options)
 
 

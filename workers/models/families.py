@@ -12,17 +12,23 @@ from ..errors import CheckpointError, UnsupportedArchitecture
 from .config import Fields, read_json_object
 from .deepseek_families import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
 from .family import Family
-from .llama_families import llama, mistral, qwen2, qwen3
+from .gemma_families import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
+from .llama_families import llama, mistral, olmo2, phi3, qwen2, qwen3
 from .moe_families import gpt_oss, mixtral, qwen3_moe
 from .spec import ModelSpec
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(deepseek_v2, V2_DEFAULTS),
     "DeepseekV3ForCausalLM": Family(deepseek_v3, V3_DEFAULTS),
+    "Gemma2ForCausalLM": Family(gemma2, GEMMA2_DEFAULTS, around_gemma),
+    "Gemma3ForCausalLM": Family(gemma3, GEMMA3_DEFAULTS, around_gemma),
+    "Gemma3ForConditionalGeneration": Family(gemma3, GEMMA3_DEFAULTS, around_gemma_with_vision, section="text_config"),
     "GptOssForCausalLM": Family(gpt_oss, {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5}),
     "LlamaForCausalLM": Family(llama),
     "MistralForCausalLM": Family(mistral, {"sliding_window": 4096}),
     "MixtralForCausalLM": Family(mixtral),
+    "Olmo2ForCausalLM": Family(olmo2, {"rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": Family(phi3, {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}),
     "Qwen2ForCausalLM": Family(qwen2, {"sliding_window": 4096, "max_window_layers": 28}),
     "Qwen3ForCausalLM": Family(qwen3, {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}),
     "Qwen3MoeForCausalLM": Family(qwen3_moe, {"sliding_window": 4096}),
@@ -39,6 +45,11 @@ def load_spec(model_path: Path) -> ModelSpec:
     config = Fields(path, read_json_object(path))
     architecture = _architecture(config)
     family = FAMILIES[architecture]
+    if family.section:
+        section = config.section(family.section)
+        if section is None:
+            raise config.error(family.section, f"must be an object: {architecture} has its decoder there", None)
+        config = section.with_defaults({name: config.get(name) for name in ("eos_token_id", "quantization_config")})
     config = config.with_defaults(family.defaults)
     vocab_size = config.size("vocab_size")
     layers, around = family.layers(config), family.around(config)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from .config import Fields
 from .rope_config import read_rope
-from .spec import Activation, AttentionSpec, LayerSpec, MlpSpec
+from .spec import Activation, AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"  # words of `layer_types`
@@ -30,10 +30,11 @@ class Family:
     layers: Callable[[Fields], tuple[LayerSpec, ...]]
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of fields that a config.json need not name
     around: Callable[[Fields], Around] = _plain
+    section: str | None = None  # of config.json, that describes the decoder; None: all of it
 
 
-def read_attention(config: Fields) -> AttentionSpec:
-    """Heads and rope; the head dimension is the hidden size over the heads where none is named."""
+def read_attention(config: Fields, *, with_rope: bool = True) -> AttentionSpec:
+    """Heads and, if asked for, rope; the head dimension is the hidden size over the heads where none is named."""
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -46,7 +47,7 @@ def read_attention(config: Fields) -> AttentionSpec:
         head_dim = hidden_size // num_heads
     if head_dim % 2 or head_dim < 4:
         raise config.error("head_dim", "must be even and at least 4 for rotary embedding", head_dim)
-    rope = read_rope(config, config.size("max_position_embeddings"))
+    rope = read_rope(config, config.size("max_position_embeddings")) if with_rope else RopeSpec()
     return AttentionSpec(num_heads, num_kv_heads, head_dim, rope, scale=head_dim**-0.5)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from .config import Fields
 from .family import FULL, SLIDING, read_attention, read_mlp, read_windows, refuse_layer_types
+from .rope_config import read_partial_rope
 from .spec import AttentionSpec, LayerSpec, MlpSpec
 
 
@@ -29,6 +30,22 @@ def qwen3(config: Fields) -> tuple[LayerSpec, ...]:
     bias = config.flag("attention_bias")
     attention = replace(read_attention(config), qkv_bias=bias, o_bias=bias, qk_norm="head")
     return _with_windows(config, attention, read_mlp(config))
+
+
+def phi3(config: Fields) -> tuple[LayerSpec, ...]:
+    refuse_layer_types(config, FULL)
+    attention = read_attention(config, with_rope=False)
+    rope = read_partial_rope(config, config.size("max_position_embeddings"), attention.head_dim)
+    window = 0 if config.get("sliding_window") is None else config.size("sliding_window")
+    return _alike(config, replace(attention, rope=rope, window=window), read_mlp(config))
+
+
+def olmo2(config: Fields) -> tuple[LayerSpec, ...]:
+    """Norms after each part, and of all queries and all keys at once (OLMo 2, section 2.1)."""
+    refuse_layer_types(config, FULL)
+    bias = config.flag("attention_bias")
+    attention = replace(read_attention(config), qkv_bias=bias, o_bias=bias, qk_norm="whole")
+    return (LayerSpec(attention, read_mlp(config), norms="after"),) * config.size("num_hidden_layers")
 
 
 def _alike(config: Fields, attention: AttentionSpec, mlp: MlpSpec) -> tuple[LayerSpec, ...]:

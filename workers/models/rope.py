@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .spec import ModelSpec, RopeSpec
 
@@ -19,13 +20,22 @@ def rope_tables(spec: ModelSpec, num_positions: int, device: torch.device) -> Ro
 
 
 def _table(rope: RopeSpec, dim: int, max_position_embeddings: int, num_positions: int) -> Tensor:
-    inv_freq, attention_factor = inverse_frequencies(rope, dim, max_position_embeddings)
+    inv_freq, attention_factor = inverse_frequencies(rope, dim, max_position_embeddings, num_positions)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * attention_factor
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    still = (0, dim // 2 - len(inv_freq))  # what is not rotated: as if by an angle of 0
+    return torch.cat((pad(cos, still, value=1.0), pad(sin, still)), dim=1)
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """(inv_freq [head_dim/2] float32, factor on cos and sin), equal to transformers' ROPE_INIT_FUNCTIONS."""
+def inverse_frequencies(
+    rope: RopeSpec, head_dim: int, max_position_embeddings: int, num_positions: int
+) -> tuple[Tensor, float]:
+    """(inv_freq [rotated / 2] float32, factor on cos and sin), equal to transformers' ROPE_INIT_FUNCTIONS.
+
+    longrope (Ding et al. 2024): where contexts may be longer than those that the model was first made for, all have the
+    frequencies for long ones: a cache cannot change them on the way.
+    """
+    head_dim = rope.rotated(head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     theta = rope.theta
     if rope.rope_type == "dynamic":
@@ -41,6 +51,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, max_position_embeddings: 
             return _llama3(rope, inv_freq), 1.0
         case "yarn":
             return _yarn(rope, theta**exponents, head_dim), _yarn_attention_factor(rope)
+        case "longrope":
+            factors = rope.long_factors if rope.is_long(num_positions) else rope.short_factors
+            return 1.0 / (torch.tensor(factors) * theta**exponents), _longrope_attention_factor(rope)
         case _:
             return inv_freq, 1.0
 
@@ -86,3 +99,11 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)
+
+
+def _longrope_attention_factor(rope: RopeSpec) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))

@@ -28,6 +28,17 @@ class RopeSpec:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope, of each frequency
+    long_factors: tuple[float, ...] = ()  # longrope, for contexts beyond original_max_position_embeddings
+    partial: float = 1.0  # of a head's numbers: the first ones, which are rotated
+
+    def rotated(self, dim: int) -> int:
+        """How many numbers of a head of `dim` are rotated."""
+        return int(dim * self.partial)
+
+    def is_long(self, num_positions: int) -> bool:
+        """Whether contexts that may be so long have frequencies that shorter ones have not."""
+        return self.rope_type == "longrope" and num_positions > self.original_max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """Which tensors of a Hugging Face checkpoint make up a decoder, by name and shape, and how ranks share them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import accumulate
 
 from .spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -12,6 +13,20 @@ HEAD = "lm_head.weight"
 # Of an MLP: gate, up, down.
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_EXPERT = ("w1", "w3", "w2")
+NORMS = {
+    "before": {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+    "both": {
+        "input_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+}
+FUSED = {"Phi3ForCausalLM"}  # q, k and v in one tensor, gate and up in another
+WITH_VISION = {"Gemma3ForConditionalGeneration"}
+VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes of the decoder, older and newer; its own
 
 
 class Cut(Enum):
@@ -75,7 +90,7 @@ def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
     matrix = (spec.vocab_size, spec.hidden_size)
     return {
         "embed": (Piece("model.embed_tokens.weight", matrix, Cut.VOCABULARY),),
-        "norm": (Piece("model.norm.weight", (spec.hidden_size,)),),
+        "norm": (_norm(spec, "model.norm"),),
         # Where it is tied it may be absent; where it is stored all the same, transformers uses it, and so do we.
         "lm_head": (Piece(HEAD, matrix, Cut.VOCABULARY),),
     }
@@ -99,28 +114,58 @@ def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
     return spare
 
 
+def own_name(spec: ModelSpec, stored: str) -> str | None:
+    """What a checkpoint's tensor is called here; None: it is of a part that is not served, and left out."""
+    if spec.architecture not in WITH_VISION:
+        return stored
+    if stored.startswith(VISION):
+        return None
+    for prefix, own in TEXT.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
+
+
 def _norms(spec: ModelSpec, layer: LayerSpec, prefix: str) -> dict[str, Pieces]:
-    assert layer.norms == "before"
-    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return {field: (Piece(f"{prefix}{name}.weight", (spec.hidden_size,)),) for field, name in names.items()}
+    return {field: (_norm(spec, f"{prefix}{name}"),) for field, name in NORMS[layer.norms].items()}
+
+
+def _norm(spec: ModelSpec, name: str) -> Piece:
+    return Piece(f"{name}.weight", (spec.hidden_size,), offset=spec.norm_offset)
 
 
 def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[str, Pieces]:
-    num_kv_heads = attention.num_kv_heads
+    num_kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
     rows = {"q_proj": attention.q_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
+    order = head_order(attention)
 
     def stacked(of: str, *inputs: int) -> Pieces:
         """The weights or biases of all three."""
-        cuts = {name: Cut.HEADS if name == "q_proj" else Cut.KV_HEADS for name in rows}
-        return tuple(Piece(f"{prefix}{name}.{of}", (n, *inputs), cuts[name], num_kv_heads) for name, n in rows.items())
+        pieces: list[Piece] = []
+        for name, n in rows.items():
+            cut, own_order = Cut.HEADS if name == "q_proj" else Cut.KV_HEADS, () if name == "v_proj" else order
+            piece = Piece(f"{prefix}{name}.{of}", (n, *inputs), cut, num_kv_heads, order=own_order)
+            pieces.append(piece)
+        return fused(f"{prefix}qkv_proj.{of}", pieces) if spec.architecture in FUSED else tuple(pieces)
 
     fields: dict[str, Pieces] = {
         "qkv": stacked("weight", spec.hidden_size),
         "o": (Piece(f"{prefix}o_proj.weight", (spec.hidden_size, attention.q_size), Cut.HEAD_INPUTS),),
     }
-    if attention.qk_norm == "head":
-        fields["q_norm"] = (Piece(f"{prefix}q_norm.weight", (attention.head_dim,)),)
-        fields["k_norm"] = (Piece(f"{prefix}k_norm.weight", (attention.head_dim,)),)
+    offset = spec.norm_offset
+    match attention.qk_norm:
+        case "head":
+            shape = (head_dim,)
+            fields["q_norm"] = (Piece(f"{prefix}q_norm.weight", shape, order=order, offset=offset),)
+            fields["k_norm"] = (Piece(f"{prefix}k_norm.weight", shape, order=order, offset=offset),)
+        case "whole":
+            q, k = (attention.q_size,), (attention.kv_size,)
+            fields["q_norm"] = (Piece(f"{prefix}q_norm.weight", q, Cut.HEADS, order=order, offset=offset),)
+            fields["k_norm"] = (
+                Piece(f"{prefix}k_norm.weight", k, Cut.KV_HEADS, num_kv_heads, order=order, offset=offset),
+            )
+        case "none":
+            pass
     if attention.qkv_bias:
         fields["qkv_bias"] = stacked("bias")
     if attention.o_bias:
@@ -158,13 +203,33 @@ def _latent(spec: ModelSpec, of: LatentSpec, prefix: str) -> dict[str, Pieces]:
     return fields
 
 
+def fused(name: str, pieces: Sequence[Piece]) -> Pieces:
+    """The same, where they are below one another in one tensor of the checkpoint."""
+    rows = [piece.shape[0] for piece in pieces]
+    ends = list(accumulate(rows))
+    shape = (ends[-1], *pieces[0].shape[1:])
+    return tuple(
+        replace(piece, name=name, shape=shape, at=(slice(end - n, end),))
+        for piece, n, end in zip(pieces, rows, ends, strict=True)
+    )
+
+
+def head_order(attention: AttentionSpec) -> tuple[int, ...]:
+    """Of the rows of a query or key head. Kernels rotate whole heads, pairs being half a head apart: where a part of a
+    head is rotated, its halves go to the beginnings of the head's, and the rest beside them, where its angles are 0."""
+    dim, rotated = attention.head_dim, attention.rope.rotated(attention.head_dim)
+    if rotated == dim:
+        return ()
+    half, middle = rotated // 2, (dim + rotated) // 2
+    return (*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim))
+
+
 def _mlp(spec: ModelSpec, mlp: MlpSpec, prefix: str, expert: int | None = None) -> dict[str, Pieces]:
     names = MIXTRAL_EXPERT if expert is not None and spec.architecture == "MixtralForCausalLM" else MLP
     hidden, inner, (*gate_up, down) = spec.hidden_size, mlp.intermediate_size, names
+    pieces = tuple(Piece(f"{prefix}{name}.weight", (inner, hidden), Cut.INNER, expert=expert) for name in gate_up)
     fields: dict[str, Pieces] = {
-        "gate_up": tuple(
-            Piece(f"{prefix}{name}.weight", (inner, hidden), Cut.INNER, expert=expert) for name in gate_up
-        ),
+        "gate_up": fused(f"{prefix}gate_up_proj.weight", pieces) if spec.architecture in FUSED else pieces,
         "down": (Piece(f"{prefix}{down}.weight", (hidden, inner), Cut.INNER_INPUTS, expert=expert),),
     }
     if mlp.bias:

@@ -24,7 +24,7 @@ from ..quant.stored import as_stored, scales_of_part
 from .sharding import WHOLE, Share, layer_fields, outer_fields, part_of_piece, shape_of_part, stored_part
 from .shards import INDEX_FILE, read_index, samples, shards
 from .spec import ModelSpec
-from .tensor_names import HEAD, Piece, Pieces, Shape, expected_tensors, spare_tensors
+from .tensor_names import HEAD, Piece, Pieces, Shape, expected_tensors, own_name, spare_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
@@ -93,8 +93,10 @@ class Checkpoint:
         self.spec = spec
         self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it, for as long as it is named here
         self._paths: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}  # tensor name -> its name there
         self._read_from: set[Path] = set()
         self._open(model_path)
+        self._rename()
         self._check(model_path)
 
     def __enter__(self) -> "Checkpoint":
@@ -119,9 +121,9 @@ class Checkpoint:
         for path in set(self._paths.values()):
             sampled |= samples(path)
         for name in sorted(self._files):
-            stored = self._files[name].get_slice(name)
+            stored = self._slice(name)
             digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}".encode())
-            digest.update(sampled[name])
+            digest.update(sampled[self._stored[name]])
         return digest.hexdigest()
 
     def load(
@@ -165,10 +167,10 @@ class Checkpoint:
         spans = tuple(of if isinstance(of, int) else slice(of.start, of.stop) for of in part)
         steps = tuple(slice(None, None, of.step) for of in part if isinstance(of, slice))
         try:
-            shape = self._files[name].get_slice(name).get_shape()
+            shape = self._slice(name).get_shape()
             if all(isinstance(of, slice) and range(n)[of] == range(n) for n, of in zip(shape, part, strict=True)):
-                return self._files[name].get_tensor(name)
-            return self._files[name].get_slice(name)[spans][steps]
+                return self._files[name].get_tensor(self._stored[name])
+            return self._slice(name)[spans][steps]
         except (SafetensorError, OSError) as e:
             raise CheckpointError(
                 f"{self._paths[name]}: tensor {name} cannot be read ({e}): fetch the file again"
@@ -186,11 +188,14 @@ class Checkpoint:
         return name in self._files
 
     def stored_bytes(self, name: str) -> int:
-        return math.prod(self._files[name].get_slice(name).get_shape()) * self.stored_size(name)
+        return math.prod(self._slice(name).get_shape()) * self.stored_size(name)
 
     def stored_size(self, name: str) -> int:
         """Bytes of one of its numbers."""
-        return STORED_BYTES[self._files[name].get_slice(name).get_dtype()]
+        return STORED_BYTES[self._slice(name).get_dtype()]
+
+    def _slice(self, name: str) -> Any:
+        return self._files[name].get_slice(self._stored[name])
 
     def _open(self, model_path: Path) -> None:
         index = read_index(model_path)
@@ -207,6 +212,20 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{model_path / file_name}: tensor {name} is missing, though {INDEX_FILE} names it"
                 )
+
+    def _rename(self) -> None:
+        """From here on, tensors go by the names that tensor_names.py gives them; those of no use to us are left out."""
+        files, paths = self._files, self._paths
+        self._files, self._paths = {}, {}
+        for stored, shard in files.items():
+            name = own_name(self.spec, stored)
+            if name is None:
+                continue
+            if name in self._files:
+                raise CheckpointError(
+                    f"{paths[stored]}: tensor {stored} is also {self._stored[name]}: keep one of them"
+                )
+            self._files[name], self._paths[name], self._stored[name] = shard, paths[stored], stored
 
     def _open_shard(self, path: Path) -> Any:
         try:
@@ -232,7 +251,7 @@ class Checkpoint:
             del self._files[name]
 
     def _check_tensor(self, name: str, shape: Shape) -> None:
-        stored = self._files[name].get_slice(name)
+        stored = self._slice(name)
         found, dtype = list(stored.get_shape()), stored.get_dtype()
         if found != list(shape):
             raise CheckpointError(f"{self._paths[name]}: tensor {name} must have shape {list(shape)}, found {found}")

@@ -43,7 +43,7 @@ from .models.expert_placement import IN_ORDER
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, share_of_first, spec_of
-from .models.spec import LatentSpec, ModelSpec
+from .models.spec import ModelSpec
 from .models.weight_bytes import check_fits
 from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
 from .parallel import Alone, Group
@@ -284,10 +284,7 @@ def _gpu(name: str) -> Device | None:
 
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
     if gpu is not None:
-        if any(isinstance(layer.attention, LatentSpec) for layer in spec.layers):
-            raise ConfigError(
-                f"{spec.architecture} has latent attention, which computes on cpu alone for now: use device cpu"
-            )
+        check_known(spec)
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
     if config.expert_parallel > 1:
         return Choice(None, "torch computes, slower: the compiled kernels do not know experts that ranks hold whole")
@@ -327,7 +324,6 @@ def _read_to_gpu(
     config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, gpu: Device
 ) -> Callable[[KVCache, Ropes, Group], GpuSteps]:
     """See _read_weights. What the sampler needs is taken before what is free is reserved for KV."""
-    check_known(spec)
     weights = load_weights(reader)
     with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
         sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)

@@ -112,6 +112,8 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     for length in sorted({min(n, longest) for n in LENGTHS} | {longest}):
         num = min(rank.num_sequences(length, how.block_size) for rank in ranks)
         console.print(f"  {num:,} sequences of {length:,} tokens", soft_wrap=True)
+    if how.quantize:
+        console.print(Text("  where torch computes (a worker says so), weights are held at full size", style="dim"))
     if spec.tie_word_embeddings:
         console.print(Text("  the head is tied to the embeddings", style="dim"))
 

@@ -139,6 +139,7 @@ class EngineThread:
                 # The top loop: one bad batch must not take the worker's other requests with it.
                 log.exception("a step failed; its sequences are failed")
                 self._engine.fail_all(_internal(e))
+                idle = False  # the next step tells them
                 continue
             if output:
                 self._listener(output)

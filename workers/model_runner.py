@@ -191,6 +191,9 @@ class ModelRunner:
             cache = KVCache(layout, num_blocks, device, shared_fd=memory_fd, library=choice.library, gpu=gpu)
             if ranks is not None:
                 ranks.begin(num_blocks)
+            with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
+                cos_sin = rope_tables(spec, max_context_tokens, device)
+            steps = steps_with(cache, cos_sin, group)
             stack.pop_all()
         info = ModelInfo(
             name=config.served_model_name or path.resolve().name,
@@ -200,9 +203,6 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             dtype=config.dtype,
         )
-        with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
-            cos_sin = rope_tables(spec, max_context_tokens, device)
-        steps = steps_with(cache, cos_sin, group)
         is_ahead = config.look_ahead and ranks is None and choice.library is not None
         return cls(info, steps, cache, ranks, ComputeThread((config.cores or ())[:1]) if is_ahead else None)
 
@@ -248,16 +248,21 @@ class ModelRunner:
     def _compute(self, compute: Compute) -> list[SampledToken]:
         try:
             return compute()
-        except RankLost as e:
-            assert self._ranks is not None
-            raise self._ranks.fail(e) from e
+        except Exception as e:
+            if self._ranks is None:
+                raise
+            # The others are in the middle of a step, of which they would make the next one's beginning.
+            error = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({e})")
+            raise self._ranks.fail(error) from e
 
     def feeds(self, sampling: SamplingParams) -> bool:
         return (self._thread is not None or isinstance(self.steps, GpuSteps)) and is_plain(sampling)
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
+        if isinstance(self.steps, GpuSteps):
+            return None  # to read them would hold the device up
         counts = self.steps.expert_tokens
-        return None if counts is None else counts.cpu().numpy()
+        return None if counts is None else counts.numpy()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         (self.steps if isinstance(self.steps, GpuSteps) else self._cache).copy_blocks(pairs)

@@ -20,7 +20,7 @@ import torch
 from ..kernels.cpu.library import library
 from .cores import bind_this_thread, part_of
 from .cpu_kernels import choose, make_team
-from .errors import CheckpointError, ConfigError, RankLost
+from .errors import DiptychError, RankLost
 from .kv_cache import KVCache
 from .kv_layout import KVLayout
 from .models.compiled import CompiledDecoder, read_weights
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
         end_with_parent(settings.parent_pid)
         with torch.inference_mode():
             follow(settings)
-    except (RankLost, CheckpointError, ConfigError) as e:
+    except DiptychError as e:
         print(f"error: rank {settings.rank}: {e}", file=sys.stderr)
     return 1
 

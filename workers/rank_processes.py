@@ -75,6 +75,8 @@ class RankProcesses:
         if self._library is not None:
             group.share(self._library, self._sums_fd)
         self._group = group
+        if not self._thread.is_alive():  # a rank ended meanwhile, and whoever ended the others knew of no group
+            group.abandon()
         return group
 
     def begin(self, num_blocks: int) -> None:

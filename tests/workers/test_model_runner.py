@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.workers.errors import CheckpointError, ConfigError
+from diptych.workers.errors import CheckpointError, ConfigError, RankLost
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.sequence import SampledToken
 
 from ..checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
 from .conftest import CheckpointOf
@@ -137,6 +138,25 @@ def test_what_goes_to_experts_is_counted(checkpoint_of: CheckpointOf) -> None:
     counts = runner.expert_tokens()
     assert counts is not None
     assert counts.sum(axis=1).tolist() == [48, 48, 0, 48]  # 20 + 4 tokens, each to two; the third layer has none
+
+
+def test_ranks_end_with_a_step_that_fails_between_their_sums(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would take the next step's first sum for this one's next."""
+
+    class Ranks:
+        def fail(self, error: RankLost) -> RankLost:
+            return RankLost(f"all end: {error}")
+
+    def fails() -> list[SampledToken]:
+        raise MemoryError("no room for a sum")
+
+    runner = load(llama)
+    with pytest.raises(MemoryError):
+        runner._compute(fails)
+    monkeypatch.setattr(runner, "_ranks", Ranks())
+    with pytest.raises(RankLost, match=r"all end: rank 0 failed in a step .no room for a sum."):
+        runner._compute(fails)
+    monkeypatch.setattr(runner, "_ranks", None)
 
 
 def test_draws_do_not_depend_on_the_batch(llama: Path) -> None:

@@ -67,8 +67,10 @@ def test_reads_qwen3(tmp_path: Path) -> None:
 
 
 def test_reads_mixtral(tmp_path: Path) -> None:
-    spec = load_spec(write(tmp_path, MIXTRAL | {"sliding_window": 40}))
-    attention = AttentionSpec(8, 2, 8, RopeSpec(), scale=8**-0.5, window=40)
+    config = {name: value for name, value in MIXTRAL.items() if name not in ("num_key_value_heads", "rms_norm_eps")}
+    spec = load_spec(write(tmp_path, config | {"sliding_window": 40}))
+    attention = AttentionSpec(8, 8, 8, RopeSpec(theta=1e6), scale=8**-0.5, window=40)
+    assert spec.rms_norm_eps == 1e-5
     assert set(spec.layers) == {LayerSpec(attention, MoeSpec(8, MlpSpec(160), RoutingSpec(2)))}
 
 
@@ -107,9 +109,12 @@ def test_refuses_what_no_mixture_has(tmp_path: Path, changes: dict[str, Any], na
 def test_reads_gpt_oss(tmp_path: Path) -> None:
     config = LLAMA | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     del config["rms_norm_eps"]
+    with pytest.raises(CheckpointError, match="rope_scaling must be given"):
+        load_spec(write(tmp_path, config))
+    config["rope_scaling"] = {"rope_type": "default"}
     spec = load_spec(write(tmp_path, config))
     assert [getattr(layer.attention, "window", None) for layer in spec.layers] == [128, 0]
-    attention = AttentionSpec(8, 2, 64, RopeSpec(), scale=0.125, sinks=True, qkv_bias=True, o_bias=True)
+    attention = AttentionSpec(8, 2, 64, RopeSpec(theta=150_000.0), scale=0.125, sinks=True, qkv_bias=True, o_bias=True)
     routing = RoutingSpec(2, router_bias=True)
     assert spec.layers[1] == LayerSpec(attention, MoeSpec(8, MlpSpec(160, "swiglu_clamped", bias=True), routing))
     assert spec.rms_norm_eps == 1e-5

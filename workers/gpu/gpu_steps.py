@@ -76,7 +76,6 @@ class GpuSteps:
         Raises ConfigError where the device has too little memory.
         """
         layout, cos_sin = cache.layout, torch.cat(ropes, dim=1)
-        self.expert_tokens = decoder.expert_tokens
         self._device, self._cache, self._sampler = device, cache, sampler
         self._main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
         pieces = Pieces(decoder, cache)

@@ -79,7 +79,8 @@ class Decoder:
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         # All ranks send the same tokens to the same experts: the first alone counts.
-        self.expert_tokens = None if self.group.rank else no_expert_tokens(spec, weights.embed.device)
+        is_counted = self.group.rank == 0 and weights.embed.is_cpu  # who asks a GPU for counts holds it up
+        self.expert_tokens = no_expert_tokens(spec, weights.embed.device) if is_counted else None
         ranks = {layer: ExpertRanks(self.group, placement) for layer, placement in (experts or {}).items()}
         self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
 

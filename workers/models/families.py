@@ -14,7 +14,7 @@ from .deepseek_families import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v
 from .family import Family
 from .gemma_families import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
 from .llama_families import llama, mistral, olmo2, phi3, qwen2, qwen3
-from .moe_families import gpt_oss, mixtral, qwen3_moe
+from .moe_families import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
 from .spec import ModelSpec
 
 FAMILIES: dict[str, Family] = {
@@ -23,10 +23,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(gemma2, GEMMA2_DEFAULTS, around_gemma),
     "Gemma3ForCausalLM": Family(gemma3, GEMMA3_DEFAULTS, around_gemma),
     "Gemma3ForConditionalGeneration": Family(gemma3, GEMMA3_DEFAULTS, around_gemma_with_vision, section="text_config"),
-    "GptOssForCausalLM": Family(gpt_oss, {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5}),
+    "GptOssForCausalLM": Family(gpt_oss, GPT_OSS_DEFAULTS),
     "LlamaForCausalLM": Family(llama),
-    "MistralForCausalLM": Family(mistral, {"sliding_window": 4096}),
-    "MixtralForCausalLM": Family(mixtral),
+    "MistralForCausalLM": Family(mistral, {"sliding_window": 4096, "num_key_value_heads": 8}),
+    "MixtralForCausalLM": Family(mixtral, MIXTRAL_DEFAULTS),
     "Olmo2ForCausalLM": Family(olmo2, {"rms_norm_eps": 1e-5}),
     "Phi3ForCausalLM": Family(phi3, {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}),
     "Qwen2ForCausalLM": Family(qwen2, {"sliding_window": 4096, "max_window_layers": 28}),
@@ -49,13 +49,14 @@ def load_spec(model_path: Path) -> ModelSpec:
         section = config.section(family.section)
         if section is None:
             raise config.error(family.section, f"must be an object: {architecture} has its decoder there", None)
-        config = section.with_defaults({name: config.get(name) for name in ("eos_token_id", "quantization_config")})
+        outer = {name: config.get(name) for name in ("eos_token_id", "quantization_config")}
+        config = section.with_defaults({name: value for name, value in outer.items() if section.get(name) is None})
     config = config.with_defaults(family.defaults)
-    vocab_size = config.size("vocab_size")
-    layers, around = family.layers(config), family.around(config)
     if (section := config.section("quantization_config")) is not None:
         need = "must be absent (quantised checkpoints are not supported: convert it to bfloat16)"
         raise config.error("quantization_config", need, section.get("quant_method"))
+    vocab_size = config.size("vocab_size")
+    layers, around = family.layers(config), family.around(config)
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,

@@ -35,7 +35,14 @@ def qwen3_moe(config: Fields) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(attention, moe if has else mlp) for has in has_experts)
 
 
+# What transformers' config classes take where a config.json names nothing.
+MIXTRAL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
+GPT_OSS_DEFAULTS = {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
+
+
 def gpt_oss(config: Fields) -> tuple[LayerSpec, ...]:
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        raise config.error("rope_scaling", "must be given (yarn)", None)
     for name, ours in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if config.number(name, default=ours) != ours:
             raise config.error(name, f"must be {ours}", config.get(name))

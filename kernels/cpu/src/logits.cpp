@@ -12,9 +12,9 @@ API(greedy)(Team *team, const void *head, int32_t dtype, const void *hidden, int
     Best *own = (Best *)bests + index * num_rows;
     float *room = scratch + index * kGreedyScratch;
     if (dtype == kBfloat16)
-      best_of_part(of, (const bf16 *)hidden, hidden_stride, num_rows, own, room, index, team->size);
+      best_of_part(of, (const bf16 *)hidden, hidden_stride, num_rows, own, room, 0.0f, index, team->size);
     else
-      best_of_part(of, (const float *)hidden, hidden_stride, num_rows, own, room, index, team->size);
+      best_of_part(of, (const float *)hidden, hidden_stride, num_rows, own, room, 0.0f, index, team->size);
   });
   best_of_all((Best *)bests, num_rows, team->size, ids);
 }

@@ -17,11 +17,19 @@ struct Best {
 // Floats that one thread of `best_of_part` needs.
 constexpr int64_t kGreedyScratch = kGreedyRows * kGreedyPanels * kPanel;
 
+// x = cap * tanh(x / cap): of `count` floats, the part of thread `index` of `size`.
+inline void cap_softly(float *x, int64_t count, float cap, int index, int size) {
+  const Span span = span_of(count, kLanes, index, size);
+  update(x + span.first, x + span.first, span.last - span.first,
+         [&](f32x16 v, f32x16) { return tanh(v * (1.0f / cap)) * cap; });
+}
+
 // The best among the outputs of the panels that thread `index` of `size` computes, the lowest id among equals: bests
-// [num_rows]. A logit is the sum that `linear` makes, so it depends on its own row alone. No barrier at the end.
+// [num_rows]. A logit is the sum that `linear` makes, so it depends on its own row alone; capped if `cap` is not 0, for
+// that makes equals of what was not. No barrier at the end.
 template <class T>
 void best_of_part(const Linear &head, const T *hidden, int64_t hidden_stride, int64_t num_rows, Best *bests,
-                  float *scratch, int index, int size) {
+                  float *scratch, float cap, int index, int size) {
   const Span span = span_of((head.n + kPanel - 1) / kPanel, kGreedyPanels, index, size);
   for (int64_t row = 0; row < num_rows; row++) bests[row] = {-INFINITY, head.n};
   for (int64_t start = 0; start < num_rows; start += kGreedyRows) {
@@ -29,6 +37,7 @@ void best_of_part(const Linear &head, const T *hidden, int64_t hidden_stride, in
     for (int64_t panel = span.first; panel < span.last; panel += kGreedyPanels) {
       const Linear some = panels_of<T>(head, panel, kGreedyPanels);
       linear(some, hidden + start * hidden_stride, hidden_stride, rows, scratch, some.n, kStore, 0, 1);
+      if (cap != 0.0f) cap_softly(scratch, rows * some.n, cap, 0, 1);
       for (int64_t row = 0; row < rows; row++) {
         const float *logits = scratch + row * some.n, best = largest_of(logits, some.n);
         if (best > bests[start + row].logit)
@@ -46,13 +55,6 @@ inline void best_of_all(Best *bests, int64_t num_rows, int size, int64_t *ids) {
       if (bests[i * num_rows + row].logit > best.logit) best = bests[i * num_rows + row];
     ids[row] = best.logit > -INFINITY ? best.id : 0;
   }
-}
-
-// x = cap * tanh(x / cap): of `count` floats, the part of thread `index` of `size`.
-inline void cap_softly(float *x, int64_t count, float cap, int index, int size) {
-  const Span span = span_of(count, kLanes, index, size);
-  update(x + span.first, x + span.first, span.last - span.first,
-         [&](f32x16 v, f32x16) { return tanh(v * (1.0f / cap)) * cap; });
 }
 
 // log(sum(exp(x))) of any number of floats.

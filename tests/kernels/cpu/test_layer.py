@@ -55,6 +55,8 @@ FAMILIES = {
         embed_scale=7.0,
         logit_softcap=3.0,
     ),
+    # A cap that makes equals of most of the likeliest: the lowest of them is picked, as of the logits.
+    "saturated": Family(logit_softcap=0.02),
     "gemma3": Family(NORMS, (AttentionOptions(0.2, window=9), AttentionOptions(0.2)), (D, 6), D, gate=Then.GELU_MUL),
     "olmo2": Family(("attention_out_norm", "mlp_out_norm"), qk_norm=N * D),
     "gpt_oss": Family(

@@ -25,12 +25,11 @@ from .compiled_steps import CompiledSteps
 from .cores import part_of
 from .cpu_kernels import Choice, choose, choose_for, make_team
 from .errors import ConfigError, RankLost
-from .gpu.cuda_device import CudaDevice
+from .gpu.cuda_device import gpu_named
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
 from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps, check_known
-from .gpu.precision import settle_products
 from .gpu.upload import put_on
 from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
@@ -161,7 +160,7 @@ class ModelRunner:
         RankLost for a rank that ends.
         """
         config.validate()
-        gpu = gpu or _gpu(config.device)
+        gpu = gpu or gpu_named(config.device)
         path, device = Path(config.model_path), gpu.torch_device if gpu is not None else torch.device(config.device)
         spec = load_spec(path)
         placement = config.expert_placement if config.expert_parallel > 1 else None
@@ -266,25 +265,6 @@ class ModelRunner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         (self.steps if isinstance(self.steps, GpuSteps) else self._cache).copy_blocks(pairs)
-
-
-def _gpu(name: str) -> Device | None:
-    """None: it is the CPU."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as e:
-        raise ConfigError(f"device {name!r} is not one that torch knows: use cpu or cuda") from e
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
-        )
-    if device.type == "cpu":
-        return None
-    settle_products()
-    with needing_memory("a context of CUDA", "end what else uses it"):
-        return CudaDevice(device)
 
 
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:

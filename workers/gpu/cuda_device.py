@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from .device import Event, Lane, Work
+from .device_errors import needing_memory
+from .precision import settle_products
 
 
 class CudaEvent:
@@ -80,3 +83,22 @@ class CudaDevice:
             work()
         finally:
             graph.capture_end()
+
+
+def gpu_named(name: str) -> CudaDevice | None:
+    """By torch's name of it; None: it is the CPU. Raises ConfigError."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise ConfigError(f"device {name!r} is not one that torch knows: use cpu or cuda") from e
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
+        )
+    if device.type == "cpu":
+        return None
+    settle_products()
+    with needing_memory("a context of CUDA", "end what else uses it"):
+        return CudaDevice(device)

@@ -15,7 +15,8 @@ _PER_WARP = 512  # 16 numbers a thread: two vectors of bfloat16 under way
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, computed in float32.
 
-    x: [T, D] or [T, heads, D], last axis contiguous; weight: [D], of one dtype. Returns a new contiguous tensor.
+    x: [T, D] or [T, heads, D], last axis contiguous; weight: [D], of x's dtype, which x / rms(x) is rounded to before
+    the product with it (as Llama does), or float32: not rounded (as Gemma does). Returns a new contiguous tensor.
     """
     return kernel_for(x, rms_norm_triton, rms_norm_twin)(x, weight, eps)
 
@@ -23,15 +24,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += x in place; returns rms_norm(residual).
 
-    x, residual: [T, D], last axis contiguous; weight: [D], of one dtype. Returns [T, D] contiguous.
+    x, residual: [T, D], last axis contiguous, of one dtype; weight: as `rms_norm` has it. Returns [T, D] contiguous.
     """
     return kernel_for(x, add_rms_norm_triton, add_rms_norm_twin)(x, residual, weight, eps)
 
 
 def rms_norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    # The product with the weight is taken in x's own dtype, as transformers does.
+    if weight.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return torch.nn.functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype).mul_(weight)
 
 
@@ -57,7 +57,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
     dim = x.shape[-1]
     num_heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     assert x.dim() in (2, 3) and x.stride(-1) == 1 and out.is_contiguous()
-    assert weight.shape == (dim,) and weight.is_contiguous() and weight.dtype == x.dtype
+    assert weight.shape == (dim,) and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
     if residual is not None:
         assert x.dim() == 2 and residual.shape == x.shape and residual.stride(-1) == 1 and residual.dtype == x.dtype
     num_rows = x.shape[0] * num_heads
@@ -79,6 +79,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         dim,
         eps,
         HAS_RESIDUAL=residual is not None,
+        IS_WIDE=weight.dtype == torch.float32,
         ROWS=rows,
         BLOCK=block,
         num_warps=num_warps,
@@ -99,6 +100,7 @@ def _rms_norm_kernel(
     dim: int,
     eps: float,
     HAS_RESIDUAL: tl.constexpr,
+    IS_WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -119,5 +121,7 @@ def _rms_norm_kernel(
         wide = value.to(tl.float32)
         mean_square = tl.sum(wide * wide, axis=1) / dim  # pyright: ignore[reportOperatorIssue]
         scale = 1.0 / tl.sqrt(mean_square + eps)
-        normed = (wide * scale[:, None]).to(value.dtype).to(tl.float32)
+        normed = wide * scale[:, None]
+        if not IS_WIDE:
+            normed = normed.to(value.dtype).to(tl.float32)
         tl.store(out + row * dim + d, (normed * scale_of).to(value.dtype), mask=inside)

@@ -32,6 +32,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("plan") / "qwen3", "qwen3", 0)
 
 
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "gemma3", "gemma3", 0)
+
+
 def loaded_bytes(path: Path, dtype: str, share: Share) -> int:
     """Of the tensors that a rank really makes."""
     with Checkpoint(path, load_spec(path)) as checkpoint:
@@ -45,7 +50,7 @@ def loaded_bytes(path: Path, dtype: str, share: Share) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_weights_are_those_that_are_loaded(family: str, size: int, dtype: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(family)
     found = plan_memory(load_spec(path), Parallelism(dtype, tensor_parallel=size), ROOMY)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from diptych.kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -23,6 +24,19 @@ def test_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         rms_norm(x, weight, 0.1).double(), formula(x, weight, 0.1), rtol=tolerance, atol=tolerance
     )
+
+
+def test_a_weight_of_float32_is_met_before_rounding() -> None:
+    """As Gemma's is, by transformers: nothing is rounded but the result, by 2^-8 of it at most."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 256, generator=generator).bfloat16(), 1 + torch.randn(256, generator=generator)
+    found = rms_norm(x, weight, 1e-6)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), formula(x, weight, 1e-6), rtol=2**-8 * 1.001, atol=0)
+    reference = Gemma3RMSNorm(256, eps=1e-6)
+    reference.weight.data = weight - 1
+    assert (found != reference(x)).float().mean() < 0.001
+    assert torch.equal(add_rms_norm(x, torch.zeros_like(x), weight, 1e-6), found)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

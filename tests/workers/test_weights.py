@@ -14,7 +14,7 @@ from diptych.workers.errors import CheckpointError
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import Share, shape_of_part
 from diptych.workers.models.tensor_names import HEAD, Cut, Piece, expected_tensors, own_name
-from diptych.workers.models.weights import Checkpoint, DecoderWeights
+from diptych.workers.models.weights import Checkpoint, DecoderWeights, LayerWeights
 
 from ..checkpoints import ARCHITECTURES, make_checkpoint
 from .conftest import CheckpointOf
@@ -243,10 +243,17 @@ def test_parts_that_are_not_served_are_left_out_by_name(tmp_path: Path) -> None:
 def test_what_norms_are_stored_without_is_added(checkpoint_of: CheckpointOf) -> None:
     path = checkpoint_of("gemma3")
     stored, weights = load_file(path / "model.safetensors"), read(path, torch.bfloat16)
-    assert torch.equal(weights.norm, (stored["model.norm.weight"] + 1.0).bfloat16())
+    assert torch.equal(weights.norm, stored["model.norm.weight"] + 1.0)  # float32: 1 + w is not rounded
     q_norm = weights.layers[0].q_norm
     assert q_norm is not None
-    assert torch.equal(q_norm, (stored["model.layers.0.self_attn.q_norm.weight"] + 1.0).bfloat16())
+    assert torch.equal(q_norm, stored["model.layers.0.self_attn.q_norm.weight"] + 1.0)
+
+
+@pytest.mark.parametrize(("arch", "is_wide"), [("gemma2", True), ("olmo2", True), ("gptoss", True), ("llama", False)])
+def test_norms_are_as_wide_as_transformers_computes(checkpoint_of: CheckpointOf, arch: str, is_wide: bool) -> None:
+    weights = read(checkpoint_of(arch), torch.bfloat16)
+    norms = [weights.norm, *(getattr(weights.layers[0], name) for name in LayerWeights.__slots__ if "norm" in name)]
+    assert {norm.dtype for norm in norms if norm is not None} == {torch.float32 if is_wide else torch.bfloat16}
 
 
 def test_progress_counts_what_is_read(checkpoint_of: CheckpointOf) -> None:

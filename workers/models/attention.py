@@ -55,8 +55,11 @@ def _normed_whole(
     else:
         own = torch.stack([x.float().square().mean(dim=1) for x in flat])  # [2, T]
         scales = (group.all_reduce(own) / group.size + eps).rsqrt()[:, :, None]
-        scaled = [(x.float() * scale).to(x.dtype) for x, scale in zip(flat, scales, strict=True)]
-        normed = scaled[0] * q_norm, scaled[1] * k_norm
+        # A weight of float32 is met in float32, as rms_norm does.
+        scaled = [
+            (x.float() * scale).to(w.dtype) * w for x, scale, w in zip(flat, scales, (q_norm, k_norm), strict=True)
+        ]
+        normed = scaled[0].to(q.dtype), scaled[1].to(q.dtype)
     return normed[0].view(q.shape), normed[1].view(k.shape)
 
 

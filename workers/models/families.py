@@ -11,7 +11,7 @@ from typing import Any, cast
 from ..errors import CheckpointError, UnsupportedArchitecture
 from .config import Fields, read_json_object
 from .deepseek_families import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
-from .family import Family
+from .family import Family, around_wide_norms
 from .gemma_families import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
 from .llama_families import llama, mistral, olmo2, phi3, qwen2, qwen3
 from .moe_families import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
@@ -23,11 +23,11 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(gemma2, GEMMA2_DEFAULTS, around_gemma),
     "Gemma3ForCausalLM": Family(gemma3, GEMMA3_DEFAULTS, around_gemma),
     "Gemma3ForConditionalGeneration": Family(gemma3, GEMMA3_DEFAULTS, around_gemma_with_vision, section="text_config"),
-    "GptOssForCausalLM": Family(gpt_oss, GPT_OSS_DEFAULTS),
+    "GptOssForCausalLM": Family(gpt_oss, GPT_OSS_DEFAULTS, around_wide_norms),
     "LlamaForCausalLM": Family(llama),
     "MistralForCausalLM": Family(mistral, {"sliding_window": 4096, "num_key_value_heads": 8}),
     "MixtralForCausalLM": Family(mixtral, MIXTRAL_DEFAULTS),
-    "Olmo2ForCausalLM": Family(olmo2, {"rms_norm_eps": 1e-5}),
+    "Olmo2ForCausalLM": Family(olmo2, {"rms_norm_eps": 1e-5}, around_wide_norms),
     "Phi3ForCausalLM": Family(phi3, {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}),
     "Qwen2ForCausalLM": Family(qwen2, {"sliding_window": 4096, "max_window_layers": 28}),
     "Qwen3ForCausalLM": Family(qwen3, {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}),
@@ -69,6 +69,7 @@ def load_spec(model_path: Path) -> ModelSpec:
         embedding_scale=around.embedding_scale,
         logit_softcap=around.logit_softcap,
         norm_offset=around.norm_offset,
+        wide_norms=around.wide_norms,
     )
 
 

@@ -19,10 +19,15 @@ class Around:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     norm_offset: float = 0.0
+    wide_norms: bool = False
 
 
 def _plain(_: Fields) -> Around:
     return Around()
+
+
+def around_wide_norms(_: Fields) -> Around:
+    return Around(wide_norms=True)
 
 
 @dataclass(frozen=True, slots=True)

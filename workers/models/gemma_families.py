@@ -47,6 +47,7 @@ def around_gemma(config: Fields) -> Around:
         embedding_scale=config.size("hidden_size") ** 0.5,
         logit_softcap=config.optional_number("final_logit_softcapping", 0.0) or 0.0,
         norm_offset=1.0,
+        wide_norms=True,
     )
 
 

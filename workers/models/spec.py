@@ -176,6 +176,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
     norm_offset: float = 0.0  # added to every norm's weight as stored (Gemma: 1)
+    wide_norms: bool = False  # what is normed meets the weight in float32; else it is rounded to the dtype before
 
     @property
     def num_layers(self) -> int:

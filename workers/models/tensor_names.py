@@ -131,7 +131,7 @@ def _norms(spec: ModelSpec, layer: LayerSpec, prefix: str) -> dict[str, Pieces]:
 
 
 def _norm(spec: ModelSpec, name: str) -> Piece:
-    return Piece(f"{name}.weight", (spec.hidden_size,), offset=spec.norm_offset)
+    return Piece(f"{name}.weight", (spec.hidden_size,), offset=spec.norm_offset, is_wide=spec.wide_norms)
 
 
 def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[str, Pieces]:
@@ -152,18 +152,15 @@ def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[s
         "qkv": stacked("weight", spec.hidden_size),
         "o": (Piece(f"{prefix}o_proj.weight", (spec.hidden_size, attention.q_size), Cut.HEAD_INPUTS),),
     }
-    offset = spec.norm_offset
     match attention.qk_norm:
         case "head":
-            shape = (head_dim,)
-            fields["q_norm"] = (Piece(f"{prefix}q_norm.weight", shape, order=order, offset=offset),)
-            fields["k_norm"] = (Piece(f"{prefix}k_norm.weight", shape, order=order, offset=offset),)
+            norm = replace(_norm(spec, f"{prefix}q_norm"), shape=(head_dim,), order=order)
+            fields |= {"q_norm": (norm,), "k_norm": (replace(norm, name=f"{prefix}k_norm.weight"),)}
         case "whole":
-            q, k = (attention.q_size,), (attention.kv_size,)
-            fields["q_norm"] = (Piece(f"{prefix}q_norm.weight", q, Cut.HEADS, order=order, offset=offset),)
-            fields["k_norm"] = (
-                Piece(f"{prefix}k_norm.weight", k, Cut.KV_HEADS, num_kv_heads, order=order, offset=offset),
-            )
+            norm = replace(_norm(spec, f"{prefix}q_norm"), shape=(attention.q_size,), cut=Cut.HEADS, order=order)
+            kv = replace(norm, name=f"{prefix}k_norm.weight", shape=(attention.kv_size,))
+            kv = replace(kv, cut=Cut.KV_HEADS, num_kv_heads=num_kv_heads)
+            fields |= {"q_norm": (norm,), "k_norm": (kv,)}
         case "none":
             pass
     if attention.qkv_bias:

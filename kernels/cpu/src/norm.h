@@ -9,17 +9,17 @@
 namespace DIPTYCH_ISA {
 
 // out = x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), over `dim` elements, where mean(x^2) = squares / dim.
-// `out` may be `x`. W: T or float.
-template <class T, class W>
-void scale_row(const T *x, float squares, const W *weight, T *out, int64_t dim, float eps) {
+// It is rounded to T once. `out` may be `x`.
+template <class T>
+void scale_row(const T *x, float squares, const float *weight, T *out, int64_t dim, float eps) {
   float scale = 1.0f / std::sqrt(squares / float(dim) + eps);
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
   if (i < dim) store_some(out + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
 }
 
-template <class T, class W>
-void rms_norm_row(const T *x, const W *weight, T *out, int64_t dim, float eps) {
+template <class T>
+void rms_norm_row(const T *x, const float *weight, T *out, int64_t dim, float eps) {
   f32x16 squares{};
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) {
@@ -35,7 +35,7 @@ void rms_norm_row(const T *x, const W *weight, T *out, int64_t dim, float eps) {
 
 // residual = round(residual + x), in T; out = norm(residual).
 template <class T>
-void add_rms_norm_row(const T *x, T *residual, const T *weight, T *out, int64_t dim, float eps) {
+void add_rms_norm_row(const T *x, T *residual, const float *weight, T *out, int64_t dim, float eps) {
   f32x16 squares{};
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) {
@@ -53,7 +53,7 @@ void add_rms_norm_row(const T *x, T *residual, const T *weight, T *out, int64_t 
 
 // Team functions: rows of `dim` elements, `..._stride` elements apart.
 template <class T>
-void rms_norm(const T *x, int64_t x_stride, const T *weight, T *out, int64_t out_stride, int64_t num_rows, int64_t dim,
+void rms_norm(const T *x, int64_t x_stride, const float *weight, T *out, int64_t out_stride, int64_t num_rows, int64_t dim,
               float eps, int index, int size) {
   Span rows = span_of(num_rows, 1, index, size);
   for (int64_t row = rows.first; row < rows.last; row++)
@@ -61,7 +61,7 @@ void rms_norm(const T *x, int64_t x_stride, const T *weight, T *out, int64_t out
 }
 
 template <class T>
-void add_rms_norm(const T *x, int64_t x_stride, T *residual, int64_t residual_stride, const T *weight, T *out,
+void add_rms_norm(const T *x, int64_t x_stride, T *residual, int64_t residual_stride, const float *weight, T *out,
                   int64_t out_stride, int64_t num_rows, int64_t dim, float eps, int index, int size) {
   Span rows = span_of(num_rows, 1, index, size);
   for (int64_t row = rows.first; row < rows.last; row++)

@@ -173,8 +173,8 @@ class ModelRunner:
         choice = _kernels(config, spec, gpu)
         log.info("%s", choice.why)
         quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
-        check_fits(spec, share, config.dtype, quantize, available_bytes(device))
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
+            check_fits(checkpoint.spec, share, config.dtype, quantize, available_bytes(device))
             layout = _layout(config, spec, _model_id(checkpoint, config.quantize, max_context_tokens), choice.packing)
             ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss)
             if ranks is not None:

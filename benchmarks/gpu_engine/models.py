@@ -62,8 +62,5 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, se
         return {field: fused(field, pieces) for field, pieces in fields.items()}
 
     layers = [LayerWeights(**made(layer_tensors(spec, i))) for i in range(spec.num_layers)]
-    fields = outer_tensors(spec)
-    if spec.tie_word_embeddings:
-        del fields["lm_head"]
-    outer = made(fields)
+    outer = made(outer_tensors(spec))
     return DecoderWeights(outer["embed"], layers, outer["norm"], outer.get("lm_head", outer["embed"]))

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from diptych.workers.errors import CheckpointError
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import Share, shape_of_part
-from diptych.workers.models.tensor_names import HEAD, Cut, Piece, expected_tensors, own_name
+from diptych.workers.models.tensor_names import EMBED, HEAD, Cut, Piece, expected_tensors, own_name
+from diptych.workers.models.weight_bytes import weight_bytes
 from diptych.workers.models.weights import Checkpoint, DecoderWeights, LayerWeights
 
-from ..checkpoints import ARCHITECTURES, make_checkpoint
+from ..checkpoints import ARCHITECTURES, make_checkpoint, reference_model
 from .conftest import CheckpointOf
 
 CPU = torch.device("cpu")
@@ -87,11 +88,42 @@ def test_tied_embeddings_share_one_tensor(tmp_path: Path) -> None:
     assert weights.lm_head is weights.embed
 
 
-def test_a_stored_head_is_used_though_the_config_ties_it(llama: Path, tmp_path: Path) -> None:
-    path = edited(llama, tmp_path / "copy", lambda _: None)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    assert torch.equal(read(path).lm_head, load_file(path / "model.safetensors")["lm_head.weight"])
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "tied", "llama", 3, tie_word_embeddings=True)
+
+
+def test_a_head_that_is_stored_with_the_embeddings_it_is_tied_to_is_dropped(tied: Path, tmp_path: Path) -> None:
+    path = edited(tied, tmp_path / "both", lambda t: t.update({HEAD: t[EMBED].clone()}))
+    weights = read(path)
+    assert weights.lm_head is weights.embed
+    assert fingerprint(path) == fingerprint(tied)
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        assert checkpoint.num_bytes == sum(t.nbytes for t in load_file(tied / "model.safetensors").values())
+
+
+def test_a_head_that_differs_from_what_it_is_tied_to_is_used_and_counted(
+    tied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its last number, beyond what is compared at once; transformers uses it too."""
+    monkeypatch.setattr("diptych.workers.models.shards.CHUNK_BYTES", 1000)
+    head = {HEAD: load_file(tied / "model.safetensors")[EMBED].clone()}
+    head[HEAD][-1, -1] += 1
+    path = edited(tied, tmp_path / "differs", lambda t: t.update(head))
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        weights, spec = checkpoint.load(torch.float32, CPU), checkpoint.spec
+    assert torch.equal(weights.lm_head, head[HEAD])
+    assert torch.equal(weights.lm_head, reference_model(path).lm_head.weight)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in caplog.text
+    assert weight_bytes(spec, Share(), "float32")["lm_head"] == weights.lm_head.nbytes
+
+
+def test_a_tied_checkpoint_may_hold_the_head_alone(tied: Path, tmp_path: Path) -> None:
+    path = edited(tied, tmp_path / "head", lambda t: t.update({HEAD: t.pop(EMBED)}))
+    weights = read(path)
+    assert weights.lm_head is weights.embed
+    assert torch.equal(weights.embed, read(tied).embed)
+    assert fingerprint(path) == fingerprint(tied)
 
 
 def test_sharding_changes_neither_weights_nor_fingerprint(llama: Path, sharded: Path) -> None:
@@ -214,10 +246,7 @@ def test_expected_tensors_are_those_that_transformers_saves(
     path = make_checkpoint(tmp_path / arch, arch, 4, **changes)
     spec, stored = load_spec(path), load_file(path / "model.safetensors")
     saved = {name: tuple(t.shape) for of, t in stored.items() if (name := own_name(spec, of)) is not None}
-    expected = expected_tensors(spec)
-    if spec.tie_word_embeddings:
-        del expected[HEAD]
-    assert expected == saved
+    assert expected_tensors(spec) == saved
 
 
 def test_parts_that_are_not_served_are_left_out_by_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..errors import ConfigError
 from .expert_placement import Placement, place_experts
 from .spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from .tensor_names import Cut, Piece, Pieces, Shape, layer_tensors, outer_tensors
+from .tensor_names import Cut, Piece, Pieces, Shape, layer_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,3 @@ def _of_experts(pieces: Pieces, held: tuple[int, ...]) -> Iterator[Piece]:
             yield piece
         elif piece.expert in held:
             yield replace(piece, cut=Cut.WHOLE)
-
-
-def outer_fields(spec: ModelSpec, *, has_head: bool) -> dict[str, Pieces]:
-    """The same outside the layers. has_head: it is not the embeddings."""
-    return {field: of for field, of in outer_tensors(spec).items() if has_head or field != "lm_head"}

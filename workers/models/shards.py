@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from ..errors import CheckpointError
 from .config import read_json_object
@@ -11,6 +11,7 @@ from .config import read_json_object
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SAMPLE_BYTES = 128
+CHUNK_BYTES = 4 << 20  # of tensors that are compared
 MAX_SHARDS = 4096
 
 
@@ -45,15 +46,38 @@ def samples(path: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     try:
         with path.open("rb", buffering=0) as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+            for name, (start, end) in _places(file).items():
                 size = min(SAMPLE_BYTES, end - start)
                 pieces = (start, start + (end - start - size) // 2, end - size)
                 found[name] = b"".join(os.pread(file.fileno(), size, offset) for offset in pieces)
     except OSError as e:
-        raise CheckpointError(f"{path} cannot be read ({e.strerror}): check the disk, or fetch the file again") from e
+        raise _unreadable(path, e) from e
     return found
+
+
+def have_equal_bytes(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
+    """Whether two tensors, each by its file, whose header is known to be sound, and its name there, are stored as the
+    same bytes. Reads no further than where they differ, and little at once."""
+    try:
+        with first[0].open("rb", buffering=0) as one, second[0].open("rb", buffering=0) as other:
+            (start, end), (from_other, end_of_other) = _places(one)[first[1]], _places(other)[second[1]]
+            return end - start == end_of_other - from_other and all(
+                os.pread(one.fileno(), min(CHUNK_BYTES, end - start - done), start + done)
+                == os.pread(other.fileno(), min(CHUNK_BYTES, end - start - done), from_other + done)
+                for done in range(0, end - start, CHUNK_BYTES)
+            )
+    except OSError as e:
+        raise _unreadable(first[0], e) from e
+
+
+def _places(file: BinaryIO) -> dict[str, tuple[int, int]]:
+    """Of each tensor, where its bytes begin and end in a file whose header is known to be sound."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(header_bytes))
+    first = 8 + header_bytes
+    places = {name: of["data_offsets"] for name, of in header.items() if name != "__metadata__"}
+    return {name: (first + start, first + end) for name, (start, end) in places.items()}
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read ({error.strerror}): check the disk, or fetch the file again")

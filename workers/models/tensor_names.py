@@ -9,7 +9,7 @@ from itertools import accumulate
 from .spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 Shape = tuple[int, ...]
-HEAD = "lm_head.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Of an MLP: gate, up, down.
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_EXPERT = ("w1", "w3", "w2")
@@ -88,12 +88,11 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
 def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
     """The same for the fields of DecoderWeights outside its layers."""
     matrix = (spec.vocab_size, spec.hidden_size)
-    return {
-        "embed": (Piece("model.embed_tokens.weight", matrix, Cut.VOCABULARY),),
+    fields: dict[str, Pieces] = {
+        "embed": (Piece(EMBED, matrix, Cut.VOCABULARY),),
         "norm": (_norm(spec, "model.norm"),),
-        # Where it is tied it may be absent; where it is stored all the same, transformers uses it, and so do we.
-        "lm_head": (Piece(HEAD, matrix, Cut.VOCABULARY),),
     }
+    return fields if spec.tie_word_embeddings else fields | {"lm_head": (Piece(HEAD, matrix, Cut.VOCABULARY),)}
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:

@@ -7,9 +7,9 @@ from ...kernels.cpu.formats import stored_bytes
 from ..errors import InsufficientMemory
 from ..kv_layout import DTYPE_BYTES
 from ..quant.formats import format_of
-from .sharding import Share, layer_fields, outer_fields, shape_of_part
+from .sharding import Share, layer_fields, shape_of_part
 from .spec import ModelSpec
-from .tensor_names import Pieces
+from .tensor_names import Pieces, outer_tensors
 
 
 def weight_bytes(spec: ModelSpec, share: Share, dtype: str, quantize: str | None = None) -> dict[str, int]:
@@ -20,7 +20,7 @@ def weight_bytes(spec: ModelSpec, share: Share, dtype: str, quantize: str | None
     """
     found: dict[str, int] = {}
     layers = [layer_fields(spec, i, share) for i in range(spec.num_layers)]
-    for fields in (*layers, outer_fields(spec, has_head=not spec.tie_word_embeddings)):
+    for fields in (*layers, outer_tensors(spec)):
         for field, pieces in fields.items():
             found[field] = found.get(field, 0) + _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], quantize)
     return found

@@ -1,37 +1,28 @@
 """Reads a Hugging Face safetensors checkpoint into the tensors of a decoder.
 
-Life of a load: locate the shards, open them (mmap: nothing is read yet), compare every name, shape and dtype with what
-the ModelSpec needs, and only then copy tensor by tensor, fused and converted, reporting progress. Whatever is wrong
-with a checkpoint is found before a weight is read, and named.
+Life of a load: open and check what is stored (checkpoint_files.py), and only then copy tensor by tensor, fused and
+converted, reporting progress. Whatever is wrong with a checkpoint is found before a weight is read, and named.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...kernels.cpu.formats import Format
-from ..errors import CheckpointError
 from ..quant.formats import format_of
 from ..quant.stored import as_stored, scales_of_part
-from .sharding import WHOLE, Share, layer_fields, outer_fields, part_of_piece, shape_of_part, stored_part
-from .shards import INDEX_FILE, read_index, samples, shards
-from .spec import ModelSpec
-from .tensor_names import HEAD, Piece, Pieces, Shape, expected_tensors, own_name, spare_tensors
+from .checkpoint_files import CheckpointFiles
+from .sharding import WHOLE, Share, layer_fields, part_of_piece, shape_of_part, stored_part
+from .tensor_names import Piece, Pieces, outer_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
 # bytes that it is done with. It may still be under way when it returns: see gpu/upload.py.
 Put = Callable[[Tensor, Tensor, Callable[[int], object]], object]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names of the dtypes that we convert from
 
 
 @dataclass(slots=True)
@@ -85,46 +76,8 @@ def put_now(target: Tensor, stored: Tensor, copied: Callable[[int], object]) -> 
     copied(stored.nbytes)
 
 
-class Checkpoint:
-    """An opened and fully checked checkpoint. Use as a context manager: it holds file mappings."""
-
-    def __init__(self, model_path: Path, spec: ModelSpec) -> None:
-        """Raises CheckpointError naming file, tensor, expected and found."""
-        self.spec = spec
-        self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it, for as long as it is named here
-        self._paths: dict[str, Path] = {}
-        self._stored: dict[str, str] = {}  # tensor name -> its name there
-        self._read_from: set[Path] = set()
-        self._open(model_path)
-        self._rename()
-        self._check(model_path)
-
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
-        return sum(self.stored_bytes(name) for name in self._files)
-
-    def fingerprint(self) -> str:
-        """Hex name of the weights: blake2b over the spec, names, shapes, dtypes and a sample of each tensor's bytes.
-
-        How the tensors are spread over files does not matter. Reads a few pages a tensor, whatever its size; not by
-        mmap, whose faults read ahead by megabytes. Raises CheckpointError where a file cannot be read.
-        """
-        digest = blake2b(json.dumps(asdict(self.spec), sort_keys=True).encode(), digest_size=16)
-        sampled: dict[str, bytes] = {}
-        for path in set(self._paths.values()):
-            sampled |= samples(path)
-        for name in sorted(self._files):
-            stored = self._slice(name)
-            digest.update(f"{name} {stored.get_shape()} {stored.get_dtype()}".encode())
-            digest.update(sampled[self._stored[name]])
-        return digest.hexdigest()
+class Checkpoint(CheckpointFiles):
+    """A checkpoint whose tensors are copied into a decoder's."""
 
     def load(
         self,
@@ -153,112 +106,13 @@ class Checkpoint:
     def read(self, piece: Piece, share: Share) -> Tensor:
         """What `share` holds of a piece, of the dtype that is stored but where it has an offset; on CPU."""
         part = stored_part(piece, share)
-        stored = self._read(piece.name, part)
+        stored = self.stored(piece.name, part)
         if piece.transposed:
             stored = stored.mT
         if piece.order:
             heads = stored.reshape(-1, len(piece.order), *stored.shape[1:])
             stored = heads[:, list(piece.order)].reshape(stored.shape)
         return stored.float() + piece.offset if piece.offset else stored
-
-    def _read(self, name: str, part: tuple[int | slice, ...]) -> Tensor:
-        """The part of tensor `name`, as stored."""
-        self._read_from.add(self._paths[name])
-        spans = tuple(of if isinstance(of, int) else slice(of.start, of.stop) for of in part)
-        steps = tuple(slice(None, None, of.step) for of in part if isinstance(of, slice))
-        try:
-            shape = self._slice(name).get_shape()
-            if all(isinstance(of, slice) and range(n)[of] == range(n) for n, of in zip(shape, part, strict=True)):
-                return self._files[name].get_tensor(self._stored[name])
-            return self._slice(name)[spans][steps]
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(
-                f"{self._paths[name]}: tensor {name} cannot be read ({e}): fetch the file again"
-            ) from e
-
-    def let_go(self) -> None:
-        """Map anew what was read from: the pages of a mapping count as this process's memory for as long as it lasts.
-        It does while a tensor of `read` lasts."""
-        for path in self._read_from:
-            shard = self._open_shard(path)
-            self._files |= {name: shard for name in self._files if self._paths[name] == path}
-        self._read_from.clear()
-
-    def holds(self, name: str) -> bool:
-        return name in self._files
-
-    def stored_bytes(self, name: str) -> int:
-        return math.prod(self._slice(name).get_shape()) * self.stored_size(name)
-
-    def stored_size(self, name: str) -> int:
-        """Bytes of one of its numbers."""
-        return STORED_BYTES[self._slice(name).get_dtype()]
-
-    def _slice(self, name: str) -> Any:
-        return self._files[name].get_slice(self._stored[name])
-
-    def _open(self, model_path: Path) -> None:
-        index = read_index(model_path)
-        for path in shards(model_path, index):
-            shard = self._open_shard(path)
-            for name in shard.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if name in self._files:
-                    raise CheckpointError(
-                        f"{path}: tensor {name} is also in {self._paths[name].name}: keep one of them"
-                    )
-                self._files[name], self._paths[name] = shard, path
-        for name, file_name in index.items():
-            if name not in self._files or self._paths[name].name != file_name:
-                raise CheckpointError(
-                    f"{model_path / file_name}: tensor {name} is missing, though {INDEX_FILE} names it"
-                )
-
-    def _rename(self) -> None:
-        """From here on, tensors go by the names that tensor_names.py gives them; those of no use to us are left out."""
-        files, paths = self._files, self._paths
-        self._files, self._paths = {}, {}
-        for stored, shard in files.items():
-            name = own_name(self.spec, stored)
-            if name is None:
-                continue
-            if name in self._files:
-                raise CheckpointError(
-                    f"{paths[stored]}: tensor {stored} is also {self._stored[name]}: keep one of them"
-                )
-            self._files[name], self._paths[name], self._stored[name] = shard, paths[stored], stored
-
-    def _open_shard(self, path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
-        except RuntimeError as e:  # torch's own, of a mapping that the kernel refused
-            raise CheckpointError(f"{path} cannot be mapped ({e}): free memory, or use a machine with more") from e
-
-    def _check(self, model_path: Path) -> None:
-        spare = spare_tensors(self.spec, self._files)
-        expected = expected_tensors(self.spec)
-        for name, shape in expected.items():
-            if name in self._files:
-                self._check_tensor(name, shape)
-            elif not (name == HEAD and self.spec.tie_word_embeddings):
-                raise CheckpointError(f"{model_path}: tensor {name} of shape {list(shape)} is in none of its files")
-        for name in sorted(self._files.keys() - expected.keys() - spare):
-            raise CheckpointError(
-                f"{self._paths[name]}: tensor {name} is unexpected: {self.spec.architecture} as in config.json has none"
-            )
-        for name in spare:
-            del self._files[name]
-
-    def _check_tensor(self, name: str, shape: Shape) -> None:
-        stored = self._slice(name)
-        found, dtype = list(stored.get_shape()), stored.get_dtype()
-        if found != list(shape):
-            raise CheckpointError(f"{self._paths[name]}: tensor {name} must have shape {list(shape)}, found {found}")
-        if dtype not in STORED_BYTES:
-            raise CheckpointError(
-                f"{self._paths[name]}: tensor {name} must have dtype {', '.join(STORED_BYTES)}, found {dtype}"
-            )
 
 
 class Reader:
@@ -280,7 +134,7 @@ class Reader:
         self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
         self._progress, self._put = progress, put
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
-        self._outer = outer_fields(checkpoint.spec, has_head=checkpoint.holds(HEAD))
+        self._outer = outer_tensors(checkpoint.spec)
         self._done, self._total = 0, 0
         for fields in (*self._layers, self._outer):
             self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from itertools import cycle
 
 import torch
+from compiled import compiled_team
 from torch import Tensor
 
 from diptych.kernels.cpu.attention import Heads, Limits, Scratch, pack, paged_attention, plan_attention
-from diptych.kernels.cpu.library import Team, library
+from diptych.kernels.cpu.library import Team
 from diptych.kernels.paged_attention import paged_attention_twin
 from diptych.kernels.paged_batch import PagedBatch
 
@@ -102,12 +103,8 @@ def main() -> None:
     parser.add_argument("--gflops", type=float, default=870.0, help="bfloat16 dot products of all threads, GFLOP/s")
     parser.add_argument("--only", default="", help="work whose name contains this")
     args = parser.parse_args()
-    kernels = library()
-    if kernels is None:
-        raise SystemExit("error: the compiled kernels are not built: python kernels/cpu/build.py")
-    torch.set_num_threads(args.threads)
-    team = Team(kernels, args.threads)
-    print(f"{kernels.isa}, {args.threads} threads; bfloat16, blocks of {BLOCK_SIZE}")
+    team = compiled_team(args.threads)
+    print(f"{team.library.isa}, {args.threads} threads; bfloat16, blocks of {BLOCK_SIZE}")
     print(f"{'':24}{'ours us':>10}{'torch us':>10}{'faster':>8}{'GB/s':>8}{'GFLOP/s':>9}{'% of roofline':>15}")
     for model, shape in SHAPES.items():
         for name, work in WORK.items():

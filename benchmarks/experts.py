@@ -25,6 +25,7 @@ CORES = sorted(os.sched_getaffinity(0))  # before torch binds this thread to one
 
 import roofline  # noqa: E402
 import torch  # noqa: E402
+from compiled import compiled_team  # noqa: E402
 from linear import in_huge_pages  # noqa: E402
 from roofline import Roofline  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -33,7 +34,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa:
 
 from diptych.kernels.cpu.experts import ExpertMemory, PackedExperts, experts  # noqa: E402
 from diptych.kernels.cpu.formats import Format  # noqa: E402
-from diptych.kernels.cpu.library import Team, library  # noqa: E402
+from diptych.kernels.cpu.library import Team  # noqa: E402
 from diptych.kernels.cpu.linear import pack, packed_bytes  # noqa: E402
 
 NUM_CHOICES = 3  # different ones, in turn
@@ -111,12 +112,7 @@ class Mixture:
 
 def main() -> None:
     args = parse()
-    kernels = library()
-    if kernels is None:
-        raise SystemExit("error: the compiled kernels are not built: python kernels/cpu/build.py")
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    team = Team(kernels, args.threads, CORES[: args.threads])
+    team = compiled_team(args.threads, CORES)
     limits = roofline.measure(args.threads)
     print(f"reads {limits.read_bytes_s / 1e9:.1f} GB/s, multiplies {limits.flops / 1e9:.0f} GFLOP/s", flush=True)
     found: list[dict[str, object]] = []

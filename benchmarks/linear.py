@@ -22,10 +22,11 @@ os.environ.setdefault("OMP_PLACES", "cores")
 CORES = sorted(os.sched_getaffinity(0))  # before torch binds this thread to one of them
 
 import torch  # noqa: E402
+from compiled import compiled_team  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from diptych.kernels.cpu.formats import Format  # noqa: E402
-from diptych.kernels.cpu.library import Team, library  # noqa: E402
+from diptych.kernels.cpu.library import Team  # noqa: E402
 from diptych.kernels.cpu.linear import linear, pack, packed_bytes  # noqa: E402
 
 SHAPES = ["960x576", "576x576", "3072x576", "576x1536", "49152x576"]
@@ -34,12 +35,7 @@ COLD_BYTES = 300_000_000  # several times the largest cache
 
 def main() -> None:
     args = parse()
-    kernels = library()
-    if kernels is None:
-        raise SystemExit("error: the compiled kernels are not built: python kernels/cpu/build.py")
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    team = Team(kernels, args.threads, CORES[: args.threads])
+    team = compiled_team(args.threads, CORES)
     found = [
         measure(args, team, shape, Format[name.upper()], num_rows)
         for shape in args.shape

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from compiled import compiled_team
 
 from diptych.kernels.cpu.greedy import greedy
-from diptych.kernels.cpu.library import Team, library
 from diptych.kernels.cpu.linear import linear, pack
 from diptych.kernels.cpu.sample import RowSampler
 from diptych.workers.request import Request, SamplingParams
@@ -39,12 +39,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=4.0)
     parser.add_argument("--isa", help="instruction set; default: the best here")
     args = parser.parse_args()
-    found = library()
-    if found is None:
-        raise SystemExit("the compiled kernels are not built: run kernels/cpu/build.py")
-    torch.set_num_threads(args.threads)
-    team = Team(found.using(args.isa) if args.isa else found, args.threads)
-    torch.manual_seed(0)
+    team = compiled_team(args.threads, isa=args.isa)
     logits = torch.randn(args.rows, args.vocab) * args.scale
     compiled, twin = Sampler((), RowSampler(team)), Sampler(())
     print(f"{args.rows} rows of {args.vocab} logits, {args.threads} threads, {team.library.isa}: compiled, torch (ms)")

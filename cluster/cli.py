@@ -19,6 +19,7 @@ from . import address_file, config_file
 from .bench_cli import INTERRUPTED, bench
 from .checks import resolve_model
 from .config import POOL_NAMES
+from .experts_cli import experts
 from .plan_cli import plan
 
 STOP_S = 30.0
@@ -219,6 +220,7 @@ def doctor() -> None:
 
 app.command()(_reports_errors(bench))
 app.command()(_reports_errors(plan))
+app.command()(_reports_errors(experts))
 
 
 def _parse_targets(texts: list[str]) -> dict[str, int]:

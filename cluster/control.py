@@ -45,6 +45,10 @@ class SupervisorClient:
         """By worker: what is wrong with its block bookkeeping, or nothing. Raises Unavailable."""
         return self._ask("audit")
 
+    def experts(self, pool: str | None) -> dict[int, list[int]]:
+        """By layer: what has gone to each expert, on all workers or on one pool's. Raises Unavailable, WorkerLost."""
+        return self._ask("experts", pool)
+
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Set new targets; `status` tells when they are reached. Raises ConfigError, Unavailable."""
         self._ask("scale", dict(replicas))

@@ -169,6 +169,12 @@ class SupervisorActor:
         await self._supervisor.adopted()
         return self._supervisor.status()
 
+    async def experts(self, pool: str | None) -> dict[int, list[int]] | Refused:
+        try:
+            return await self._supervisor.experts(pool)
+        except DiptychError as e:
+            return Refused.because(e)
+
     async def audit(self) -> dict[str, str]:
         return await self._supervisor.audit()
 

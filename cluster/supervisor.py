@@ -19,6 +19,7 @@ from ..workers.wire import ROLE_TO_PROTO
 from .autoscaler import Autoscaler, PoolCounters
 from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
 from .deployment import make_router_id, make_worker_id
+from .expert_loads import add_up
 from .fleet import WorkerInfo
 from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle, WorkerStarted
 from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
@@ -348,6 +349,12 @@ class Supervisor:
         ready = [(w.worker_id, w.control) for w in self._workers.values() if w.phase is Phase.READY and w.control]
         found = await asyncio.gather(*(_audit(control) for _, control in ready))
         return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
+
+    async def experts(self, pool: str | None) -> dict[int, list[int]]:
+        """By layer: what has gone to each expert of the workers that are ready, or of those of one pool. Raises
+        InternalError, WorkerLost."""
+        ready = (w for w in self._workers.values() if w.phase is Phase.READY and pool in {None, w.pool})
+        return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
 
     def _pool_status(self, pool: str, now: float) -> PoolStatus:
         phases = [w.phase for w in self._workers.values() if w.pool == pool]

@@ -888,6 +888,7 @@ class WorkerState(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_UNACCOUNTED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_OPEN_HANDOFFS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     num_cached_blocks: _builtins.int
     num_unaccounted_blocks: _builtins.int
@@ -895,6 +896,10 @@ class WorkerState(_message.Message):
     num_open_handoffs: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
+    @_builtins.property
+    def experts(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerExperts]:
+        """of layers that have some, in order"""
+
     def __init__(
         self,
         *,
@@ -903,11 +908,37 @@ class WorkerState(_message.Message):
         num_cached_blocks: _builtins.int = ...,
         num_unaccounted_blocks: _builtins.int = ...,
         num_open_handoffs: _builtins.int = ...,
+        experts: _abc.Iterable[Global___LayerExperts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
+@_typing.final
+class LayerExperts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each expert: how many have gone to it since the worker's start"""
+
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerExperts: _TypeAlias = LayerExperts  # noqa: Y015

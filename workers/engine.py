@@ -262,6 +262,7 @@ class Engine:
             num_cached_blocks=self.manager.num_cached,
             num_unaccounted_blocks=self.manager.check_integrity(tables),
             num_open_handoffs=self.handoffs.num_open,
+            experts=self._load.experts(),
         )
 
     def all_block_names(self) -> list[bytes]:

@@ -30,6 +30,17 @@ class EngineLoad:
         if num_prefill:
             self._prefill_s += elapsed_s * num_prefill / (batch.num_decodes + num_prefill)
 
+    def experts(self) -> list[worker_pb2.LayerExperts]:
+        """What has gone to each expert of the layers that have some."""
+        counts = self._runner.expert_tokens()
+        if counts is None:
+            return []
+        return [
+            worker_pb2.LayerExperts(layer=layer, tokens=counts[layer, :num].tolist())
+            for layer, num in enumerate(self._runner.info.num_experts)
+            if num
+        ]
+
     def report(self) -> worker_pb2.LoadReport:
         """O(sequences that run), and of a mixture of experts O(layers x experts)."""
         manager, scheduler, handoffs = self._manager, self._scheduler, self._handoffs

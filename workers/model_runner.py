@@ -201,6 +201,7 @@ class ModelRunner:
             max_context_tokens=max_context_tokens,
             eos_token_ids=spec.eos_token_ids,
             dtype=config.dtype,
+            num_experts=spec.num_experts,
         )
         is_ahead = config.look_ahead and ranks is None and choice.library is not None
         return cls(info, steps, cache, ranks, ComputeThread((config.cores or ())[:1]) if is_ahead else None)

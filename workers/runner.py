@@ -21,6 +21,7 @@ class ModelInfo:
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    num_experts: tuple[int, ...] = ()  # of each layer; empty: no layer has any
 
     def to_proto(self, version: str) -> inference_pb2.ModelInfo:
         return inference_pb2.ModelInfo(

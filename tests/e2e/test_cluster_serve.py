@@ -86,6 +86,8 @@ def test_status_shows_every_pool_worker_and_router(served: Served) -> None:
         assert worker["worker_id"] in table
         assert worker["address"] in table
     assert f"127.0.0.1:{status['routers'][0]['http_port']}" in table
+    experts = diptych(served.home, "experts")
+    assert experts.returncode == 2 and "no worker counts tokens of experts" in experts.stderr
 
 
 def test_the_phases_of_a_hand_off_sum_to_what_the_client_saw(served: Served) -> None:

@@ -1,6 +1,7 @@
 """The engine over the FakeRunner: every token is computed from what is read back from KV memory."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -333,12 +334,19 @@ def test_random_work_never_loses_a_block_or_a_token(seed: int) -> None:
 
 
 class RunnerWithExperts(FakeRunner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.info = replace(self.info, num_experts=(0, 3))
+
     def expert_tokens(self) -> npt.NDArray[np.int64]:
         return np.array([[0, 0, 0], [1, 7, 4]])
 
 
 def test_the_load_of_experts_is_reported() -> None:
-    load = Engine(RunnerWithExperts(), SchedulerConfig()).check_integrity().load
+    state = Engine(RunnerWithExperts(), SchedulerConfig()).check_integrity()
+    load = state.load
     assert list(load.expert_tokens) == [1, 7, 4]
     assert list(load.expert_imbalance) == [0.0, 1.75]
-    assert not make().check_integrity().load.expert_tokens
+    assert [(of.layer, list(of.tokens)) for of in state.experts] == [(1, [1, 7, 4])]
+    without = make().check_integrity()
+    assert not without.load.expert_tokens and not without.experts

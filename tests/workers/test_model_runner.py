@@ -137,6 +137,7 @@ def test_what_goes_to_experts_is_counted(checkpoint_of: CheckpointOf) -> None:
     Server(runner, SchedulerConfig()).generate([list(range(1, 21))], [sampling])
     counts = runner.expert_tokens()
     assert counts is not None
+    assert runner.info.num_experts == (6, 6, 0, 6)
     assert counts.sum(axis=1).tolist() == [48, 48, 0, 48]  # 20 + 4 tokens, each to two; the third layer has none
 
 

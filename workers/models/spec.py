@@ -183,6 +183,12 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def num_experts(self) -> tuple[int, ...]:
+        """Of each layer; empty where no layer has any."""
+        each = tuple(of.num_experts if isinstance(of := layer.feed_forward, MoeSpec) else 0 for layer in self.layers)
+        return each if any(each) else ()
+
+    @property
     def ropes(self) -> tuple[tuple[RopeSpec, int], ...]:
         """Each that some layer has, and how many numbers of a head it rotates."""
         return tuple(dict.fromkeys(layer.attention.rotation for layer in self.layers))

@@ -260,19 +260,11 @@ def test_latents_move_between_workers_of_unlike_sizes(tmp_path: Path) -> None:
 
 
 def test_experts_that_ranks_hold_whole(tmp_path: Path) -> None:
-    """Prefill by one rank, which has them all; decode by two."""
-    path = make_checkpoint(tmp_path / "qwen3moe", "qwen3moe", seed=7, num_key_value_heads=2)
-    cases = untied_prompts(path, seed=32, lengths=LENGTHS, max_tokens=NUM_TOKENS)
-    spread = {"tensor_parallel": 2, "expert_parallel": 2, "expert_placement": "round_robin"}
-
-    async def test(*handles: WorkerHandle) -> None:
-        async with routed(*handles) as router:
-            calls = [answer(router, prompt, b"%d" % len(handles)) for prompt, _ in cases]
-            assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
-
-    with unlike_workers(path, [("prefill", FLAGS), ("decode", FLAGS | spread)]) as [source, sink]:
-        assert len(ranks_of(sink)) == 1
-        asyncio.run(test(sink))
-        asyncio.run(test(source, sink))
-        assert sink.settled_state().load.num_handoffs_received == len(cases)
-        assert_nothing_leaked([source, sink])
+    """Two ranks and four, prefill by either; two KV heads, of which four ranks hold copies."""
+    path, cases = with_cases(make_checkpoint(tmp_path / "qwen3moe", "qwen3moe", seed=7, num_key_value_heads=2))
+    placement = {"expert_placement": "round_robin"}
+    each = [("mixed", FLAGS | placement | {"tensor_parallel": n, "expert_parallel": n}) for n in (2, 4)]
+    with unlike_workers(path, each) as [two, four]:
+        assert [len(ranks_of(handle)) for handle in (two, four)] == [1, 3]
+        assert_kv_moves(two, four, cases, "grpc")
+        assert_kv_moves(four, two, cases, "grpc")

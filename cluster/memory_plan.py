@@ -7,8 +7,8 @@ KV's that of the cache (kv_layout.py), so that a plan and a worker cannot differ
 from dataclasses import dataclass, replace
 
 from ..workers.errors import ConfigError
-from ..workers.kv_layout import DTYPE_BYTES, KVLayout
-from ..workers.kv_plan import MAX_CONTEXTS
+from ..workers.kv_layout import DTYPE_BYTES
+from ..workers.kv_plan import MAX_CONTEXTS, layout_of
 from ..workers.models.expert_placement import IN_ORDER
 from ..workers.models.sharding import share_of_first
 from ..workers.models.spec import AttentionSpec, LatentSpec, ModelSpec
@@ -77,16 +77,7 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
         raise ConfigError(f"expert_parallel must be 1 or tensor_parallel, got {how.expert_parallel}")
     share = share_of_first(spec, how.tensor_parallel, IN_ORDER if how.expert_parallel > 1 else None)
     check_shares(spec, how.quantize, how.tensor_parallel)
-    layout = KVLayout(
-        dtype=how.dtype,
-        block_size=how.block_size,
-        num_layers=spec.kv.num_layers,
-        num_kv_heads=spec.kv.num_heads,
-        head_dim=spec.kv.dim,
-        model_id="",
-        tensor_parallel=how.tensor_parallel,
-        num_vectors=spec.kv.num_vectors,
-    )
+    layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel)
 
     def rank(number: int) -> RankPlan:
         weights = _by_part(weight_bytes(spec, replace(share, rank=number), how.dtype, how.quantize))

@@ -36,11 +36,13 @@ class KVLayout(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PACKING_FIELD_NUMBER: _builtins.int
     NUM_VECTORS_FIELD_NUMBER: _builtins.int
+    LAYER_SHAPES_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
     """"bfloat16" or "float32" """
     block_size: _builtins.int
     """slots (tokens) a block"""
     num_layers: _builtins.int
+    """that keep KV, as everywhere here"""
     num_kv_heads: _builtins.int
     """of the model, over all ranks"""
     head_dim: _builtins.int
@@ -54,6 +56,10 @@ class KVLayout(_message.Message):
     """"rows", as axis_order says, or "dot": a layer of a block as workers/kv_packing.py says"""
     num_vectors: _builtins.int
     """of a slot, layer and head, the axis "kv": 2, key and value (also where absent), or 1, a latent"""
+    @_builtins.property
+    def layer_shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShape]:
+        """Of each of num_layers, where they are unlike; else none. The first one's are num_kv_heads and head_dim, too."""
+
     def __init__(
         self,
         *,
@@ -67,14 +73,40 @@ class KVLayout(_message.Message):
         tensor_parallel: _builtins.int = ...,
         packing: _builtins.str = ...,
         num_vectors: _builtins.int = ...,
+        layer_shapes: _abc.Iterable[Global___LayerShape] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "layer_shapes", b"layer_shapes", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_vectors", b"num_vectors", "packing", b"packing", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+
+@_typing.final
+class LayerShape(_message.Message):
+    """What one layer keeps of a token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    num_kv_heads: _builtins.int
+    """of the model, over all ranks"""
+    head_dim: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerShape: _TypeAlias = LayerShape  # noqa: Y015
 
 @_typing.final
 class SubscribeRequest(_message.Message):
@@ -316,7 +348,9 @@ class Segment(_message.Message):
     first_layer: _builtins.int
     num_layers: _builtins.int
     checksum: _builtins.bytes
-    """Empty unless asked for. 16 bytes a block: blake3 of what Pull sends of it, rank by rank, in each layer by layer."""
+    """Empty unless asked for. 16 bytes a block: blake3 of what Pull sends of it, rank by rank, in each layer by layer, and
+    so stretch by stretch where layers are unlike.
+    """
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the source"""

@@ -76,7 +76,8 @@ class KVHandoffServicer:
     def Pull(self, request, context):
         """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
         first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
-        subscription's wire_dtype.
+        subscription's wire_dtype. Where layers are unlike, neighbours that are alike go so together, one such stretch of
+        layers after the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,8 @@ class KVHandoffStub:
     Pull: _grpc.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]
     """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
     first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
-    subscription's wire_dtype.
+    subscription's wire_dtype. Where layers are unlike, neighbours that are alike go so together, one such stretch of
+    layers after the other.
     """
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]
     Release: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]
@@ -60,7 +61,8 @@ class KVHandoffAsyncStub(KVHandoffStub):
     Pull: _aio.UnaryStreamMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullChunk]  # type: ignore[assignment]
     """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
     first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
-    subscription's wire_dtype.
+    subscription's wire_dtype. Where layers are unlike, neighbours that are alike go so together, one such stretch of
+    layers after the other.
     """
     Renew: _aio.UnaryUnaryMultiCallable[_kv_pb2.RenewRequest, _kv_pb2.RenewResponse]  # type: ignore[assignment]
     Release: _aio.UnaryUnaryMultiCallable[_kv_pb2.ReleaseRequest, _kv_pb2.ReleaseResponse]  # type: ignore[assignment]
@@ -90,7 +92,8 @@ class KVHandoffServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.PullChunk], _abc.AsyncIterator[_kv_pb2.PullChunk]]:
         """The gRPC transport: bytes of announced blocks, in the order asked for: rank by rank (of those that hold a head the
         first), in each block by block and layer by layer or the other way round, as axis_order stands; in the
-        subscription's wire_dtype.
+        subscription's wire_dtype. Where layers are unlike, neighbours that are alike go so together, one such stretch of
+        layers after the other.
         """
 
     @_abc_1.abstractmethod

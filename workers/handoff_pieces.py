@@ -1,12 +1,38 @@
 """A pool's bytes as they leave over gRPC, piece by piece, out of host memory or off a device. No torch."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from typing import NamedTuple
 
-from .kv_layout import KVMemory, Runs
+from .handoff_types import Segment
+from .kv_layout import ROWS, KVLayout, KVMemory, Runs
+from .kv_wire import vector_bytes
 from .transport.runs import gather, in_parts
 
 PART_BYTES = 4 << 20  # copied off a device at once
+
+
+class Leaving(NamedTuple):
+    """Runs of a pool that leave alike."""
+
+    runs: Runs
+    chunk_bytes: int  # copied at once: whole where they are narrowed
+    like: KVLayout  # of their layers, where they are narrowed
+
+
+def leaving(memory: KVMemory, segment: Segment, wire: str, most_bytes: int) -> Iterator[Leaving]:
+    """All of a segment, in the wire's order. most_bytes: to copy at once, about."""
+    layout = memory.layout
+    if wire == layout.dtype:
+        yield Leaving(
+            memory.runs(segment.block_ids, segment.first_layer, segment.num_layers).merged(), most_bytes, layout
+        )
+        return
+    for stretch in layout.stretches(segment.first_layer, segment.num_layers):
+        like = stretch.like
+        whole_bytes = vector_bytes(like.dtype, like.head_dim) if like.packing == ROWS else like.layer_bytes
+        runs = layout.runs_of(stretch, memory.num_blocks, segment.block_ids).merged()
+        yield Leaving(runs, max(most_bytes // whole_bytes, 1) * whole_bytes, like)
 
 
 async def pieces(memory: KVMemory, runs: Runs, chunk_bytes: int) -> AsyncGenerator[bytes, None]:

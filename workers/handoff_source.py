@@ -9,7 +9,6 @@ Knows no engine and no torch.
 """
 
 import asyncio
-import functools
 import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from ..proto import kv_pb2, kv_pb2_grpc
 from .channel import ERROR_KEY
 from .errors import DiptychError, HandoffError, TransportError, Unavailable, UnknownHandoff, WorkerLost
 from .handoff import SourceHandoff
-from .handoff_pieces import pieces
+from .handoff_pieces import leaving, pieces
 from .handoff_types import (
     Aborted,
     Answer,
@@ -38,9 +37,9 @@ from .handoff_types import (
     Tell,
 )
 from .kv_checksums import pool_checksums
-from .kv_layout import ROWS, KVLayout, KVMemory
+from .kv_layout import KVLayout, KVMemory
 from .kv_packing import to_wire
-from .kv_wire import on_the_wire, vector_bytes
+from .kv_wire import on_the_wire
 from .transport.base import Transport
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
@@ -193,22 +192,18 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
-        layout, wire = self._layout, outgoing.wire
-        # What is narrowed must be whole.
-        whole_bytes = vector_bytes(layout.dtype, layout.head_dim) if layout.packing == ROWS else layout.layer_bytes
-        chunk_bytes = max(CHUNK_BYTES // whole_bytes, 1) * whole_bytes if wire != layout.dtype else CHUNK_BYTES
-        runs = self._memory.runs(segment.block_ids, segment.first_layer, segment.num_layers).merged()
-        async with aclosing(pieces(self._memory, runs, chunk_bytes)) as copied:
-            async for piece in copied:
-                # Blocks are freed on this loop: what was copied while they were leased is what was announced.
-                if not outgoing.machine.is_held_by(request.sink_incarnation):
-                    await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
-                if wire == layout.dtype:
-                    yield kv_pb2.PullChunk(data=piece)
-                    continue
-                narrowed = await asyncio.to_thread(to_wire, piece, layout, wire)
-                for start in range(0, len(narrowed), CHUNK_BYTES):
-                    yield kv_pb2.PullChunk(data=narrowed[start : start + CHUNK_BYTES])
+        for part in leaving(self._memory, segment, outgoing.wire, CHUNK_BYTES):
+            async with aclosing(pieces(self._memory, part.runs, part.chunk_bytes)) as copied:
+                async for piece in copied:
+                    # Blocks are freed on this loop: what was copied while they were leased is what was announced.
+                    if not outgoing.machine.is_held_by(request.sink_incarnation):
+                        await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
+                    if outgoing.wire == self._layout.dtype:
+                        yield kv_pb2.PullChunk(data=piece)
+                        continue
+                    narrowed = await asyncio.to_thread(to_wire, piece, part.like, outgoing.wire)
+                    for start in range(0, len(narrowed), CHUNK_BYTES):
+                        yield kv_pb2.PullChunk(data=narrowed[start : start + CHUNK_BYTES])
 
     async def Renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewResponse:
         outgoing = self._open.get(request.handoff_id)
@@ -287,8 +282,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     def _checksums(self, segment: kv_pb2.Segment, wire: str) -> bytes:
         """On a thread."""
-        change = None if wire == self._layout.dtype else functools.partial(to_wire, layout=self._layout, wire=wire)
-        return pool_checksums(self._memory, segment.block_ids, segment.first_layer, segment.num_layers, change)
+        return pool_checksums(self._memory, segment.block_ids, segment.first_layer, segment.num_layers, wire)
 
     def _check(self, request: kv_pb2.SubscribeRequest, wire: str) -> list[str]:
         """The names of the transports that it may use, the best first. Raises what makes a hand-off to this sink

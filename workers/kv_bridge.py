@@ -6,10 +6,12 @@
              where they belong: blocks cut anew by token, heads by rank, numbers in our dtype. Into device memory the
              device converts (DeviceKV), by what is said here
 
-The source's layout is the wire's. A staged part, of the source's distinct ranks:
+The source's layout is the wire's. A staged part, of the source's distinct ranks, stretch by stretch of like layers:
 
     [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [vector][slot][head][dim],
     or of the source's packing, where it comes in the source's dtype
+
+Both sides' layers have the same sizes, so that their stretches are the same layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +22,9 @@ import numpy as np
 from .errors import LayoutMismatch, TransportError
 from .handoff_types import CHECKSUM_BYTES, Read, Segment
 from .kv_checksums import pool_checksums
-from .kv_layout import ROWS, Copies, KVLayout, KVMemory, Offsets, Runs
+from .kv_layout import ROWS, Copies, KVLayout, KVMemory, Offsets, Runs, Stretch
 from .kv_packing import Pool, unpacked
-from .kv_wire import STORAGE, Numbers, checksums, on_the_wire, piece_bytes, widen
+from .kv_wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, widen
 
 PART_BYTES = 4 << 20  # read at once: large enough for the wire, small enough that reading and converting overlap
 LARGEST_POOL = 1 << 62
@@ -49,6 +51,26 @@ class _Span:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """What both sides make of a stretch of layers."""
+
+    source: Stretch
+    ours: Stretch
+    piece_bytes: int  # as they travel
+    head_copies: list[HeadCopy]
+    pool: Pool | None  # ours, in host memory
+
+    @property
+    def layers(self) -> range:
+        return self.source.layers
+
+    @property
+    def layer_bytes(self) -> int:
+        """That travel of one layer of one block."""
+        return len(self.source.like.distinct_ranks) * self.piece_bytes
+
+
 class Bridge:
     def __init__(self, ours: KVMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
         """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Raises LayoutMismatch, showing
@@ -60,21 +82,24 @@ class Bridge:
         self.wire = on_the_wire(source.dtype, asked)
         self._ours = ours
         self._num_pool_blocks = num_pool_blocks
-        self._piece_bytes = piece_bytes(source, self.wire)
-        layout = ours.layout
+        layout, num_layers = ours.layout, source.num_layers
+        pairs = zip(source.stretches(0, num_layers), layout.stretches(0, num_layers), strict=True)
+        self.stretches = [self._alike(theirs, own) for theirs, own in pairs]
         self._is_direct = (
             self.wire == source.dtype == layout.dtype
             and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
             and source.packing == layout.packing
-            and len(layout.distinct_ranks) == layout.tensor_parallel
+            and all(len(of.ours.like.distinct_ranks) == layout.tensor_parallel for of in self.stretches)
         )
-        self._pool = None if ours.region.view is None else Pool(ours)
-        self.head_copies = list(_head_copies(source, layout))
+
+    def _alike(self, source: Stretch, ours: Stretch) -> Alike:
+        pool = None if self._ours.region.view is None else Pool(self._ours, ours)
+        copies = list(_head_copies(source.like, ours.like))
+        return Alike(source, ours, piece_bytes(source.like, self.wire), copies, pool)
 
     def num_bytes(self, segment: Segment) -> int:
         """That travel."""
-        num_pieces = len(self.source.distinct_ranks) * len(segment.block_ids) * segment.num_layers
-        return num_pieces * self._piece_bytes
+        return sum(num_bytes for _, _, num_bytes in self._parts_of(segment))
 
     def is_direct(self, read: Read) -> bool:
         return self._is_direct and read.first_token <= read.segment.first_block * self.source.block_size
@@ -87,10 +112,10 @@ class Bridge:
         blocks = _own_blocks(read)
         if self.source.axis_order == layout.axis_order:
             return Copies.of(self.source.runs(self._num_pool_blocks, theirs, *layers), self._ours.runs(blocks, *layers))
-        remote = self._in_wire_order(self.source.offsets(self._num_pool_blocks, theirs, *layers))
-        local = self._in_wire_order(layout.offsets(self._ours.num_blocks, blocks, *layers))
-        lengths = np.full(len(remote), layout.layer_bytes, dtype=np.int64)
-        return Copies.of(Runs(remote, lengths), Runs(local, lengths))
+        pairs = list(zip(self.source.stretches(*layers), layout.stretches(*layers), strict=True))
+        remote = [self._pieces(self.source.offsets(of, self._num_pool_blocks, theirs), of) for of, _ in pairs]
+        local = [self._pieces(layout.offsets(of, self._ours.num_blocks, blocks), of) for _, of in pairs]
+        return Copies.of(Runs.joined(remote), Runs.joined(local))
 
     def parts(self, segment: Segment, *, whole_blocks: bool) -> Iterator[Segment]:
         """Of about PART_BYTES, or what one block needs; a block larger than that is cut by layers unless
@@ -99,7 +124,7 @@ class Bridge:
         step = max(PART_BYTES // block_bytes, 1)
         layer_step = segment.num_layers
         if block_bytes > PART_BYTES and not whole_blocks:
-            layer_step = max(PART_BYTES * segment.num_layers // block_bytes, 1)
+            layer_step = max(PART_BYTES // max(of.layer_bytes for of in self.stretches), 1)
         for first in range(0, len(segment.block_ids), step):
             some = replace(
                 segment,
@@ -126,43 +151,64 @@ class Bridge:
     def convert(self, data: memoryview, part: Segment, table: Sequence[int], first_token: int) -> None:
         """Write a part's bytes into our pool, in host memory: its tokens from `first_token` on, as far as `table`
         reaches."""
-        assert self._pool is not None
-        wire = self._of_part(data, part)
-        layers = slice(part.first_layer, part.first_layer + part.num_layers)
-        for span in _spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token):
-            wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
-            for copy in self.head_copies:
-                rows = wire[copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads]
-                self._pool.write(copy.rank, span.block, layers, copy.heads, span.slot, rows)
+        spans = list(_spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token))
+        start = 0
+        for of, layers, num_bytes in self._parts_of(part):
+            wire = self._of_part(data[start : start + num_bytes], of, len(part.block_ids), len(layers))
+            own = slice(layers.start - of.layers.start, layers.stop - of.layers.start)
+            start += num_bytes
+            assert of.pool is not None
+            for span in spans:
+                wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
+                for copy in of.head_copies:
+                    rows = wire[copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads]
+                    of.pool.write(copy.rank, span.block, own, copy.heads, span.slot, rows)
 
     def staged_checksums(self, data: memoryview, part: Segment) -> bytes:
-        ranks, blocks, layers = len(self.source.distinct_ranks), len(part.block_ids), part.num_layers
-        places = np.arange(ranks * blocks * layers, dtype=np.int64) * self._piece_bytes
-        if self.source.is_block_major:
-            offsets = places.reshape(ranks, blocks, layers)
-        else:
-            offsets = places.reshape(ranks, layers, blocks).transpose(0, 2, 1)
-        return checksums(data, offsets, self._piece_bytes, None)
+        stretches: list[Numbers] = []  # of each [rank, block, layer, bytes]
+        start = 0
+        for of, layers, num_bytes in self._parts_of(part):
+            found = np.frombuffer(data[start : start + num_bytes], np.uint8)
+            stretches.append(self._in_axes(found, of, len(part.block_ids), len(layers), (of.piece_bytes,)))
+            start += num_bytes
+        return b"".join(
+            checksum(np.ascontiguousarray(pieces[:, block]).data for pieces in stretches)
+            for block in range(len(part.block_ids))
+        )
 
     def direct_checksums(self, read: Read) -> bytes:
         """Of what our pool holds now."""
-        return pool_checksums(self._ours, _own_blocks(read), read.segment.first_layer, read.segment.num_layers)
+        segment, layout = read.segment, self._ours.layout
+        return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
 
-    def _of_part(self, data: memoryview, part: Segment) -> Numbers:
-        """[rank, block, layer, vector, slot, head, dim] of our dtype."""
-        source, ranks = self.source, len(self.source.distinct_ranks)
+    def _parts_of(self, segment: Segment) -> Iterator[tuple[Alike, range, int]]:
+        """(stretch, those of its layers that are the segment's, their bytes as they travel), one after the other."""
+        first, end = segment.first_layer, segment.first_layer + segment.num_layers
+        for of in self.stretches:
+            layers = range(max(of.layers.start, first), min(of.layers.stop, end))
+            if layers:
+                yield of, layers, len(segment.block_ids) * len(layers) * of.layer_bytes
+
+    def _of_part(self, data: memoryview, of: Alike, num_blocks: int, num_layers: int) -> Numbers:
+        """[rank, block, layer, vector, slot, head, dim] of our dtype. data: of layers of one stretch."""
+        source = of.source.like
         if source.packing != ROWS and self.wire == source.dtype:
             data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
         numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
         inner = (source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim)
-        blocks, layers = len(part.block_ids), part.num_layers
-        if source.is_block_major:
-            return numbers.reshape(ranks, blocks, layers, *inner)
-        return numbers.reshape(ranks, layers, blocks, *inner).swapaxes(1, 2)
+        return self._in_axes(numbers, of, num_blocks, num_layers, inner)
 
-    def _in_wire_order(self, offsets: Offsets) -> Offsets:
-        """offsets: [ranks, blocks, layers]."""
-        return (offsets if self.source.is_block_major else offsets.swapaxes(1, 2)).reshape(-1)
+    def _in_axes(self, staged: Numbers, of: Alike, num_blocks: int, num_layers: int, inner: tuple[int, ...]) -> Numbers:
+        """[rank, block, layer, *inner], a view."""
+        ranks = len(of.source.like.distinct_ranks)
+        if of.source.like.is_block_major:
+            return staged.reshape(ranks, num_blocks, num_layers, *inner)
+        return staged.reshape(ranks, num_layers, num_blocks, *inner).swapaxes(1, 2)
+
+    def _pieces(self, offsets: Offsets, of: Stretch) -> Runs:
+        """In the wire's order. offsets: [ranks, blocks, layers]."""
+        starts = (offsets if self.source.is_block_major else offsets.swapaxes(1, 2)).reshape(-1)
+        return Runs(starts, np.full(len(starts), of.like.layer_bytes, dtype=np.int64))
 
     def _check_blocks(self, segment: Segment) -> None:
         if max(segment.block_ids) >= self._num_pool_blocks:

@@ -4,9 +4,10 @@
     layer-major   [num_layers, num_blocks, V, block_size, heads of this rank, head_dim]   as other engines have it
 
 In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv_packing.py).
-V is 2, K and V, or 1: of a latent. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is
-several times faster, and pages that are never written cost no memory. Several ranks share one mapping, each its own
-part of it, so that rank 0's transports reach them all.
+V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
+them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
+that are never written cost no memory. Several ranks share one mapping, each its own part of it, so that rank 0's
+transports reach them all.
 """
 
 import mmap
@@ -21,7 +22,7 @@ from .gpu.cuda_driver import driver_of
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
 from .gpu.kv_pool import DevicePool
-from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region
+from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region, Stretch
 from .memory import huge_page_mapping, shared_mapping
 from .models.weights import DTYPES
 
@@ -48,27 +49,27 @@ class KVCache:
         assert (shared_fd is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
         self.num_blocks = num_blocks
-        self._is_block_major = layout.is_block_major
-        outer = (num_blocks, layout.num_layers) if self._is_block_major else (layout.num_layers, num_blocks)
-        inner = (layout.block_size, layout.heads_per_rank, layout.head_dim)
-        if layout.packing == DOT:
-            assert layout.can_be_dot
-            inner = (layout.heads_per_rank, layout.block_size // GROUP, GROUP * layout.head_dim)
-        shape = (*outer, layout.num_vectors, *inner)
         dtype = DTYPES[layout.dtype]
         if device.type == "cpu":
-            num_bytes = num_blocks * layout.block_bytes
+            num_ranks, num_bytes = layout.tensor_parallel, num_blocks * layout.block_bytes
             mapping = huge_page_mapping(num_bytes) if shared_fd is None else shared_mapping(shared_fd, num_bytes)
             self._mapping: mmap.mmap | None = mapping
-            pool = torch.frombuffer(mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
-            self._pool = pool.view(layout.tensor_parallel, *shape)
+            numbers = torch.frombuffer(mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
         else:
-            self._mapping = None
+            num_ranks, self._mapping = 1, None
             with needing_memory(f"{num_blocks} KV blocks", _LESS):
-                self._pool = torch.zeros((1, *shape), dtype=dtype, device=device)
-        self.tensor = self._pool[rank]
+                num_numbers = num_blocks * layout.rank_block_bytes // dtype.itemsize
+                numbers = torch.zeros(num_numbers, dtype=dtype, device=device)
+        self._pool = numbers.view(num_ranks, -1)
+        stretches = layout.stretches(0, layout.num_layers)
+        self._stretches = [_view(self._pool, num_blocks, layout, stretch) for stretch in stretches]
+        # Of this rank: all of it, flat where layers are unlike.
+        self.tensor = self._pool[rank] if layout.layer_shapes else self._stretches[0][rank]
+        axis = 1 if layout.is_block_major else 0
+        own = [of[rank] for of in self._stretches]
+        self._layers = [of.select(axis, i) for of in own for i in range(of.shape[axis])]
         with needing_memory("the buffers of hand-offs", _LESS):
-            self._on_gpu = DevicePool(gpu, layout, self._pool, driver_of(gpu)) if gpu is not None else None
+            self._on_gpu = DevicePool(gpu, layout, self._stretches[0], driver_of(gpu)) if gpu is not None else None
         # A team of its own: blocks may be copied while another one computes.
         self._team = Team(library, 1) if library is not None else None
 
@@ -89,15 +90,35 @@ class KVCache:
         if not pairs:
             return
         sources, targets = zip(*pairs, strict=True)
-        pool = self._pool if self._is_block_major else self._pool.flatten(0, 1)
-        if self._team is not None:
-            copy_blocks(self._team, pool, sources, targets)
+        if self.layout.is_block_major:
+            pools = [self._pool.view(len(self._pool), self.num_blocks, -1)]
         else:
-            copy_blocks_twin(pool, sources, targets)
+            pools = [rank for of in self._stretches for rank in of]
+        for pool in pools:
+            if self._team is not None:
+                copy_blocks(self._team, pool, sources, targets)
+            else:
+                copy_blocks_twin(pool, sources, targets)
 
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it."""
-        return self.tensor[:, index] if self._is_block_major else self.tensor[index]
+        return self._layers[index]
+
+
+def _view(pool: Tensor, num_blocks: int, layout: KVLayout, stretch: Stretch) -> Tensor:
+    """pool: [ranks, numbers]. Returns [ranks, blocks, layers, V, block_size, heads of a rank, head_dim], or with layers
+    before blocks, as the axes stand, or as the packing has it; a view."""
+    like, num_layers = stretch.like, len(stretch.layers)
+    inner = (layout.block_size, like.heads_per_rank, like.head_dim)
+    if layout.packing == DOT:
+        assert layout.can_be_dot
+        inner = (like.heads_per_rank, layout.block_size // GROUP, GROUP * like.head_dim)
+    first, end = (num_bytes // pool.element_size() for num_bytes in (stretch.start, stretch.start + stretch.num_bytes))
+    if layout.is_block_major:
+        blocks = pool.view(len(pool), num_blocks, -1)[:, :, first:end]
+        return blocks.unflatten(2, (num_layers, layout.num_vectors, *inner))
+    layers = pool[:, first * num_blocks : end * num_blocks]
+    return layers.unflatten(1, (num_layers, num_blocks, layout.num_vectors, *inner))
 
 
 def available_bytes(device: torch.device) -> int:

@@ -8,10 +8,16 @@
 A slot holds `num_vectors` vectors of a head: a key and a value, or of latent attention one latent, of which every
 query head is served; it counts as one head. Where there are more ranks than KV heads, neighbouring ranks hold the same
 head; on the wire goes the first one's.
+
+Layers may be unlike, in heads and dim: each has then the bytes that it needs, where the axes put it, and its own share
+of ranks. Neighbours that are alike make a *stretch*, of which everything holds that holds of a pool of like layers.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +37,7 @@ GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 KEY_AND_VALUE = 2  # vectors; a latent is 1
 MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
+MAX_FAULTS = 16  # that an error names
 LARGEST = {
     "block_size": 1 << 16,
     "num_layers": 1 << 12,
@@ -40,6 +47,7 @@ LARGEST = {
     "num_vectors": KEY_AND_VALUE,
 }
 Offsets = NDArray[np.int64]
+Shape = tuple[int, int]  # of a layer: num_kv_heads of the model, head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class KVLayout:
 
     dtype: str
     block_size: int  # slots (tokens) a block
-    num_layers: int
+    num_layers: int  # that keep KV
     num_kv_heads: int  # of the model
     head_dim: int
     model_id: str  # fingerprint of the checkpoint
@@ -56,6 +64,7 @@ class KVLayout:
     tensor_parallel: int = 1
     packing: str = ROWS
     num_vectors: int = KEY_AND_VALUE  # a slot, layer and head
+    layer_shapes: tuple[Shape, ...] = ()  # of each layer, where they are unlike: the first is (num_kv_heads, head_dim)
 
     @property
     def is_block_major(self) -> bool:
@@ -64,28 +73,35 @@ class KVLayout:
     @property
     def can_be_dot(self) -> bool:
         """Whether it could be of the "dot" packing, by its sizes."""
-        return self.block_size % GROUP == self.head_dim % GROUP == 0 and self.num_vectors == KEY_AND_VALUE
+        divides = self.block_size % GROUP == self.head_dim % GROUP == 0
+        return divides and self.num_vectors == KEY_AND_VALUE and not self.layer_shapes
 
     @property
     def heads_per_rank(self) -> int:
+        """Of layers that are alike; else ask a stretch's."""
+        assert not self.layer_shapes
         return max(self.num_kv_heads // self.tensor_parallel, 1)
 
     @property
     def distinct_ranks(self) -> range:
-        """The ranks that hold every head once."""
+        """The ranks that hold every head once, of layers that are alike."""
+        assert not self.layer_shapes
         return range(0, self.tensor_parallel, max(self.tensor_parallel // self.num_kv_heads, 1))
 
     def first_head(self, rank: int) -> int:
+        assert not self.layer_shapes
         return rank * self.num_kv_heads // self.tensor_parallel
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer in one block of one rank."""
+        """Bytes of one layer in one block of one rank, of layers that are alike."""
         return self.num_vectors * self.block_size * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def rank_block_bytes(self) -> int:
         """Bytes of one block in one rank."""
+        if self.layer_shapes:
+            return sum(stretch.num_bytes for stretch in _stretches(self))
         return self.num_layers * self.layer_bytes
 
     @property
@@ -96,37 +112,58 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def shape_of(self, layer: int) -> Shape:
+        return self.layer_shapes[layer] if self.layer_shapes else (self.num_kv_heads, self.head_dim)
+
+    def stretches(self, first_layer: int, num_layers: int) -> "list[Stretch]":
+        """These layers in order, neighbours that are alike together."""
+        end = first_layer + num_layers
+        if not self.layer_shapes:
+            return [Stretch(range(first_layer, end), first_layer * self.layer_bytes, self)]
+        parts = (stretch.part(first_layer, end) for stretch in _stretches(self))
+        return [part for part in parts if part.layers]
+
     def runs(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> "Runs":
         """Where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order in which they go over the
         wire: rank by rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block
-        by block, as the pool's axes stand. O(runs)."""
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        ranks = np.asarray(self.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
+        by block, as the pool's axes stand; so stretch by stretch. O(runs)."""
+        stretches = self.stretches(first_layer, num_layers)
+        return Runs.joined([self.runs_of(stretch, num_pool_blocks, block_ids) for stretch in stretches])
+
+    def runs_of(self, stretch: "Stretch", num_pool_blocks: int, block_ids: Sequence[int]) -> "Runs":
+        """As `runs`, of one stretch of ours."""
+        blocks, like = np.asarray(block_ids, dtype=np.int64), stretch.like
+        ranks = np.asarray(like.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
         if self.is_block_major:
-            starts = blocks * self.rank_block_bytes + first_layer * self.layer_bytes
-            length = num_layers * self.layer_bytes
+            starts, length = blocks * self.rank_block_bytes + stretch.start, stretch.num_bytes
         else:
-            layers = np.arange(first_layer, first_layer + num_layers, dtype=np.int64)[:, None]
-            starts = ((layers * num_pool_blocks + blocks) * self.layer_bytes).reshape(-1)
-            length = self.layer_bytes
+            layers = np.arange(len(stretch.layers), dtype=np.int64)[:, None]
+            places = (layers * num_pool_blocks + blocks) * like.layer_bytes
+            starts, length = (stretch.start * num_pool_blocks + places).reshape(-1), like.layer_bytes
         offsets = (ranks[:, None] + starts).reshape(-1)
         return Runs(offsets, np.full(len(offsets), length, dtype=np.int64))
 
-    def offsets(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Offsets:
+    def offsets(self, stretch: "Stretch", num_pool_blocks: int, block_ids: Sequence[int]) -> Offsets:
         """[distinct ranks, blocks, layers] int64: where each one's `layer_bytes` lie in a pool of `num_pool_blocks`."""
-        ranks = np.asarray(self.distinct_ranks, dtype=np.int64)[:, None, None] * num_pool_blocks * self.num_layers
-        blocks = np.asarray(block_ids, dtype=np.int64)[:, None]
-        layers = np.arange(first_layer, first_layer + num_layers, dtype=np.int64)
+        blocks, size = np.asarray(block_ids, dtype=np.int64)[:, None], stretch.like.layer_bytes
+        ranks = np.asarray(stretch.like.distinct_ranks, dtype=np.int64)[:, None, None]
+        ranks = ranks * (num_pool_blocks * self.rank_block_bytes)
+        layers = np.arange(len(stretch.layers), dtype=np.int64)
         if self.is_block_major:
-            return (ranks + blocks * self.num_layers + layers) * self.layer_bytes
-        return (ranks + layers * num_pool_blocks + blocks) * self.layer_bytes
+            return ranks + stretch.start + blocks * self.rank_block_bytes + layers * size
+        return ranks + stretch.start * num_pool_blocks + (layers * num_pool_blocks + blocks) * size
 
     def to_proto(self) -> kv_pb2.KVLayout:
-        return kv_pb2.KVLayout(**{f.name: getattr(self, f.name) for f in fields(self)})
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_shapes"}
+        shapes = [kv_pb2.LayerShape(num_kv_heads=heads, head_dim=dim) for heads, dim in self.layer_shapes]
+        return kv_pb2.KVLayout(**plain, layer_shapes=shapes)
 
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> "KVLayout":
-        layout = cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+        plain = {f.name: getattr(message, f.name) for f in fields(cls) if f.name != "layer_shapes"}
+        received = message.layer_shapes[: LARGEST["num_layers"] + 1]  # of more, so many are enough to be refused
+        shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in received)
+        layout = cls(**plain, layer_shapes=shapes)
         return replace(layout, packing=layout.packing or ROWS, num_vectors=layout.num_vectors or KEY_AND_VALUE)
 
     def check_bridge(self, peer: "KVLayout") -> None:
@@ -137,11 +174,16 @@ class KVLayout:
             for name in MUST_AGREE
             if getattr(self, name) != getattr(peer, name)
         ] + peer._faults()
+        if not faults and self.layer_shapes != peer.layer_shapes:
+            pairs = [(self.shape_of(i), peer.shape_of(i)) for i in range(self.num_layers)]
+            faults = [
+                f"layer {i}: heads x dim {_by(a)} here, {_by(b)} there" for i, (a, b) in enumerate(pairs) if a != b
+            ]
         if faults:
-            rows = "; ".join(f"{f.name} {getattr(self, f.name)} | {getattr(peer, f.name)}" for f in fields(self))
+            rows = "; ".join(f"{f.name} {self._shown(f.name)} | {peer._shown(f.name)}" for f in fields(self))
             raise LayoutMismatch(
-                f"KV cannot move between these two workers ({'; '.join(faults)}): serve one checkpoint with settings "
-                f"that both can read. Here | there: {rows}"
+                f"KV cannot move between these two workers ({'; '.join(faults[:MAX_FAULTS])}): serve one checkpoint "
+                f"with settings that both can read. Here | there: {rows}"
             )
 
     def _faults(self) -> list[str]:
@@ -160,10 +202,63 @@ class KVLayout:
         elif self.packing == DOT and not self.can_be_dot:
             vectors = f"{self.num_vectors} x {self.head_dim}"
             faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
-        more, less = max(self.num_kv_heads, self.tensor_parallel), min(self.num_kv_heads, self.tensor_parallel)
-        if less > 0 and more % less:
-            faults.append(f"{self.num_kv_heads} heads there do not divide over {self.tensor_parallel} ranks")
+        return faults + self._faults_of_shapes()
+
+    def _faults_of_shapes(self) -> list[str]:
+        shapes, first = self.layer_shapes, (self.num_kv_heads, self.head_dim)
+        faults: list[str] = []
+        if shapes and (len(shapes) != self.num_layers or shapes[0] != first):
+            faults.append(f"layer_shapes: {len(shapes)} there of {self.num_layers} layers, the first {_by(shapes[0])}")
+        for heads, dim in dict.fromkeys((first, *shapes)):
+            if shapes and not (1 <= heads <= LARGEST["num_kv_heads"] and 1 <= dim <= LARGEST["head_dim"]):
+                faults.append(f"layer_shapes: {_by((heads, dim))} there is no size of a layer")
+            more, less = max(heads, self.tensor_parallel), min(heads, self.tensor_parallel)
+            if less > 0 and more % less:
+                faults.append(f"{heads} heads there do not divide over {self.tensor_parallel} ranks")
         return faults
+
+    def _shown(self, name: str) -> str:
+        """A field, for people."""
+        if name != "layer_shapes":
+            return str(getattr(self, name))
+        found = Counter(self.layer_shapes).most_common(MAX_FAULTS)
+        return ", ".join(f"{num} of {_by(shape)}" for shape, num in found) or "alike"
+
+
+def _by(shape: Shape) -> str:
+    heads, dim = shape
+    return f"{heads} x {dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring layers of a layout that are alike."""
+
+    layers: range
+    start: int  # bytes of the layers before them, in one block of one rank
+    like: KVLayout  # as if all layers were as these
+
+    @property
+    def num_bytes(self) -> int:
+        """In one block of one rank."""
+        return len(self.layers) * self.like.layer_bytes
+
+    def part(self, first: int, end: int) -> "Stretch":
+        """Those of its layers that are from `first` to `end`."""
+        layers = range(max(first, self.layers.start), min(end, self.layers.stop))
+        return Stretch(layers, self.start + (layers.start - self.layers.start) * self.like.layer_bytes, self.like)
+
+
+@lru_cache(maxsize=64)
+def _stretches(layout: KVLayout) -> tuple[Stretch, ...]:
+    """All of a layout whose layers are unlike."""
+    found: list[Stretch] = []
+    first = start = 0
+    for (num_kv_heads, head_dim), alike in groupby(layout.layer_shapes):
+        like = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=())
+        found.append(Stretch(range(first, first + len(list(alike))), start, like))
+        first, start = found[-1].layers.stop, start + found[-1].num_bytes
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +267,13 @@ class Runs:
 
     offsets: Offsets  # [n] int64, bytes from the region's start
     lengths: Offsets  # [n] int64, bytes
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Runs]") -> "Runs":
+        """One after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(np.concatenate([part.offsets for part in parts]), np.concatenate([part.lengths for part in parts]))
 
     @property
     def num_bytes(self) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .kv_layout import GROUP, ROWS, KVLayout, KVMemory
+from .kv_layout import GROUP, ROWS, KVLayout, KVMemory, Stretch
 from .kv_wire import STORAGE, Bytes, Numbers, narrow
 
 
 def to_wire(data: Bytes, layout: KVLayout, wire: str) -> bytes:
-    """Whole pieces (of rows: whole vectors) of a pool -> as they travel in a narrower dtype: as rows."""
+    """Whole pieces (of rows: whole vectors) of like layers of a pool -> as they travel in a narrower dtype: as rows."""
     if layout.packing != ROWS:
         data = unpacked(np.frombuffer(data, STORAGE[layout.dtype]), layout).data
     return narrow(data, layout.dtype, wire, layout.head_dim)
@@ -35,25 +35,27 @@ def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
 
 
 class Pool:
-    """A pool in host memory, to write rows into."""
+    """A stretch of layers of a pool in host memory, to write rows into."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, stretch: Stretch) -> None:
         assert memory.region.view is not None
-        layout = memory.layout
+        layout = stretch.like
         numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
         self._is_rows = layout.packing == ROWS
         if self._is_rows:
             inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim
-            self._rows = _by_layer(memory, numbers, inner)
+            self._rows = _by_layer(memory, stretch, numbers, inner)
             return
         self._pair = pair = _pair(numbers)
         inner = layout.heads_per_rank, layout.block_size // GROUP
-        self._keys = _by_layer(memory, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))[:, :, :, 0]
-        self._values = _by_layer(memory, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))[:, :, :, 1]
+        self._keys = _by_layer(memory, stretch, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))[:, :, :, 0]
+        self._values = _by_layer(memory, stretch, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))[
+            :, :, :, 1
+        ]
 
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
-        """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. Touches no other slot, so several
-        threads may write into one block."""
+        """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. layers: counted from the stretch's
+        first. Touches no other slot, so several threads may write into one block."""
         if self._is_rows:
             self._rows[rank, block, layers, :, slot : slot + rows.shape[2], heads] = rows
             return
@@ -87,12 +89,14 @@ def _groups(slot: int, num: int) -> Iterator[tuple[slice, slice, slice]]:
         at += count * step
 
 
-def _by_layer(memory: KVMemory, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
-    """[rank, block, layer, *inner], a view."""
-    layout = memory.layout
-    if layout.is_block_major:
-        return numbers.reshape(layout.tensor_parallel, memory.num_blocks, layout.num_layers, *inner)
-    return numbers.reshape(layout.tensor_parallel, layout.num_layers, memory.num_blocks, *inner).swapaxes(1, 2)
+def _by_layer(memory: KVMemory, stretch: Stretch, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
+    """[rank, block, layer of the stretch, *inner], a view. numbers: of the whole pool."""
+    ranks, blocks, layers = memory.layout.tensor_parallel, memory.num_blocks, len(stretch.layers)
+    first, end = (num // numbers.itemsize for num in (stretch.start, stretch.start + stretch.num_bytes))
+    if memory.layout.is_block_major:
+        return numbers.reshape(ranks, blocks, -1)[:, :, first:end].reshape(ranks, blocks, layers, *inner)
+    own = numbers.reshape(ranks, -1)[:, first * blocks : end * blocks]
+    return own.reshape(ranks, layers, blocks, *inner).swapaxes(1, 2)
 
 
 def _pair(numbers: Numbers) -> int:

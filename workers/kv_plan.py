@@ -1,9 +1,37 @@
-"""How many blocks of KV a worker makes of the memory that it may use. No torch."""
+"""What KV a worker keeps of a model, and how many blocks of it in the memory that it may use. No torch."""
 
 from .errors import ConfigError
-from .kv_layout import KVLayout
+from .kv_layout import BLOCK_MAJOR, ROWS, KVLayout
+from .models.spec import ModelSpec
 
 MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
+
+
+def layout_of(
+    spec: ModelSpec,
+    dtype: str,
+    block_size: int,
+    *,
+    model_id: str = "",
+    axis_order: str = BLOCK_MAJOR,
+    tensor_parallel: int = 1,
+    packing: str = ROWS,
+) -> KVLayout:
+    """spec: of the whole model. model_id: as its workers compare it; only what is handed off needs one."""
+    kv = spec.kv
+    return KVLayout(
+        dtype,
+        block_size,
+        kv.num_layers,
+        kv.num_heads,
+        kv.dim,
+        model_id,
+        axis_order,
+        tensor_parallel,
+        packing,
+        kv.num_vectors,
+        kv.layer_shapes,
+    )
 
 
 def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -> int:

@@ -6,10 +6,11 @@
                [scale: float32, little-endian][head_dim x int8], scale = the largest magnitude / 127
 
 A *piece* is one layer of one block in one rank. A block's checksum is 16 bytes of blake3 over its pieces
-as they travel: rank by rank, in each layer by layer, whatever the order of the axes.
+as they travel: rank by rank, in each layer by layer, whatever the order of the axes; so stretch by stretch, where
+layers are unlike.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from .errors import LayoutMismatch
 from .handoff_types import CHECKSUM_BYTES
-from .kv_layout import KVLayout, Offsets, Runs
+from .kv_layout import KVLayout
 
 WIRE_DTYPES = ("bfloat16", "int8")  # that a sink may ask for
 _WIDTH = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -42,6 +43,7 @@ def vector_bytes(dtype: str, head_dim: int) -> int:
 
 
 def piece_bytes(layout: KVLayout, wire: str) -> int:
+    """As it travels, of layers that are alike."""
     return layout.layer_bytes // vector_bytes(layout.dtype, layout.head_dim) * vector_bytes(wire, layout.head_dim)
 
 
@@ -71,25 +73,13 @@ def widen(data: Bytes, wire: str, cache: str, head_dim: int) -> Numbers:
     return _to_float32(numbers) if cache == "float32" else _to_bfloat16(numbers)
 
 
-def checksums(view: memoryview, offsets: Offsets, num_bytes: int, change: Callable[[Bytes], Bytes] | None) -> bytes:
-    """CHECKSUM_BYTES a block. offsets: [ranks, blocks, layers] int64, where in `view` each piece of `num_bytes` starts;
-    `change` makes of bytes of a pool what travels, None where they are the same."""
-    return b"".join(_checksum(view, runs, change) for runs in _blocks(offsets, num_bytes))
-
-
-def _blocks(offsets: Offsets, num_bytes: int) -> Iterator[Runs]:
-    for block in range(offsets.shape[1]):
-        starts = offsets[:, block].reshape(-1)
-        yield Runs(starts, np.full(len(starts), num_bytes, dtype=np.int64)).merged()
-
-
-def _checksum(view: memoryview, runs: Runs, change: Callable[[Bytes], Bytes] | None) -> bytes:
+def checksum(parts: Iterable[Bytes]) -> bytes:
+    """CHECKSUM_BYTES of what travels of a block."""
     from blake3 import blake3  # here, so that only who verifies KV needs it
 
     hasher = blake3()
-    for start, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
-        run = view[start : start + length]
-        hasher.update(run if change is None else change(run))
+    for part in parts:
+        hasher.update(part)
     return hasher.digest(CHECKSUM_BYTES)
 
 

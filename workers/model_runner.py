@@ -33,7 +33,7 @@ from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps, check_known
 from .gpu.upload import put_on
 from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
-from .kv_plan import plan_num_blocks
+from .kv_plan import layout_of, plan_num_blocks
 from .launched import Compute, ComputeThread, Deferred
 from .models.compiled import CompiledDecoder, read_weights
 from .models.compiled_shape import why_not
@@ -175,7 +175,15 @@ class ModelRunner:
         quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             check_fits(checkpoint.spec, share, config.dtype, quantize, available_bytes(device))
-            layout = _layout(config, spec, _model_id(checkpoint, config.quantize, max_context_tokens), choice.packing)
+            layout = layout_of(
+                spec,
+                config.dtype,
+                config.block_size,
+                model_id=_model_id(checkpoint, config.quantize, max_context_tokens),
+                axis_order=AXIS_ORDERS[config.kv_axis_order],
+                tensor_parallel=config.tensor_parallel,
+                packing=choice.packing,
+            )
             ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
@@ -342,21 +350,6 @@ def _start_ranks(
         size=config.tensor_parallel,
     )
     return RankProcesses(settings, on_loss, choose(config.cpu_isa).library)
-
-
-def _layout(config: ModelRunnerConfig, spec: ModelSpec, model_id: str, packing: str) -> KVLayout:
-    return KVLayout(
-        dtype=config.dtype,
-        block_size=config.block_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.kv.num_heads,
-        head_dim=spec.kv.dim,
-        model_id=model_id,
-        axis_order=AXIS_ORDERS[config.kv_axis_order],
-        tensor_parallel=config.tensor_parallel,
-        packing=packing,
-        num_vectors=spec.kv.num_vectors,
-    )
 
 
 def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: int) -> str:

@@ -22,7 +22,7 @@ from .cores import bind_this_thread, part_of
 from .cpu_kernels import choose, make_team
 from .errors import DiptychError, RankLost
 from .kv_cache import KVCache
-from .kv_layout import KVLayout
+from .kv_plan import layout_of
 from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import Decoder
 from .models.expert_placement import Placement
@@ -93,17 +93,13 @@ def follow(settings: RankSettings) -> None:
         group.share(compiled, settings.sums_fd)
     [num_blocks] = hear(group).tolist()
     limits = StepLimits(settings.block_size, num_blocks, settings.max_context_tokens, spec.vocab_size)
-    layout = KVLayout(
-        dtype=settings.dtype,
-        block_size=settings.block_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.kv.num_heads,
-        head_dim=spec.kv.dim,
-        model_id="",
+    layout = layout_of(
+        spec,
+        settings.dtype,
+        settings.block_size,
         axis_order=settings.axis_order,
-        packing=settings.packing,
         tensor_parallel=settings.size,
-        num_vectors=spec.kv.num_vectors,
+        packing=settings.packing,
     )
     cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared_fd=settings.memory_fd)
     compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, cpu), group)

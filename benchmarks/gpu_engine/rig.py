@@ -9,8 +9,7 @@ from diptych.workers.gpu.device_sampler import DeviceSampler
 from diptych.workers.gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
 from diptych.workers.gpu.precision import settle_products
 from diptych.workers.kv_cache import KVCache, available_bytes
-from diptych.workers.kv_layout import AXIS_ORDERS, KVLayout
-from diptych.workers.kv_plan import plan_num_blocks
+from diptych.workers.kv_plan import layout_of, plan_num_blocks
 from diptych.workers.model_runner import ModelRunner
 from diptych.workers.models.decoder import Decoder
 from diptych.workers.models.rope import rope_tables
@@ -53,16 +52,7 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
     settle_products()
     where, dtype = device.torch_device, DTYPES[settings.dtype]
     weights = random_weights(spec, dtype, where)
-    layout = KVLayout(
-        dtype=settings.dtype,
-        block_size=settings.block_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.kv.num_heads,
-        head_dim=spec.kv.dim,
-        model_id="random",
-        axis_order=AXIS_ORDERS["block"],
-        tensor_parallel=1,
-    )
+    layout = layout_of(spec, settings.dtype, settings.block_size, model_id="random")
     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, settings.max_running, device)
     wanted = settings.kv_memory_bytes or int(available_bytes(where) * settings.kv_memory_fraction)
     cache = KVCache(layout, plan_num_blocks(layout, settings.max_context_tokens, wanted), where)

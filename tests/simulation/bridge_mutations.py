@@ -74,12 +74,9 @@ def replicas_of_a_head_count_as_heads() -> list[Replacement]:
 def a_layer_major_part_is_taken_for_a_block_major_one() -> list[Replacement]:
     real = Bridge._of_part
 
-    def of_part(self: Bridge, *args: Any) -> Any:
-        source, self.source = self.source, replace(self.source, axis_order=BLOCK_MAJOR)
-        try:
-            return real(self, *args)
-        finally:
-            self.source = source
+    def of_part(self: Bridge, data: memoryview, of: Any, *args: Any) -> Any:
+        like = replace(of.source.like, axis_order=BLOCK_MAJOR)
+        return real(self, data, replace(of, source=replace(of.source, like=like)), *args)
 
     return [(Bridge, "_of_part", of_part)]
 

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.proto import kv_pb2
 from diptych.workers.errors import LayoutMismatch, TransportError
+from diptych.workers.handoff_pieces import leaving
 from diptych.workers.handoff_types import CHECKSUM_BYTES, Read, Segment
 from diptych.workers.kv_bridge import PART_BYTES, Bridge
-from diptych.workers.kv_layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, KVMemory
+from diptych.workers.kv_checksums import pool_checksums
+from diptych.workers.kv_layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, KVMemory, Shape
 from diptych.workers.kv_packing import to_wire
-from diptych.workers.kv_wire import checksums, on_the_wire, piece_bytes
+from diptych.workers.kv_wire import on_the_wire, piece_bytes
 from diptych.workers.transport.runs import gather
 
 from .handoff_pair import SMALL, make_memory
@@ -21,31 +24,35 @@ from .handoff_pair import SMALL, make_memory
 POISON = 0xA5
 NUM_LAYERS = 3
 DIM = 16
+UNLIKE = ((4, 16), (1, 48), (4, 16))
 
 
 def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> np.ndarray:
     """Of the numbers of a vector, counted from the pool's start; at = rank, block, layer, kv, slot, head within the
     rank. By the words of kv_layout.py and kv_packing.py, one axis after the other."""
     rank, block, layer, kv, slot, head = at
-    heads = max(layout.num_kv_heads // layout.tensor_parallel, 1)
+    shapes = layout.layer_shapes or ((layout.num_kv_heads, layout.head_dim),) * layout.num_layers
+    own = [(max(heads // layout.tensor_parallel, 1), dim) for heads, dim in shapes]
+    sizes = [layout.num_vectors * layout.block_size * heads * dim for heads, dim in own]
+    start, (heads, dim) = rank * num_blocks * sum(sizes), own[layer]
     if layout.axis_order == BLOCK_MAJOR:
-        outer = (rank * num_blocks + block) * layout.num_layers + layer
+        start += block * sum(sizes) + sum(sizes[:layer])
     else:
-        outer = (rank * layout.num_layers + layer) * num_blocks + block
-    d = np.arange(layout.head_dim)
+        start += num_blocks * sum(sizes[:layer]) + block * sizes[layer]
+    d = np.arange(dim)
     if layout.packing == ROWS:
-        return (((outer * layout.num_vectors + kv) * layout.block_size + slot) * heads + head) * layout.head_dim + d
+        return start + ((kv * layout.block_size + slot) * heads + head) * dim + d
     pair = {"float32": 1, "bfloat16": 2}[layout.dtype]
     group, s = divmod(slot, 16)
-    start = (((outer * 2 + kv) * heads + head) * (layout.block_size // 16) + group) * 16 * layout.head_dim
+    start += ((kv * heads + head) * (layout.block_size // 16) + group) * 16 * dim
     if kv == 0:
         return start + (d // pair * 16 + s) * pair + d % pair
-    return start + (s // pair * layout.head_dim + d) * pair + s % pair
+    return start + (s // pair * dim + d) * pair + s % pair
 
 
-def holders(layout: KVLayout, head: int) -> list[tuple[int, int]]:
+def holders(layout: KVLayout, layer: int, head: int) -> list[tuple[int, int]]:
     """(rank, head within it) of every copy of a head of the model."""
-    ranks, heads = layout.tensor_parallel, layout.num_kv_heads
+    ranks, heads = layout.tensor_parallel, layout.shape_of(layer)[0]
     if heads >= ranks:
         return [divmod(head, heads // ranks)]
     return [(rank, 0) for rank in range(ranks) if rank // (ranks // heads) == head]
@@ -79,6 +86,16 @@ def converted(vector: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
+def sent(source: KVMemory, segment: Segment, wire: str) -> bytes:
+    """What Pull answers, in chunks of any size."""
+    view, found = source.region.view, b""
+    assert view is not None
+    for part in leaving(source, segment, wire, 1000):
+        for piece in gather(view, part.runs, part.chunk_bytes):
+            found += piece if wire == source.layout.dtype else to_wire(piece, part.like, wire)
+    return found
+
+
 def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
     """What an Intake does, without sockets."""
     assert source.region.view is not None and ours.region.view is not None
@@ -94,34 +111,37 @@ def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
             for far, near, length in zip(copies.remote, copies.local, copies.lengths, strict=True):
                 staging[near : near + length] = source.region.view[far : far + length]
         else:
-            runs = source.runs(part.block_ids, part.first_layer, part.num_layers)
-            raw = b"".join(gather(source.region.view, runs, 1 << 20))
-            staging[:] = to_wire(raw, source.layout, bridge.wire)
+            staging[:] = sent(source, part, bridge.wire)
         bridge.convert(staging, part, read.table, read.first_token)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, heads: int, num_vectors: int) -> KVLayout:
-    packing = draw(st.sampled_from([ROWS, DOT] if num_vectors == 2 else [ROWS]))
+def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int) -> KVLayout:
+    """shapes: of its layers."""
+    is_unlike = len(set(shapes)) > 1
+    packing = draw(st.sampled_from([ROWS, DOT] if num_vectors == 2 and not is_unlike else [ROWS]))
     return KVLayout(
         draw(st.sampled_from(["float32", "bfloat16"])),
         draw(st.integers(1, 64) if packing == ROWS else st.sampled_from([16, 32, 48, 64])),
         NUM_LAYERS,
-        heads,
-        DIM,
+        *shapes[0],
         "m",
         draw(st.sampled_from([BLOCK_MAJOR, LAYER_MAJOR])),
         draw(st.sampled_from([1, 2, 4])),
         packing,
         num_vectors,
+        shapes if is_unlike else (),
     )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[KVLayout, KVLayout, int, int, int]:
     """(source, ours, tokens, tokens held, seed)."""
-    heads, num_vectors = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([2, 2, 1]))
-    source, ours = draw(layouts(heads, num_vectors)), draw(layouts(heads, num_vectors))
+    first, other = (draw(st.sampled_from([1, 2, 4, 8])) for _ in range(2))
+    num_vectors = draw(st.sampled_from([2, 2, 1]))
+    a, b = (first, DIM), (other, draw(st.sampled_from([DIM, 6])))
+    shapes = draw(st.sampled_from([(a, a, a), (a, a, a), (a, b, a), (a, a, b), (b, a, a)]))
+    source, ours = draw(layouts(shapes, num_vectors)), draw(layouts(shapes, num_vectors))
     if draw(st.booleans()):  # often a pair that moves directly, or nearly
         ours = replace(source, axis_order=ours.axis_order)
     num_tokens = draw(st.integers(1, 130))
@@ -155,12 +175,12 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
         near, slot_here = divmod(token, layout.block_size)
         for layer in range(first, first + num_layers):
             for kv in range(layout.num_vectors):
-                for head in range(layout.num_kv_heads):
-                    for rank, local in holders(layout, head):
+                for head in range(layout.shape_of(layer)[0]):
+                    for rank, local in holders(layout, layer, head):
                         at = index(layout, ours.num_blocks, (rank, table[near], layer, kv, slot_here, local))
                         if token < num_tokens:
                             there = (ids[far], layer, kv, slot_there)
-                            wire_rank, wire_head = holders(theirs, head)[0]
+                            wire_rank, wire_head = holders(theirs, layer, head)[0]
                             start = index(theirs, source.num_blocks, (wire_rank, *there, wire_head))
                             due = converted(given_[start], layout.dtype)
                             assert found[at].tobytes() == due.tobytes(), (token, layer, kv, head)
@@ -170,9 +190,13 @@ def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 @pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
-@pytest.mark.parametrize(("there", "here"), [(ROWS, ROWS), (ROWS, DOT), (DOT, DOT)])
-def test_a_narrower_wire_costs_precision_and_nothing_else(wire: str, order: str, there: str, here: str) -> None:
-    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, tensor_parallel=2, packing=there)
+@pytest.mark.parametrize(
+    ("there", "here", "shapes"), [(ROWS, ROWS, ()), (ROWS, DOT, ()), (DOT, DOT, ()), (ROWS, ROWS, UNLIKE)]
+)
+def test_a_narrower_wire_costs_precision_and_nothing_else(
+    wire: str, order: str, there: str, here: str, shapes: tuple[Shape, ...]
+) -> None:
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, 2, there, layer_shapes=shapes)
     source, ours = make_memory(theirs, 6), make_memory(replace(theirs, block_size=32, packing=here), 4)
     fill(source, 1)
     bridge = Bridge(ours, theirs, 6, wire)
@@ -215,27 +239,24 @@ def test_equal_layouts_move_whole_runs() -> None:
 
 @pytest.mark.parametrize("wire", ["", "int8"])
 @pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
-@pytest.mark.parametrize("packing", [ROWS, DOT])
-def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: str) -> None:
-    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, tensor_parallel=2, packing=packing)
+@pytest.mark.parametrize(("packing", "shapes"), [(ROWS, ()), (DOT, ()), (ROWS, UNLIKE)])
+def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: str, shapes: tuple[Shape, ...]) -> None:
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, 2, packing, layer_shapes=shapes)
     source = make_memory(theirs, 6)
     fill(source, 2)
     assert source.region.view is not None
     ours = make_memory(replace(theirs, axis_order=BLOCK_MAJOR), 6)
     bridge = Bridge(ours, theirs, 6, wire)
     segment = Segment(0, (4, 1, 3), (1,) * 3, 1, 2)
-    change = None if not wire else lambda run: to_wire(run, theirs, wire)
-    offsets = theirs.offsets(6, segment.block_ids, 1, 2)
-    named = checksums(source.region.view, offsets, theirs.layer_bytes, change)
+    named = pool_checksums(source, segment.block_ids, 1, 2, wire or theirs.dtype)
     assert len(named) == 3 * CHECKSUM_BYTES
-    raw = b"".join(gather(source.region.view, source.runs(segment.block_ids, 1, 2), 1 << 20))
-    staged = to_wire(raw, theirs, wire) if wire else raw
+    staged = sent(source, segment, wire or theirs.dtype)
     assert bridge.staged_checksums(memoryview(staged), segment) == named
     damaged = bytearray(staged)
     damaged[-1] ^= 1
     found = bridge.staged_checksums(memoryview(damaged), segment)
     assert found != named and found[: 2 * CHECKSUM_BYTES] == named[: 2 * CHECKSUM_BYTES]
-    if not wire:
+    if bridge.is_direct(Read(0, segment, (2, 0, 5), 0)):
         read = Read(0, segment, (2, 0, 5), 0)
         bring(bridge, source, ours, read)
         assert bridge.direct_checksums(read) == named
@@ -258,6 +279,13 @@ def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: 
         ({"tensor_parallel": 0}, "tensor_parallel: 0 there is not in 1..4096"),
         ({"block_size": 0}, "block_size: 0 there is not in 1..65536"),
         ({"block_size": 1 << 31}, "is not in 1..65536"),
+        ({"layer_shapes": ((2, 8), (2, 8), (1, 8))}, "layer 2: heads x dim 2 x 8 here, 1 x 8 there"),
+        ({"layer_shapes": ((2, 8), (1, 8))}, "layer_shapes: 2 there of 3 layers, the first 2 x 8"),
+        ({"layer_shapes": ((1, 8), (2, 8), (2, 8))}, "layer_shapes: 3 there of 3 layers, the first 1 x 8"),
+        ({"layer_shapes": ((2, 8), (0, 8), (2, 8))}, "layer_shapes: 0 x 8 there is no size of a layer"),
+        ({"layer_shapes": ((2, 8), (2, 1 << 17), (2, 8))}, "layer_shapes: 2 x 131072 there is no size"),
+        ({"layer_shapes": ((2, 8), (3, 8), (2, 8)), "tensor_parallel": 2}, "3 heads there do not divide over 2 ranks"),
+        ({"layer_shapes": ((2, 8), (2, 16), (2, 8)), "packing": DOT, "block_size": 16}, "there cannot be 'dot'"),
     ],
 )
 def test_what_cannot_be_bridged_is_refused_side_by_side(change: dict[str, object], what: str) -> None:
@@ -304,6 +332,23 @@ def test_a_layout_that_says_no_packing_is_rows_and_of_keys_and_values() -> None:
     message.ClearField("packing")
     message.ClearField("num_vectors")
     assert KVLayout.from_proto(message) == SMALL
+
+
+def test_shapes_of_layers_are_told_and_too_many_are_not_kept() -> None:
+    layout = replace(SMALL, layer_shapes=((2, 8), (1, 32), (2, 8)))
+    assert KVLayout.from_proto(layout.to_proto()) == layout
+    message = layout.to_proto()
+    message.layer_shapes.extend([kv_pb2.LayerShape(num_kv_heads=2, head_dim=8)] * 5000)
+    with pytest.raises(LayoutMismatch, match=r"layer_shapes 2 of 2 x 8, 1 of 1 x 32 \| 4096 of 2 x 8, 1 of 1 x 32$"):
+        layout.check_bridge(KVLayout.from_proto(message))
+
+
+def test_layers_that_are_alike_though_it_says_of_each_are_bridged() -> None:
+    said = replace(SMALL, layer_shapes=((2, 8),) * 3)
+    bridge = Bridge(make_memory(SMALL, 8), said, 8)
+    assert bridge.direct(Read(0, Segment(0, (4, 5), (1, 1), 0, 3), (1, 2), 0)).lengths.tolist() == [
+        2 * SMALL.block_bytes
+    ]
 
 
 def test_latents_travel_once_between_any_numbers_of_ranks_and_sizes_of_blocks() -> None:

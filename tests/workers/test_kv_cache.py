@@ -11,7 +11,7 @@ from diptych.kernels.cpu.attention import is_packed, pack
 from diptych.kernels.cpu.library import Library, library
 from diptych.workers.errors import ConfigError
 from diptych.workers.kv_cache import KVCache
-from diptych.workers.kv_layout import DOT, LAYER_MAJOR, ROWS, KVLayout
+from diptych.workers.kv_layout import DOT, LAYER_MAJOR, ROWS, KVLayout, Shape
 from diptych.workers.kv_packing import unpacked
 from diptych.workers.kv_plan import MAX_CONTEXTS, plan_num_blocks
 
@@ -95,6 +95,23 @@ def test_a_latent_is_one_vector() -> None:
 
 
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+def test_unlike_layers_have_the_bytes_that_they_need(order: str) -> None:
+    layout = replace(LAYOUT, axis_order=order, layer_shapes=((2, 8), (2, 8), (1, 40)))
+    assert layout.block_bytes == 2 * 4 * (2 * 2 * 8 + 40) * 4
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    assert [cache.layer(i).shape for i in range(3)] == [(5, 2, 4, 2, 8)] * 2 + [(5, 2, 4, 1, 40)]
+    view = cache.memory.region.view
+    assert view is not None and len(view) == 5 * layout.block_bytes
+    for i in range(3):
+        cache.layer(i).fill_(i + 1)  # whole layers: what one has is no other's
+    for i in range(3):
+        assert (cache.layer(i) == i + 1).all()
+        runs = cache.memory.runs([4], i, 1)
+        (start,), (length,) = runs.offsets.tolist(), runs.lengths.tolist()
+        assert bytes(view[start : start + length]) == cache.layer(i)[4].contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
 @pytest.mark.parametrize("packing", [ROWS, DOT])
 @pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
 def test_blocks_are_copied_whole_and_only_where_asked(order: str, packing: str, kernels: Library | None) -> None:
@@ -110,11 +127,13 @@ def test_blocks_are_copied_whole_and_only_where_asked(order: str, packing: str, 
         assert torch.equal(cache.layer(i), before[i][[0, 0, 2, 0, 4]])
 
 
+@pytest.mark.parametrize("shapes", [(), ((2, 8), (1, 16), (1, 16))], ids=["alike", "unlike"])
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
 @pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
-def test_blocks_are_copied_in_every_rank(order: str, kernels: Library | None) -> None:
+def test_blocks_are_copied_in_every_rank(order: str, kernels: Library | None, shapes: tuple[Shape, ...]) -> None:
     memory_fd = os.memfd_create("test-kv")
-    layout, cpu = replace(LAYOUT, axis_order=order, tensor_parallel=2), torch.device("cpu")
+    layout = replace(LAYOUT, axis_order=order, tensor_parallel=2, layer_shapes=shapes)
+    cpu = torch.device("cpu")
     try:
         first = KVCache(layout, 3, cpu, shared_fd=memory_fd, library=kernels)
         second = KVCache(layout, 3, cpu, rank=1, shared_fd=memory_fd)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from diptych.workers.errors import CheckpointError, UnsupportedArchitecture
+from diptych.workers.kv_plan import layout_of
 from diptych.workers.models.families import load_spec
-from diptych.workers.models.spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
+from diptych.workers.models.spec import AttentionSpec, KVShape, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -292,3 +293,26 @@ def test_a_damaged_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_spec(tmp_path)
+
+
+def test_layers_keep_kv_of_their_own_sizes_or_read_an_earlier_ones(tmp_path: Path) -> None:
+    spec = load_spec(write(tmp_path, LLAMA))
+    layer = spec.layers[0]
+    attention = layer.attention
+    assert isinstance(attention, AttentionSpec)
+
+    def of(**changes: int) -> LayerSpec:
+        return replace(layer, attention=replace(attention, **changes))
+
+    alike = replace(spec, layers=(of(), of(), of(kv_from=0), of()))
+    assert alike.kv_ids == (0, 1, 0, 2) and (alike.kv.num_layers, alike.kv.layer_shapes) == (3, ())
+    wide = {"num_kv_heads": 1, "head_dim": 64}
+    layers = of(), of(**wide), of(kv_from=0), of(), of(kv_from=1, **wide), of(kv_from=4, **wide)
+    unlike = replace(spec, layers=layers)
+    own = (attention.num_kv_heads, attention.head_dim)
+    assert unlike.kv_ids == (0, 1, 0, 2, 1, 1)
+    assert unlike.kv == KVShape(3, *own, layer_shapes=(own, (1, 64), own))
+    layout = layout_of(unlike, "bfloat16", 16, tensor_parallel=2)
+    assert layout.layer_shapes == unlike.kv.layer_shapes and not layout.can_be_dot
+    each = [2 * 16 * max(heads // 2, 1) * dim * 2 for heads, dim in unlike.kv.layer_shapes]
+    assert layout.rank_block_bytes == sum(each)

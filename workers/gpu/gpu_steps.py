@@ -263,6 +263,8 @@ def check_known(spec: ModelSpec) -> None:
             what = "latent attention"
         elif (attention.head_dim, attention.num_kv_heads) != (spec.kv.dim, spec.kv.num_heads):
             what = "heads that differ from layer to layer"
+        elif attention.kv_from is not None:
+            what = "layers that read another one's keys and values"
         elif isinstance(fed, MoeSpec) and not has_kernels(fed):
             what = f"experts of {fed.expert.activation} or with biases"
         else:

@@ -43,11 +43,12 @@ def place_of(part: Segment, wire_size: int, own_size: int, table: Sequence[int],
 def write_part(bridge: Bridge, part: Segment, data: Tensor, pool: Tensor, place: Placing, table: Tensor) -> None:
     """data: [bytes] uint8, as kv_bridge.py says; pool: [rank, block, layer, V, slot, head, dim] of any strides but the
     last three; table: [n] int64, `place.blocks` on the device. Only enqueues."""
+    (of,) = bridge.stretches  # a DevicePool's layers are alike
     rows = rows_of(data, bridge.source, bridge.wire, len(part.block_ids), part.num_layers)
     theirs = torch.arange(len(part.block_ids), device=data.device)
     first = part.first_block * bridge.source.block_size
     layers = slice(part.first_layer, part.first_layer + part.num_layers)
-    for copy in bridge.head_copies:
+    for copy in of.head_copies:
         source = KVSlots(rows[copy.wire_rank, ..., copy.wire_heads, :], theirs, first)
         target = KVSlots(pool[copy.rank, :, layers, ..., copy.heads, :], table, place.start)
         move_kv(source, target, place.first_token, place.num_tokens)

@@ -42,7 +42,7 @@ class DevicePool:
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """pool: [ranks, blocks, layers, vectors, slots, heads, dim], or with layers before blocks; contiguous."""
-        assert layout.packing == ROWS and pool.is_contiguous()
+        assert layout.packing == ROWS and not layout.layer_shapes and pool.is_contiguous()
         self.driver = driver
         self._device, self._layout = device, layout
         self._bytes = pool.flatten().view(torch.uint8)

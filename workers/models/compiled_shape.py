@@ -28,6 +28,8 @@ def _unknown(spec: ModelSpec, num_ranks: int) -> Iterator[str]:
             yield "latent attention"
         elif _sizes(attention) != _sizes(spec.layers[0].attention):
             yield "heads of other sizes from layer to layer"
+        elif attention.kv_from is not None:
+            yield "layers that read another one's keys and values"
         elif attention.scale <= 0:
             yield "scores that are not scaled by a number above 0"
         elif attention.qk_norm == "whole" and num_ranks > 1:

@@ -41,6 +41,7 @@ class Layer:
     eps: float
     rope_id: int  # which of ModelSpec.ropes is its own
     options: AttentionOptions
+    kv_id: int  # which of the cache's layers it reads, and stores into unless its spec says kv_from
     expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
     experts: ExpertRanks | None = None  # where this rank has some of them, whole
 
@@ -56,12 +57,13 @@ def layers_of(
     """spec, weights: of this rank's share. expert_tokens: as moe.py's `no_expert_tokens` makes it; None: nobody
     counts. experts: by layer, of those that ranks hold whole."""
     layers: list[Layer] = []
-    for i, (of, own, rope_id) in enumerate(zip(spec.layers, weights, spec.rope_ids, strict=True)):
+    ids = zip(spec.rope_ids, spec.kv_ids, strict=True)
+    for i, (of, own, (rope_id, kv_id)) in enumerate(zip(spec.layers, weights, ids, strict=True)):
         options = options_of(of.attention, own) if isinstance(of.attention, AttentionSpec) else NO_OPTIONS
         counts = None
         if expert_tokens is not None and isinstance(of.feed_forward, MoeSpec):
             counts = expert_tokens[i, : of.feed_forward.num_experts]
-        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options, counts, experts.get(i)))
+        layers.append(Layer(of, own, spec.rms_norm_eps, rope_id, options, kv_id, counts, experts.get(i)))
     return layers
 
 
@@ -102,7 +104,7 @@ class Decoder:
     ) -> Tensor:
         """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states [T, H].
 
-        `stored` is told how many layers were asked to store theirs, after each.
+        `stored` is told how many of the cache's layers were asked to store theirs, after each.
         """
         residual = self.embed(token_ids)
         hidden = run_layers(self.layers, residual, cache, meta, self.group, stored)
@@ -149,11 +151,12 @@ def run_layers(
     layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV.
     """
     hidden: Tensor | None = None
-    for i, layer in enumerate(layers):
-        weights, kv = layer.weights, cache.layer(i)
+    for layer in layers:
+        weights, kv = layer.weights, cache.layer(layer.kv_id)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         hidden = output(weights, attend(layer, hidden, kv, meta, group), group)
-        stored(i + 1)
+        if layer.spec.kv_from is None:
+            stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
         hidden = feed_forward(layer, enter(hidden, residual, weights.mlp_norm, layer.eps), group)
         hidden = leave(hidden, weights.mlp_out_norm, layer.eps)

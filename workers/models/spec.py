@@ -56,6 +56,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["none", "head", "whole"] = "none"  # RMSNorm of each query and key head, or over all heads at once
+    kv_from: int | None = None  # an earlier layer, whose keys and values it reads: it has none of its own
 
     @property
     def rotation(self) -> tuple[RopeSpec, int]:
@@ -142,6 +143,11 @@ class LayerSpec:
     norms: Norms = "before"
 
     @property
+    def kv_from(self) -> int | None:
+        """The earlier layer whose KV it reads, where it keeps none itself."""
+        return self.attention.kv_from if isinstance(self.attention, AttentionSpec) else None
+
+    @property
     def mlps(self) -> tuple[MlpSpec, ...]:
         """All kinds that it has."""
         of = self.feed_forward
@@ -152,13 +158,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a layer keeps of a token, the same in every layer: `num_vectors` (key and value, or one latent) of each of
+    """What a layer keeps of a token: `num_vectors` (key and value, or one latent) of `dim` numbers of each of
     `num_heads` heads."""
 
-    num_layers: int
+    num_layers: int  # that keep any
     num_heads: int
     dim: int
     num_vectors: int = 2
+    layer_shapes: tuple[tuple[int, int], ...] = ()  # (num_heads, dim) of each of them, where they are unlike
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +207,26 @@ class ModelSpec:
         return tuple(ropes.index(layer.attention.rotation) for layer in self.layers)
 
     @property
+    def kv_ids(self) -> tuple[int, ...]:
+        """Of each layer, which of those that keep KV it reads, counted among them: its own, or that of an earlier one.
+        Layers that keep KV are stored, handed off and counted; the others are none to a KVCache."""
+        ids: list[int] = []
+        for layer in self.layers:
+            source = layer.kv_from
+            ids.append(max(ids, default=-1) + 1 if source is None else ids[source])
+        return tuple(ids)
+
+    @property
     def kv(self) -> KVShape:
-        attention = self.layers[0].attention
-        if isinstance(attention, LatentSpec):
-            return KVShape(self.num_layers, 1, attention.kv_dim, num_vectors=1)
-        return KVShape(self.num_layers, attention.num_kv_heads, attention.head_dim)
+        keeping = [layer.attention for layer in self.layers if layer.kv_from is None]
+        shapes = [_kept(attention) for attention in keeping]
+        num_vectors = 1 if isinstance(keeping[0], LatentSpec) else 2
+        unlike = tuple(shapes) if len(set(shapes)) > 1 else ()
+        return KVShape(len(shapes), *shapes[0], num_vectors, unlike)
+
+
+def _kept(attention: AttentionSpec | LatentSpec) -> tuple[int, int]:
+    """(heads, numbers of each) of which it keeps KV."""
+    if isinstance(attention, LatentSpec):
+        return 1, attention.kv_dim
+    return attention.num_kv_heads, attention.head_dim

@@ -100,7 +100,7 @@ def test_checksums_are_those_of_host_memory(layout: object) -> None:
     memory = make_device_memory(layout, 96, bytes(host.region.view))
     blocks = list(range(95, 5, -1))  # more than one part
     assert len(blocks) * 2 * layout.block_bytes // 3 > kv_pool.READ_BYTES
-    assert pool_checksums(memory, blocks, 1, 2) == pool_checksums(host, blocks, 1, 2)
+    assert pool_checksums(memory, blocks, 1, 2, layout.dtype) == pool_checksums(host, blocks, 1, 2, layout.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -121,8 +121,10 @@ def _part_of(field: str) -> str:
     """field: of LayerWeights or DecoderWeights."""
     if field in ("embed", "lm_head"):
         return "head" if field == "lm_head" else "embeddings"
-    if "norm" in field:
+    if field in ("token_embed", "token_mix"):
+        return "embeddings"
+    if "norm" in field or field == "scale":
         return "norms"
-    if field.startswith(("gate_up", "down")):
+    if field.startswith(("gate_up", "down", "token")):
         return "MLP"
-    return "experts" if field.startswith(("router", "choice", "experts", "shared")) else "attention"
+    return "experts" if field.startswith(("router", "choice", "expert", "shared")) else "attention"

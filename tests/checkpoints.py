@@ -40,6 +40,31 @@ GEMMA3: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     },
 }
+GEMMA4: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 6.0,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+}
+# Two layers of each type keep KV, two read that of the last of their type.
+GEMMA4_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 500,
+}
+GEMMA4_MOE: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 PHI3: dict[str, Any] = {"num_attention_heads": 4}  # it derives the head dimension: 16
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
@@ -87,6 +112,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # All that tests generate is beyond its first length.
     "phi3-long": ("Phi3", PHI3 | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
     "gemma3-vision": ("Gemma3ForConditionalGeneration", GEMMA | GEMMA3),
+    "gemma4": ("Gemma4", GEMMA4 | GEMMA4_SHARED),
+    "gemma4-moe": ("Gemma4", GEMMA4 | GEMMA4_MOE),
+    "gemma4-vision": (
+        "Gemma4ForConditionalGeneration",
+        GEMMA4
+        | {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "pad_token_id": 0,
+        },
+    ),
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 500,
@@ -112,21 +148,29 @@ def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = _model(name, DEFAULTS | settings | overrides).eval()
-        # Norms and biases start at 1 and 0, where a mistake in applying them would not show.
+        # Norms, scales and biases start at 1 and 0, where a mistake in applying them would not show.
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith(("bias", "sinks")):
+            if "norm" in name or name.endswith(("bias", "sinks", "layer_scalar", "router.scale", "per_expert_scale")):
                 tensor.data.add_(torch.randn_like(tensor) * 0.2)
         model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
 
 
 def _model(name: str, settings: dict[str, Any]) -> Any:
-    if name == "Gemma3ForConditionalGeneration":
-        vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    if (family := name.removesuffix("ForConditionalGeneration")) != name:
+        vision: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2}
         vision |= {"hidden_size": 16, "intermediate_size": 16}
-        config: Any = transformers.Gemma3Config(text_config=settings, vision_config=vision)
-        return transformers.Gemma3ForConditionalGeneration(config)
-    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+        if family == "Gemma3":
+            config: Any = transformers.Gemma3Config(
+                text_config=settings, vision_config=vision | {"image_size": 28, "patch_size": 14}
+            )
+            return transformers.Gemma3ForConditionalGeneration(config)
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
+        audio = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+        audio |= {"subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
+        config = transformers.Gemma4Config(text_config=settings, vision_config=vision, audio_config=audio)
+        return transformers.Gemma4ForConditionalGeneration(config)
+    config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
     return getattr(transformers, f"{name}ForCausalLM")(config_class(**settings))
 
 

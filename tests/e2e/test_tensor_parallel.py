@@ -260,8 +260,8 @@ def test_latents_move_between_workers_of_unlike_sizes(tmp_path: Path) -> None:
 
 
 def test_experts_that_ranks_hold_whole(tmp_path: Path) -> None:
-    """Two ranks and four, prefill by either; two KV heads, of which four ranks hold copies."""
-    path, cases = with_cases(make_checkpoint(tmp_path / "qwen3moe", "qwen3moe", seed=7, num_key_value_heads=2))
+    """Two ranks and four, prefill by either; layers of two KV heads and of a larger one, of which ranks hold copies."""
+    path, cases = with_cases(make_checkpoint(tmp_path / "gemma4-moe", "gemma4-moe", seed=7))
     placement = {"expert_placement": "round_robin"}
     each = [("mixed", FLAGS | placement | {"tensor_parallel": n, "expert_parallel": n}) for n in (2, 4)]
     with unlike_workers(path, each) as [two, four]:

@@ -72,7 +72,7 @@ def test_bits_are_a_requests_own(arch: str, checkpoint_of: CheckpointOf) -> None
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_what_has_neither_experts_nor_latents_is_not_left_to_torch(arch: str, checkpoint_of: CheckpointOf) -> None:
+def test_what_is_left_to_torch_has_experts_latents_or_scales(arch: str, checkpoint_of: CheckpointOf) -> None:
     spec = load_spec(checkpoint_of(arch))
     parts = {type(part) for layer in spec.layers for part in (layer.attention, layer.feed_forward)}
-    assert why_not(spec) is None or parts != {AttentionSpec, MlpSpec}
+    assert why_not(spec) is None or parts != {AttentionSpec, MlpSpec} or spec.layers[0].is_scaled

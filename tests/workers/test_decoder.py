@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diptych.kernels.paged_batch import PagedBatch
 from diptych.workers.kv_cache import KVCache
-from diptych.workers.kv_layout import KVLayout
+from diptych.workers.kv_plan import layout_of
 from diptych.workers.models.attention import StepMeta
 from diptych.workers.models.decoder import Decoder
 from diptych.workers.models.families import load_spec
@@ -33,8 +33,7 @@ def prompt_logits(
     group = group or Alone()
     spec, share = load_spec(path), Share(group.rank, group.size)
     own = spec_of(spec, share)
-    sizes = BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim
-    layout = KVLayout("float32", *sizes, "test", tensor_parallel=group.size, num_vectors=spec.kv.num_vectors)
+    layout = layout_of(spec, "float32", BLOCK_SIZE, tensor_parallel=group.size)
     cache = KVCache(layout, max(block_table) + 1, CPU, rank=group.rank, shared_fd=memory_fd)
     cache.tensor.fill_(torch.nan)  # nothing may depend on what blocks held before
     num = len(prompt)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diptych.workers.errors import ConfigError
 from diptych.workers.kv_cache import KVCache
-from diptych.workers.kv_layout import KVLayout
+from diptych.workers.kv_plan import layout_of
 from diptych.workers.models.decoder import Decoder
 from diptych.workers.models.expert_placement import Placement, place_experts
 from diptych.workers.models.families import load_spec
@@ -54,9 +54,7 @@ def two_prompts() -> Step:
 
 def compute(path: Path, group: Group, experts: dict[int, Placement] | None, memory_fd: int | None = None) -> Loaded:
     spec, share = load_spec(path), Share(group.rank, group.size, experts)
-    kv = spec.kv
-    sizes = BLOCK_SIZE, kv.num_layers, kv.num_heads, kv.dim
-    layout = KVLayout("float32", *sizes, "test", tensor_parallel=group.size)
+    layout = layout_of(spec, "float32", BLOCK_SIZE, tensor_parallel=group.size)
     cache = KVCache(layout, 16, CPU, rank=group.rank, shared_fd=memory_fd)
     read: list[int] = []
     with Checkpoint(path, spec) as checkpoint:
@@ -69,7 +67,13 @@ def compute(path: Path, group: Group, experts: dict[int, Placement] | None, memo
 
 @pytest.mark.parametrize(
     ("arch", "kind", "num_copies"),
-    [("mixtral", "contiguous", 0), ("qwen3moe", "round_robin", 0), ("mixtral", "loads", 2), ("qwen3moe", "loads", 0)],
+    [
+        ("mixtral", "contiguous", 0),
+        ("qwen3moe", "round_robin", 0),
+        ("mixtral", "loads", 2),
+        ("qwen3moe", "loads", 0),
+        ("gemma4-moe", "loads", 2),
+    ],
 )
 def test_ranks_with_experts_of_their_own(arch: str, kind: str, num_copies: int, tmp_path: Path) -> None:
     """Of an inner size that two ranks cannot share."""

@@ -265,6 +265,12 @@ def check_known(spec: ModelSpec) -> None:
             what = "heads that differ from layer to layer"
         elif attention.kv_from is not None:
             what = "layers that read another one's keys and values"
+        elif attention.v_norm:
+            what = "a norm of values"
+        elif layer.token_input is not None or layer.is_scaled:
+            what = "layers with an input of each token or a scale of their own"
+        elif layer.beside is not None:
+            what = "an MLP beside experts"
         elif isinstance(fed, MoeSpec) and not has_kernels(fed):
             what = f"experts of {fed.expert.activation} or with biases"
         else:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import linear
 
 from ...kernels.paged_batch import AttentionOptions, PagedBatch
@@ -31,14 +32,20 @@ def options_of(spec: AttentionSpec, weights: LayerWeights) -> AttentionOptions:
 def project(
     spec: AttentionSpec, weights: LayerWeights, hidden: Tensor, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [T, N, D], keys and values [T, K, D] of the T tokens, as they are before they are rotated.
+    """Queries [T, N, D], keys and values [T, K, D] of the T tokens, as they are before they are rotated; K is 0 where
+    KV is another layer's.
 
     hidden: [T, H]. spec and weights: of this rank's heads alone.
     """
     qkv = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, spec.head_dim)
-    q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-    if weights.q_norm is None or weights.k_norm is None:
+    num_kv_heads = spec.num_kv_heads if spec.kv_from is None else 0
+    q, k, v = qkv.split((spec.num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if spec.v_norm:
+        v = functional.rms_norm(v.float(), v.shape[-1:], None, eps).to(v.dtype)
+    if weights.q_norm is None:
         return q, k, v
+    if weights.k_norm is None:
+        return rms_norm(q, weights.q_norm, eps), k, v
     if spec.qk_norm == "whole":
         return *_normed_whole(q, k, weights.q_norm, weights.k_norm, eps, group), v
     return rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps), v

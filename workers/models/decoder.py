@@ -2,6 +2,7 @@
 
     residual = embedding
     each layer:  residual += attention(enter(residual));  residual += feed forward(enter(residual))
+                 [residual += what it is given of each token;  residual *= its scale]
     logits = head(norm(residual))
 
 What enters a part is normed where the spec has norms before it; what it adds, where it has them after it.
@@ -18,7 +19,7 @@ from torch.nn.functional import embedding, linear
 from ...kernels.paged_attention import paged_attention
 from ...kernels.paged_batch import NO_OPTIONS, AttentionOptions
 from ...kernels.rms_norm import add_rms_norm, rms_norm
-from ...kernels.rope_kv_write import rope_kv_write
+from ...kernels.rope_kv_write import rope_kv_write, rotate
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
 from ..step import Step
@@ -30,7 +31,8 @@ from .mlp import mlp
 from .moe import moe, no_expert_tokens
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes
-from .spec import AttentionSpec, LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from .spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from .token_inputs import of_token, token_inputs
 from .weights import DecoderWeights, LayerWeights
 
 
@@ -107,15 +109,24 @@ class Decoder:
         `stored` is told how many of the cache's layers were asked to store theirs, after each.
         """
         residual = self.embed(token_ids)
-        hidden = run_layers(self.layers, residual, cache, meta, self.group, stored)
-        return add_rms_norm(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
+        given = self.token_inputs(token_ids, residual)
+        hidden = run_layers(self.layers, residual, cache, meta, self.group, stored, given)
+        return enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [T] int64. Returns [T, H]."""
-        group, scale = self.group, self.spec.embedding_scale
-        is_whole = group.size == 1
-        found = embedding(token_ids, self.weights.embed) if is_whole else group.all_reduce(self._embed_ours(token_ids))
+        scale, found = self.spec.embedding_scale, self._looked_up(token_ids, self.weights.embed, self.spec.vocab_size)
         return found if scale == 1.0 else found * found.new_tensor(scale)  # the scale is rounded, as transformers does
+
+    def token_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """token_ids: [T] int64; embedded: [T, H], what `embed` returns. What layers are given of them, [T, layers, P];
+        None: nothing."""
+        spec, weights = self.spec.token_input, self.weights
+        if spec is None:
+            return None
+        assert weights.token_embed is not None
+        looked_up = self._looked_up(token_ids, weights.token_embed, spec.vocab_size)
+        return token_inputs(self.spec, weights, looked_up, embedded)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, H]. Returns [R, vocab] float32; what is returned on other ranks is nobody's."""
@@ -130,12 +141,14 @@ class Decoder:
         own, cap = linear(hidden, self.weights.lm_head), self.spec.logit_softcap
         return tanh(own / cap) * cap if cap else own
 
-    def _embed_ours(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, H]: zeros for tokens of which other ranks have the embedding."""
-        table, group = self.weights.embed, self.group
-        local = token_ids - Share(group.rank, group.size).vocabulary(self.spec.vocab_size).start
+    def _looked_up(self, token_ids: Tensor, table: Tensor, vocab_size: int) -> Tensor:
+        """token_ids: [T]; table: [n, W], this rank's part of `vocab_size` rows. Returns [T, W]."""
+        group = self.group
+        if group.size == 1:
+            return embedding(token_ids, table)
+        local = token_ids - Share(group.rank, group.size).vocabulary(vocab_size).start
         is_others = (local < 0) | (local >= len(table))
-        return embedding(local.masked_fill(is_others, 0), table).masked_fill_(is_others[:, None], 0)
+        return group.all_reduce(embedding(local.masked_fill(is_others, 0), table).masked_fill_(is_others[:, None], 0))
 
 
 def run_layers(
@@ -145,32 +158,36 @@ def run_layers(
     meta: StepMeta,
     group: Group,
     stored: Callable[[int], object] = lambda _: None,
-) -> Tensor:
-    """residual: [T, H], overwritten. Returns what the last layer adds to it, [T, H]: the same on every rank.
+    given: Tensor | None = None,
+) -> Tensor | None:
+    """residual: [T, H], overwritten. Returns what is to be added to it yet, [T, H]: the same on every rank.
 
-    layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV.
+    layers, cache: of this rank's share. Once a layer's attention is done here, every rank has stored its KV. given: see
+    Decoder.token_inputs.
     """
     hidden: Tensor | None = None
-    for layer in layers:
+    for i, layer in enumerate(layers):
         weights, kv = layer.weights, cache.layer(layer.kv_id)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
         hidden = output(weights, attend(layer, hidden, kv, meta, group), group)
         if layer.spec.kv_from is None:
             stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
-        hidden = feed_forward(layer, enter(hidden, residual, weights.mlp_norm, layer.eps), group)
+        hidden = feed_forward(layer, enter(hidden, residual, weights.mlp_norm, layer.eps), residual, group)
         hidden = leave(hidden, weights.mlp_out_norm, layer.eps)
-    assert hidden is not None
+        hidden = end(layer, hidden, residual, None if given is None else given[:, i])
     return hidden
 
 
 def attend(layer: Layer, hidden: Tensor, cache: Tensor, meta: StepMeta, group: Group) -> Tensor:
-    """hidden: [T, H]. Stores the KV of the T tokens in `cache`, a layer's. Returns what each head has, [T, N, D]."""
+    """hidden: [T, H]. Stores the KV of the T tokens in `cache`, a layer's, unless the layer only reads it. Returns what
+    each head has, [T, N, D]."""
     weights, cos_sin = layer.weights, meta.cos_sin[layer.rope_id]
     if isinstance(layer.spec.attention, LatentSpec):
         return latent_attention(layer.spec.attention, weights, hidden, cache, cos_sin, meta.slots, meta.paged)
     q, k, v = project(layer.attention, weights, hidden, layer.eps, group)
-    q = rope_kv_write(q, k, v, cos_sin, cache, meta.slots)
+    has_kv = layer.spec.kv_from is None
+    q = rope_kv_write(q, k, v, cos_sin, cache, meta.slots) if has_kv else rotate(q, cos_sin)
     return paged_attention(q, cache, meta.paged, layer.options)
 
 
@@ -186,12 +203,40 @@ def leave(hidden: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     return hidden if norm is None else rms_norm(hidden, norm, eps)
 
 
-def feed_forward(layer: Layer, hidden: Tensor, group: Group) -> Tensor:
-    """hidden: [T, H]. Returns [T, H], the same on every rank."""
+def feed_forward(layer: Layer, hidden: Tensor, residual: Tensor, group: Group) -> Tensor:
+    """hidden: [T, H], what enters, of `residual` [T, H]. Returns [T, H], the same on every rank."""
     spec, weights = layer.spec.feed_forward, layer.weights
-    if isinstance(spec, MoeSpec):
-        here = layer.experts.here if layer.experts is not None else None
+    if isinstance(spec, MlpSpec):
+        return group.all_reduce(_mlp(spec, weights, hidden))
+    here = layer.experts.here if layer.experts is not None else None
+    if layer.spec.beside is None:
         return group.all_reduce(moe(spec, weights, hidden, here, layer.expert_tokens))
-    gate_up, down = weights.gate_up, weights.down
-    assert gate_up is not None and down is not None
-    return group.all_reduce(mlp(hidden, spec.activation, gate_up, down, weights.gate_up_bias, weights.down_bias))
+    assert weights.experts_norm is not None and weights.router_norm is not None
+    normed, routed_by = (rms_norm(residual, norm, layer.eps) for norm in (weights.experts_norm, weights.router_norm))
+    mixed = moe(spec, weights, normed, here, layer.expert_tokens, routed_by)
+    both = group.all_reduce(torch.stack((_mlp(layer.spec.beside, weights, hidden), mixed)))
+    norms = weights.beside_out_norm, weights.experts_out_norm
+    one, other = (leave(of, norm, layer.eps) for of, norm in zip(both, norms, strict=True))
+    return one + other
+
+
+def _mlp(spec: MlpSpec, weights: LayerWeights, hidden: Tensor) -> Tensor:
+    """hidden: [T, H]. Returns this rank's part, [T, H]."""
+    assert weights.gate_up is not None and weights.down is not None
+    biases = weights.gate_up_bias, weights.down_bias
+    return mlp(hidden, spec.activation, weights.gate_up, weights.down, *biases)
+
+
+def end(layer: Layer, hidden: Tensor, residual: Tensor, given: Tensor | None) -> Tensor | None:
+    """hidden: [T, H], what the layer adds to `residual` [T, H]; given: [T, P], what it is given of each token. Returns
+    what is to be added yet."""
+    spec, weights = layer.spec.token_input, layer.weights
+    if spec is None and weights.scale is None:
+        return hidden
+    residual.add_(hidden)
+    if spec is not None:
+        assert given is not None
+        residual.add_(of_token(spec, weights, residual, given, layer.eps))
+    if weights.scale is not None:
+        residual.mul_(weights.scale)
+    return None

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from .config import Fields
 from .family import FULL, SLIDING, Around, read_attention, read_mlp, read_windows
-from .rope_config import read_ropes
-from .spec import AttentionSpec, LayerSpec
+from .rope_config import refuse_partial, rope_of
+from .spec import AttentionSpec, LayerSpec, RopeSpec
 
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}  # of Gemma 3
 DEFAULTS = {
@@ -35,7 +35,7 @@ def gemma2(config: Fields) -> tuple[LayerSpec, ...]:
 def gemma3(config: Fields) -> tuple[LayerSpec, ...]:
     """Every sixth layer has none, and a rope of its own (Gemma 3, section 2)."""
     pattern = config.size("sliding_window_pattern")
-    ropes = read_ropes(config, config.size("max_position_embeddings"), THETAS)
+    ropes = _gemma3_ropes(config)
     attention = replace(_attention(config, with_rope=False), qk_norm="head")
     windows = read_windows(config, lambda layer: bool((layer + 1) % pattern))
     kinds = [replace(attention, window=window, rope=ropes[SLIDING if window else FULL]) for window in windows]
@@ -54,6 +54,21 @@ def around_gemma(config: Fields) -> Around:
 def around_gemma_with_vision(config: Fields) -> Around:
     """transformers does not cap the logits here, whatever the config says."""
     return replace(around_gemma(config), logit_softcap=0.0)
+
+
+def _gemma3_ropes(config: Fields) -> dict[str, RopeSpec]:
+    """Of each layer type. Before transformers 5 full layers had `rope_theta` and `rope_scaling`, sliding ones
+    `rope_local_base_freq`."""
+    refuse_partial(config)
+    nested, scaling = config.section("rope_parameters"), config.section("rope_scaling")
+    ropes: dict[str, RopeSpec] = {}
+    for layer_type, older in ((FULL, "rope_theta"), (SLIDING, "rope_local_base_freq")):
+        theta = config.number(older, default=THETAS[layer_type], minimum=1.0)
+        fields = nested.section(layer_type) if nested is not None else None
+        if layer_type == FULL and scaling is not None:
+            fields = scaling if fields is None else fields.with_values(scaling.values)
+        ropes[layer_type] = rope_of(config, fields, theta, config.size("max_position_embeddings"))
+    return ropes
 
 
 def _attention(config: Fields, *, with_rope: bool = True) -> AttentionSpec:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from .config import Fields
 from .family import FULL, SLIDING, read_attention, read_mlp, read_windows, refuse_layer_types
-from .rope_config import read_partial_rope
-from .spec import AttentionSpec, LayerSpec, MlpSpec
+from .rope_config import rope_fields, rope_of, rope_type_of
+from .spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 
 
 def llama(config: Fields) -> tuple[LayerSpec, ...]:
@@ -35,7 +35,7 @@ def qwen3(config: Fields) -> tuple[LayerSpec, ...]:
 def phi3(config: Fields) -> tuple[LayerSpec, ...]:
     refuse_layer_types(config, FULL)
     attention = read_attention(config, with_rope=False)
-    rope = read_partial_rope(config, config.size("max_position_embeddings"), attention.head_dim)
+    rope = _phi3_rope(config, attention.head_dim)
     window = 0 if config.get("sliding_window") is None else config.size("sliding_window")
     return _alike(config, replace(attention, rope=rope, window=window), read_mlp(config))
 
@@ -46,6 +46,27 @@ def olmo2(config: Fields) -> tuple[LayerSpec, ...]:
     bias = config.flag("attention_bias")
     attention = replace(read_attention(config), qkv_bias=bias, o_bias=bias, qk_norm="whole")
     return (LayerSpec(attention, read_mlp(config), norms="after"),) * config.size("num_hidden_layers")
+
+
+def _phi3_rope(config: Fields, head_dim: int) -> RopeSpec:
+    """It may rotate a part of each head, and "su" and "yarn" are older names of longrope."""
+    theta, fields = config.number("rope_theta", default=10_000.0, minimum=1.0), rope_fields(config)
+    source = config if fields is None or fields.get("partial_rotary_factor") is None else fields
+    partial = source.number("partial_rotary_factor", default=1.0, minimum=0.0)
+    rotated = int(head_dim * partial)
+    if partial > 1.0 or rotated % 2 or not rotated:
+        raise source.error("partial_rotary_factor", f"must rotate an even part of {head_dim} numbers", partial)
+    rope = RopeSpec(theta=theta)
+    if fields is not None:
+        renamed = "longrope" if rope_type_of(fields) in ("su", "yarn") else rope_type_of(fields)
+        plain = fields.with_values({"rope_type": renamed, "partial_rotary_factor": None})
+        rope = rope_of(config, plain, theta, config.size("max_position_embeddings"))
+        if rope.rope_type == "proportional" and partial != 1.0:
+            raise fields.error("rope_type", "must be another one where partial_rotary_factor is not 1", renamed)
+    for factors, name in ((rope.short_factors, "short_factor"), (rope.long_factors, "long_factor")):
+        if rope.rope_type == "longrope" and len(factors) != rotated // 2:
+            raise config.error(f"{name} of longrope", f"must have {rotated // 2} numbers", len(factors))
+    return replace(rope, partial=partial)
 
 
 def _alike(config: Fields, attention: AttentionSpec, mlp: MlpSpec) -> tuple[LayerSpec, ...]:

@@ -26,14 +26,19 @@ Here = Callable[[Tensor], Tensor]
 
 
 def moe(
-    spec: MoeSpec, weights: LayerWeights, hidden: Tensor, here: Here | None = None, expert_tokens: Tensor | None = None
+    spec: MoeSpec,
+    weights: LayerWeights,
+    hidden: Tensor,
+    here: Here | None = None,
+    expert_tokens: Tensor | None = None,
+    routed_by: Tensor | None = None,
 ) -> Tensor:
     """What the experts that are held here and the shared ones give. hidden: [T, H].
 
     here: None where those are all. expert_tokens: [num_experts] int64, of all experts; how many go to each is added.
-    Returns [T, H].
+    routed_by: [T, H], what the router sees where it is not `hidden`. Returns [T, H].
     """
-    gates, experts = route(spec.routing, weights, hidden)
+    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by)
     if expert_tokens is not None:
         _count(experts, expert_tokens)
     if here is not None:
@@ -63,7 +68,12 @@ def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Ten
     """hidden: [T, H]. Returns the weights of its experts [T, top_k] float32, and which they are, [T, top_k] int32."""
     assert weights.router is not None
     logits = linear(hidden.float(), weights.router, weights.router_bias)
-    return moe_routing(logits, routing_of(spec), weights.choice_bias)
+    if spec.logit_scale != 1.0:
+        logits *= spec.logit_scale
+    gates, experts = moe_routing(logits, routing_of(spec), weights.choice_bias)
+    if weights.expert_scales is not None:
+        gates = gates * weights.expert_scales[experts.long()]
+    return gates, experts
 
 
 @cache

@@ -30,7 +30,8 @@ def _table(rope: RopeSpec, dim: int, max_position_embeddings: int, num_positions
 def inverse_frequencies(
     rope: RopeSpec, head_dim: int, max_position_embeddings: int, num_positions: int
 ) -> tuple[Tensor, float]:
-    """(inv_freq [rotated / 2] float32, factor on cos and sin), equal to transformers' ROPE_INIT_FUNCTIONS.
+    """(inv_freq [rotated / 2] float32, factor on cos and sin), equal to transformers' ROPE_INIT_FUNCTIONS but for
+    frequencies of 0 at its end.
 
     longrope (Ding et al. 2024): where contexts may be longer than those that the model was first made for, all have the
     frequencies for long ones: a cache cannot change them on the way.
@@ -47,6 +48,8 @@ def inverse_frequencies(
     match rope.rope_type:
         case "linear":
             return inv_freq / rope.factor, 1.0
+        case "proportional":  # the frequencies of a whole head, of which the last ones stand still
+            return inv_freq[: int(rope.turning * head_dim // 2)] / rope.factor, 1.0
         case "llama3":
             return _llama3(rope, inv_freq), 1.0
         case "yarn":

@@ -90,17 +90,19 @@ def _layer_of(layer: LayerSpec, share: Share) -> LayerSpec:
         attention = replace(attention, num_heads=num_heads, num_kv_heads=max(attention.num_kv_heads // size, 1))
     else:
         attention = replace(attention, num_heads=num_heads)
-    return replace(layer, attention=attention, feed_forward=_feed_forward_of(mlp, share))
+    beside = layer.beside and _mlp_of(layer.beside, share)
+    return replace(layer, attention=attention, feed_forward=_feed_forward_of(mlp, share), beside=beside)
 
 
 def _feed_forward_of(whole: MlpSpec | MoeSpec, share: Share) -> MlpSpec | MoeSpec:
-    def part(of: MlpSpec) -> MlpSpec:
-        return replace(of, intermediate_size=of.intermediate_size // share.size)
-
     if isinstance(whole, MlpSpec):
-        return part(whole)
-    expert = part(whole.expert) if share.experts is None else whole.expert
-    return replace(whole, expert=expert, shared=whole.shared and part(whole.shared))
+        return _mlp_of(whole, share)
+    expert = _mlp_of(whole.expert, share) if share.experts is None else whole.expert
+    return replace(whole, expert=expert, shared=whole.shared and _mlp_of(whole.shared, share))
+
+
+def _mlp_of(whole: MlpSpec, share: Share) -> MlpSpec:
+    return replace(whole, intermediate_size=whole.intermediate_size // share.size)
 
 
 def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:

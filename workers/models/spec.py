@@ -31,6 +31,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()  # longrope, of each frequency
     long_factors: tuple[float, ...] = ()  # longrope, for contexts beyond original_max_position_embeddings
     partial: float = 1.0  # of a head's numbers: the first ones, which are rotated
+    turning: float = 1.0  # proportional; of a head's frequencies: the first ones, the others being 0
 
     def rotated(self, dim: int) -> int:
         """How many numbers of a head of `dim` are rotated."""
@@ -57,6 +58,8 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: Literal["none", "head", "whole"] = "none"  # RMSNorm of each query and key head, or over all heads at once
     kv_from: int | None = None  # an earlier layer, whose keys and values it reads: it has none of its own
+    v_norm: bool = False  # RMSNorm of each value head, without a weight
+    keys_are_values: bool = False  # values are what keys are before their norm and rope
 
     @property
     def rotation(self) -> tuple[RopeSpec, int]:
@@ -124,6 +127,9 @@ class RoutingSpec:
     group_by_two: bool = False
     choice_bias: bool = False  # a learned bias added for the choice alone (DeepSeek-V3, 2.1.2)
     router_bias: bool = False  # a learned bias of the router's product (gpt-oss)
+    router_norm: bool = False  # the router sees the residual, by a norm of its own (Gemma 4)
+    logit_scale: float = 1.0  # of the router's product
+    expert_scales: bool = False  # a learned factor of each expert's weights, in the end (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +143,23 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenInputSpec:
+    """What a layer is given of each token beside the residual: `dim` numbers, of a table of its own and of the
+    embeddings; see token_inputs.py."""
+
+    dim: int
+    vocab_size: int  # of the table
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     attention: AttentionSpec | LatentSpec
     feed_forward: MlpSpec | MoeSpec
     norms: Norms = "before"
+    beside: MlpSpec | None = None  # of a mixture: is added to it, both between norms of their own
+    token_input: TokenInputSpec | None = None  # the same in all layers
+    is_scaled: bool = False  # what it leaves, the residual, is multiplied by a number of its own
 
     @property
     def kv_from(self) -> int | None:
@@ -153,7 +172,7 @@ class LayerSpec:
         of = self.feed_forward
         if isinstance(of, MlpSpec):
             return (of,)
-        return (of.expert,) if of.shared is None else (of.expert, of.shared)
+        return tuple(mlp for mlp in (of.expert, of.shared, self.beside) if mlp is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +213,10 @@ class ModelSpec:
         """Of each layer; empty where no layer has any."""
         each = tuple(of.num_experts if isinstance(of := layer.feed_forward, MoeSpec) else 0 for layer in self.layers)
         return each if any(each) else ()
+
+    @property
+    def token_input(self) -> TokenInputSpec | None:
+        return self.layers[0].token_input
 
     @property
     def ropes(self) -> tuple[tuple[RopeSpec, int], ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import accumulate
 
-from .spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from .spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, TokenInputSpec
 
 Shape = tuple[int, ...]
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -23,9 +23,17 @@ NORMS = {
         "mlp_out_norm": "post_feedforward_layernorm",
     },
 }
+# Of a mixture that an MLP is beside.
+NORMS_BESIDE = {
+    "beside_out_norm": "post_feedforward_layernorm_1",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_out_norm": "post_feedforward_layernorm_2",
+}
 FUSED = {"Phi3ForCausalLM"}  # q, k and v in one tensor, gate and up in another
-WITH_VISION = {"Gemma3ForConditionalGeneration"}
-VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+OTHER_PARTS = {  # that a decoder is one of, by their prefixes, which "model." may be before
+    "Gemma3ForConditionalGeneration": ("vision_tower.", "multi_modal_projector."),
+    "Gemma4ForConditionalGeneration": ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
+}
 TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes of the decoder, older and newer; its own
 
 
@@ -78,10 +86,14 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
         fields |= _latent(spec, of.attention, f"{prefix}self_attn.")
     else:
         fields |= _attention(spec, of.attention, f"{prefix}self_attn.")
+    if of.token_input is not None:
+        fields |= _token_input(spec, of.token_input, prefix)
+    if of.is_scaled:
+        fields["scale"] = (Piece(f"{prefix}layer_scalar", (1,)),)
+    if of.beside is not None:
+        fields |= _mlp(spec, of.beside, f"{prefix}mlp.")
     if isinstance(of.feed_forward, MoeSpec):
-        if spec.architecture == "GptOssForCausalLM":
-            return fields | _gpt_oss_moe(spec, of.feed_forward, f"{prefix}mlp.")
-        return fields | _moe(spec, of.feed_forward, prefix)
+        return fields | MIXTURES.get(spec.architecture, _moe)(spec, of.feed_forward, prefix)
     return fields | _mlp(spec, of.feed_forward, f"{prefix}mlp.")
 
 
@@ -92,6 +104,13 @@ def outer_tensors(spec: ModelSpec) -> dict[str, Pieces]:
         "embed": (Piece(EMBED, matrix, Cut.VOCABULARY),),
         "norm": (_norm(spec, "model.norm"),),
     }
+    if (own := spec.token_input) is not None:
+        wide = spec.num_layers * own.dim
+        fields |= {
+            "token_embed": (Piece("model.embed_tokens_per_layer.weight", (own.vocab_size, wide), Cut.VOCABULARY),),
+            "token_mix": (Piece("model.per_layer_model_projection.weight", (wide, spec.hidden_size)),),
+            "token_mix_norm": (replace(_norm(spec, "model.per_layer_projection_norm"), shape=(own.dim,)),),
+        }
     return fields if spec.tie_word_embeddings else fields | {"lm_head": (Piece(HEAD, matrix, Cut.VOCABULARY),)}
 
 
@@ -103,9 +122,14 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
     """Those of `names` that a checkpoint may hold and that nothing here computes with: tables of angles, which older
-    ones store, and layers beyond the last that predict a token more (DeepSeek-V3, 2.2), known by their eh_proj."""
+    ones store, layers beyond the last that predict a token more (DeepSeek-V3, 2.2), known by their eh_proj, and what
+    would make KV of layers that read that of others."""
     held = set(names)
     spare = {name for name in held if name.endswith("rotary_emb.inv_freq")}
+    for i, layer in enumerate(spec.layers):
+        if isinstance(layer.attention, AttentionSpec) and layer.attention.kv_from is not None:
+            unused = tuple(f"model.layers.{i}.self_attn.{of}." for of in ("k_proj", "v_proj", "k_norm", "v_norm"))
+            spare |= {name for name in held if name.startswith(unused)}
     for name in held:
         found = re.match(r"model\.layers\.(\d+)\.", name)
         if found and int(found[1]) >= spec.num_layers and f"{found[0]}eh_proj.weight" in held:
@@ -115,9 +139,10 @@ def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
 
 def own_name(spec: ModelSpec, stored: str) -> str | None:
     """What a checkpoint's tensor is called here; None: it is of a part that is not served, and left out."""
-    if spec.architecture not in WITH_VISION:
+    others = OTHER_PARTS.get(spec.architecture)
+    if others is None:
         return stored
-    if stored.startswith(VISION):
+    if stored.removeprefix("model.").startswith(others):
         return None
     for prefix, own in TEXT.items():
         if stored.startswith(prefix):
@@ -126,7 +151,8 @@ def own_name(spec: ModelSpec, stored: str) -> str | None:
 
 
 def _norms(spec: ModelSpec, layer: LayerSpec, prefix: str) -> dict[str, Pieces]:
-    return {field: (_norm(spec, f"{prefix}{name}"),) for field, name in NORMS[layer.norms].items()}
+    names = NORMS[layer.norms] | ({} if layer.beside is None else NORMS_BESIDE)
+    return {field: (_norm(spec, f"{prefix}{name}"),) for field, name in names.items()}
 
 
 def _norm(spec: ModelSpec, name: str) -> Piece:
@@ -135,16 +161,15 @@ def _norm(spec: ModelSpec, name: str) -> Piece:
 
 def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[str, Pieces]:
     num_kv_heads, head_dim = attention.num_kv_heads, attention.head_dim
-    rows = {"q_proj": attention.q_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
-    order = head_order(attention)
+    has_kv, order = attention.kv_from is None, head_order(attention)
+    value = "k_proj" if attention.keys_are_values else "v_proj"
 
     def stacked(of: str, *inputs: int) -> Pieces:
-        """The weights or biases of all three."""
-        pieces: list[Piece] = []
-        for name, n in rows.items():
-            cut, own_order = Cut.HEADS if name == "q_proj" else Cut.KV_HEADS, () if name == "v_proj" else order
-            piece = Piece(f"{prefix}{name}.{of}", (n, *inputs), cut, num_kv_heads, order=own_order)
-            pieces.append(piece)
+        """The weights or biases of all three; of queries alone, where there are no others."""
+        pieces = [Piece(f"{prefix}q_proj.{of}", (attention.q_size, *inputs), Cut.HEADS, order=order)]
+        for name, own_order in (("k_proj", order), (value, ())) if has_kv else ():
+            shape = (attention.kv_size, *inputs)
+            pieces.append(Piece(f"{prefix}{name}.{of}", shape, Cut.KV_HEADS, num_kv_heads, order=own_order))
         return fused(f"{prefix}qkv_proj.{of}", pieces) if spec.architecture in FUSED else tuple(pieces)
 
     fields: dict[str, Pieces] = {
@@ -154,7 +179,9 @@ def _attention(spec: ModelSpec, attention: AttentionSpec, prefix: str) -> dict[s
     match attention.qk_norm:
         case "head":
             norm = replace(_norm(spec, f"{prefix}q_norm"), shape=(head_dim,), order=order)
-            fields |= {"q_norm": (norm,), "k_norm": (replace(norm, name=f"{prefix}k_norm.weight"),)}
+            fields["q_norm"] = (norm,)
+            if has_kv:
+                fields["k_norm"] = (replace(norm, name=f"{prefix}k_norm.weight"),)
         case "whole":
             norm = replace(_norm(spec, f"{prefix}q_norm"), shape=(attention.q_size,), cut=Cut.HEADS, order=order)
             kv = replace(norm, name=f"{prefix}k_norm.weight", shape=(attention.kv_size,))
@@ -249,8 +276,36 @@ def _moe(spec: ModelSpec, moe: MoeSpec, prefix: str) -> dict[str, Pieces]:
     return fields
 
 
+def _token_input(spec: ModelSpec, own: TokenInputSpec, prefix: str) -> dict[str, Pieces]:
+    """Everybody's: it is little, and between two norms there would be a sum of all ranks more."""
+    return {
+        "token_gate": (Piece(f"{prefix}per_layer_input_gate.weight", (own.dim, spec.hidden_size)),),
+        "token_out": (Piece(f"{prefix}per_layer_projection.weight", (spec.hidden_size, own.dim)),),
+        "token_out_norm": (_norm(spec, f"{prefix}post_per_layer_input_norm"),),
+    }
+
+
+def _gemma4_moe(spec: ModelSpec, moe: MoeSpec, prefix: str) -> dict[str, Pieces]:
+    """A tensor has all experts' weights; of gate and up, those of one above those of the other."""
+    num, hidden, inner = moe.num_experts, spec.hidden_size, moe.expert.intermediate_size
+    gate_up, down = (num, 2 * inner, hidden), (num, hidden, inner)
+    halves = [(e, slice(start, start + inner)) for e in range(num) for start in (0, inner)]
+    return {
+        "router": (Piece(f"{prefix}router.proj.weight", (num, hidden), is_wide=True),),
+        "router_norm": (Piece(f"{prefix}router.scale", (hidden,)),),
+        "expert_scales": (Piece(f"{prefix}router.per_expert_scale", (num,), is_wide=True),),
+        "experts_gate_up": tuple(
+            Piece(f"{prefix}experts.gate_up_proj", gate_up, Cut.INNER, at=half, expert=half[0]) for half in halves
+        ),
+        "experts_down": tuple(
+            Piece(f"{prefix}experts.down_proj", down, Cut.INNER_INPUTS, at=(e,), expert=e) for e in range(num)
+        ),
+    }
+
+
 def _gpt_oss_moe(spec: ModelSpec, moe: MoeSpec, prefix: str) -> dict[str, Pieces]:
     """A tensor has all experts' weights, inputs before outputs; of gate and up, one by one, in turn."""
+    prefix += "mlp."
     experts, hidden, inner = range(moe.num_experts), spec.hidden_size, moe.expert.intermediate_size
     num, name, rows = len(experts), f"{prefix}experts.", slice(None)
     turns = [(e, slice(first, None, 2)) for e in experts for first in (0, 1)]
@@ -273,3 +328,11 @@ def _gpt_oss_moe(spec: ModelSpec, moe: MoeSpec, prefix: str) -> dict[str, Pieces
         ),
         "experts_down_bias": tuple(Piece(f"{name}down_proj_bias", (num, hidden), at=(e,), expert=e) for e in experts),
     }
+
+
+# Of architectures whose mixtures go by other names than most.
+MIXTURES = {
+    "GptOssForCausalLM": _gpt_oss_moe,
+    "Gemma4ForCausalLM": _gemma4_moe,
+    "Gemma4ForConditionalGeneration": _gemma4_moe,
+}

@@ -28,10 +28,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @dataclass(slots=True)
 class LayerWeights:
     """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts; of latent attention
-    q_rank and kv_rank, P rotated and D other numbers of a query, V of a value."""
+    q_rank and kv_rank, P rotated and D other numbers of a query, V of a value; of token inputs P."""
 
-    # [(N + 2K) D, H]: queries, keys, values. Latent: [q_rank (or N (D + P)) + kv_rank + P, H]: latents of queries (or
-    # these), latents, rotated keys.
+    # [(N + 2K) D, H]: queries, keys, values; [N D, H] where KV is another layer's. Latent: [q_rank (or N (D + P)) +
+    # kv_rank + P, H]: latents of queries (or these), latents, rotated keys.
     qkv: Tensor
     o: Tensor  # [H, N D]; latent: [H, N V]
     gate_up: Tensor | None = None  # [2I, H]: gate, up
@@ -40,6 +40,10 @@ class LayerWeights:
     attention_out_norm: Tensor | None = None  # [H], after it
     mlp_norm: Tensor | None = None  # [H], before the MLP
     mlp_out_norm: Tensor | None = None  # [H], after it
+    # Of an MLP beside experts: `mlp_norm` is before it, `mlp_out_norm` after the sum of both.
+    beside_out_norm: Tensor | None = None  # [H], after it alone
+    experts_norm: Tensor | None = None  # [H], before the experts
+    experts_out_norm: Tensor | None = None  # [H], after them
     sinks: Tensor | None = None  # [N] float32
     q_norm: Tensor | None = None  # [D]; latent: [q_rank]
     k_norm: Tensor | None = None  # [D]; latent: [kv_rank]
@@ -50,14 +54,20 @@ class LayerWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     router: Tensor | None = None  # [E, H] float32
+    router_norm: Tensor | None = None  # [H], before it
     router_bias: Tensor | None = None  # [E] float32
     choice_bias: Tensor | None = None  # [E] float32
+    expert_scales: Tensor | None = None  # [E] float32
     experts_gate_up: Tensor | None = None  # [E, 2I, H]: of each, gate, up
     experts_down: Tensor | None = None  # [E, H, I]
     experts_gate_up_bias: Tensor | None = None  # [E, 2I]
     experts_down_bias: Tensor | None = None  # [E, H]
     shared_gate_up: Tensor | None = None  # as gate_up, of the experts that every token has
     shared_down: Tensor | None = None
+    token_gate: Tensor | None = None  # [P, H]
+    token_out: Tensor | None = None  # [H, P]
+    token_out_norm: Tensor | None = None  # [H]
+    scale: Tensor | None = None  # [1]: of the residual that the layer leaves
 
 
 @dataclass(slots=True)
@@ -68,6 +78,9 @@ class DecoderWeights:
     layers: list[LayerWeights]
     norm: Tensor  # [H]
     lm_head: Tensor  # [vocab, H]; the same tensor as `embed` where they are tied
+    token_embed: Tensor | None = None  # [vocab, layers * P], of token inputs
+    token_mix: Tensor | None = None  # [layers * P, H]
+    token_mix_norm: Tensor | None = None  # [P]
 
 
 def put_now(target: Tensor, stored: Tensor, copied: Callable[[int], object]) -> None:
@@ -241,9 +254,13 @@ class Fields:
 def load_weights(reader: Reader) -> DecoderWeights:
     layers = [fields.as_layer() for fields in reader.layers()]
     outer = reader.outer()
-    embed, norm, lm_head = (
-        outer.tensor("embed"),
-        outer.tensor("norm"),
-        outer.as_stored("lm_head") if outer.has("lm_head") else None,
+    embed = outer.tensor("embed")
+    return DecoderWeights(
+        embed,
+        layers,
+        norm=outer.tensor("norm"),
+        lm_head=outer.as_stored("lm_head") if outer.has("lm_head") else embed,
+        token_embed=outer.fused("token_embed"),
+        token_mix=outer.fused("token_mix"),
+        token_mix_norm=outer.fused("token_mix_norm"),
     )
-    return DecoderWeights(embed, layers, norm, embed if lm_head is None else lm_head)

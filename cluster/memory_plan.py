@@ -4,6 +4,7 @@ Pure: a ModelSpec and sizes go in, numbers come out. The weights' arithmetic is 
 KV's that of the cache (kv_layout.py), so that a plan and a worker cannot differ.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..workers.errors import ConfigError
@@ -11,7 +12,7 @@ from ..workers.kv_layout import DTYPE_BYTES
 from ..workers.kv_plan import MAX_CONTEXTS, layout_of
 from ..workers.models.expert_placement import IN_ORDER
 from ..workers.models.sharding import share_of_first
-from ..workers.models.spec import AttentionSpec, LatentSpec, ModelSpec
+from ..workers.models.spec import LatentSpec, ModelSpec
 from ..workers.models.weight_bytes import weight_bytes
 from ..workers.quant.formats import check_shares
 
@@ -95,19 +96,25 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
 
 
 def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:
-    """Bytes of a token's KV on one rank, as a product; and where it comes from."""
+    """Bytes of a token's KV on one rank, as a product, of a sum where layers are unlike; and where it comes from."""
     kv, item = spec.kv, f"{DTYPE_BYTES[how.dtype]} bytes"
     attention = spec.layers[0].attention
-    match attention:
-        case LatentSpec():
-            numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
-            source = "num_hidden_layers, kv_lora_rank, qk_rope_head_dim; DeepSeek-V2, 2.1.3: every rank has all of it"
-            return f"{kv.num_layers} layers x {numbers} x {item}", source
-        case AttentionSpec():
-            heads = max(kv.num_heads // how.tensor_parallel, 1)
-            product = f"2 (key, value) x {kv.num_layers} layers x {heads} KV heads x {kv.dim} x {item}"
-            source = "num_hidden_layers, num_key_value_heads, head_dim; Ainslie et al. 2023: a rank has its heads"
-            return product, source
+    if isinstance(attention, LatentSpec):
+        numbers = f"({attention.kv_rank} latent + {attention.rope_dim} rotary key)"
+        source = "num_hidden_layers, kv_lora_rank, qk_rope_head_dim; DeepSeek-V2, 2.1.3: every rank has all of it"
+        return f"{kv.num_layers} layers x {numbers} x {item}", source
+    of_shape = Counter(kv.layer_shapes) or {(kv.num_heads, kv.dim): kv.num_layers}
+    terms = [
+        f"{num_layers} layers x {max(heads // how.tensor_parallel, 1)} KV heads x {dim}"
+        for (heads, dim), num_layers in of_shape.items()
+    ]
+    numbers = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
+    source = "num_hidden_layers, num_key_value_heads, head_dim; Ainslie et al. 2023: a rank has its heads"
+    if len(terms) > 1:
+        source += ", of each kind of layer"
+    if kv.num_layers < spec.num_layers:
+        source += f"; the other {spec.num_layers - kv.num_layers} layers read the KV of these"
+    return f"2 (key, value) x {numbers} x {item}", source
 
 
 def _by_part(fields: dict[str, int]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """`diptych plan --memory`: its figures are those of what is loaded, and what does not fit is refused by name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from diptych.workers.kv_plan import plan_num_blocks
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import Share
+from diptych.workers.models.spec import AttentionSpec
 from diptych.workers.models.weights import DTYPES, Checkpoint
 
 from ..checkpoints import make_checkpoint
@@ -77,6 +79,22 @@ def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | Non
     numbers = [int(word) for word in product.replace("(", " ").split() if word.isdecimal()]
     assert plan_memory(spec, how, ROOMY).token_bytes == torch.tensor(numbers).prod()
     assert "num_key_value_heads" in source
+
+
+def test_the_formula_sums_over_unlike_layers_that_keep_kv(llama: Path) -> None:
+    spec = load_spec(llama)
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    wide = replace(attention, num_kv_heads=1, head_dim=64)
+    shares = replace(attention, kv_from=0)
+    layers = tuple(replace(spec.layers[0], attention=of) for of in (attention, wide, attention, shares))
+    spec, how = replace(spec, layers=layers), Parallelism("float32", tensor_parallel=2)
+    heads, dim = attention.num_kv_heads // 2, attention.head_dim
+    product, source = kv_formula(spec, how)
+    sizes = f"(2 layers x {heads} KV heads x {dim} + 1 layers x 1 KV heads x 64)"
+    assert product == f"2 (key, value) x {sizes} x 4 bytes"
+    assert source.endswith("of each kind of layer; the other 1 layers read the KV of these")
+    assert plan_memory(spec, how, ROOMY).token_bytes == 2 * (2 * heads * dim + 64) * 4
 
 
 def test_quantised_weights_take_less(llama: Path) -> None:

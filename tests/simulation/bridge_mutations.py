@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from diptych.workers import kv_bridge
+from diptych.workers import kv_bridge, kv_layout
 from diptych.workers.handoff_intake import Intake
 from diptych.workers.kv_bridge import Bridge
-from diptych.workers.kv_layout import BLOCK_MAJOR, KVLayout
+from diptych.workers.kv_layout import BLOCK_MAJOR, KVLayout, Stretch
 
 from .mutations import Replacement
 
@@ -81,6 +81,25 @@ def a_layer_major_part_is_taken_for_a_block_major_one() -> list[Replacement]:
     return [(Bridge, "_of_part", of_part)]
 
 
+def layers_lie_as_if_all_were_alike() -> list[Replacement]:
+    real = kv_layout._stretches
+
+    def stretches(layout: KVLayout) -> tuple[Stretch, ...]:
+        return tuple(replace(of, start=of.layers.start * of.like.layer_bytes) for of in real(layout))
+
+    return [(kv_layout, "_stretches", stretches)]
+
+
+def heads_go_to_ranks_as_those_of_the_first_layer_do() -> list[Replacement]:
+    real = Bridge._alike
+
+    def alike(self: Bridge, source: Stretch, ours: Stretch) -> Any:
+        first, own = (of.stretches(0, 1)[0].like for of in (self.source, self._ours.layout))
+        return replace(real(self, source, ours), head_copies=list(kv_bridge._head_copies(first, own)))
+
+    return [(Bridge, "_alike", alike)]
+
+
 def a_slice_goes_back_before_it_is_converted() -> list[Replacement]:
     real = Intake._start_conversion
 
@@ -129,6 +148,8 @@ BRIDGE_MUTATIONS: tuple[Callable[[], list[Replacement]], ...] = (
     heads_come_from_the_beginning_of_a_rank,
     replicas_of_a_head_count_as_heads,
     a_layer_major_part_is_taken_for_a_block_major_one,
+    layers_lie_as_if_all_were_alike,
+    heads_go_to_ranks_as_those_of_the_first_layer_do,
     a_slice_goes_back_before_it_is_converted,
     a_failed_read_gives_its_slice_back_at_once,
     a_failed_pull_does_not_wait_for_its_conversions,

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,9 @@ Places = npt.NDArray[np.int64]
 def plan_layout(rng: random.Random) -> KVLayout:
     """What all workers of a world agree on."""
     head_dim = GROUP if rng.random() < 0.1 else 2
-    return KVLayout("float32", 4, rng.randint(1, 3), rng.choice((1, 2, 4)), head_dim, "fake")
+    layout = KVLayout("float32", 4, rng.randint(1, 3), rng.choice((1, 2, 4)), head_dim, "fake")
+    is_unlike = head_dim == 2 and layout.num_layers == 3 and layout.num_kv_heads > 1
+    return replace(layout, layer_shapes=((layout.num_kv_heads, 2), (1, 6), (1, 6))) if is_unlike else layout
 
 
 def vary(rng: random.Random, layout: KVLayout) -> KVLayout:
@@ -102,7 +105,10 @@ class CheckedRunner:
         in_rank = offset % (num_blocks * layout.rank_block_bytes)
         if layout.is_block_major:
             return in_rank // layout.rank_block_bytes
-        return in_rank // layout.layer_bytes % num_blocks
+        for of in layout.stretches(0, layout.num_layers):
+            if in_rank < (of.start + of.num_bytes) * num_blocks:
+                return (in_rank - of.start * num_blocks) // of.like.layer_bytes % num_blocks
+        raise AssertionError("beyond the pool")
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
         watch = step.watch
@@ -178,38 +184,66 @@ def _stored(values: npt.NDArray[np.float32] | np.float32, dtype: str) -> Numbers
     return wide if dtype == "float32" else (wide.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def layer_sizes(layout: KVLayout) -> list[int]:
+    """Bytes of each layer in a block of a rank."""
+    return [layer.like.layer_bytes for i in range(layout.num_layers) for layer in layout.stretches(i, 1)]
+
+
 @lru_cache(maxsize=256)
 def _places(layout: KVLayout, num_blocks: int) -> Places:
     """[k and v, block, slot, layer, numbers of all ranks]: where in the pool each is, by kv_layout.py's description and
-    not by its code."""
-    ranks, layers, heads, dim = layout.tensor_parallel, layout.num_layers, layout.heads_per_rank, layout.head_dim
-    slots, pair = layout.block_size, 4 // _width(layout)
-    count = np.arange(ranks * num_blocks * layers * 2 * slots * heads * dim, dtype=np.int64)
-    if layout.is_block_major:
-        pieces = count.reshape(ranks, num_blocks, layers, 2, -1)
-    else:
-        pieces = count.reshape(ranks, layers, num_blocks, 2, -1).swapaxes(1, 2)
-    outer = ranks, num_blocks, layers
+    not by its code. A layer of fewer numbers than another one has some of them twice."""
+    ranks, slots = layout.tensor_parallel, layout.block_size
+    own = [_own(layout, layer) for layer in range(layout.num_layers)]
+    ends = np.cumsum([2 * slots * heads * dim for heads, dim in own]).tolist()
+    count = np.arange(ranks * num_blocks * ends[-1], dtype=np.int64).reshape(ranks, -1)
+    found: list[Places] = []
+    for first, end, (heads, dim) in zip((0, *ends), ends, own, strict=False):
+        if layout.is_block_major:
+            pieces = count.reshape(ranks, num_blocks, -1)[:, :, first:end]
+        else:
+            pieces = count[:, first * num_blocks : end * num_blocks]
+        both = _in_rows(layout, pieces.reshape(ranks, num_blocks, 2, -1), heads, dim)
+        found.append(both.transpose(2, 1, 3, 0, 4, 5).reshape(2, num_blocks, slots, -1))
+    return _side_by_side(found)
+
+
+def _own(layout: KVLayout, layer: int) -> tuple[int, int]:
+    """Heads of a rank, and their numbers."""
+    heads, dim = layout.shape_of(layer)
+    return max(heads // layout.tensor_parallel, 1), dim
+
+
+def _in_rows(layout: KVLayout, pieces: Places, heads: int, dim: int) -> Places:
+    """[ranks, blocks, k and v, numbers] -> [ranks, blocks, k and v, slot, head, dim]."""
+    outer, slots, pair = pieces.shape[:2], layout.block_size, 4 // _width(layout)
     if layout.packing == ROWS:
-        both = pieces.reshape(*outer, 2, slots, heads, dim)
-    else:
-        groups = slots // GROUP
-        keys = pieces[:, :, :, 0].reshape(*outer, heads, groups, dim // pair, GROUP, pair)
-        keys = keys.transpose(0, 1, 2, 4, 6, 3, 5, 7).reshape(*outer, slots, heads, dim)
-        values = pieces[:, :, :, 1].reshape(*outer, heads, groups, GROUP // pair, dim, pair)
-        values = values.transpose(0, 1, 2, 4, 5, 7, 3, 6).reshape(*outer, slots, heads, dim)
-        both = np.stack((keys, values), axis=3)
-    return np.ascontiguousarray(both.transpose(3, 1, 4, 2, 0, 5, 6)).reshape(2, num_blocks, slots, layers, -1)
+        return pieces.reshape(*outer, 2, slots, heads, dim)
+    groups = slots // GROUP
+    keys = pieces[:, :, 0].reshape(*outer, heads, groups, dim // pair, GROUP, pair)
+    keys = keys.transpose(0, 1, 3, 5, 2, 4, 6).reshape(*outer, slots, heads, dim)
+    values = pieces[:, :, 1].reshape(*outer, heads, groups, GROUP // pair, dim, pair)
+    values = values.transpose(0, 1, 3, 4, 6, 2, 5).reshape(*outer, slots, heads, dim)
+    return np.stack((keys, values), axis=2)
+
+
+def _side_by_side(layers: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """[..., numbers] of each -> [..., layer, numbers], as many as the widest has: a narrower one's begin anew."""
+    widest = max(layer.shape[-1] for layer in layers)
+    return np.stack([layer[..., np.arange(widest) % layer.shape[-1]] for layer in layers], axis=-2)
 
 
 @lru_cache(maxsize=64)
 def _known(layout: KVLayout) -> Numbers:
-    """[k and v, token or position, layer, numbers of all ranks]: what they are."""
-    number = np.arange(VOCAB_SIZE)[:, None, None, None]
-    layer = np.arange(layout.num_layers)[:, None, None]
-    heads = [layout.first_head(r) + h for r in range(layout.tensor_parallel) for h in range(layout.heads_per_rank)]
-    dim = np.arange(layout.head_dim)
-    digit = np.where(dim % 2, number // 256, number)
-    codes = digit + 11 * layer + 37 * np.array(heads)[:, None] + 7 * dim
-    both = np.stack((codes % 256, (codes + 101) % 256)).astype(np.float32)
-    return _stored(both.reshape(2, VOCAB_SIZE, layout.num_layers, -1), layout.dtype)
+    """[k and v, token or position, layer, numbers of all ranks]: what they are, in the order of `_places`."""
+    number, ranks = np.arange(VOCAB_SIZE)[:, None, None], layout.tensor_parallel
+    found: list[npt.NDArray[np.float32]] = []
+    for layer in range(layout.num_layers):
+        all_heads, own = layout.shape_of(layer)[0], _own(layout, layer)[0]
+        heads = [r * all_heads // ranks + h for r in range(ranks) for h in range(own)]
+        dim = np.arange(layout.shape_of(layer)[1])
+        digit = np.where(dim % 2, number // 256, number)
+        codes = digit + 11 * layer + 37 * np.array(heads)[:, None] + 7 * dim
+        both = np.stack((codes % 256, (codes + 101) % 256)).astype(np.float32)
+        found.append(both.reshape(2, VOCAB_SIZE, -1))
+    return _stored(_side_by_side(found), layout.dtype)

@@ -20,7 +20,7 @@ from diptych.workers.staging import GRAIN_BYTES
 from diptych.workers.transport.base import Reader, Source, Transport
 
 from .clock import ProcessLoop, SimFuture, Timer
-from .memory import CheckedRunner, CountedStaging
+from .memory import CheckedRunner, CountedStaging, layer_sizes
 
 if TYPE_CHECKING:
     from diptych.workers.service import WorkerService
@@ -248,7 +248,7 @@ class SimReader(Reader):
     def _fetch_later(self, read: _Read, remote: int, local: int, length: int, into: Region) -> None:
         """Layer by layer of each block, each at a time of its own."""
         transport = self._transport
-        world, step = transport.world, transport.runner.layout.layer_bytes
+        world, step = transport.world, min(layer_sizes(transport.runner.layout))
         read.num_left -= 1
         for at in range(0, length, step):
             read.num_left += 1

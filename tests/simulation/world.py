@@ -28,7 +28,7 @@ from .clients import Client, forge_a_pull, plan_clients
 from .clock import Clock, ProcessLoop, dispose
 from .faults import Fault, Weather, choose_weather, drain, plan
 from .invariants import check_end, check_worker, what_is_held
-from .memory import CheckedRunner, PoisonedList, plan_layout, vary
+from .memory import CheckedRunner, PoisonedList, layer_sizes, plan_layout, vary
 from .network import Network
 from .rpc import SimChannel
 from .seams import replaced
@@ -70,7 +70,8 @@ class World:
         self._num_blocks: dict[str, int] = {}
         self._layouts: dict[str, KVLayout] = {}
         self._plan_workers()
-        self.chunk_bytes = max(layout.layer_bytes for layout in self._layouts.values()) * 3 // 4  # less than a block
+        largest = max(max(layer_sizes(layout)) for layout in self._layouts.values())
+        self.chunk_bytes = largest * 3 // 4  # less than a block
         self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
         self.router_process = self._process("router")

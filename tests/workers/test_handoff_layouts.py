@@ -34,6 +34,12 @@ PAIRS = {
     "one rank": replace(THEIRS, tensor_parallel=1),
     "replicated heads": replace(THEIRS, tensor_parallel=8, block_size=8),
 }
+_UNLIKE = replace(THEIRS, layer_shapes=((4, 8), (1, 24), (4, 8)))  # two ranks have the middle layer's only head
+UNLIKE = {
+    "equal": _UNLIKE,
+    "layer-major, one rank": replace(_UNLIKE, axis_order=LAYER_MAJOR, tensor_parallel=1),
+    "smaller blocks, four ranks": replace(_UNLIKE, block_size=4, tensor_parallel=4),
+}
 
 
 def fill(memory: KVMemory) -> None:
@@ -44,25 +50,29 @@ def fill(memory: KVMemory) -> None:
 
 
 def tokens(memory: KVMemory, table: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> np.ndarray:
-    """[token, layer, kv, head, dim] float32, by the first rank that has a head."""
-    layout, view = memory.layout, memory.region.view
+    """[token, numbers] float32, layer by layer, by the first rank that has a head."""
+    layout, view, positions = memory.layout, memory.region.view, np.arange(num_tokens)
     assert view is not None
     numbers = np.frombuffer(view, np.float32 if layout.dtype == "float32" else np.uint16)
     if layout.dtype == "bfloat16":
         numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
-    inner = (2, layout.block_size, layout.heads_per_rank, layout.head_dim)
-    if layout.axis_order == LAYER_MAJOR:
-        ranks = numbers.reshape(layout.tensor_parallel, layout.num_layers, memory.num_blocks, *inner).swapaxes(1, 2)
-    else:
-        ranks = numbers.reshape(layout.tensor_parallel, memory.num_blocks, layout.num_layers, *inner)
-    rows = [
-        np.concatenate(
-            [ranks[rank, table[t // layout.block_size], :, :, t % layout.block_size] for rank in layout.distinct_ranks],
-            axis=2,
-        )
-        for t in range(num_tokens)
-    ]
-    return np.stack(rows)
+    ranks, size = numbers.reshape(layout.tensor_parallel, -1), layout.block_size
+    shapes = [layout.shape_of(layer) for layer in range(layout.num_layers)]
+    inner = [(2, size, max(heads // layout.tensor_parallel, 1), dim) for heads, dim in shapes]
+    ends = np.cumsum([np.prod(of) for of in inner])  # of each layer, in a block
+    blocks, slots = np.array(table)[positions // size], positions % size
+    found: list[np.ndarray] = []
+    for (heads, _), of, end in zip(shapes, inner, ends.tolist(), strict=True):
+        first = end - int(np.prod(of))
+        if layout.axis_order == LAYER_MAJOR:
+            pool = ranks[:, first * memory.num_blocks : end * memory.num_blocks]
+        else:
+            pool = ranks.reshape(layout.tensor_parallel, memory.num_blocks, -1)[:, :, first:end]
+        pool = pool.reshape(layout.tensor_parallel, memory.num_blocks, *of)
+        distinct = range(0, layout.tensor_parallel, max(layout.tensor_parallel // heads, 1))
+        rows = [pool[rank, blocks, :, slots] for rank in distinct]  # of each [token, kv, head, dim]
+        found.append(np.concatenate(rows, axis=2).reshape(num_tokens, -1))
+    return np.concatenate(found, axis=1)
 
 
 def ends(
@@ -84,9 +94,10 @@ async def hand_over(
     settings: PullSettings | None = None,
     source: type[HandoffSource] = HandoffSource,
     spoil: Callable[[KVMemory], None] | None = None,
+    layout: KVLayout = THEIRS,
 ) -> tuple[PullResult | TransportError, KVMemory, Staging, SinkEngine]:
-    """In two segments; `spoil` changes the source's pool once its content is named."""
-    theirs, staging = make_memory(THEIRS, 8), Staging(1 << 20)
+    """In two segments; `spoil` changes the source's pool once its content is named. layout: the source's."""
+    theirs, staging = make_memory(layout, 8), Staging(1 << 20)
     fill(theirs)
     table = tuple(range(ours.num_blocks - 1, ours.num_blocks - 1 - ours.layout.num_blocks_for(NUM_TOKENS), -1))
     engine = SinkEngine(table=table)
@@ -127,6 +138,20 @@ def test_tokens_arrive_whatever_the_layout(kind: str, pair: str, verify: bool) -
         result, theirs, _, engine = await hand_over(ours, kind=kind, settings=PullSettings(verify=verify))
         assert isinstance(result, PullResult) and result.transport == kind
         assert np.array_equal(tokens(ours, engine.table), tokens(theirs, BLOCKS))
+
+    run(test)
+
+
+@pytest.mark.parametrize("pair", UNLIKE)
+@pytest.mark.parametrize(("kind", "wire"), [("grpc", ""), ("nixl", ""), ("grpc", "int8")])
+def test_tokens_arrive_where_layers_are_unlike(kind: str, wire: str, pair: str) -> None:
+    async def test() -> None:
+        ours, settings = make_memory(UNLIKE[pair], 20), PullSettings(wire, verify=True)
+        result, theirs, _, engine = await hand_over(ours, kind=kind, settings=settings, layout=UNLIKE["equal"])
+        assert isinstance(result, PullResult) and result.transport == kind
+        exact, found = tokens(theirs, BLOCKS), tokens(ours, engine.table)
+        assert exact.shape == (NUM_TOKENS, 2 * (4 * 8 + 24 + 4 * 8))
+        assert np.linalg.norm(found - exact) <= (0.01 if wire else 0) * np.linalg.norm(exact)
 
     run(test)
 

@@ -150,14 +150,15 @@ class GlooGroup:
         return received
 
     def _gather_shared(self, sums: RankSums, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        parts = [torch.empty(shape, dtype=part.dtype) for shape in shapes]
+        parts = [torch.empty(shape, dtype=part.dtype) for shape in shapes] if self.rank == 0 else []
         ends = [_bytes_of(of).view(-1) for of in parts]
+        most = max(math.prod(shape) for shape in shapes) * part.element_size()
         with self._meeting():
-            for start, pieces in sums.exchange(_bytes_of(part.contiguous()).view(-1), max(map(len, ends))):
-                for end, piece in zip(ends if self.rank == 0 else (), pieces, strict=False):
+            for start, pieces in sums.exchange(_bytes_of(part.contiguous()).view(-1), most):
+                for end, piece in zip(ends, pieces, strict=False):  # none elsewhere than at rank 0
                     rest = end[start : start + len(piece)]
                     rest.copy_(piece[: len(rest)])
-        return parts if self.rank == 0 else []
+        return parts
 
     @contextmanager
     def _meeting(self) -> Generator[None]:

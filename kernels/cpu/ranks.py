@@ -22,15 +22,18 @@ class Abandoned(Exception):
 class RankSums:
     """Of one rank. All ranks call the same, with parts of the same sizes, in the same order."""
 
-    def __init__(self, library: Library, memory: Tensor, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, library: Library, memory: Tensor, rank: int, size: int, timeout_s: float, look_again_s: float = 0.1
+    ) -> None:
         """memory: [num_bytes(size)] uint8, mapped by all, zeros before the first of them uses it. timeout_s: for which
-        a rank waits for another."""
+        a rank waits for another; look_again_s: how long it sleeps at a time, if none wakes it."""
         assert memory.dtype == torch.uint8 and len(memory) == self.num_bytes(size) and 0 <= rank < size
         self._memory, self._rank, self._size = memory, rank, size
-        self._put = _function(library, "ranks_put", _P, _I, _I, _L, _L, _P, _L)
-        self._sum = _function(library, "ranks_sum", _P, _I, _I, _L, _L, _P, _L)
+        self._put = _function(library, "ranks_put", _P, _I, _I, _L, _L, _L, _P, _L)
+        self._sum = _function(library, "ranks_sum", _P, _I, _I, _L, _L, _L, _P, _L)
         self._abandon = _function(library, "ranks_abandon", _P, _I)
-        self._where = (memory.data_ptr(), rank, size, SLOT_BYTES, int(1000 * timeout_s))
+        times_ms = (int(1000 * timeout_s), int(1000 * look_again_s))
+        self._where = (memory.data_ptr(), rank, size, SLOT_BYTES, *times_ms)
         self._num_met = memory[64 * (1 + rank) :][:4].view(torch.int32)  # ranks.cpp's Rank::met
         self._slots = memory[_head(size) :].view(2, size, SLOT_BYTES)
 

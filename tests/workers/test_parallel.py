@@ -1,13 +1,16 @@
 """Groups: sums and broadcasts over gloo, between threads of this process, and a rank that is gone."""
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from diptych.kernels.cpu.library import Library, library
+from diptych.kernels.cpu.ranks import SLOT_BYTES, RankSums
 from diptych.workers.errors import RankLost
 from diptych.workers.parallel import Alone, GlooGroup
 
@@ -85,6 +88,57 @@ def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
         return "missed it"
 
     assert as_ranks(2, tmp_path / "meeting", work) == ["missed it", "left"]
+
+
+@pytest.fixture
+def compiled() -> Library:
+    found = library()
+    if not isinstance(found, Library):
+        pytest.skip("the kernels are not built")
+    return found
+
+
+@pytest.fixture
+def memory_fd() -> Iterator[int]:
+    """Shared memory of three ranks."""
+    fd = os.memfd_create("ranks")
+    os.ftruncate(fd, RankSums.num_bytes(3))
+    yield fd
+    os.close(fd)
+
+
+def test_ranks_that_share_memory_add_and_gather_through_it(tmp_path: Path, compiled: Library, memory_fd: int) -> None:
+    """Parts longer than what is put at a time, and one that is empty. The sum is in the order of the ranks."""
+    parts = torch.randn(3, SLOT_BYTES // 4 + 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    shapes = [(3, 2), (0, 2), (SLOT_BYTES, 2)]
+    rows = [torch.arange(math.prod(shape)).view(shape).bfloat16() + rank for rank, shape in enumerate(shapes)]
+
+    def work(group: GlooGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        group.share(compiled, memory_fd)
+        return group.all_reduce(parts[group.rank].clone()), group.gather(rows[group.rank], shapes)
+
+    found = as_ranks(3, tmp_path / "meeting", work)
+    expected = (parts[0].float() + parts[1].float() + parts[2].float()).bfloat16()
+    for rank, (total, gathered) in enumerate(found):  # type: ignore[misc]
+        assert torch.equal(total, expected)
+        assert len(gathered) == (0 if rank else 3)
+        assert all(torch.equal(a, b) for a, b in zip(gathered, rows, strict=rank == 0))
+
+
+def test_who_waits_in_shared_memory_hears_that_a_rank_is_gone(
+    tmp_path: Path, compiled: Library, memory_fd: int
+) -> None:
+    def work(group: GlooGroup) -> str:
+        group.share(compiled, memory_fd)
+        group.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            group.abandon()
+            return "left"
+        with pytest.raises(RankLost, match=f"rank {group.rank} of 3 lost another rank: it is gone"):
+            group.all_reduce(torch.ones(3))
+        return "missed it"
+
+    assert as_ranks(3, tmp_path / "meeting", work) == ["missed it", "left", "missed it"]
 
 
 def test_alone() -> None:

@@ -23,7 +23,6 @@
 namespace {
 
 constexpr int kSpins = 4000, kYields = 1000;  // some 50 us, and as much or more
-constexpr int64_t kSleepMs = 100;             // at a time
 constexpr int64_t kBlock = 1024;              // floats that are added at a time: they stay in cache
 enum Met : int32_t { kAll = 0, kAbandoned = 1, kLate = 2 };
 
@@ -50,9 +49,10 @@ void relax() {
 #endif
 }
 
-void sleep_while([[maybe_unused]] std::atomic<uint32_t> &word, [[maybe_unused]] uint32_t value) {
+void sleep_while([[maybe_unused]] std::atomic<uint32_t> &word, [[maybe_unused]] uint32_t value,
+                 [[maybe_unused]] int64_t most_ms) {
 #if defined(__linux__)
-  timespec time{kSleepMs / 1000, kSleepMs % 1000 * 1000000};
+  timespec time{most_ms / 1000, most_ms % 1000 * 1000000};
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
 #else
   std::this_thread::yield();
@@ -65,7 +65,8 @@ void wake([[maybe_unused]] std::atomic<uint32_t> &word) {
 #endif
 }
 
-Met wait_for(Shared &shared, Rank &other, uint32_t count, int64_t timeout_ms) {
+// look_ms: a sleeper looks again after as long at most: an abandonment may come just before it sleeps.
+Met wait_for(Shared &shared, Rank &other, uint32_t count, int64_t timeout_ms, int64_t look_ms) {
   auto is_there = [&](std::memory_order order) { return int32_t(other.met.load(order) - count) >= 0; };
   for (int turn = 0; turn < kSpins + kYields; turn++) {
     if (is_there(std::memory_order_acquire)) return kAll;
@@ -79,21 +80,22 @@ Met wait_for(Shared &shared, Rank &other, uint32_t count, int64_t timeout_ms) {
     uint32_t seen = other.met.load();
     if (int32_t(seen - count) >= 0) break;
     if (shared.is_abandoned.load()) found = kAbandoned;
-    else if (now_ms() >= until) found = kLate;
+    const int64_t left_ms = until - now_ms();
+    if (found == kAll && left_ms <= 0) found = kLate;
     if (found != kAll) break;
-    sleep_while(other.met, seen);
+    sleep_while(other.met, seen, left_ms < look_ms ? left_ms : look_ms);
   }
   other.sleepers.fetch_sub(1);
   return found;
 }
 
-Met meet(Shared &shared, int rank, int size, int64_t timeout_ms) {
+Met meet(Shared &shared, int rank, int size, int64_t timeout_ms, int64_t look_ms) {
   Rank &own = shared.ranks[rank];
   const uint32_t count = own.met.load(std::memory_order_relaxed) + 1;
   own.met.store(count);
   if (own.sleepers.load()) wake(own.met);
   for (int other = 0; other < size; other++) {
-    Met found = other == rank ? kAll : wait_for(shared, shared.ranks[other], count, timeout_ms);
+    Met found = other == rank ? kAll : wait_for(shared, shared.ranks[other], count, timeout_ms, look_ms);
     if (found != kAll) return found;
   }
   return kAll;
@@ -110,20 +112,22 @@ char *slot_of(Shared &shared, int rank, int size, int64_t slot_bytes, uint32_t c
 
 // Puts num_bytes, at most slot_bytes, into this rank's next slot, and waits until all ranks have put theirs.
 API int32_t diptych_ranks_put(void *memory, int32_t rank, int32_t size, int64_t slot_bytes, int64_t timeout_ms,
-                              const void *part, int64_t num_bytes) {
+                              int64_t look_ms, const void *part, int64_t num_bytes) {
   Shared &shared = *(Shared *)memory;
   std::memcpy(slot_of(shared, rank, size, slot_bytes, shared.ranks[rank].met.load() + 1), part, num_bytes);
-  return meet(shared, rank, size, timeout_ms);
+  return meet(shared, rank, size, timeout_ms, look_ms);
 }
 
 // part: num_floats of every rank; becomes their sum, added in the order of the ranks: the same bits at each.
 API int32_t diptych_ranks_sum(void *memory, int32_t rank, int32_t size, int64_t slot_bytes, int64_t timeout_ms,
-                              float *part, int64_t num_floats) {
+                              int64_t look_ms, float *part, int64_t num_floats) {
   Shared &shared = *(Shared *)memory;
   const int64_t most = slot_bytes / int64_t(sizeof(float));
   for (int64_t start = 0; start < num_floats; start += most) {
     const int64_t num = num_floats - start < most ? num_floats - start : most;
-    Met found = Met(diptych_ranks_put(memory, rank, size, slot_bytes, timeout_ms, part + start, num * sizeof(float)));
+    const void *own = part + start;
+    Met found =
+        Met(diptych_ranks_put(memory, rank, size, slot_bytes, timeout_ms, look_ms, own, num * sizeof(float)));
     if (found != kAll) return found;
     const uint32_t count = shared.ranks[rank].met.load();
     for (int64_t first = 0; first < num; first += kBlock) {

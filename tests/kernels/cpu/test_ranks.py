@@ -1,6 +1,7 @@
 """Sums over ranks through shared memory; here the ranks are threads."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -17,11 +18,15 @@ SLOT_FLOATS = SLOT_BYTES // 4
 Result = TypeVar("Result")
 
 
-def make(size: int, timeout_s: float = 60.0) -> list[RankSums]:
+def memory_for(size: int) -> Tensor:
+    return torch.zeros(RankSums.num_bytes(size), dtype=torch.uint8)
+
+
+def make(size: int, memory: Tensor | None = None, **times: float) -> list[RankSums]:
     found = library()
     assert isinstance(found, Library)
-    memory = torch.zeros(RankSums.num_bytes(size), dtype=torch.uint8)
-    return [RankSums(found, memory, rank, size, timeout_s) for rank in range(size)]
+    memory = memory_for(size) if memory is None else memory
+    return [RankSums(found, memory, rank, size, **{"timeout_s": 60.0} | times) for rank in range(size)]
 
 
 def at_once(ranks: list[RankSums], work: Callable[[int, RankSums], Result]) -> list[Result]:
@@ -57,6 +62,22 @@ def test_one_after_another() -> None:
 
     found = at_once(make(3), work)
     assert all(torch.equal(each, parts[0] + parts[1] + parts[2]) for each in found)
+
+
+def test_who_sleeps_is_woken() -> None:
+    """No sleeper would look again by itself before the test has given up. Which of the two sleeps changes."""
+    memory = memory_for(2)
+    ranks = make(2, memory, look_again_s=60.0)
+    sleepers = [memory[64 * (1 + rank) + 4 :][:4].view(torch.int32) for rank in range(2)]  # ranks.cpp's Rank::sleepers
+    with ThreadPoolExecutor(1) as pool:
+        for late in [0, 1] * 10:
+            part = torch.ones(3)
+            first = pool.submit(ranks[1 - late].add, part)
+            while not sleepers[late].item():
+                time.sleep(0)
+            ranks[late].add(torch.ones(3))
+            first.result(timeout=20.0)
+            assert part.tolist() == [2.0] * 3
 
 
 def test_pieces_of_unlike_parts() -> None:

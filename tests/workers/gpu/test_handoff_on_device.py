@@ -59,7 +59,9 @@ def as_stored(rows: Numbers, dtype: str) -> Numbers:
 
 
 def store(memory: KVMemory, table: tuple[int, ...], rows: Numbers) -> None:
-    layout, pool = memory.layout, Pool(memory)
+    layout = memory.layout
+    [stretch] = layout.stretches(0, layout.num_layers)
+    pool = Pool(memory, stretch)
     for token, row in enumerate(as_stored(rows, layout.dtype)):
         block, slot = table[token // layout.block_size], token % layout.block_size
         for rank in range(layout.tensor_parallel):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.paged_batch import PagedBatch
-from diptych.workers.models.mla import decode, expanded
+from diptych.workers.models.mla import absorbed, expanded
 from diptych.workers.models.spec import LatentSpec, RopeSpec
 from diptych.workers.models.weights import LayerWeights
 
@@ -61,8 +61,11 @@ def report(weights: LayerWeights, num_seqs: int, context_len: int, dtype: torch.
         BLOCK_SIZE,
     )
     q = torch.randn(num_seqs, SPEC.num_heads, SPEC.q_dim, dtype=dtype)
-    absorbed_ms, ours = best(lambda: decode(SPEC, weights, q, latents, batch), times)
-    expanded_ms, theirs = best(lambda: expand_each(weights, q, latents, tables, context_len), times)
+
+    def by(form: Callable[..., Tensor]) -> tuple[float, Tensor]:
+        return best(lambda: form(SPEC, weights, q, latents, batch, range(num_seqs)), times)
+
+    (absorbed_ms, ours), (expanded_ms, theirs) = by(absorbed), by(expanded)
     error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
     assert error < 0.02, f"the two forms differ by {error:.3f}"
     numbers = num_seqs * context_len * dtype.itemsize / 2**20
@@ -71,11 +74,6 @@ def report(weights: LayerWeights, num_seqs: int, context_len: int, dtype: torch.
         f"{num_seqs:9} {context_len:8} {absorbed_ms:12.2f} {expanded_ms:12.2f} {expanded_ms / absorbed_ms:6.1f} "
         f"{numbers * SPEC.kv_dim:13.1f} {numbers * SPEC.num_heads * per_head:20.1f}"
     )
-
-
-def expand_each(weights: LayerWeights, q: Tensor, latents: Tensor, tables: Tensor, context_len: int) -> Tensor:
-    contexts = (latents.index_select(0, table).flatten(0, 1)[:context_len] for table in tables)
-    return torch.cat([expanded(SPEC, weights, q[s : s + 1], context) for s, context in enumerate(contexts)])
 
 
 def best(work: Callable[[], Tensor], times: int) -> tuple[float, Tensor]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .attention_tiles import HALVES, LOG2_E
-from .lang import jit, next_power_of_2, tl
+from .lang import jit, kernel_for, next_power_of_2, tl
 from .paged_batch import sent
 from .prefill_attention import list_tiles
 from .tuning import ANY, Tuned, chip_of
@@ -58,33 +59,46 @@ class Chunks:
         return self.plans[key]
 
 
+def mla_prefill(q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: Chunks, scale: float) -> Tensor:
+    """Softmax((q keys^T + q_rope rope_keys^T) scale) values of each new token, up to and with itself.
+
+    q: [T, N, D + rope], the rotated part last; keys: [C, N, D]; rope_keys: [C, rope]; values: [C, N, V], of one dtype,
+    last axes contiguous; C: the tokens of all contexts. Returns [T, N, V].
+    """
+    return kernel_for(q, mla_prefill_triton, mla_prefill_twin)(q, keys, rope_keys, values, chunks, scale)
+
+
 def mla_prefill_twin(
     q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: Chunks, scale: float
 ) -> Tensor:
-    """As mla_prefill_triton: written out, in float32."""
+    whole = torch.cat((keys, rope_keys[:, None].expand(-1, q.shape[1], -1)), dim=2)
     out = torch.empty(*q.shape[:2], values.shape[2], dtype=q.dtype, device=q.device)
     row = slot = 0
     for num_new, context_len in zip(chunks.num_new, chunks.context_lens, strict=True):
         rows, slots = slice(row, row + num_new), slice(slot, slot + context_len)
-        shared = rope_keys[slots, None].expand(-1, q.shape[1], -1)
-        key = torch.cat((keys[slots], shared), dim=2).float()
-        scores = torch.einsum("thd,jhd->htj", q[rows].float(), key) * scale
-        seen = torch.ones(num_new, context_len, dtype=torch.bool, device=q.device).tril_(context_len - num_new)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(2)
-        out[rows] = torch.einsum("htj,jhd->thd", weights, values[slots].float()).to(q.dtype)
+        out[rows] = attend_in_order(q[rows], whole[slots], values[slots], scale)
         row, slot = rows.stop, slots.stop
     return out
+
+
+def attend_in_order(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """q: [T, N, D], of the last T of C tokens; keys: [C, N, D]; values: [C, N, V]. By torch. Returns [T, N, V]."""
+    num_new, context_len, dim = len(q), len(keys), values.shape[2]
+    mask = None
+    if num_new < context_len:
+        seen = torch.ones(num_new, context_len, dtype=torch.bool, device=q.device)
+        mask = seen.tril_(context_len - num_new)
+    if dim < q.shape[2]:  # torch's fused attention takes values as wide as keys alone
+        values = pad(values, (0, q.shape[2] - dim))
+    rows = (of.transpose(0, 1)[None] for of in (q, keys, values))
+    out = scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return out[0].transpose(0, 1)[..., :dim]
 
 
 def mla_prefill_triton(
     q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: Chunks, scale: float
 ) -> Tensor:
-    """Softmax((q keys^T + q_rope rope_keys^T) scale) values of each new token, up to and with itself.
-
-    q: [T, N, D + rope], the rotated part last; keys: [C, N, D]; rope_keys: [C, rope]; values: [C, N, V], of one dtype,
-    last axes contiguous; C: the tokens of all contexts. D, rope and V are powers of 2 from 16 on.
-    Returns [T, N, V] contiguous.
-    """
+    """As mla_prefill; D, rope and V are powers of 2 from 16 on. Returns a contiguous tensor."""
     num_tokens, num_heads, _ = q.shape
     dim, rope, value_dim = keys.shape[2], rope_keys.shape[1], values.shape[2]
     assert q.shape[2] == dim + rope and keys.shape[:2] == values.shape[:2] == (len(rope_keys), num_heads)

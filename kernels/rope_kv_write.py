@@ -94,7 +94,7 @@ def rope_kv_write_triton(
 
 
 @jit
-def _rotated(source: tl.tensor, angles: tl.tensor, half: int, inside: tl.tensor):
+def load_rotated(source: tl.tensor, angles: tl.tensor, half: int, inside: tl.tensor):
     """Both halves of rows at `source` by the cos and sin at `angles`, rounded to their dtype."""
     cos = tl.load(angles, mask=inside, other=0.0)
     sin = tl.load(angles + half, mask=inside, other=0.0)
@@ -170,7 +170,7 @@ def _rope_kv_write_kernel(
         token, head = (row // num_heads).to(tl.int64), (row % num_heads).to(tl.int64)
         inside = (token < num_tokens) & (d < half)
         source = q + token * q_token_stride + head * q_head_stride + d
-        first, second = _rotated(source, cos_sin + token * angle_stride + d, half, inside)
+        first, second = load_rotated(source, cos_sin + token * angle_stride + d, half, inside)
         rotated = out + row.to(tl.int64) * 2 * half + d
         tl.store(rotated, first, mask=inside)
         tl.store(rotated + half, second, mask=inside)
@@ -185,7 +185,7 @@ def _rope_kv_write_kernel(
         target = cache + block * cache_block_stride + offset * cache_slot_stride + head * cache_head_stride + d
         scale_target = scales + block * scale_block_stride + offset * scale_slot_stride + head * scale_head_stride
         source = k + token * k_token_stride + head * k_head_stride + d
-        first, second = _rotated(source, cos_sin + token * angle_stride + d, half, inside)
+        first, second = load_rotated(source, cos_sin + token * angle_stride + d, half, inside)
         _store(target, scale_target, first, second, half, inside, stored, LARGEST)
         source = v + token * v_token_stride + head * v_head_stride + d
         first = tl.load(source, mask=inside, other=0.0)

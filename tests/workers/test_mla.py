@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from diptych.kernels import latent_attention
 from diptych.kernels.paged_batch import PagedBatch
-from diptych.workers.errors import ConfigError
-from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models import mla
 from diptych.workers.models.families import load_spec
-from diptych.workers.models.mla import absorbed, decode, expanded, expands
+from diptych.workers.models.mla import absorbed, attend, expanded, expands
 from diptych.workers.models.spec import LatentSpec, RopeSpec
 from diptych.workers.models.weights import LayerWeights
 
@@ -46,33 +45,48 @@ def by_hand(spec: LatentSpec, weights: LayerWeights, q: Tensor, context: Tensor)
     return out
 
 
+def batch_of(contexts: list[Tensor], num_new: list[int]) -> tuple[Tensor, PagedBatch]:
+    """A layer's cache [blocks, 1, slots, 1, kv_dim], NaN where no sequence has a token, and the batch."""
+    lens = [len(context) for context in contexts]
+    width = -(-max(lens) // BLOCK_SIZE)
+    order = torch.randperm(len(lens) * width, generator=torch.Generator().manual_seed(3))
+    tables, starts = order.int().view(len(lens), width), torch.tensor([0, *num_new]).cumsum(0).int()
+    pool = torch.full((len(order), 1, BLOCK_SIZE, 1, SPEC.kv_dim), torch.nan)
+    for table, context in zip(tables, contexts, strict=True):
+        for t, row in enumerate(context):
+            pool[table[t // BLOCK_SIZE], 0, t % BLOCK_SIZE, 0] = row
+    num_decodes = sum(num == 1 for num in num_new)
+    return pool, PagedBatch(tables, torch.tensor(lens).int(), starts, lens, num_new, num_decodes, BLOCK_SIZE)
+
+
 @pytest.mark.parametrize("value_dim", [6, 20])
-@pytest.mark.parametrize(("num_new", "context_len"), [(1, 1), (7, 7), (1, 19), (5, 19)])
+@pytest.mark.parametrize(("num_new", "context_len"), [(2, 2), (7, 7), (5, 19)])
 def test_both_forms_are_what_one_head_after_the_other_gives(num_new: int, context_len: int, value_dim: int) -> None:
     spec = replace(SPEC, value_dim=value_dim)
     weights, q = weights_of(spec), normal(num_new, 4, spec.q_dim, seed=1)
     context = normal(context_len, spec.kv_dim, seed=2)
     due = by_hand(spec, weights, q, context)
+    pool, batch = batch_of([context], [num_new])
     for form in (expanded, absorbed):
-        torch.testing.assert_close(form(spec, weights, q, context), due, rtol=1e-5, atol=1e-5)
+        found = form(spec, weights, q, pool[:, 0, :, 0], batch, range(1))
+        torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("together", [0, 1 << 20])
-def test_decodes_of_unlike_lengths_see_their_own_context_alone(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
-    monkeypatch.setattr(mla, "TOGETHER_BYTES", together)
-    lens, width = [9, 1, 16, 6], 4
-    tables = torch.randperm(16, generator=torch.Generator().manual_seed(3)).int().view(4, width)
-    pool = torch.full((16, BLOCK_SIZE, SPEC.kv_dim), torch.nan)
-    contexts = [normal(n, SPEC.kv_dim, seed=4 + n) for n in lens]
-    for table, context in zip(tables, contexts, strict=True):
-        for t, row in enumerate(context):
-            pool[table[t // BLOCK_SIZE], t % BLOCK_SIZE] = row
-    batch = PagedBatch(
-        tables, torch.tensor(lens).int(), torch.arange(5).int(), lens, [1] * 4, num_decodes=4, block_size=BLOCK_SIZE
-    )
-    weights, q = weights_of(SPEC), normal(4, 4, SPEC.q_dim, seed=5)
-    due = torch.cat([by_hand(SPEC, weights, q[s : s + 1], context) for s, context in enumerate(contexts)])
-    torch.testing.assert_close(decode(SPEC, weights, q, pool, batch), due, rtol=1e-5, atol=1e-5)
+def test_sequences_of_unlike_lengths_see_their_own_context_alone(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """Four decodes, and chunks of both forms. together: bytes of contexts, and of keys and values."""
+    monkeypatch.setattr(latent_attention, "TOGETHER_BYTES", together)
+    monkeypatch.setattr(mla, "EXPANDED_BYTES", together)
+    lens, num_new = [9, 1, 16, 6, 6, 21, 8, 17], [1, 1, 1, 1, 6, 5, 8, 2]
+    assert [expands(SPEC, *of) for of in zip(num_new[4:], lens[4:], strict=True)] == [True, False, True, False]
+    contexts = [normal(n, SPEC.kv_dim, seed=40 + i) for i, n in enumerate(lens)]
+    pool, batch = batch_of(contexts, num_new)
+    weights, q = weights_of(SPEC), normal(sum(num_new), 4, SPEC.q_dim, seed=5)
+    queries = q.split(num_new)
+    due = torch.cat([by_hand(SPEC, weights, *of) for of in zip(queries, contexts, strict=True)])
+    torch.testing.assert_close(attend(SPEC, weights, q, pool, batch), due, rtol=1e-5, atol=1e-5)
 
 
 def test_the_form_is_the_one_of_fewer_multiplications() -> None:
@@ -96,9 +110,3 @@ def test_a_token_takes_the_latent_and_the_rotated_key_of_each_layer(checkpoint_o
     runner.close()
     assert layout.block_bytes == layout.block_size * spec.num_layers * (32 + 8) * 2
     assert (layout.num_vectors, layout.packing) == (1, "rows")
-
-
-def test_a_gpu_that_cannot_compute_it_is_refused(checkpoint_of: CheckpointOf) -> None:
-    config = ModelRunnerConfig(checkpoint_of("deepseek-v2"), dtype="float32", kv_memory_bytes=8 << 20)
-    with pytest.raises(ConfigError, match="does not know latent attention yet"):
-        ModelRunner.load(config, gpu=FakeDevice())

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.paged_attention import paged_attention
 from ...kernels.paged_batch import PagedBatch
-from ...kernels.rope_kv_write import rope_kv_write
 from ..kv_cache import KVCache
-from ..models.attention import output, project
-from ..models.decoder import Decoder, enter, feed_forward, leave
+from ..models.attention import output
+from ..models.decoder import Decoder, attend, enter, feed_forward, leave, queries
 from ..models.rope import Ropes
 
 
@@ -29,21 +27,21 @@ class Flow:
     slots: Tensor  # [T] int64, -1: idle
     residual: Tensor  # [T, H]
     q: Tensor  # [T, N, D]
-    attended: Tensor  # [T, N, D]
+    attended: Tensor  # [T, N, V]
     hidden: Tensor  # [T, H]: in the end
     is_static: bool
 
     @classmethod
     def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "Flow":
         """For graphs. Raises torch.OutOfMemoryError."""
-        spec, embed = decoder.layers[0].attention, decoder.weights.embed
-        heads, num_angles = (num_tokens, spec.num_heads, spec.head_dim), sum(dim for _, dim in decoder.spec.ropes)
-        hidden = (num_tokens, embed.shape[1])
+        spec, embed = decoder.layers[0].spec.attention, decoder.weights.embed
+        q, attended = ((num_tokens, spec.num_heads, dim) for dim in (spec.q_dim, spec.value_dim))
+        hidden, num_angles = (num_tokens, embed.shape[1]), sum(dim for _, dim in decoder.spec.ropes)
         return cls(
             torch.zeros(num_tokens, dtype=torch.int64, device=device),
             torch.zeros(num_tokens, num_angles, dtype=torch.float32, device=device),
             torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-            *(torch.zeros(shape, dtype=embed.dtype, device=device) for shape in (hidden, heads, heads, hidden)),
+            *(torch.zeros(shape, dtype=embed.dtype, device=device) for shape in (hidden, q, attended, hidden)),
             is_static=True,
         )
 
@@ -85,15 +83,13 @@ class Pieces:
         if is_last:
             flow.hidden = _put(flow, flow.hidden, hidden)
             return
-        layer, cache = decoder.layers[index], self.cache.layer(index)
-        cos_sin = self.angles(flow.cos_sin)[layer.rope_id]
-        q, k, v = project(layer.attention, layer.weights, hidden, layer.eps, decoder.group)
-        flow.q = _put(flow, flow.q, rope_kv_write(q, k, v, cos_sin, cache, flow.slots))
+        layer, cos_sin = decoder.layers[index], self.angles(flow.cos_sin)
+        q = queries(layer, hidden, self.cache.layer(index), cos_sin, flow.slots, decoder.group)
+        flow.q = _put(flow, flow.q, q)
 
-    def attend(self, flow: Flow, layer: int, paged: PagedBatch, num_tokens: int) -> None:
+    def attend(self, flow: Flow, index: int, paged: PagedBatch, num_tokens: int) -> None:
         """Device work, never captured: of the tokens that are not idle."""
-        options = self.decoder.layers[layer].options
-        attended = paged_attention(flow.q[:num_tokens], self.cache.layer(layer), paged, options)
+        attended = attend(self.decoder.layers[index], flow.q[:num_tokens], self.cache.layer(index), paged)
         if flow.is_static:
             flow.attended[:num_tokens].copy_(attended)
         else:

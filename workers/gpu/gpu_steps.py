@@ -13,7 +13,7 @@ Whatever is sampled is sampled at once, on the main lane, and stays on the devic
 (Batch.fed_by). The main lane has all steps in order; the prompt lane begins after what is on it, and is waited for.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ from torch import Tensor
 from ...kernels.block_copy import copy_blocks
 from ..errors import ConfigError, InternalError
 from ..kv_cache import KVCache
+from ..models import mla, moe
 from ..models.decoder import Decoder
-from ..models.moe import has_kernels
 from ..models.rope import Ropes
-from ..models.spec import AttentionSpec, ModelSpec, MoeSpec
+from ..models.spec import KVShape, LatentSpec, LayerSpec, ModelSpec, MoeSpec
 from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
 from .decode_graphs import DecodeGraphs
@@ -258,24 +258,27 @@ class GpuSteps:
 def check_known(spec: ModelSpec) -> None:
     """Raise ConfigError for a decoder that the GPU's kernels cannot compute."""
     for layer in spec.layers:
-        attention, fed = layer.attention, layer.feed_forward
-        if not isinstance(attention, AttentionSpec):
-            what = "latent attention"
-        elif (attention.head_dim, attention.num_kv_heads) != (spec.kv.dim, spec.kv.num_heads):
-            what = "heads that differ from layer to layer"
-        elif attention.kv_from is not None:
-            what = "layers that read another one's keys and values"
-        elif attention.v_norm:
-            what = "a norm of values"
-        elif layer.token_input is not None or layer.is_scaled:
-            what = "layers with an input of each token or a scale of their own"
-        elif layer.beside is not None:
-            what = "an MLP beside experts"
-        elif isinstance(fed, MoeSpec) and not has_kernels(fed):
-            what = f"experts of {fed.expert.activation} or with biases"
-        else:
-            continue
-        raise ConfigError(f"the CUDA engine does not know {what} yet ({spec.architecture}): use device cpu")
+        for what in _unknown(layer, spec.kv):
+            raise ConfigError(f"the CUDA engine does not know {what} yet ({spec.architecture}): use device cpu")
+
+
+def _unknown(layer: LayerSpec, kv: KVShape) -> Iterator[str]:
+    attention, fed = layer.attention, layer.feed_forward
+    if isinstance(attention, LatentSpec):
+        if not mla.has_kernels(attention):
+            yield "latents and heads of sizes other than powers of 2 from 16 on"
+    elif (attention.head_dim, attention.num_kv_heads) != (kv.dim, kv.num_heads):
+        yield "heads that differ from layer to layer"
+    elif attention.kv_from is not None:
+        yield "layers that read another one's keys and values"
+    elif attention.v_norm:
+        yield "a norm of values"
+    if layer.token_input is not None or layer.is_scaled:
+        yield "layers with an input of each token or a scale of their own"
+    if layer.beside is not None:
+        yield "an MLP beside experts"
+    if isinstance(fed, MoeSpec) and not moe.has_kernels(fed):
+        yield f"experts of {fed.expert.activation} or with biases"
 
 
 class LaunchedStep:

@@ -24,6 +24,7 @@ from .step_buffers import KNOWN
 Ints = NDArray[np.int32]
 TABLE_BLOCKS = 16  # tables are a multiple of so many wide, for kernels are compiled apart for strides that are not
 _WARM_UP = (16, 33, 512)  # tokens: and for numbers of tokens and of tiles
+_LONG = 4096  # a context that few new tokens may attend to in another way
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +67,14 @@ class PromptPart:
 
     def warm_up(self) -> None:
         """Before the first step: kernels that a prompt needs are compiled by it. Nothing is stored."""
-        for num_tokens in _WARM_UP:
-            num = min(num_tokens, len(self._cos_sin))
-            positions, one = np.arange(num, dtype=np.int32), np.array([num], dtype=np.int32)
-            no_slots = np.full(num, -1, dtype=np.int32)
-            self.run(Numbers(positions * 0, None, positions, no_slots, one, one, one * 0, one - 1))
+        for num_new in (min(num, len(self._cos_sin)) for num in _WARM_UP):
+            for context_len in {num_new, min(_LONG, len(self._cos_sin))}:
+                self._warm_up(num_new, context_len)
+
+    def _warm_up(self, num_new: int, context_len: int) -> None:
+        new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
+        positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
+        self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1))
 
     @property
     def largest_bucket(self) -> int:

@@ -17,16 +17,16 @@ from torch import Tensor, tanh
 from torch.nn.functional import embedding, linear
 
 from ...kernels.paged_attention import paged_attention
-from ...kernels.paged_batch import NO_OPTIONS, AttentionOptions
+from ...kernels.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from ...kernels.rope_kv_write import rope_kv_write, rotate
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
 from ..step import Step
+from . import mla
 from .attention import StepMeta, options_of, output, project
 from .dispatch import ExpertRanks
 from .expert_placement import Placement
-from .mla import latent_attention
 from .mlp import mlp
 from .moe import moe, no_expert_tokens
 from .rope import Ropes
@@ -46,11 +46,6 @@ class Layer:
     kv_id: int  # which of the cache's layers it reads, and stores into unless its spec says kv_from
     expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
     experts: ExpertRanks | None = None  # where this rank has some of them, whole
-
-    @property
-    def attention(self) -> AttentionSpec:
-        assert isinstance(self.spec.attention, AttentionSpec)
-        return self.spec.attention
 
 
 def layers_of(
@@ -169,7 +164,8 @@ def run_layers(
     for i, layer in enumerate(layers):
         weights, kv = layer.weights, cache.layer(layer.kv_id)
         hidden = enter(hidden, residual, weights.input_norm, layer.eps)
-        hidden = output(weights, attend(layer, hidden, kv, meta, group), group)
+        q = queries(layer, hidden, kv, meta.cos_sin, meta.slots, group)
+        hidden = output(weights, attend(layer, q, kv, meta.paged), group)
         if layer.spec.kv_from is None:
             stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
@@ -179,16 +175,22 @@ def run_layers(
     return hidden
 
 
-def attend(layer: Layer, hidden: Tensor, cache: Tensor, meta: StepMeta, group: Group) -> Tensor:
-    """hidden: [T, H]. Stores the KV of the T tokens in `cache`, a layer's, unless the layer only reads it. Returns what
-    each head has, [T, N, D]."""
-    weights, cos_sin = layer.weights, meta.cos_sin[layer.rope_id]
-    if isinstance(layer.spec.attention, LatentSpec):
-        return latent_attention(layer.spec.attention, weights, hidden, cache, cos_sin, meta.slots, meta.paged)
-    q, k, v = project(layer.attention, weights, hidden, layer.eps, group)
-    has_kv = layer.spec.kv_from is None
-    q = rope_kv_write(q, k, v, cos_sin, cache, meta.slots) if has_kv else rotate(q, cos_sin)
-    return paged_attention(q, cache, meta.paged, layer.options)
+def queries(layer: Layer, hidden: Tensor, cache: Tensor, cos_sin: Ropes, slots: Tensor, group: Group) -> Tensor:
+    """hidden: [T, H]. Stores the KV of the T tokens in `cache`, a layer's, unless the layer only reads it; below 0, a
+    slot is none. cos_sin: as StepMeta has them. Returns what each head asks, rotated, [T, N, D]."""
+    spec, weights, angles = layer.spec.attention, layer.weights, cos_sin[layer.rope_id]
+    if isinstance(spec, LatentSpec):
+        return mla.project(spec, weights, hidden, cache, angles, slots)
+    q, k, v = project(spec, weights, hidden, layer.eps, group)
+    return rope_kv_write(q, k, v, angles, cache, slots) if layer.spec.kv_from is None else rotate(q, angles)
+
+
+def attend(layer: Layer, q: Tensor, cache: Tensor, paged: PagedBatch) -> Tensor:
+    """q: of all the batch's tokens, whose KV is stored. Returns what each head has, [T, N, value_dim]."""
+    spec = layer.spec.attention
+    if isinstance(spec, LatentSpec):
+        return mla.attend(spec, layer.weights, q, cache, paged)
+    return paged_attention(q, cache, paged, layer.options)
 
 
 def enter(hidden: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float) -> Tensor:

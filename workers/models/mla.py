@@ -10,54 +10,30 @@
 Both are the same sum in another order. A decode is absorbed; a chunk of a prompt is what costs less (`expands`).
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from torch.nn.functional import linear
 
+from ...kernels.latent_attention import latent_attention
+from ...kernels.latent_kv_write import latent_kv_write
+from ...kernels.mla_prefill import Chunks, mla_prefill
 from ...kernels.paged_batch import PagedBatch
 from ...kernels.rms_norm import rms_norm
-from ...kernels.rope_kv_write import rotate
 from .spec import LatentSpec
 from .weights import LayerWeights
 
-TOGETHER_BYTES = 24 << 20  # of contexts gathered at once: beyond, it is the memory that they wait for
-
-
-def latent_attention(
-    spec: LatentSpec,
-    weights: LayerWeights,
-    hidden: Tensor,
-    cache: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    batch: PagedBatch,
-) -> Tensor:
-    """Stores the latents of the T tokens, and attends over each one's sequence, up to and with itself. On CPU.
-
-    hidden: [T, H]; cache: [num_blocks, 1, block_size, 1, kv_rank + rope_dim]; cos_sin: [T, rope_dim] float32; slots:
-    [T] int64. spec, weights: of this rank's heads. Returns [T, N, value_dim].
-    """
-    latents = cache[:, 0, :, 0]
-    q = project(spec, weights, hidden, latents, cos_sin, slots)
-    num_decodes = batch.num_decodes
-    out = q.new_empty(*q.shape[:2], spec.value_dim)
-    if num_decodes:
-        out[:num_decodes] = decode(spec, weights, q[:num_decodes], latents, batch)
-    start = num_decodes
-    for s in range(num_decodes, len(batch.host_num_new)):
-        num_new, context = batch.host_num_new[s], _context(latents, batch, s)
-        attend = expanded if expands(spec, num_new, len(context)) else absorbed
-        out[start : start + num_new] = attend(spec, weights, q[start : start + num_new], context)
-        start += num_new
-    return out
+EXPANDED_BYTES = 256 << 20  # of keys and values that are made at once, of as many heads as that is
 
 
 def project(
-    spec: LatentSpec, weights: LayerWeights, hidden: Tensor, latents: Tensor, cos_sin: Tensor, slots: Tensor
+    spec: LatentSpec, weights: LayerWeights, hidden: Tensor, cache: Tensor, cos_sin: Tensor, slots: Tensor
 ) -> Tensor:
-    """Returns the queries of the T tokens, [T, N, nope_dim + rope_dim], rotated; their latents are stored.
+    """Stores the latents of the T tokens; returns their queries, [T, N, nope_dim + rope_dim], rotated.
 
-    latents: [num_blocks, block_size, kv_rank + rope_dim].
+    hidden: [T, H]; cache: [num_blocks, 1, block_size, 1, kv_rank + rope_dim]; cos_sin: [T, rope_dim] float32; slots:
+    [T] int64, below 0: not stored. spec, weights: of this rank's heads.
     """
     assert weights.k_norm is not None
     mixed = linear(hidden, weights.qkv, weights.qkv_bias)
@@ -65,10 +41,34 @@ def project(
     if weights.q_b is not None:
         assert weights.q_norm is not None
         q = linear(rms_norm(q, weights.q_norm, spec.norm_eps), weights.q_b)
-    stored = torch.cat((rms_norm(latent, weights.k_norm, spec.norm_eps), rotate(key[:, None], cos_sin)[:, 0]), dim=1)
-    latents[slots // latents.shape[1], slots % latents.shape[1]] = stored
-    nope, rope = q.view(len(q), spec.num_heads, -1).split((spec.nope_dim, spec.rope_dim), dim=2)
-    return torch.cat((nope, rotate(rope, cos_sin)), dim=2)
+    q = q.view(len(q), spec.num_heads, spec.q_dim)
+    latent_kv_write(q, latent, key, weights.k_norm, spec.norm_eps, cos_sin, _latents(cache), slots)
+    return q
+
+
+def attend(spec: LatentSpec, weights: LayerWeights, q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
+    """q, cache: as `project` gives and takes them, of all the batch's tokens, which are stored. Returns what each sees
+    of its sequence, up to and with itself, [T, N, value_dim]."""
+    out, start = q.new_empty(*q.shape[:2], spec.value_dim), 0
+    for sequences, is_expanded in _parts(spec, batch):
+        rows = slice(start, start + sum(batch.host_num_new[s] for s in sequences))
+        form = expanded if is_expanded else absorbed
+        out[rows] = form(spec, weights, q[rows], _latents(cache), batch, sequences)
+        start = rows.stop
+    return out
+
+
+def _parts(spec: LatentSpec, batch: PagedBatch) -> Iterator[tuple[range, bool]]:
+    """Sequences side by side that have one form, and whether that is the expanded one."""
+    start, num = batch.num_decodes, len(batch.host_num_new)
+    if start:
+        yield range(start), False
+    while start < num:
+        forms = (expands(spec, batch.host_num_new[s], batch.host_context_lens[s]) for s in range(start, num))
+        first = next(forms)
+        end = next((s for s, form in enumerate(forms, start + 1) if form != first), num)
+        yield range(start, end), first
+        start = end
 
 
 def expands(spec: LatentSpec, num_new: int, context_len: int) -> bool:
@@ -83,80 +83,54 @@ def expands(spec: LatentSpec, num_new: int, context_len: int) -> bool:
     return (context_len - num_new) * spec.kv_rank * per_head <= pairs * (2 * spec.kv_rank - per_head)
 
 
-def expanded(spec: LatentSpec, weights: LayerWeights, q: Tensor, context: Tensor) -> Tensor:
-    """q: [T, N, nope_dim + rope_dim], of the last T tokens of `context` [C, kv_rank + rope_dim]. Returns [T, N,
-    value_dim]."""
+def expanded(
+    spec: LatentSpec, weights: LayerWeights, q: Tensor, latents: Tensor, batch: PagedBatch, sequences: range
+) -> Tensor:
+    """q: [T, N, nope_dim + rope_dim], of the new tokens of these sequences, side by side; latents: [num_blocks,
+    block_size, kv_rank + rope_dim]. Returns [T, N, value_dim]."""
+    blocks, offsets, chunks = _contexts(batch, sequences)
+    latent, rope = latents[blocks, offsets].split((spec.kv_rank, spec.rope_dim), dim=1)
+    per_head = spec.nope_dim + spec.value_dim
+    together = max(EXPANDED_BYTES // (len(latent) * per_head * latent.itemsize), 1)
     assert weights.kv_b is not None
-    latent, rope = context.split((spec.kv_rank, spec.rope_dim), dim=1)
-    both = linear(latent, weights.kv_b).view(len(context), spec.num_heads, -1)
-    keys = torch.cat((both[..., : spec.nope_dim], rope[:, None].expand(-1, spec.num_heads, -1)), dim=2)
-    return _chunk(q, keys, both[..., spec.nope_dim :], spec.scale)
+    parts: list[Tensor] = []
+    for heads, kv_b in zip(q.split(together, dim=1), weights.kv_b.split(together * per_head), strict=True):
+        both = linear(latent, kv_b).view(len(latent), -1, per_head)
+        keys, values = both.split((spec.nope_dim, spec.value_dim), dim=2)
+        parts.append(mla_prefill(heads, keys, rope, values, chunks, spec.scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def absorbed(spec: LatentSpec, weights: LayerWeights, q: Tensor, context: Tensor) -> Tensor:
+def _contexts(batch: PagedBatch, sequences: range) -> tuple[Tensor, Tensor, Chunks]:
+    """Block and offset of every token that these sequences see, one after the other [C] int64; and what is new of them.
+    Made once a step for all layers alike."""
+    key = ("contexts", sequences)
+    if key not in batch.plans:
+        rows = slice(sequences.start, sequences.stop)
+        lens, tables, new = batch.context_lens[rows].long(), batch.block_tables[rows], batch.host_num_new[rows]
+        host_lens = batch.host_context_lens[rows]
+        owner = torch.repeat_interleave(lens, output_size=sum(host_lens))
+        position = torch.arange(len(owner), device=lens.device) - (lens.cumsum(0) - lens)[owner]
+        blocks = tables[owner, position // batch.block_size].long()
+        batch.plans[key] = blocks, position % batch.block_size, Chunks(new, host_lens)
+    return batch.plans[key]
+
+
+def absorbed(
+    spec: LatentSpec, weights: LayerWeights, q: Tensor, latents: Tensor, batch: PagedBatch, sequences: range
+) -> Tensor:
     """As `expanded`."""
-    seen = context[:, None].expand(-1, spec.num_heads, -1)
-    attended = _chunk(_into_latents(spec, weights, q), seen, seen, spec.scale)
-    return _out_of_latents(spec, weights, attended[..., : spec.kv_rank])
-
-
-def decode(spec: LatentSpec, weights: LayerWeights, q: Tensor, latents: Tensor, batch: PagedBatch) -> Tensor:
-    """q: [S, N, nope_dim + rope_dim], of the sequences with one new token. Gathers all contexts, padded to the
-    longest; one by one where together they would not stay in the processor's cache. Returns [S, N, value_dim]."""
-    queries, num_seqs = _into_latents(spec, weights, q), len(q)
-    longest = max(batch.host_context_lens[:num_seqs])
-    if num_seqs * longest * spec.kv_dim * latents.itemsize > TOGETHER_BYTES:
-        each = (_over(spec, queries[s : s + 1], _context(latents, batch, s)[None]) for s in range(num_seqs))
-        return _out_of_latents(spec, weights, torch.cat(list(each)))
-    bias, padding = batch.decode_padding
-    rows = latents.index_select(0, batch.decode_blocks).flatten(0, 1)
-    # What lies beyond a context may be anything, even NaN, and NaN survives a weight of zero.
-    contexts = rows.index_fill_(0, padding, 0).view(num_seqs, -1, spec.kv_dim)
-    return _out_of_latents(spec, weights, _over(spec, queries, contexts, bias))
-
-
-def _over(spec: LatentSpec, queries: Tensor, contexts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """queries: [S, N, D]; contexts: [S, L, D]; bias: [S, 1, 1, L]. Returns sums of latents, [S, N, kv_rank].
-
-    The heads are the rows of one small matrix: what they share is read once. Values are as wide as keys, and what is
-    no value is cut off: torch's fused attention takes no others.
-    """
-    seen, mask = contexts[:, None], None if bias is None else bias.to(queries.dtype)
-    out = scaled_dot_product_attention(queries[:, None], seen, seen, attn_mask=mask, scale=spec.scale)
-    return out[:, 0, :, : spec.kv_rank]
-
-
-def _context(latents: Tensor, batch: PagedBatch, s: int) -> Tensor:
-    """Of sequence s, [context, kv_dim]."""
-    context_len = batch.host_context_lens[s]
-    blocks = batch.block_tables[s, : -(-context_len // batch.block_size)]
-    return latents.index_select(0, blocks).flatten(0, 1)[:context_len]
-
-
-def _chunk(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """q: [T, N, D], of the last T of C tokens; keys: [C, N, D]; values: [C, N, V]. Returns [T, N, V]."""
-    num_new, context_len, dim = len(q), len(keys), values.shape[2]
-    mask = None
-    if num_new < context_len:
-        mask = torch.ones(num_new, context_len, dtype=torch.bool).tril_(context_len - num_new)
-    if dim < q.shape[2]:  # as in `_over`
-        values = pad(values, (0, q.shape[2] - dim))
-    rows = (of.transpose(0, 1)[None] for of in (q, keys, values))
-    out = scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, scale=scale)
-    return out[0].transpose(0, 1)[..., :dim]
-
-
-def _into_latents(spec: LatentSpec, weights: LayerWeights, q: Tensor) -> Tensor:
-    """q: [T, N, nope_dim + rope_dim] -> what has the same products with latents, [T, N, kv_rank + rope_dim]."""
-    keys, _ = _per_head(spec, weights)
+    keys, values = _per_head(spec, weights)
     nope, rope = q.split((spec.nope_dim, spec.rope_dim), dim=2)
-    return torch.cat((torch.bmm(nope.transpose(0, 1), keys).transpose(0, 1), rope), dim=2)
-
-
-def _out_of_latents(spec: LatentSpec, weights: LayerWeights, attended: Tensor) -> Tensor:
-    """attended: [T, N, kv_rank], sums of latents -> of values, [T, N, value_dim]."""
-    _, values = _per_head(spec, weights)
+    queries = torch.bmm(nope.transpose(0, 1), keys).transpose(0, 1)
+    attended = latent_attention(queries, rope, latents, batch, sequences, spec.scale)
     return torch.bmm(attended.transpose(0, 1), values.mT).transpose(0, 1)
+
+
+def has_kernels(spec: LatentSpec) -> bool:
+    """Whether a GPU's kernels know latents and heads of such sizes."""
+    sizes = spec.kv_rank, spec.nope_dim, spec.rope_dim, spec.value_dim
+    return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
 def _per_head(spec: LatentSpec, weights: LayerWeights) -> tuple[Tensor, Tensor]:
@@ -164,3 +138,8 @@ def _per_head(spec: LatentSpec, weights: LayerWeights) -> tuple[Tensor, Tensor]:
     assert weights.kv_b is not None
     keys, values = weights.kv_b.view(spec.num_heads, -1, spec.kv_rank).split((spec.nope_dim, spec.value_dim), dim=1)
     return keys, values
+
+
+def _latents(cache: Tensor) -> Tensor:
+    """[num_blocks, 1, block_size, 1, kv_rank + rope_dim] -> without the axes of one."""
+    return cache[:, 0, :, 0]

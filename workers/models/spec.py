@@ -66,6 +66,15 @@ class AttentionSpec:
         return self.rope, self.head_dim
 
     @property
+    def q_dim(self) -> int:
+        """Of a query head, as LatentSpec has it; and value_dim."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
 

@@ -100,7 +100,7 @@ def make_device_memory(
     if content is not None:
         allocation[OFFSET:] = content
     outer = (num_blocks, layout.num_layers) if layout.is_block_major else (layout.num_layers, num_blocks)
-    inner = (2, layout.block_size, layout.heads_per_rank, layout.head_dim)
+    inner = (layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim)
     dtype = DTYPES[layout.dtype]
     pool = torch.frombuffer(allocation, dtype=dtype, offset=OFFSET, count=num_bytes // dtype.itemsize)
     pool = pool.view(layout.tensor_parallel, *outer, *inner)

@@ -85,10 +85,12 @@ def test_families(arch: str, checkpoint_of: Callable[[str], Path]) -> None:
 
 def test_what_the_kernels_do_not_know_is_refused(llama: Path) -> None:
     spec = load_spec(llama)
-    latent = LatentSpec(8, 0, 32, 16, 8, 16, RopeSpec(), 0.2)
+    odd = LatentSpec(8, 0, 32, 16, 8, 16, RopeSpec(), 0.2)
+    wider = replace(spec.layers[0].attention, head_dim=32)
     biased = MoeSpec(4, MlpSpec(32, bias=True), RoutingSpec(2))
     for layer, what in (
-        (replace(spec.layers[0], attention=latent), "latent attention"),
+        (replace(spec.layers[0], attention=odd), "latents and heads of sizes"),
+        (replace(spec.layers[0], attention=wider), "heads that differ"),
         (replace(spec.layers[0], feed_forward=biased), "experts of silu"),
     ):
         with pytest.raises(ConfigError, match=f"does not know {what}"):

@@ -26,6 +26,7 @@ NUM_TOKENS = 70
 BLOCKS = {16: (6, 7, 1, 4, 3), 4: tuple(range(19, 1, -1))}  # of the source, by block size
 BF16 = replace(LAYOUT, dtype="bfloat16")
 DOT_BF16 = replace(BF16, packing=DOT)
+LATENT = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
 EQUAL = LAYOUT, LAYOUT
 # name: source, sink, on a device: source, sink
 PAIRS = {
@@ -45,12 +46,21 @@ PAIRS = {
         True,
     ),
     "replicated heads onto a device": (replace(LAYOUT, tensor_parallel=8), LAYOUT, False, True),
+    "latents": (LATENT, LATENT, True, True),
+    "latents, layer-major, into smaller blocks": (
+        replace(LATENT, axis_order=LAYER_MAJOR),
+        replace(LATENT, dtype="bfloat16", block_size=4),
+        True,
+        True,
+    ),
+    "latents of two ranks onto a device": (replace(LATENT, tensor_parallel=2), LATENT, False, True),
+    "latents off a device": (LATENT, replace(LATENT, block_size=4), True, False),
 }
 
 
-def known_rows() -> Numbers:
-    """[token, layer, 2, head, dim] float32: whole numbers that bfloat16 has, and that tell their place."""
-    shape = NUM_TOKENS, LAYOUT.num_layers, 2, LAYOUT.num_kv_heads, LAYOUT.head_dim
+def known_rows(layout: KVLayout = LAYOUT) -> Numbers:
+    """[token, layer, V, head, dim] float32: whole numbers that bfloat16 has, and that tell their place."""
+    shape = NUM_TOKENS, layout.num_layers, layout.num_vectors, layout.num_kv_heads, layout.head_dim
     return (np.arange(np.prod(shape)) % 251).astype(np.float32).reshape(shape)
 
 
@@ -75,7 +85,7 @@ def load(memory: KVMemory, table: tuple[int, ...]) -> Numbers:
     layout = memory.layout
     assert layout.tensor_parallel == 1 and memory.region.view is not None
     numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
-    inner = (2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+    inner = (layout.num_vectors, layout.block_size, layout.num_kv_heads, layout.head_dim)
     if layout.packing == DOT:
         numbers = unpacked(numbers, layout)
     if layout.is_block_major:
@@ -119,7 +129,7 @@ async def hand_over(
     theirs = case.memory(case.theirs, 20, case.source_cuda if case.source_on_device else None)
     ours = case.memory(case.ours, 20, case.sink_cuda if case.sink_on_device else None)
     blocks = BLOCKS[case.theirs.block_size]
-    store(looked_at(theirs), blocks, known_rows())
+    store(looked_at(theirs), blocks, known_rows(case.theirs))
     table = tuple(range(19, 19 - case.ours.num_blocks_for(NUM_TOKENS), -1))
     engine, staging = SinkEngine(table=table), staging_of(ours.device)
     names = (case.transport, "grpc") if case.transport != "grpc" else ("grpc",)
@@ -163,7 +173,7 @@ def test_tokens_arrive_whatever_the_layout(transport: str, name: str, verify: bo
         case = Case(*PAIRS[name], transport, PullSettings(verify=verify))
         result, memory, engine = await hand_over(case)
         assert isinstance(result, PullResult) and result.transport == transport, result
-        assert np.array_equal(load(memory, engine.table), known_rows())
+        assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
 
     run(test)
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,39 +17,45 @@ import torch
 from diptych.workers.gpu.cuda_device import CudaDevice
 from diptych.workers.gpu.device import Device
 
-from ...checkpoints import untied_prompts
+from ...checkpoints import make_checkpoint, untied_prompts
+from ..conftest import CheckpointOf
+from .conftest import EVEN
 from .serving import DRAWN, GREEDY, generate, late, load
 
 ROOT = Path(__file__).parent.parent.parent.parent
 FEW = replace(GREEDY, max_tokens=3)
 
 
-def compare(path: Path, device: Device, lengths: list[int], *, is_short: bool = False) -> None:
+def compare(path: Path, device: Device, lengths: list[int], *, is_short: bool = False, **config: Any) -> None:
     prompts = [prompt for prompt, _ in untied_prompts(path, seed=5, lengths=lengths, max_tokens=16)]
     samplings = [FEW if is_short else GREEDY, replace(DRAWN, max_tokens=3) if is_short else DRAWN] * len(prompts)
     samplings = samplings[: len(prompts)]
     expected = generate(load(path, None), prompts, samplings).token_ids
     changes = {"max_running": 2, "max_context_tokens": 64} if is_short else {"max_running": 16}
-    runner = load(path, device, **changes)
-    for arrivals in ([0, 1],) if is_short else ([0] * len(prompts), list(range(len(prompts)))):
+    runner = load(path, device, **changes, **config)
+    for arrivals in (list(range(len(prompts))),) if is_short else ([0] * len(prompts), list(range(len(prompts)))):
         assert generate(runner, prompts, samplings, arrivals=arrivals, chunk_tokens=48).token_ids == expected
     runner.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_tokens_on_a_gpu(llama: Path, qwen3: Path) -> None:
+def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf) -> None:
     device = CudaDevice(torch.device("cuda"))
-    for path in (llama, qwen3):
+    for path in (llama, qwen3, latent_of("deepseek-v2"), latent_of("deepseek-v3")):
         compare(path, device, [1, 2, 15, 16, 17, 33, 64, 100, 250])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_tokens_by_interpreted_kernels(llama: Path) -> None:
-    code = f"import triton; from tests.workers.gpu import test_on_a_gpu as t; t.interpreted({str(llama)!r})"
+def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
+    latent = make_checkpoint(tmp_path / "latent", "deepseek-v3", seed=21, num_hidden_layers=2, **EVEN)
+    paths = [str(llama), str(latent)]
+    code = f"import triton; from tests.workers.gpu import test_on_a_gpu as t; t.interpreted({paths!r})"
     env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=ROOT)
 
 
-def interpreted(path: str) -> None:
-    compare(Path(path), late(), [5, 17], is_short=True)
+def interpreted(paths: list[str]) -> None:
+    compare(Path(paths[0]), late(), [5, 17], is_short=True)
+    for path in paths[1:]:  # no graphs: to interpret them takes its time
+        compare(Path(path), late(), [17], is_short=True, cuda_graphs=False)

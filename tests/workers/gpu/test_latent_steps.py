@@ -1,0 +1,79 @@
+"""Latent attention on the CUDA engine, on a fake device: transformers' tokens, in graphs and without, in any batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from diptych.workers.errors import ConfigError
+from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.model_runner import ModelRunner
+from diptych.workers.models import mla
+
+from ...checkpoints import untied_prompts
+from ..conftest import CheckpointOf
+from .serving import GREEDY, early, generate, late, load
+
+ARCHS = ["deepseek-v2", "deepseek-v3"]
+LENGTHS = [1, 15, 17, 100]
+Cases = tuple[Path, list[list[int]], list[list[int]]]  # prompts and transformers' tokens
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def cases(latent_of: CheckpointOf, request: pytest.FixtureRequest) -> Cases:
+    path = latent_of(request.param)
+    found = untied_prompts(path, seed=5, lengths=LENGTHS, max_tokens=GREEDY.max_tokens)
+    return path, [prompt for prompt, _ in found], [tokens for _, tokens in found]
+
+
+@pytest.fixture(scope="module")
+def runner(cases: Cases) -> ModelRunner:
+    return load(cases[0], late())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"chunk_tokens": 7, "arrivals": [0, 1, 2, 3]},
+        {"max_batch_tokens": 40, "arrivals": [3, 0, 2, 9]},
+    ],
+)
+def test_tokens(runner: ModelRunner, cases: Cases, config: Any) -> None:
+    _, prompts, expected = cases
+    run = generate(runner, prompts, [GREEDY] * len(prompts), **config)
+    assert run.token_ids == expected
+    assert run.num_ahead > 5 and any(batch.fed_by for batch in run.batches)
+
+
+def test_each_form_is_taken(runner: ModelRunner, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside decodes, and in as many parts as sequences that lie between have the other form."""
+    _, prompts, expected = cases
+    taken: set[tuple[str, int]] = set()
+
+    def spied(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def spy(*args: Any) -> Tensor:
+            taken.add((form.__name__, len(args[-1])))
+            return form(*args)
+
+        return spy
+
+    for form in (mla.expanded, mla.absorbed):
+        monkeypatch.setattr(mla, form.__name__, spied(form))
+    assert generate(runner, prompts, [GREEDY] * 4, chunk_tokens=7).token_ids == expected
+    assert {name for name, _ in taken} == {"expanded", "absorbed"} and max(num for _, num in taken) > 1
+
+
+def test_without_graphs(cases: Cases) -> None:
+    path, prompts, expected = cases
+    device = early()
+    runner = load(path, device, cuda_graphs=False, kv_axis_order="layer")
+    run = generate(runner, prompts, [GREEDY] * 4, arrivals=[0, 1, 1, 2], chunk_tokens=24)
+    assert run.token_ids == expected and run.num_ahead > 5 and not device.num_captured
+
+
+def test_sizes_that_kernels_do_not_know_are_refused(checkpoint_of: CheckpointOf) -> None:
+    with pytest.raises(ConfigError, match="does not know latents and heads of sizes other than"):
+        load(checkpoint_of("deepseek-v2"), FakeDevice())

@@ -67,7 +67,7 @@ def gate_mul_triton(gate_up: Tensor, activation: int) -> Tensor:
 
 
 @jit
-def _activated(gate: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+def activated(gate: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     """gate: float32, clamped where it is to be.
 
     tanh is written with the logistic function: 1 + tanh(z) = 2 / (1 + exp(-2 z)).
@@ -79,6 +79,12 @@ def _activated(gate: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     if ACTIVATION == 3:
         return gate / (1.0 + tl.exp(-ALPHA * gate))
     return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+
+
+@jit
+def clamped(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr):
+    """float32 both, as SWIGLU_CLAMPED has them before what is activated is multiplied."""
+    return tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
 
 
 @jit
@@ -106,6 +112,6 @@ def _gate_mul_kernel(
         up = tl.load(source + dim, mask=inside, other=0.0)
         wide, factor = gate.to(tl.float32), up.to(tl.float32)
         if ACTIVATION == 3:
-            wide, factor = tl.minimum(wide, LIMIT), tl.minimum(tl.maximum(factor, -LIMIT), LIMIT) + 1.0
-        activated = _activated(wide, ACTIVATION, ALPHA).to(gate.dtype).to(tl.float32)
-        tl.store(out + row * dim + i, (activated * factor).to(gate.dtype), mask=inside)
+            wide, factor = clamped(wide, factor, LIMIT)
+        rounded = activated(wide, ACTIVATION, ALPHA).to(gate.dtype).to(tl.float32)
+        tl.store(out + row * dim + i, (rounded * factor).to(gate.dtype), mask=inside)

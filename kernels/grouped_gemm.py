@@ -8,6 +8,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from .gate_mul import ALPHA, LIMIT, SILU, gate_mul_twin
 from .grouped_kernels import grouped_dense_kernel, grouped_packed_kernel
 from .lang import kernel_for
 from .moe_sort import ExpertOrder
@@ -57,82 +58,130 @@ def block_m_of(num_pairs: int, num_experts: int, device: torch.device) -> int:
 
 
 def grouped_gate_up(
-    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None = None
+    x: Tensor,
+    weight: ExpertWeight,
+    order: ExpertOrder,
+    out_dtype: torch.dtype,
+    x_scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: int = SILU,
 ) -> Tensor:
-    """silu(x gate^T) * (x up^T) of every pair. Returns [P, I] contiguous by place; places in no tile unwritten.
+    """act(x gate^T) * (x up^T) of every pair. Returns [P, I] contiguous by place; places in no tile unwritten.
 
     x: [T, D], last axis contiguous; weight: [E, 2I, D], each expert's gate before its up. x is of the weight's dtype
-    where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does.
+    where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does. bias: [E, 2I] contiguous, of
+    weights that are not packed. activation: of gate_mul.py.
     """
-    return kernel_for(x, grouped_gate_up_triton, grouped_gate_up_twin)(x, weight, order, out_dtype, x_scales)
+    run = kernel_for(x, grouped_gate_up_triton, grouped_gate_up_twin)
+    return run(x, weight, order, out_dtype, x_scales, bias, activation)
 
 
 def grouped_down(
-    act: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, act_scales: Tensor | None = None
+    act: Tensor,
+    weight: ExpertWeight,
+    order: ExpertOrder,
+    out_dtype: torch.dtype,
+    act_scales: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """act down^T of every pair. Returns [P, D] contiguous by pair; those in no tile unwritten.
 
-    act: [P, I] by place, last axis contiguous; weight: [E, D, I]; dtypes and act_scales as grouped_gate_up's.
+    act: [P, I] by place, last axis contiguous; weight: [E, D, I]; bias: [E, D]; the rest as grouped_gate_up's.
     """
-    return kernel_for(act, grouped_down_triton, grouped_down_twin)(act, weight, order, out_dtype, act_scales)
+    run = kernel_for(act, grouped_down_triton, grouped_down_twin)
+    return run(act, weight, order, out_dtype, act_scales, bias)
 
 
 def grouped_gate_up_twin(
-    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None = None
+    x: Tensor,
+    weight: ExpertWeight,
+    order: ExpertOrder,
+    out_dtype: torch.dtype,
+    x_scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: int = SILU,
 ) -> Tensor:
-    gate, up = _twin(x, weight, order, x_scales, is_first=True).chunk(2, dim=1)
-    return (torch.nn.functional.silu(gate) * up).to(out_dtype)
+    return gate_mul_twin(_twin(x, weight, order, x_scales, bias, is_first=True), activation).to(out_dtype)
 
 
 def grouped_down_twin(
-    act: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, act_scales: Tensor | None = None
+    act: Tensor,
+    weight: ExpertWeight,
+    order: ExpertOrder,
+    out_dtype: torch.dtype,
+    act_scales: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    return _twin(act, weight, order, act_scales, is_first=False).to(out_dtype)
+    return _twin(act, weight, order, act_scales, bias, is_first=False).to(out_dtype)
 
 
-def _twin(x: Tensor, weight: ExpertWeight, order: ExpertOrder, x_scales: Tensor | None, is_first: bool) -> Tensor:
+def _twin(
+    x: Tensor, weight: ExpertWeight, order: ExpertOrder, x_scales: Tensor | None, bias: Tensor | None, is_first: bool
+) -> Tensor:
     """One expert after another, in float32; 0 for pairs of no expert here."""
     wide = x.float() if x_scales is None else rows_unpacked(x, x_scales)
     dense = weight.float() if isinstance(weight, Tensor) else weight.unpacked()
+    added = dense.new_zeros(dense.shape[:2]) if bias is None else bias.float()
     out = torch.zeros(order.pairs.numel(), dense.shape[1], device=x.device)
     starts = order.starts.tolist()
     for expert, (start, end) in enumerate(itertools.pairwise(starts)):
         pairs = order.pairs[start:end].long()
         if is_first:
-            out[start:end] = wide[pairs // order.top_k] @ dense[expert].mT
+            out[start:end] = wide[pairs // order.top_k] @ dense[expert].mT + added[expert]
         else:
-            out[pairs] = wide[start:end] @ dense[expert].mT
+            out[pairs] = wide[start:end] @ dense[expert].mT + added[expert]
     return out
 
 
 def grouped_gate_up_triton(
-    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None = None
+    x: Tensor,
+    weight: ExpertWeight,
+    order: ExpertOrder,
+    out_dtype: torch.dtype,
+    x_scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: int = SILU,
 ) -> Tensor:
     assert x.shape[0] * order.top_k == order.pairs.numel()
-    return _launch(x, weight, order, out_dtype, x_scales, gated=True)
+    return _launch(x, weight, order, out_dtype, x_scales, bias, activation)
 
 
 def grouped_down_triton(
-    act: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, act_scales: Tensor | None = None
+    act: Tensor,
+    weight: ExpertWeight,
+    order: ExpertOrder,
+    out_dtype: torch.dtype,
+    act_scales: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     assert act.shape[0] == order.pairs.numel()
-    return _launch(act, weight, order, out_dtype, act_scales, gated=False)
+    return _launch(act, weight, order, out_dtype, act_scales, bias, None)
 
 
 def _launch(
-    x: Tensor, weight: ExpertWeight, order: ExpertOrder, out_dtype: torch.dtype, x_scales: Tensor | None, gated: bool
+    x: Tensor,
+    weight: ExpertWeight,
+    order: ExpertOrder,
+    out_dtype: torch.dtype,
+    x_scales: Tensor | None,
+    bias: Tensor | None,
+    activation: int | None,
 ) -> Tensor:
+    """activation: None: of the second product, which is not gated."""
     values = weight if isinstance(weight, Tensor) else _values_of(weight)
     num_experts, rows = values.shape[:2]
-    columns = rows // 2 if gated else rows
-    assert x.stride(1) == 1 and order.starts.shape == (num_experts + 1,) and rows == columns * (2 if gated else 1)
+    columns = rows if activation is None else rows // 2
+    assert x.stride(1) == 1 and order.starts.shape == (num_experts + 1,) and rows in (columns, 2 * columns)
+    assert bias is None or (bias.shape == (num_experts, rows) and bias.is_contiguous())
     out = torch.empty(order.pairs.numel(), columns, dtype=out_dtype, device=x.device)
     if not order.max_tiles:
         return out
+    constants = {"GATED": activation is not None, "ACTIVATION": activation or 0, "ALPHA": ALPHA, "LIMIT": LIMIT}
     if isinstance(weight, PackedWeight):
-        _launch_packed(x, weight, order, out, gated)
+        assert bias is None
+        _launch_packed(x, weight, order, out, constants)
     else:
-        _launch_dense(x, weight, order, out, x_scales, gated)
+        _launch_dense(x, weight, order, out, x_scales, bias, constants)
     return out
 
 
@@ -147,7 +196,13 @@ def _programs(tile: Tile, order: ExpertOrder, columns: int) -> int:
 
 
 def _launch_dense(
-    x: Tensor, weight: Tensor | ScaledWeight, order: ExpertOrder, out: Tensor, x_scales: Tensor | None, gated: bool
+    x: Tensor,
+    weight: Tensor | ScaledWeight,
+    order: ExpertOrder,
+    out: Tensor,
+    x_scales: Tensor | None,
+    bias: Tensor | None,
+    constants: dict[str, float],
 ) -> None:
     values, scales = (weight, x) if isinstance(weight, Tensor) else (weight.values, weight.scales)
     has_scales = isinstance(weight, ScaledWeight)
@@ -163,6 +218,7 @@ def _launch_dense(
         x,
         x if x_scales is None else x_scales,
         values,
+        values if bias is None else bias,
         scales,
         out,
         order.pairs,
@@ -175,7 +231,8 @@ def _launch_dense(
         x.stride(0),
         0 if x_scales is None else x_scales.stride(0),
         TOP_K=order.top_k,
-        GATED=gated,
+        **constants,
+        HAS_BIAS=bias is not None,
         HAS_SCALES=has_scales,
         BLOCK_SCALED=has_blocks,
         IS_INT=x.dtype == torch.int8,
@@ -189,7 +246,9 @@ def _launch_dense(
     )
 
 
-def _launch_packed(x: Tensor, weight: PackedWeight, order: ExpertOrder, out: Tensor, gated: bool) -> None:
+def _launch_packed(
+    x: Tensor, weight: PackedWeight, order: ExpertOrder, out: Tensor, constants: dict[str, float]
+) -> None:
     assert x.shape[1] == weight.k
     tile = _PACKED.of(chip_of(x.device), order.block_m)
     block_k = gcd(tile.block_k, weight.group or tile.block_k)
@@ -211,7 +270,7 @@ def _launch_packed(x: Tensor, weight: PackedWeight, order: ExpertOrder, out: Ten
         weight.codes.shape[-1],
         weight.scales.shape[-2],
         TOP_K=order.top_k,
-        GATED=gated,
+        **constants,
         BITS=weight.bits,
         GROUP=weight.group,
         HAS_ZEROS=weight.zeros is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .gate_mul import activated, clamped
 from .lang import jit, tl
 from .products import dense_product, packed_product, place_of
 
@@ -11,6 +12,7 @@ def grouped_dense_kernel(
     x: tl.tensor,  # rows of k
     x_scales: tl.tensor,  # [rows], or [rows, ceil(k / 128)] where BLOCK_SCALED; where HAS_SCALES
     weight: tl.tensor,  # [experts, rows, k] contiguous
+    bias: tl.tensor,  # [experts, rows] contiguous, where HAS_BIAS
     weight_scales: tl.tensor,  # [experts, rows], or [experts, ceil(rows / 128), ceil(k / 128)]; where HAS_SCALES
     out: tl.tensor,  # [places or pairs, num_columns] contiguous
     pairs: tl.tensor,  # of ExpertOrder, as all that follows
@@ -24,6 +26,10 @@ def grouped_dense_kernel(
     x_scale_stride: int,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # where GATED, as gate_mul takes it
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     BLOCK_SCALED: tl.constexpr,
     IS_INT: tl.constexpr,
@@ -75,7 +81,9 @@ def grouped_dense_kernel(
             if HAS_SCALES and not BLOCK_SCALED:
                 product *= tl.load(scales + real_n + half * num_columns)[None, :]
                 product *= tl.load(x_scales + x_row * x_scale_stride)[:, None]
-            acc = _gated(acc, product) if half else product
+            if HAS_BIAS:
+                product += tl.load(bias + expert * rows + real_n + half * num_columns).to(tl.float32)[None, :]
+            acc = _gated(acc, product, ACTIVATION, ALPHA, LIMIT) if half else product
         target = out + out_row[:, None] * num_columns + n[None, :]
         tl.store(target, acc, mask=is_real[:, None] & (n < num_columns)[None, :])
 
@@ -100,6 +108,9 @@ def grouped_packed_kernel(
     groups: int,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # where GATED, as gate_mul takes it
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -143,14 +154,17 @@ def grouped_packed_kernel(
                 BLOCK_N,
                 BLOCK_K,
             )
-            acc = _gated(acc, product) if half else product
+            acc = _gated(acc, product, ACTIVATION, ALPHA, LIMIT) if half else product
         target = out + out_row[:, None] * num_columns + n[None, :]
         tl.store(target, acc, mask=is_real[:, None] & (n < num_columns)[None, :])
 
 
 @jit
-def _gated(gate: tl.tensor, up: tl.tensor):
-    return gate / (1.0 + tl.exp(-gate)) * up
+def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """float32 both."""
+    if ACTIVATION == 3:
+        gate, up = clamped(gate, up, LIMIT)
+    return activated(gate, ACTIVATION, ALPHA) * up
 
 
 @jit

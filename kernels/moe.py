@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .gate_mul import SILU
 from .grouped_gemm import ExpertWeight, block_m_of, grouped_down, grouped_gate_up
 from .moe_combine import moe_combine
 from .moe_sort import moe_sort
@@ -19,19 +20,23 @@ def moe_experts(
     down: ExpertWeight,
     first_expert: int = 0,
     shared: Tensor | None = None,
+    *,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    activation: int = SILU,
 ) -> Tensor:
-    """sum over j of weights[t, j] * down_e(silu(gate_e x) * up_e x), e = experts[t, j]; plus shared[t].
+    """sum over j of weights[t, j] * down_e(act(gate_e x) * up_e x), e = experts[t, j]; plus shared[t].
 
     x: [T, D] floating, last axis contiguous; weights: [T, top_k] float32 and experts: [T, top_k] int32 (moe_routing
     makes both); gate_up: [E, 2I, D], gate first; down: [E, D, I]: the E experts from first_expert on. Others, and -1,
-    which marks a row that is padding, add nothing. Returns [T, D] of x's dtype.
+    which marks a row that is padding, add nothing. biases: of both products, [E, 2I] and [E, D]; activation: of
+    gate_mul.py. Returns [T, D] of x's dtype.
     """
     num_experts = (gate_up if isinstance(gate_up, Tensor) else gate_up.scales).shape[0]
     order = moe_sort(experts, num_experts, block_m_of(experts.numel(), num_experts, x.device), first_expert)
     rows, scales = _as_factor_of(gate_up, x)
-    act = grouped_gate_up(rows, gate_up, order, x.dtype, scales)
+    act = grouped_gate_up(rows, gate_up, order, x.dtype, scales, biases[0], activation)
     rows, scales = _as_factor_of(down, act)
-    y = grouped_down(rows, down, order, x.dtype, scales)
+    y = grouped_down(rows, down, order, x.dtype, scales, biases[1])
     return moe_combine(y, weights, experts, num_experts, first_expert, shared)
 
 

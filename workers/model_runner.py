@@ -268,7 +268,7 @@ class ModelRunner:
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
         if isinstance(self.steps, GpuSteps):
-            return None  # to read them would hold the device up
+            return self.steps.expert_tokens()
         counts = self.steps.expert_tokens
         return None if counts is None else counts.numpy()
 

@@ -1,12 +1,14 @@
 """Mixtures of experts against the formula, token by token; alone, beside other rows, and as shares of ranks."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from diptych.kernels.expert_counts import count_experts
 from diptych.workers.models.moe import moe
 from diptych.workers.models.spec import MlpSpec, MoeSpec, RoutingSpec
 from diptych.workers.models.weights import LayerWeights
@@ -96,10 +98,11 @@ def test_what_is_beside_a_row_changes_nothing() -> None:
 def test_tokens_of_each_expert_are_counted() -> None:
     spec, weights = mixture(MIXTRAL)
     tokens, hidden = torch.ones(NUM_EXPERTS, dtype=torch.int64), rows(20)
+    slots = torch.arange(20) - 1  # the first is idle
     for _ in range(2):
-        moe(spec, weights, hidden, expert_tokens=tokens)
+        moe(spec, weights, hidden, count=partial(count_experts, slots=slots, counts=tokens))
     expected = [1] * NUM_EXPERTS
-    for row in hidden:
+    for row in hidden[1:]:
         for e in chosen(spec.routing, weights, row):
             expected[e] += 2
     assert tokens.tolist() == expected

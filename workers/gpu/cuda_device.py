@@ -18,6 +18,10 @@ class CudaEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
+    @property
+    def has_happened(self) -> bool:
+        return self.event.query()
+
 
 class CudaLane:
     def __init__(self, stream: torch.cuda.Stream) -> None:

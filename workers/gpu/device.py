@@ -21,6 +21,11 @@ class Event(Protocol):
         """The host waits until all that was run on the lane before it is done. Raises what went wrong there."""
         ...
 
+    @property
+    def has_happened(self) -> bool:
+        """Does not wait. May raise what went wrong."""
+        ...
+
 
 class Lane(Protocol):
     """What is run on it is done in order, beside what is run on other lanes."""

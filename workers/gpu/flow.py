@@ -100,7 +100,8 @@ class Pieces:
         layer, group = self.decoder.layers[index], self.decoder.group
         weights, eps = layer.weights, layer.eps
         hidden = leave(output(weights, flow.attended, group), weights.attention_out_norm, eps)
-        hidden = feed_forward(layer, enter(hidden, flow.residual, weights.mlp_norm, eps), flow.residual, group)
+        entering = enter(hidden, flow.residual, weights.mlp_norm, eps)
+        hidden = feed_forward(layer, entering, flow.residual, flow.slots, group)
         return leave(hidden, weights.mlp_out_norm, eps)
 
 

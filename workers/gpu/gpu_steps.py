@@ -21,15 +21,16 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.block_copy import copy_blocks
 from ..errors import ConfigError, InternalError
 from ..kv_cache import KVCache
-from ..models import mla, moe
+from ..models import mla
 from ..models.decoder import Decoder
 from ..models.rope import Ropes
-from ..models.spec import KVShape, LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from ..models.spec import KVShape, LatentSpec, LayerSpec, ModelSpec
 from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
 from .decode_graphs import DecodeGraphs
@@ -37,6 +38,7 @@ from .device import Device, Event
 from .device_errors import is_full, lost, needing_memory, of_step
 from .device_sampler import DeviceSampler
 from .device_tables import DeviceTables
+from .expert_tokens import ExpertTokens
 from .flow import Pieces
 from .prompt_part import TABLE_BLOCKS, Numbers, PromptPart, PromptRun
 from .step_buffers import KNOWN, NUM_ROOMS, Room, StepBuffers
@@ -93,6 +95,8 @@ class GpuSteps:
                 self._graphs.capture(device, self._main)
                 self._prompts.capture(graph_tokens)
             device.synchronize()
+        counts = decoder.expert_tokens
+        self._expert_tokens = ExpertTokens(device, self._main, counts) if counts is not None else None
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
@@ -111,6 +115,10 @@ class GpuSteps:
             ids = self._device.pinned((2, len(pairs)), torch.int64)
             ids.numpy()[:] = np.array(pairs).T
             self._main.run(partial(_copy, pool, ids))
+
+    def expert_tokens(self) -> NDArray[np.int64] | None:
+        """See Runner.expert_tokens: as of some steps ago."""
+        return self._expert_tokens.latest() if self._expert_tokens is not None else None
 
     def check(self) -> None:
         """Raises DeviceLost."""
@@ -263,7 +271,7 @@ def check_known(spec: ModelSpec) -> None:
 
 
 def _unknown(layer: LayerSpec, kv: KVShape) -> Iterator[str]:
-    attention, fed = layer.attention, layer.feed_forward
+    attention = layer.attention
     if isinstance(attention, LatentSpec):
         if not mla.has_kernels(attention):
             yield "latents and heads of sizes other than powers of 2 from 16 on"
@@ -277,8 +285,6 @@ def _unknown(layer: LayerSpec, kv: KVShape) -> Iterator[str]:
         yield "layers with an input of each token or a scale of their own"
     if layer.beside is not None:
         yield "an MLP beside experts"
-    if isinstance(fed, MoeSpec) and not moe.has_kernels(fed):
-        yield f"experts of {fed.expert.activation} or with biases"
 
 
 class LaunchedStep:

@@ -10,12 +10,14 @@ What enters a part is normed where the spec has norms before it; what it adds, w
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, tanh
 from torch.nn.functional import embedding, linear
 
+from ...kernels.expert_counts import count_experts
 from ...kernels.paged_attention import paged_attention
 from ...kernels.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from ...kernels.rms_norm import add_rms_norm, rms_norm
@@ -78,8 +80,7 @@ class Decoder:
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         # All ranks send the same tokens to the same experts: the first alone counts.
-        is_counted = self.group.rank == 0 and weights.embed.is_cpu  # who asks a GPU for counts holds it up
-        self.expert_tokens = no_expert_tokens(spec, weights.embed.device) if is_counted else None
+        self.expert_tokens = no_expert_tokens(spec, weights.embed.device) if self.group.rank == 0 else None
         ranks = {layer: ExpertRanks(self.group, placement) for layer, placement in (experts or {}).items()}
         self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
 
@@ -169,7 +170,8 @@ def run_layers(
         if layer.spec.kv_from is None:
             stored(layer.kv_id + 1)
         hidden = leave(hidden, weights.attention_out_norm, layer.eps)
-        hidden = feed_forward(layer, enter(hidden, residual, weights.mlp_norm, layer.eps), residual, group)
+        entering = enter(hidden, residual, weights.mlp_norm, layer.eps)
+        hidden = feed_forward(layer, entering, residual, meta.slots, group)
         hidden = leave(hidden, weights.mlp_out_norm, layer.eps)
         hidden = end(layer, hidden, residual, None if given is None else given[:, i])
     return hidden
@@ -205,17 +207,19 @@ def leave(hidden: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     return hidden if norm is None else rms_norm(hidden, norm, eps)
 
 
-def feed_forward(layer: Layer, hidden: Tensor, residual: Tensor, group: Group) -> Tensor:
-    """hidden: [T, H], what enters, of `residual` [T, H]. Returns [T, H], the same on every rank."""
+def feed_forward(layer: Layer, hidden: Tensor, residual: Tensor, slots: Tensor, group: Group) -> Tensor:
+    """hidden: [T, H], what enters, of `residual` [T, H]; slots: [T], below 0 of tokens that are idle. Returns [T, H],
+    the same on every rank."""
     spec, weights = layer.spec.feed_forward, layer.weights
     if isinstance(spec, MlpSpec):
         return group.all_reduce(_mlp(spec, weights, hidden))
-    here = layer.experts.here if layer.experts is not None else None
+    here, counts = layer.experts.here if layer.experts is not None else None, layer.expert_tokens
+    count = partial(count_experts, slots=slots, counts=counts) if counts is not None else None
     if layer.spec.beside is None:
-        return group.all_reduce(moe(spec, weights, hidden, here, layer.expert_tokens))
+        return group.all_reduce(moe(spec, weights, hidden, here, count))
     assert weights.experts_norm is not None and weights.router_norm is not None
     normed, routed_by = (rms_norm(residual, norm, layer.eps) for norm in (weights.experts_norm, weights.router_norm))
-    mixed = moe(spec, weights, normed, here, layer.expert_tokens, routed_by)
+    mixed = moe(spec, weights, normed, here, count, routed_by)
     both = group.all_reduce(torch.stack((_mlp(layer.spec.beside, weights, hidden), mixed)))
     norms = weights.beside_out_norm, weights.experts_out_norm
     one, other = (leave(of, norm, layer.eps) for of, norm in zip(both, norms, strict=True))

@@ -17,7 +17,7 @@ from ...kernels.lang import has_kernel, launched
 from ...kernels.moe import moe_experts
 from ...kernels.moe_combine import moe_combine
 from ...kernels.moe_routing import Routing, moe_routing
-from .mlp import mlp
+from .mlp import ACTIVATIONS, mlp
 from .spec import ModelSpec, MoeSpec, RoutingSpec
 from .weights import LayerWeights
 
@@ -30,24 +30,26 @@ def moe(
     weights: LayerWeights,
     hidden: Tensor,
     here: Here | None = None,
-    expert_tokens: Tensor | None = None,
+    count: Callable[[Tensor], object] | None = None,
     routed_by: Tensor | None = None,
 ) -> Tensor:
     """What the experts that are held here and the shared ones give. hidden: [T, H].
 
-    here: None where those are all. expert_tokens: [num_experts] int64, of all experts; how many go to each is added.
+    here: None where those are all. count: told which experts each token goes to, [T, top_k] int32, of all there are.
     routed_by: [T, H], what the router sees where it is not `hidden`. Returns [T, H].
     """
     gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by)
-    if expert_tokens is not None:
-        _count(experts, expert_tokens)
+    if count is not None:
+        count(experts)
     if here is not None:
         experts = here(experts)
     gate_up, down = weights.experts_gate_up, weights.experts_down
     assert gate_up is not None and down is not None
     shared = _shared(spec, weights, hidden)
-    if has_kernel(hidden) and has_kernels(spec):
-        return moe_experts(hidden, gates, experts, gate_up, down, shared=shared)
+    if has_kernel(hidden):
+        biases = weights.experts_gate_up_bias, weights.experts_down_bias
+        activation = ACTIVATIONS[spec.expert.activation]
+        return moe_experts(hidden, gates, experts, gate_up, down, shared=shared, activation=activation, biases=biases)
     y = launched(_one_by_one, spec, weights, hidden, experts)
     return moe_combine(y, gates, experts, gate_up.shape[0], shared=shared)
 
@@ -57,11 +59,6 @@ def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
     mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
     most = max((of.num_experts for of in mixtures), default=0)
     return torch.zeros(spec.num_layers, most, dtype=torch.int64, device=device) if most else None
-
-
-def has_kernels(spec: MoeSpec) -> bool:
-    """Whether a GPU's kernels know such experts."""
-    return spec.expert.activation == "silu" and not spec.expert.bias
 
 
 def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,12 +84,6 @@ def routing_of(spec: RoutingSpec) -> Routing:
         top_groups=spec.top_groups,
         group_by_two=spec.group_by_two,
     )
-
-
-def _count(experts: Tensor, expert_tokens: Tensor) -> None:
-    """experts: [T, top_k] int32; -1 is none. Waits for no device."""
-    flat = experts.view(-1).long()
-    expert_tokens.scatter_add_(0, flat.clamp(min=0), (flat >= 0).long())
 
 
 def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from diptych.kernels.expert_counts import count_experts_triton, count_experts_twin
+from diptych.kernels.gate_mul import GELU, SWIGLU_CLAMPED
 from diptych.kernels.grouped_gemm import (
     ExpertWeight,
     grouped_down_triton,
@@ -51,6 +53,14 @@ def launch(rows: int, block_m: int, gate_up: ExpertWeight, down: ExpertWeight) -
             product(meta(num, 2048), weight, order, torch.bfloat16)
 
 
+def launch_of_gptoss() -> None:
+    order, experts = order_of_meta(32, 16), NUM_EXPERTS
+    grouped_gate_up_triton(
+        meta(32, 2048), wide(4096, 2048), order, torch.bfloat16, None, meta(experts, 4096), SWIGLU_CLAMPED
+    )
+    grouped_down_triton(meta(256, 2048), wide(2048, 2048), order, torch.bfloat16, None, meta(experts, 2048))
+
+
 def both(weight: object, rows: int, block_m: int) -> None:
     launch(rows, block_m, weight(4096, 2048), weight(2048, 2048))  # type: ignore[operator]
 
@@ -60,10 +70,17 @@ def combine_of_meta() -> None:
     moe_combine_triton(meta(512, 4096), *pairs, NUM_EXPERTS, 0, meta(64, 4096))
 
 
+def count_of_meta() -> None:
+    experts, slots = meta(64, 8, dtype=torch.int32), meta(64, dtype=torch.int64)
+    count_experts_triton(experts, slots, meta(NUM_EXPERTS, dtype=torch.int64))
+
+
 LAUNCHES = [
+    Launch("count", count_of_meta),
     Launch("256 experts in groups", lambda: moe_routing_triton(meta(64, 256), V3, meta(256, dtype=torch.float32))),
     Launch("combine", combine_of_meta),
     Launch("16 bits, few rows", lambda: both(wide, 32, 16)),
+    Launch("16 bits, few rows, biased and clamped", launch_of_gptoss),
     Launch("16 bits, 64 rows a tile", lambda: both(wide, 512, 64), is_gated=False),
     Launch("16 bits, many rows", lambda: both(wide, 4096, 128), is_gated=False),
     Launch("fp8, few rows", lambda: both(fp8_of_blocks, 32, 16), HOPPER, is_gated=False),
@@ -172,3 +189,30 @@ def test_grouped_products(num_tokens: int, block_m: int, kind: str, dtype: torch
         written = torch.arange(num_here, device=DEVICE) if k == dim else order.pairs[:num_here].long()
         assert int(found.isnan().any(dim=1).sum()) == experts.numel() - num_here
         assert_near(found[written], expected[written])
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("activation", [SWIGLU_CLAMPED, GELU])
+def test_grouped_products_with_biases(activation: int, dtype: torch.dtype) -> None:
+    """As gpt-oss has them: large enough that the gate is clamped."""
+    num_experts, dim, inner = 3, 40, 24
+    order = moe_sort_twin(random_experts(20, 2, num_experts), num_experts, 16)
+    gate_up, down = (weight_of("16 bits", num_experts, *of, dtype) for of in ((2 * inner, dim), (dim, inner)))
+    biases = normal(num_experts, 2 * inner, dtype=dtype, seed=6), normal(num_experts, dim, dtype=dtype, seed=7)
+    x = normal(20, dim, dtype=dtype, seed=5) * 6
+    act = grouped_gate_up_twin(x, gate_up, order, dtype, None, biases[0], activation)
+    assert_near(grouped_gate_up_triton(x, gate_up, order, dtype, None, biases[0], activation), act)
+    found = grouped_down_triton(act, down, order, dtype, None, biases[1])
+    assert_near(found, grouped_down_twin(act, down, order, dtype, None, biases[1]))
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 2, 8), (300, 3, 6)])
+def test_count_experts(num_tokens: int, top_k: int, num_experts: int) -> None:
+    experts = random_experts(num_tokens, top_k, num_experts)
+    experts[-1, 0] = -1
+    slots = torch.arange(num_tokens, device=DEVICE) - 2 * (num_tokens > 1)  # the first two are idle
+    found, expected = (torch.full((num_experts,), 5, device=DEVICE) for _ in range(2))
+    count_experts_triton(experts, slots, found)
+    count_experts_twin(experts, slots, expected)
+    assert torch.equal(found, expected)
+    assert int(found.sum()) == 5 * num_experts + int((experts[slots >= 0] >= 0).sum())

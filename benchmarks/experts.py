@@ -29,13 +29,15 @@ from compiled import compiled_team  # noqa: E402
 from linear import in_huge_pages  # noqa: E402
 from roofline import Roofline  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import MixtralConfig  # noqa: E402
+from transformers import GptOssConfig, MixtralConfig  # noqa: E402
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
 
-from diptych.kernels.cpu.experts import ExpertMemory, PackedExperts, experts  # noqa: E402
+from diptych.kernels.cpu.experts import ExpertMemory, Gate, PackedExperts, experts  # noqa: E402
 from diptych.kernels.cpu.formats import Format  # noqa: E402
 from diptych.kernels.cpu.library import Team  # noqa: E402
-from diptych.kernels.cpu.linear import pack, packed_bytes  # noqa: E402
+from diptych.kernels.cpu.linear import PackedLinear, Then, pack, packed_bytes  # noqa: E402
+from diptych.kernels.gate_mul import ALPHA, LIMIT  # noqa: E402
 
 NUM_CHOICES = 3  # different ones, in turn
 
@@ -46,11 +48,13 @@ class Shape:
     top_k: int
     hidden: int
     inner: int
+    is_clamped: bool = False  # gpt-oss's gate, and biases
 
 
 SHAPES = {
     "qwen3": Shape(128, 8, 2048, 768),  # Qwen3-30B-A3B
     "mixtral": Shape(8, 2, 2048, 7168),  # Mixtral 8x7B, at half its sizes
+    "gpt-oss": Shape(32, 4, 2880, 2880, is_clamped=True),  # gpt-oss-20b
 }
 
 
@@ -65,20 +69,26 @@ class Mixture:
             rows = torch.randn(weights.shape[1:]).bfloat16() * weights.shape[2] ** -0.5
             for of in weights:
                 of.copy_(rows[torch.randperm(len(rows))])
+        self.gate_up_bias, self.down_bias = (torch.randn(of.shape[:2]).bfloat16() for of in (self.gate_up, self.down))
         self.theirs = {how: self._by_transformers(how) for how in ("eager", "grouped_mm")}
         self.ours = {format: self._packed(format) for format in formats}
 
-    def _by_transformers(self, how: str) -> MixtralExperts:
-        config = MixtralConfig(
-            hidden_size=self.shape.hidden,
-            intermediate_size=self.shape.inner,
-            num_local_experts=self.shape.num_experts,
-            experts_implementation=how,
-        )
+    def _by_transformers(self, how: str) -> MixtralExperts | GptOssExperts:
+        shape = self.shape
+        sizes = {
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.inner,
+            "num_local_experts": shape.num_experts,
+            "experts_implementation": how,
+        }
         with torch.device("meta"):
-            made = MixtralExperts(config)
-        made.gate_up_proj = torch.nn.Parameter(self.gate_up, requires_grad=False)
-        made.down_proj = torch.nn.Parameter(self.down, requires_grad=False)
+            made = GptOssExperts(GptOssConfig(**sizes)) if shape.is_clamped else MixtralExperts(MixtralConfig(**sizes))
+        tensors = {"gate_up_proj": self.gate_up, "down_proj": self.down}
+        if shape.is_clamped:  # inputs come first there, and gate and up in turn
+            tensors = {"gate_up_proj": _in_turn(self.gate_up).mT, "down_proj": self.down.mT}
+            tensors |= {"gate_up_proj_bias": _in_turn(self.gate_up_bias), "down_proj_bias": self.down_bias}
+        for name, tensor in tensors.items():
+            setattr(made, name, torch.nn.Parameter(tensor.contiguous(), requires_grad=False))
         return made
 
     def _packed(self, format: Format) -> PackedExperts:
@@ -89,14 +99,15 @@ class Mixture:
             used += num_bytes
             return arena[used - num_bytes : used]
 
-        pairs = [
-            (
-                pack(self.team, [gate_up], gated=True, format=format, take=take),
-                pack(self.team, [down], format=format, take=take),
-            )
-            for gate_up, down in zip(self.gate_up, self.down, strict=True)
-        ]
-        return PackedExperts([pair[0] for pair in pairs], [pair[1] for pair in pairs], self.shape.top_k)
+        def packed(weights: Tensor, biases: Tensor, *, gated: bool) -> list[PackedLinear]:
+            own = biases if self.shape.is_clamped else [None] * len(weights)
+            pairs = zip(weights, own, strict=True)
+            return [pack(self.team, [w], bias, gated=gated, format=format, take=take) for w, bias in pairs]
+
+        gate_up = packed(self.gate_up, self.gate_up_bias, gated=True)
+        down = packed(self.down, self.down_bias, gated=False)
+        gate = Gate(Then.CLAMPED_MUL, ALPHA, LIMIT) if self.shape.is_clamped else Gate()
+        return PackedExperts(gate_up, down, self.shape.top_k, gate)
 
     def _most_bytes(self, format: Format) -> int:
         return packed_bytes(2 * self.shape.inner, self.shape.hidden, torch.bfloat16, format)
@@ -108,6 +119,11 @@ class Mixture:
     def choose(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         weights, ids = torch.randn(num_tokens, self.shape.num_experts).softmax(dim=1).topk(self.shape.top_k)
         return weights / weights.sum(dim=1, keepdim=True), ids
+
+
+def _in_turn(gate_up: Tensor) -> Tensor:
+    """[E, 2I, ...], gate before up, to [E, 2I, ...] where they take turns."""
+    return gate_up.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ..workers.errors import ConfigError
 from ..workers.kv_layout import DTYPE_BYTES
 from ..workers.kv_plan import MAX_CONTEXTS, layout_of
+from ..workers.models.compiled_limits import why_torch
 from ..workers.models.expert_placement import IN_ORDER
 from ..workers.models.sharding import share_of_first
 from ..workers.models.spec import LatentSpec, ModelSpec
@@ -62,6 +63,7 @@ class MemoryPlan:
     other: RankPlan | None  # the one of the others whose weights take most
     token_bytes: int  # of KV, on one rank
     max_context_tokens: int
+    full_size_because: str | None  # of weights that were to be quantised
 
     @property
     def num_tokens(self) -> int:
@@ -80,8 +82,11 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
     check_shares(spec, how.quantize, how.tensor_parallel)
     layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel)
 
+    why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=how.expert_parallel > 1)
+    quantize = how.quantize if why is None else None
+
     def rank(number: int) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, replace(share, rank=number), how.dtype, how.quantize))
+        weights = _by_part(weight_bytes(spec, replace(share, rank=number), how.dtype, quantize))
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -92,7 +97,7 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
 
     first, *others = [rank(number) for number in range(how.tensor_parallel)]
     other = max(others, key=lambda of: of.weight_bytes) if others else None
-    return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest)
+    return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize else None)
 
 
 def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:

@@ -113,7 +113,10 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
         num = min(rank.num_sequences(length, how.block_size) for rank in ranks)
         console.print(f"  {num:,} sequences of {length:,} tokens", soft_wrap=True)
     if how.quantize:
-        console.print(Text("  where torch computes (a worker says so), weights are held at full size", style="dim"))
+        note = "where the compiled kernels are not built torch computes, and holds weights at full size"
+        if plan.full_size_because is not None:
+            note = f"weights are held at full size, as torch computes: {plan.full_size_because}"
+        console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
     if spec.tie_word_embeddings:
         console.print(Text("  the head is tied to the embeddings", style="dim"))
 

@@ -31,6 +31,13 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
 }
+YARN_32 = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 GEMMA: dict[str, Any] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 10, "tie_word_embeddings": True}
 GEMMA3: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -99,7 +106,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": None, "v_head_dim": 12, "rope_parameters": YARN, "topk_method": "group_limited_greedy"},
     ),
     "deepseek-v3": ("DeepseekV3", LATENT | {"q_lora_rank": 24, "v_head_dim": 32}),
-    "gptoss": ("GptOss", {"intermediate_size": 64, "sliding_window": WINDOW} | EXPERTS),
+    "gptoss": (
+        "GptOss",
+        {"intermediate_size": 64, "sliding_window": WINDOW, "rope_parameters": YARN_32} | EXPERTS,
+    ),
     "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}),
     "gemma3": ("Gemma3", GEMMA | GEMMA3),
     "olmo2": ("Olmo2", {}),

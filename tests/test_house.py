@@ -19,6 +19,7 @@ NO_TORCH = {
     "garbage",
     "kv_layout",
     "kv_plan",
+    "models.compiled_limits",
     "models.expert_placement",
     "models.families",
     "models.sharding",

@@ -4,10 +4,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..kernels.cpu.attention import LARGEST_HEAD_DIM
 from ..kernels.cpu.library import ISA_VARIABLE, PATH, Library, StaleLibrary, Team, library
 from .errors import ConfigError
-from .kv_layout import DOT, GROUP, ROWS
+from .kv_layout import DOT, ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +42,6 @@ def choose(isa: str = "auto") -> Choice:
         raise ConfigError(f"cpu_isa must be auto, none or one that this processor has ({', '.join(found.isas)})")
     chosen = found if isa == "auto" else found.using(isa)
     return Choice(chosen, f"compiled kernels compute, for {chosen.isa} (here: {', '.join(found.isas)})")
-
-
-def choose_for(isa: str, block_size: int, head_dim: int) -> Choice:
-    """The same for a model and a cache; where they do not suit the kernels, torch."""
-    choice = choose(isa)
-    for name, size in (("block_size", block_size), ("head_dim", head_dim)):
-        if choice.library is not None and size % GROUP:
-            return Choice(None, f"torch computes, slower: {name} {size} is not a multiple of {GROUP}")
-    if choice.library is not None and head_dim > LARGEST_HEAD_DIM:
-        return Choice(None, f"torch computes, slower: head_dim {head_dim} is above {LARGEST_HEAD_DIM}")
-    return choice
 
 
 def make_team(library: Library, num_threads: int, cores: Sequence[int] | None) -> Team:

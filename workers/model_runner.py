@@ -23,7 +23,7 @@ from ..kernels.cpu.sample import RowSampler
 from .batch_tables import BatchTables
 from .compiled_steps import CompiledSteps
 from .cores import part_of
-from .cpu_kernels import Choice, choose, choose_for, make_team
+from .cpu_kernels import Choice, choose, make_team
 from .errors import ConfigError, RankLost
 from .gpu.cuda_device import gpu_named
 from .gpu.device import Device
@@ -36,7 +36,7 @@ from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .kv_plan import layout_of, plan_num_blocks
 from .launched import Compute, ComputeThread, Deferred
 from .models.compiled import CompiledDecoder, read_weights
-from .models.compiled_shape import why_not
+from .models.compiled_limits import why_torch
 from .models.decoder import Decoder
 from .models.expert_placement import IN_ORDER
 from .models.families import load_spec
@@ -172,6 +172,12 @@ class ModelRunner:
             torch.set_num_threads(threads)
         choice = _kernels(config, spec, gpu)
         log.info("%s", choice.why)
+        for rope, _ in spec.ropes:
+            if rope.is_long(max_context_tokens):
+                log.info(
+                    "longrope: all contexts are rotated as long ones are; max_context_tokens=%d and less as short ones",
+                    rope.original_max_position_embeddings,
+                )
         quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             check_fits(checkpoint.spec, share, config.dtype, quantize, available_bytes(device))
@@ -280,11 +286,8 @@ def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> 
     if gpu is not None:
         check_known(spec)
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
-    if config.expert_parallel > 1:
-        return Choice(None, "torch computes, slower: the compiled kernels do not know experts that ranks hold whole")
-    if (unknown := why_not(spec, config.tensor_parallel)) is not None:
-        return Choice(None, f"torch computes, slower: the compiled kernels do not compute {unknown}")
-    return choose_for(config.cpu_isa, config.block_size, spec.kv.dim)
+    why = why_torch(spec, config.block_size, config.tensor_parallel, whole_experts=config.expert_parallel > 1)
+    return choose(config.cpu_isa) if why is None else Choice(None, f"torch computes, slower: {why}")
 
 
 def _read_weights(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch
 from .library import DTYPES, Team
+from .limits import LARGEST_HEAD_DIM
 
 GROUP = 16  # slots
-LARGEST_HEAD_DIM = 1024
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 

@@ -1,4 +1,4 @@
-"""What a row's experts make of it, compiled, with its torch twin: the loop over experts that transformers runs."""
+"""What a row's experts make of it, compiled. Their twin is workers/models/moe.py's."""
 
 import ctypes
 from collections.abc import Sequence
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
-from torch.nn.functional import linear as torch_linear
 
 from ..moe_routing import Routing
 from .library import DTYPES, Team
@@ -25,19 +23,6 @@ class Gate:
     then: Then = Then.SILU_MUL
     alpha: float = 0.0
     limit: float = 0.0
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """By torch."""
-        match self.then:
-            case Then.SILU_MUL:
-                return silu(gate) * up
-            case Then.GELU_MUL:
-                return gelu(gate, approximate="tanh") * up
-            case Then.CLAMPED_MUL:
-                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-                return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
-            case Then.STORE | Then.ADD:
-                raise AssertionError("not a gate")
 
 
 class Experts(ctypes.Structure):
@@ -182,24 +167,3 @@ def experts(
     where = DTYPES[x.dtype], x.data_ptr(), x.stride(0), DTYPES[out.dtype], out.data_ptr(), out.stride(0)
     kernel(team.address, ctypes.addressof(packed.of), memory.address, *where, add_to is not None)
     return out
-
-
-def experts_twin(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate: Gate = Gate(),
-    first: int = 0,
-    biases: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """The same of gate_up: [E, 2I, H], gate first, down: [E, H, I], biases: [E, 2I] and [E, H]."""
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for e in (ids - first).unique().tolist():
-        if 0 <= e < len(gate_up):
-            rows, choice = torch.where(ids == first + e)
-            inner = torch_linear(x[rows], gate_up[e], biases and biases[0][e])
-            y = torch_linear(gate(*inner.chunk(2, dim=1)), down[e], biases and biases[1][e])
-            total.index_add_(0, rows, y.float() * weights[rows, choice, None])
-    return total.to(x.dtype)

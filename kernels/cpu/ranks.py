@@ -13,10 +13,11 @@ from .library import Library
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 SLOT_BYTES = 1 << 18  # what a rank puts at a time: that of a few ranks fits into a cache
 PAGE = 4096
+_UNLIKE = 3  # Met of ranks.cpp
 
 
 class Abandoned(Exception):
-    """Another rank is gone, or has not come in time."""
+    """Another rank is gone, has not come in time, or means another step."""
 
 
 class RankSums:
@@ -29,12 +30,13 @@ class RankSums:
         a rank waits for another; look_again_s: how long it sleeps at a time, if none wakes it."""
         assert memory.dtype == torch.uint8 and len(memory) == self.num_bytes(size) and 0 <= rank < size
         self._memory, self._rank, self._size = memory, rank, size
-        self._put = _function(library, "ranks_put", _P, _I, _I, _L, _L, _L, _P, _L)
+        self._put = _function(library, "ranks_put", _P, _I, _I, _L, _L, _L, _P, _L, _L)
         self._sum = _function(library, "ranks_sum", _P, _I, _I, _L, _L, _L, _P, _L)
         self._abandon = _function(library, "ranks_abandon", _P, _I)
         times_ms = (int(1000 * timeout_s), int(1000 * look_again_s))
         self._where = (memory.data_ptr(), rank, size, SLOT_BYTES, *times_ms)
         self._num_met = memory[64 * (1 + rank) :][:4].view(torch.int32)  # ranks.cpp's Rank::met
+        self._stated = memory[64:][: 64 * size].view(torch.int64).view(size, 8)[:, 1:3]  # Rank::stated
         self._slots = memory[_head(size) :].view(2, size, SLOT_BYTES)
 
     @staticmethod
@@ -54,7 +56,7 @@ class RankSums:
         assert part.dtype == torch.uint8 and part.is_contiguous() and part.numel() <= most
         for start in range(0, most, SLOT_BYTES):
             own = part.view(-1)[start : start + SLOT_BYTES]
-            self._check(self._put(*self._where, own.data_ptr(), own.numel()))
+            self._check(self._put(*self._where, own.data_ptr(), own.numel(), most))
             yield start, self._slots[int(self._num_met) % 2][:, : min(SLOT_BYTES, most - start)]
 
     def abandon(self) -> None:
@@ -62,6 +64,12 @@ class RankSums:
         self._abandon(self._memory.data_ptr(), self._size)
 
     def _check(self, met: int) -> None:
+        if met == _UNLIKE:
+            count = int(self._num_met)
+            stated = [int(n) for n in self._stated[:, count % 2]]
+            own = stated[self._rank]
+            other, theirs = next((rank, n) for rank, n in enumerate(stated) if n != own)
+            raise Abandoned(f"rank {other} came to meeting {count} about {theirs} bytes, this one about {own}")
         if met:
             raise Abandoned("it is gone" if met == 1 else "it did not come in time")
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..moe_routing import Routing
 from .library import Team
+from .limits import MOST_EXPERTS
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-MOST_EXPERTS = 1024
 
 
 class PackedRouting(ctypes.Structure):

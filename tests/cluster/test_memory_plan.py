@@ -102,8 +102,26 @@ def test_quantised_weights_take_less(llama: Path) -> None:
     plain, int8, int4 = (
         plan_memory(spec, Parallelism(quantize=of), ROOMY).first.weights for of in (None, "int8", "int4")
     )
+    assert plan_memory(spec, Parallelism(quantize="int8"), ROOMY).full_size_because is None
     assert plain["embeddings"] == int8["embeddings"] == int4["embeddings"]
     assert plain["MLP"] > 1.5 * int8["MLP"] > 1.5 * int4["MLP"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "because"),
+    [
+        ("deepseek-v2", {}, "latent attention"),
+        ("llama", {"block_size": 24}, "block_size 24"),
+        ("mixtral", {"tensor_parallel": 2, "expert_parallel": 2}, "hold whole"),
+    ],
+)
+def test_weights_that_torch_computes_with_are_counted_at_full_size(
+    tmp_path: Path, arch: str, changes: dict[str, int], because: str
+) -> None:
+    spec = load_spec(make_checkpoint(tmp_path / arch, arch, 0))
+    plain, int8 = (plan_memory(spec, Parallelism(quantize=of, **changes), ROOMY) for of in (None, "int8"))
+    assert int8.first.weights == plain.first.weights
+    assert plain.full_size_because is None and because in (int8.full_size_because or "")
 
 
 def test_ranks_with_whole_experts(tmp_path: Path) -> None:

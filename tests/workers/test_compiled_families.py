@@ -8,7 +8,7 @@ import pytest
 
 from diptych.kernels.cpu.library import library
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.models.compiled_shape import why_not
+from diptych.workers.models.compiled_limits import why_not
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.spec import AttentionSpec, MlpSpec
 from diptych.workers.request import SamplingParams

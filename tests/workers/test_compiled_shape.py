@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from diptych.kernels.cpu.experts import ExpertSizes
-from diptych.workers.models.compiled_shape import attention_ids, shape_of, why_not
+from diptych.workers.models.compiled_limits import ACTIVATIONS, EXPERT_ACTIVATIONS, why_not, why_torch
+from diptych.workers.models.compiled_shape import EXPERT_GATES, GATES, attention_ids, shape_of
 from diptych.workers.models.rope import rope_tables
 from diptych.workers.models.sharding import Share
 from diptych.workers.models.spec import (
@@ -70,12 +71,32 @@ def test_layers_of_experts_beside_others() -> None:
         ([LayerSpec(LOCAL, MIXTURE), LayerSpec(LOCAL, replace(MIXTURE, num_experts=6))], 1, "mixtures of other sizes"),
         ([LayerSpec(LOCAL, replace(MIXTURE, expert=MlpSpec(32, "gelu")))], 1, "the activation gelu"),
         ([layer(LOCAL, "gelu")], 1, "the activation gelu"),
+        ([layer(LOCAL, "swiglu_clamped")], 1, "the activation swiglu_clamped"),
         ([layer(replace(LOCAL, scale=0.0))], 1, "scaled"),
         ([layer(replace(LOCAL, qk_norm="whole"))], 2, "spread over ranks"),
     ],
 )
 def test_what_they_do_not_compute_is_said(layers: list[LayerSpec], num_ranks: int, said: str) -> None:
     assert said in (why_not(spec_of(*layers), num_ranks) or "")
+
+
+@pytest.mark.parametrize(
+    ("attention", "block_size", "whole_experts", "said"),
+    [
+        (LOCAL, 16, True, "experts that ranks hold whole"),
+        (replace(LOCAL, scale=0.0), 16, False, "do not compute scores that"),
+        (LOCAL, 24, False, "block_size 24 is not a multiple of 16"),
+        (replace(LOCAL, head_dim=24), 16, False, "head_dim 24 is not a multiple of 16"),
+        (replace(LOCAL, head_dim=2048), 16, False, "head_dim 2048 is above 1024"),
+    ],
+)
+def test_why_torch_computes(attention: AttentionSpec, block_size: int, whole_experts: bool, said: str) -> None:
+    assert said in (why_torch(spec_of(layer(attention)), block_size, whole_experts=whole_experts) or "")
+    assert why_torch(spec_of(layer(LOCAL)), 16) is None
+
+
+def test_each_activation_that_they_compute_has_a_gate() -> None:
+    assert (tuple(GATES), tuple(EXPERT_GATES)) == (ACTIVATIONS, EXPERT_ACTIVATIONS)
 
 
 def test_a_norm_of_all_heads_is_one_ranks() -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from diptych.workers.errors import CheckpointError, ConfigError
 from diptych.workers.gpu.gpu_steps import check_known
-from diptych.workers.models.compiled_shape import why_not
+from diptych.workers.models.compiled_limits import why_not
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.spec import AttentionSpec, MlpSpec, ModelSpec, MoeSpec, RopeSpec, RoutingSpec
 from diptych.workers.models.weights import Checkpoint

@@ -16,6 +16,7 @@ from diptych.workers.models.spec import LatentSpec, RopeSpec
 from diptych.workers.models.weights import LayerWeights
 
 from .conftest import CheckpointOf
+from .largest import Largest
 
 SPEC = LatentSpec(num_heads=4, q_rank=0, kv_rank=24, nope_dim=8, rope_dim=4, value_dim=6, rope=RopeSpec(), scale=0.37)
 BLOCK_SIZE = 4
@@ -70,6 +71,22 @@ def test_both_forms_are_what_one_head_after_the_other_gives(num_new: int, contex
     for form in (expanded, absorbed):
         found = form(spec, weights, q, pool[:, 0, :, 0], batch, range(1))
         torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
+
+
+def test_a_long_context_is_expanded_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32,768 tokens, whose keys and values together would take 134 MB: no tensor is larger than the bound."""
+    monkeypatch.setattr(mla, "EXPANDED_BYTES", 16 << 20)
+    spec = replace(SPEC, num_heads=16, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32)
+    weights = replace(weights_of(spec), kv_b=normal(16 * 64, 64) / 8)
+    num_new, length = 100, 32_768
+    q, latents = normal(num_new, 16, spec.q_dim, seed=1), normal(length // 16, 16, spec.kv_dim, seed=2)
+    tables, lens = torch.arange(length // 16).int()[None], torch.tensor([length]).int()
+    batch = PagedBatch(tables, lens, torch.tensor([0, num_new]).int(), [length], [num_new], 0, block_size=16)
+    with Largest() as largest:
+        found = expanded(spec, weights, q, latents, batch, range(1))
+    assert 0 < largest.num_bytes <= 16 << 20
+    due = absorbed(spec, weights, q, latents, batch, range(1))
+    torch.testing.assert_close(found, due, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("together", [0, 1 << 20])

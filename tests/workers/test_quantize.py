@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from diptych.workers.models.families import load_spec
 from diptych.workers.models.weights import Checkpoint, load_weights
 from diptych.workers.quant import int4, int8
 from diptych.workers.quant.formats import format_of
-from diptych.workers.quant.stored import as_stored
+from diptych.workers.quant.stored import as_stored_
 from diptych.workers.request import SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
 
+from .largest import Largest
 from .serving import Server
 
 PROMPTS = [[5, 9, 17, 3, 8], [44, 2] * 20]
@@ -58,9 +60,28 @@ def test_products_alone_are_quantised(llama: Path) -> None:
         found = load_weights(checkpoint.reader(torch.float32, torch.device("cpu"), quantize="int4"))
     assert torch.equal(found.embed, plain.embed)
     assert torch.equal(found.layers[0].input_norm, plain.layers[0].input_norm)
-    assert torch.equal(found.layers[1].down, as_stored(plain.layers[1].down, Format.INT4))
+    assert torch.equal(found.layers[1].down, as_stored_(plain.layers[1].down.clone(), Format.INT4))
     assert not torch.equal(found.layers[1].down, plain.layers[1].down)
     assert format_of("int4", "lm_head") == Format.INT8
+
+
+@pytest.mark.parametrize("kind", [int8, int4])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_experts_are_quantised_some_rows_at_a_time(
+    kind: Any, has_scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values of all at once, but of no more memory at once than a few rows take."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 64, 96, dtype=torch.bfloat16)
+    rows, format = weight.flatten(0, 1), Format.INT8 if kind is int8 else Format.INT4
+    scales = kind.scales_of(rows) * 1.5 if has_scales else None
+    expected = kind.dequantise(*kind.quantise(rows, scales)).to(weight.dtype).view_as(weight)
+    monkeypatch.setattr("diptych.workers.quant.stored.PIECE_BYTES", 4 * 96 * 50)
+    found = weight.clone()
+    with Largest() as largest:
+        assert as_stored_(found, format, scales) is found
+    assert torch.equal(found, expected)
+    assert largest.num_bytes == max(weight.nbytes, 4 * 96 * 50)
 
 
 def test_kv_of_other_weights_has_another_name(llama: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from diptych.workers.errors import CheckpointError
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.rope import inverse_frequencies, rope_tables
 
@@ -73,6 +74,27 @@ def test_frequencies_equal_transformers(tmp_path: Path, scaling: dict[str, Any],
 def test_yarn_without_factor_stretches_to_the_models_length(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}
     assert load_spec(write(tmp_path, LLAMA | {"rope_scaling": scaling})).ropes[0][0].factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("longest", "scaling", "expected"),
+    [
+        (40_960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),  # Qwen3
+        (163_840, {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163_840),  # DeepSeek
+        (40_960, {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32_768}, 40_960),
+        (256, {"rope_type": "yarn", "factor": 4.0}, 1024),
+        (256, {"rope_type": "linear", "factor": 4.0}, 256),
+    ],
+)
+def test_yarn_lengthens_the_context(tmp_path: Path, longest: int, scaling: dict[str, Any], expected: int) -> None:
+    config = LLAMA | {"max_position_embeddings": longest, "rope_scaling": scaling}
+    assert load_spec(write(tmp_path, config)).max_position_embeddings == expected
+
+
+def test_yarn_of_a_damaged_factor_is_named(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 1e30, "original_max_position_embeddings": 4096}
+    with pytest.raises(CheckpointError, match="factor of yarn must stretch contexts to at most"):
+        load_spec(write(tmp_path, LLAMA | {"rope_scaling": scaling}))
 
 
 def test_original_length_beside_the_rope_parameters_wins(tmp_path: Path) -> None:

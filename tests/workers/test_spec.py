@@ -159,6 +159,8 @@ def test_end_of_sequence_ids(tmp_path: Path, config: dict[str, Any], generation:
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a finite number"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
         ({"hidden_act": "relu"}, "hidden_act must be one of silu, gelu, gelu_pytorch_tanh, found 'relu'"),
+        ({"hidden_act": None}, "hidden_act must be one of silu, gelu, gelu_pytorch_tanh, found None"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be one of silu, gelu, gelu_pytorch_tanh, found ['silu']"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config must be absent"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"eos_token_id": 500}, "eos_token_id must be ids in"),

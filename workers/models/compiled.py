@@ -24,7 +24,8 @@ from ..parallel import Alone, Group
 from ..runner import LayerWatch
 from ..step import Step
 from .compiled_experts import read_mixture
-from .compiled_shape import attention_ids, gate_of, shape_of, why_not
+from .compiled_limits import why_not
+from .compiled_shape import attention_ids, gate_of, shape_of
 from .moe import no_expert_tokens
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes

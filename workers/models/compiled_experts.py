@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...kernels.cpu.experts import Gate, PackedExperts, PackedMixture
+from ...kernels.cpu.experts import PackedExperts, PackedMixture
 from ...kernels.cpu.library import Team
 from ...kernels.cpu.linear import PackedLinear, pack
-from .compiled_shape import gate_of
+from .compiled_shape import EXPERT_GATES
 from .moe import routing_of
 from .spec import MoeSpec
 from .weights import Fields
@@ -24,6 +24,6 @@ def read_mixture(team: Team, fields: Fields, of: MoeSpec, take: Callable[[int], 
             format, scales = own.format(field), own.scales(field)
             bias = None if bias is None else bias.flatten()
             packed.append(pack(team, own.parts(field), bias, gated=gated, format=format, scales=scales, take=take))
-    experts = PackedExperts(gate_up, down, of.routing.top_k, Gate(gate_of(of.expert)))
+    experts = PackedExperts(gate_up, down, of.routing.top_k, EXPERT_GATES[of.expert.activation])
     router = pack(team, [fields.tensor("router").to(experts.sizes.dtype)], fields.fused("router_bias"), take=take)
     return PackedMixture(router, routing_of(of.routing), fields.fused("choice_bias"), experts)

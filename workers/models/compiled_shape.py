@@ -1,75 +1,22 @@
-"""What the compiled CPU kernels make of a ModelSpec, or why they do not compute it. Knows no weights."""
-
-from collections.abc import Iterator
+"""What the compiled CPU kernels make of a ModelSpec that they compute (compiled_limits.py). Knows no weights."""
 
 import torch
 
-from ...kernels.cpu.experts import ExpertSizes
+from ...kernels.cpu.experts import ExpertSizes, Gate
 from ...kernels.cpu.layer import AttentionKind, DecoderShape
 from ...kernels.cpu.linear import Then
-from ...kernels.cpu.routing import MOST_EXPERTS
+from ...kernels.gate_mul import ALPHA, LIMIT
 from ...kernels.paged_batch import AttentionOptions
+from .compiled_limits import mixtures_of
 from .rope import Ropes
 from .sharding import WHOLE, Share
 from .spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 
 GATES: dict[Activation, Then] = {"silu": Then.SILU_MUL, "gelu_tanh": Then.GELU_MUL}
-
-
-def why_not(spec: ModelSpec, num_ranks: int = 1) -> str | None:
-    """What of it the kernels do not compute, for a log's line; None: they compute it all."""
-    return next(_unknown(spec, num_ranks), None)
-
-
-def _unknown(spec: ModelSpec, num_ranks: int) -> Iterator[str]:
-    for layer in dict.fromkeys(spec.layers):
-        attention, mlp = layer.attention, layer.feed_forward
-        if not isinstance(attention, AttentionSpec):
-            yield "latent attention"
-        elif _sizes(attention) != _sizes(spec.layers[0].attention):
-            yield "heads of other sizes from layer to layer"
-        elif attention.kv_from is not None:
-            yield "layers that read another one's keys and values"
-        elif attention.scale <= 0:
-            yield "scores that are not scaled by a number above 0"
-        elif attention.qk_norm == "whole" and num_ranks > 1:
-            yield "a norm of all heads that are spread over ranks"
-        elif attention.v_norm:
-            yield "a norm of values"
-        if layer.token_input is not None or layer.is_scaled:
-            yield "layers with an input of each token or a scale of their own"
-        if layer.beside is not None:
-            yield "an MLP beside experts"
-        if isinstance(mlp, MoeSpec):
-            yield from _unknown_experts(mlp)
-        elif mlp.activation not in GATES:
-            yield f"the activation {mlp.activation}"
-    if len(set(map(_sizes_of_mixture, mixtures_of(spec)))) > 1:
-        yield "mixtures of other sizes from layer to layer"
-
-
-def _unknown_experts(of: MoeSpec) -> Iterator[str]:
-    if of.shared is not None:
-        yield "experts that every token has"
-    if of.expert.activation not in GATES:
-        yield f"the activation {of.expert.activation}"
-    if of.num_experts > MOST_EXPERTS:
-        yield f"mixtures of more than {MOST_EXPERTS} experts"
-
-
-def _sizes_of_mixture(of: MoeSpec) -> tuple[int, int, int]:
-    return of.num_experts, of.routing.top_k, of.expert.intermediate_size
-
-
-def mixtures_of(spec: ModelSpec) -> list[MoeSpec]:
-    """Of the layers that have one."""
-    return [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
-
-
-def _sizes(attention: object) -> tuple[int, int, int] | None:
-    if not isinstance(attention, AttentionSpec):
-        return None
-    return attention.num_heads, attention.num_kv_heads, attention.head_dim
+EXPERT_GATES: dict[Activation, Gate] = {
+    **{activation: Gate(then) for activation, then in GATES.items()},
+    "swiglu_clamped": Gate(Then.CLAMPED_MUL, ALPHA, LIMIT),
+}
 
 
 def attentions_of(spec: ModelSpec) -> list[AttentionSpec]:

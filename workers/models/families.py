@@ -16,6 +16,7 @@ from .gemma4_families import GEMMA4_DEFAULTS, around_gemma4, gemma4
 from .gemma_families import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
 from .llama_families import llama, mistral, olmo2, phi3, qwen2, qwen3
 from .moe_families import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
+from .rope_config import longest_context
 from .spec import ModelSpec
 
 FAMILIES: dict[str, Family] = {
@@ -66,7 +67,7 @@ def load_spec(model_path: Path) -> ModelSpec:
         hidden_size=config.size("hidden_size"),
         layers=layers,
         rms_norm_eps=config.number("rms_norm_eps", default=1e-6, minimum=0.0),
-        max_position_embeddings=config.size("max_position_embeddings"),
+        max_position_embeddings=longest_context(config, (layer.attention.rope for layer in layers)),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         eos_token_ids=_eos_token_ids(model_path, config, vocab_size),
         embedding_scale=around.embedding_scale,

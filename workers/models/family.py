@@ -57,9 +57,10 @@ def read_attention(config: Fields, *, with_rope: bool = True) -> AttentionSpec:
 
 
 def read_mlp(config: Fields, activation: str = "hidden_act") -> MlpSpec:
-    """activation: the field that names it."""
-    name = config.get(activation) or "silu"
-    if name not in ACTIVATIONS:
+    """activation: the field that names it. Where it is absent it is silu, as in every config class that has no default
+    of its own; null is no name."""
+    name = config.get(activation) if activation in config else "silu"
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise config.error(activation, f"must be one of {', '.join(ACTIVATIONS)}", name)
     return MlpSpec(config.size("intermediate_size"), ACTIVATIONS[name])
 

@@ -1,6 +1,8 @@
 """RopeSpec: what a config.json says about rotary embedding, checked. Knows neither tensors nor families."""
 
-from .config import Fields
+from collections.abc import Iterable
+
+from .config import MAX_DIMENSION, Fields
 from .spec import RopeSpec
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -99,3 +101,14 @@ def _yarn(fields: Fields, theta: float, original: int, max_position_embeddings: 
         mscale_all_dim=fields.optional_number("mscale_all_dim"),
         truncate=fields.flag("truncate", default=True),
     )
+
+
+def longest_context(config: Fields, ropes: Iterable[RopeSpec]) -> int:
+    """Tokens that the model was made for. yarn stretches its first length by its factor (Peng et al. 2023; what
+    transformers' validation calls the post-yarn length, and vLLM serves); max_position_embeddings may still say less,
+    as in Qwen's configs with the rope_scaling that its documentation adds."""
+    stretched = [rope.factor * rope.original_max_position_embeddings for rope in ropes if rope.rope_type == "yarn"]
+    longest = max(config.size("max_position_embeddings"), *map(int, stretched), 0)
+    if longest > MAX_DIMENSION:
+        raise config.error("factor of yarn", f"must stretch contexts to at most {MAX_DIMENSION} tokens", longest)
+    return longest

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.cpu.formats import Format
 from ..quant.formats import format_of
-from ..quant.stored import as_stored, scales_of_part
+from ..quant.stored import as_stored_, scales_of_part
 from .checkpoint_files import CheckpointFiles
 from .sharding import WHOLE, Share, layer_fields, part_of_piece, shape_of_part, stored_part
 from .tensor_names import Piece, Pieces, outer_tensors
@@ -248,7 +248,7 @@ class Fields:
 
     def as_stored(self, field: str) -> Tensor:
         """A `field` that exists, as its format leaves it."""
-        return as_stored(self.tensor(field), self.format(field), self.scales(field))
+        return as_stored_(self.tensor(field), self.format(field), self.scales(field))
 
 
 def load_weights(reader: Reader) -> DecoderWeights:

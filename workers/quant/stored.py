@@ -6,6 +6,8 @@ from torch import Tensor
 from ...kernels.cpu.formats import Format, group_of
 from . import int4, int8
 
+PIECE_BYTES = 16 << 20  # of rows that are quantised at once, as float32
+
 
 def scales_of_part(weight: Tensor, format: Format, part: slice) -> Tensor:
     """weight: whole rows [n, k]. Returns the scales that their inputs `part` have, float32 [n, groups]."""
@@ -14,15 +16,17 @@ def scales_of_part(weight: Tensor, format: Format, part: slice) -> Tensor:
     return scales[:, torch.arange(part.start, part.stop, own) // whole].contiguous()
 
 
-def as_stored(weight: Tensor, format: Format, scales: Tensor | None = None) -> Tensor:
-    """What `format` leaves of a weight [..., n, k], in its dtype: for a product by torch. scales: of all rows below one
-    another, [.. n, groups]; None, its own."""
-    if weight.dim() > 2:
-        return as_stored(weight.flatten(0, -2), format, scales).view(weight.shape)
-    match format:
-        case Format.PLAIN:
-            return weight
-        case Format.INT8:
-            return int8.dequantise(*int8.quantise(weight, scales)).to(weight.dtype)
-        case Format.INT4:
-            return int4.dequantise(*int4.quantise(weight, scales)).to(weight.dtype)
+def as_stored_(weight: Tensor, format: Format, scales: Tensor | None = None) -> Tensor:
+    """Overwrites a weight [..., n, k], contiguous, with what `format` leaves of it, in its dtype: for a product by
+    torch. scales: of all rows below one another, [.. n, groups]; None, its own. Some rows at a time: what they are
+    meanwhile takes several times their memory."""
+    if format == Format.PLAIN:
+        return weight
+    kind = int8 if format == Format.INT8 else int4
+    rows = weight.view(-1, weight.shape[-1])
+    step = max(PIECE_BYTES // (4 * rows.shape[1]), 1)
+    for first in range(0, len(rows), step):
+        part = slice(first, first + step)
+        own_scales = scales if scales is None else scales[part]
+        rows[part] = kind.dequantise(*kind.quantise(rows[part], own_scales))
+    return weight

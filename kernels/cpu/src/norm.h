@@ -1,4 +1,4 @@
-// Root-mean-square norm of rows, alone and with the residual addition before it.
+// Root-mean-square norm of rows.
 #pragma once
 
 #include <cmath>
@@ -8,16 +8,8 @@
 
 namespace DIPTYCH_ISA {
 
-// out = x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), over `dim` elements, where mean(x^2) = squares / dim.
-// It is rounded to T once. `out` may be `x`.
-template <class T>
-void scale_row(const T *x, float squares, const float *weight, T *out, int64_t dim, float eps) {
-  float scale = 1.0f / std::sqrt(squares / float(dim) + eps);
-  int64_t i = 0;
-  for (; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
-  if (i < dim) store_some(out + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
-}
-
+// out = x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019), over `dim` elements; rounded to T once. `out` may be
+// `x`.
 template <class T>
 void rms_norm_row(const T *x, const float *weight, T *out, int64_t dim, float eps) {
   f32x16 squares{};
@@ -30,42 +22,18 @@ void rms_norm_row(const T *x, const float *weight, T *out, int64_t dim, float ep
     f32x16 v = load_some(x + i, dim - i);
     squares += v * v;
   }
-  scale_row(x, sum(squares), weight, out, dim, eps);
+  float scale = 1.0f / std::sqrt(sum(squares) / float(dim) + eps);
+  for (i = 0; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  if (i < dim) store_some(out + i, load_some(x + i, dim - i) * scale * load_some(weight + i, dim - i), dim - i);
 }
 
-// residual = round(residual + x), in T; out = norm(residual).
-template <class T>
-void add_rms_norm_row(const T *x, T *residual, const float *weight, T *out, int64_t dim, float eps) {
-  f32x16 squares{};
-  int64_t i = 0;
-  for (; i + kLanes <= dim; i += kLanes) {
-    store(residual + i, load(residual + i) + load(x + i));
-    f32x16 v = load(residual + i);  // as it was rounded
-    squares += v * v;
-  }
-  if (i < dim) {
-    store_some(residual + i, load_some(residual + i, dim - i) + load_some(x + i, dim - i), dim - i);
-    f32x16 v = load_some(residual + i, dim - i);
-    squares += v * v;
-  }
-  scale_row(residual, sum(squares), weight, out, dim, eps);
-}
-
-// Team functions: rows of `dim` elements, `..._stride` elements apart.
+// Team function: rows of `dim` elements, `..._stride` elements apart.
 template <class T>
 void rms_norm(const T *x, int64_t x_stride, const float *weight, T *out, int64_t out_stride, int64_t num_rows, int64_t dim,
               float eps, int index, int size) {
   Span rows = span_of(num_rows, 1, index, size);
   for (int64_t row = rows.first; row < rows.last; row++)
     rms_norm_row(x + row * x_stride, weight, out + row * out_stride, dim, eps);
-}
-
-template <class T>
-void add_rms_norm(const T *x, int64_t x_stride, T *residual, int64_t residual_stride, const float *weight, T *out,
-                  int64_t out_stride, int64_t num_rows, int64_t dim, float eps, int index, int size) {
-  Span rows = span_of(num_rows, 1, index, size);
-  for (int64_t row = rows.first; row < rows.last; row++)
-    add_rms_norm_row(x + row * x_stride, residual + row * residual_stride, weight, out + row * out_stride, dim, eps);
 }
 
 }  // namespace DIPTYCH_ISA

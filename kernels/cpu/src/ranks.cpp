@@ -24,11 +24,12 @@ namespace {
 
 constexpr int kSpins = 4000, kYields = 1000;  // some 50 us, and as much or more
 constexpr int64_t kBlock = 1024;              // floats that are added at a time: they stay in cache
-enum Met : int32_t { kAll = 0, kAbandoned = 1, kLate = 2 };
+enum Met : int32_t { kAll = 0, kAbandoned = 1, kLate = 2, kUnlike = 3 };
 
 struct alignas(64) Rank {
   std::atomic<uint32_t> met;       // how often it has met the others, modulo 2^32
   std::atomic<uint32_t> sleepers;  // that wait for it
+  std::atomic<int64_t> stated[2];  // bytes of the whole that its even and its odd meetings were last about
 };
 
 // Zeros at first; after it, from the next multiple of 4096 bytes, the slots: [2][size] of slot_bytes.
@@ -89,15 +90,20 @@ Met wait_for(Shared &shared, Rank &other, uint32_t count, int64_t timeout_ms, in
   return found;
 }
 
-Met meet(Shared &shared, int rank, int size, int64_t timeout_ms, int64_t look_ms) {
+// whole: the bytes that all must mean to meet about. Ranks whose steps are not the same end here, before anyone reads
+// what was meant otherwise.
+Met meet(Shared &shared, int rank, int size, int64_t timeout_ms, int64_t look_ms, int64_t whole) {
   Rank &own = shared.ranks[rank];
   const uint32_t count = own.met.load(std::memory_order_relaxed) + 1;
+  own.stated[count % 2].store(whole);
   own.met.store(count);
   if (own.sleepers.load()) wake(own.met);
   for (int other = 0; other < size; other++) {
     Met found = other == rank ? kAll : wait_for(shared, shared.ranks[other], count, timeout_ms, look_ms);
     if (found != kAll) return found;
   }
+  for (int other = 0; other < size; other++)
+    if (shared.ranks[other].stated[count % 2].load() != whole) return kUnlike;
   return kAll;
 }
 
@@ -110,24 +116,25 @@ char *slot_of(Shared &shared, int rank, int size, int64_t slot_bytes, uint32_t c
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// Puts num_bytes, at most slot_bytes, into this rank's next slot, and waits until all ranks have put theirs.
+// Puts num_bytes, at most slot_bytes, into this rank's next slot, and waits until all ranks have put theirs. whole: of
+// what they are parts of, in bytes; it is the same at all ranks, or kUnlike.
 API int32_t diptych_ranks_put(void *memory, int32_t rank, int32_t size, int64_t slot_bytes, int64_t timeout_ms,
-                              int64_t look_ms, const void *part, int64_t num_bytes) {
+                              int64_t look_ms, const void *part, int64_t num_bytes, int64_t whole) {
   Shared &shared = *(Shared *)memory;
   std::memcpy(slot_of(shared, rank, size, slot_bytes, shared.ranks[rank].met.load() + 1), part, num_bytes);
-  return meet(shared, rank, size, timeout_ms, look_ms);
+  return meet(shared, rank, size, timeout_ms, look_ms, whole);
 }
 
 // part: num_floats of every rank; becomes their sum, added in the order of the ranks: the same bits at each.
 API int32_t diptych_ranks_sum(void *memory, int32_t rank, int32_t size, int64_t slot_bytes, int64_t timeout_ms,
                               int64_t look_ms, float *part, int64_t num_floats) {
   Shared &shared = *(Shared *)memory;
-  const int64_t most = slot_bytes / int64_t(sizeof(float));
+  const int64_t most = slot_bytes / int64_t(sizeof(float)), whole = num_floats * int64_t(sizeof(float));
   for (int64_t start = 0; start < num_floats; start += most) {
     const int64_t num = num_floats - start < most ? num_floats - start : most;
     const void *own = part + start;
     Met found =
-        Met(diptych_ranks_put(memory, rank, size, slot_bytes, timeout_ms, look_ms, own, num * sizeof(float)));
+        Met(diptych_ranks_put(memory, rank, size, slot_bytes, timeout_ms, look_ms, own, num * sizeof(float), whole));
     if (found != kAll) return found;
     const uint32_t count = shared.ranks[rank].met.load();
     for (int64_t first = 0; first < num; first += kBlock) {

@@ -109,6 +109,16 @@ def test_gate(pair: Team, dtype: torch.dtype, then: Then, format: Format) -> Non
         assert_only_written(out)
 
 
+@pytest.mark.parametrize("then", [Then.SILU_MUL, Then.GELU_MUL])
+def test_large_gates(team: Team, dtype: torch.dtype, then: Then) -> None:
+    gate = torch.tensor([[-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4, torch.nan]], dtype=dtype)
+    expected = gate.clone()
+    expected[0, :4] = 0.0
+    one = torch.ones(1, 1, dtype=dtype)
+    packed = pack(team, [gate.view(8, 1), torch.ones(8, 1, dtype=dtype)], gated=True)
+    torch.testing.assert_close(linear(team, one, packed, then), expected, rtol=0.0, atol=1e-30, equal_nan=True)
+
+
 def test_parts_are_below_one_another(pair: Team, dtype: torch.dtype) -> None:
     x, weight, _ = operands(4, 100, 40, dtype)
     apart = pack(pair, [weight[:7], weight[7:50].clone(), weight[50:]])

@@ -116,3 +116,31 @@ def test_who_waits_hears_that_a_rank_is_gone() -> None:
 def test_a_rank_that_does_not_come_is_missed() -> None:
     with pytest.raises(Abandoned, match="in time"):
         make(2, timeout_s=0.01)[0].add(torch.ones(3))
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 3), (SLOT_FLOATS, SLOT_FLOATS + 1, SLOT_FLOATS + 1)])
+def test_ranks_that_mean_unlike_sums_all_end(sizes: tuple[int, ...]) -> None:
+    """Also where what they put at first is of one size. It was their second meeting."""
+
+    def work(rank: int, sums: RankSums) -> str:
+        sums.add(torch.ones(7))
+        with pytest.raises(Abandoned) as caught:
+            sums.add(torch.ones(sizes[rank]))
+        return str(caught.value)
+
+    own = [4 * n for n in sizes]
+    assert at_once(make(3), work) == [
+        f"rank {other} came to meeting 2 about {own[other]} bytes, this one about {own[rank]}"
+        for rank, other in enumerate((1, 0, 1 if own[2] != own[1] else 0))
+    ]
+
+
+def test_a_sum_that_meets_an_exchange_is_told() -> None:
+    def work(rank: int, sums: RankSums) -> str:
+        with pytest.raises(Abandoned) as caught:
+            sums.add(torch.ones(3)) if rank else next(sums.exchange(torch.ones(5, dtype=torch.uint8), 8))
+        return str(caught.value)
+
+    found = at_once(make(2), work)
+    assert found[0] == "rank 1 came to meeting 1 about 12 bytes, this one about 8"
+    assert found[1] == "rank 0 came to meeting 1 about 8 bytes, this one about 12"

@@ -1,10 +1,12 @@
 # Each target makes .venv and installs what it needs first. Variables:
 #   PYTHON  the interpreter that makes .venv (3.11 or later)
 #   TORCH   which torch to install; any >= 2.11 will do (on a GPU machine: make serve TORCH=torch)
+#   PROCESSES  how many share the unit tests
 #   START, SEEDS  which runs of the simulated cluster `make soak` makes
 #   MODEL   what `make serve` serves; ARGS: more flags for `diptych serve`
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+PROCESSES ?= 2
 START ?= 0
 SEEDS ?= 20000
 MODEL ?= tiny
@@ -12,7 +14,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test lint unit e2e soak bench proto clean
+.PHONY: serve test lint unit e2e e2e-clusters e2e-workers soak bench proto clean
 
 serve: $(VENV)/.installed
 	$(BIN)/diptych serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
@@ -24,11 +26,20 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-unit: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not e2e and not gpu"
+# One thread each where several processes compute: two of one process would wait for each other.
+unit e2e: export OMP_NUM_THREADS = 1
 
+# A file's tests run in one process, in order.
+unit: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m "not e2e and not gpu" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "e2e and not gpu"
+	$(MAKE) --jobs=2 e2e-clusters e2e-workers
+	$(BIN)/pytest -q -m "e2e and not gpu and alone"
+
+e2e-clusters e2e-workers: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m "e2e and not gpu and not alone and $(if $(filter %-workers,$@),not )cluster"
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)

@@ -1,6 +1,7 @@
 """Random Hugging Face checkpoints small enough to compute at once, and what transformers makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,21 +194,33 @@ def reference_greedy(path: Path, prompts: Sequence[Sequence[int]], max_tokens: i
     """For each prompt, the `max_tokens` tokens of transformers' greedy `generate`, end-of-sequence ignored, and the
     smallest gap between the two largest logits met on the way: a tie within rounding shows as a tiny gap."""
     model = reference_model(path)
-    results: list[tuple[list[int], float]] = []
-    for prompt in prompts:
-        with torch.inference_mode():
-            out = model.generate(
-                torch.tensor([list(prompt)]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        top = torch.cat(out.logits).topk(2, dim=-1).values
-        results.append((out.sequences[0, len(prompt) :].tolist(), float((top[:, 0] - top[:, 1]).min())))
-    return results
+    return [_greedy(model, prompt, max_tokens) for prompt in prompts]
+
+
+def _greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
+    with torch.inference_mode(), _one_thread():
+        out = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    top = torch.cat(out.logits).topk(2, dim=-1).values
+    return out.sequences[0, len(prompt) :].tolist(), float((top[:, 0] - top[:, 1]).min())
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Two need many times as long for so small a model where other processes compute, too: each waits for the other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 500) -> list[list[int]]:
@@ -221,11 +234,12 @@ def untied_prompts(
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt, greedy reference) of each length, by the first seed from `seed` on whose smallest top-two gap exceeds
     `gap`: ties are excluded exactly, and the comparison may be strict."""
+    model = reference_model(path)
     found: list[tuple[list[int], list[int]]] = []
     for i, length in enumerate(lengths):
         for attempt in range(50):
             prompt = random_prompts(seed + 1000 * i + attempt, [length])[0]
-            [(tokens, smallest)] = reference_greedy(path, [prompt], max_tokens)
+            tokens, smallest = _greedy(model, prompt, max_tokens)
             if smallest > gap:
                 found.append((prompt, tokens))
                 break

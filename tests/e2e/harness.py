@@ -24,6 +24,10 @@ class WorkerHandle:
     incarnation: str
     process: "subprocess.Popen[str]"
 
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
     def kill(self) -> None:
         """SIGKILL: no goodbye."""
         self.process.kill()

@@ -21,7 +21,7 @@ MODEL = "tiny"
 DTYPE = "float32" if library() is None else "bfloat16"
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

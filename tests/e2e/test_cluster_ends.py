@@ -13,7 +13,7 @@ import pytest
 from ..checkpoints import make_checkpoint
 from .cluster_harness import MODEL, diptych, serving, survivors
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB")
 

@@ -16,7 +16,7 @@ from diptych.cluster.ray_session import make_token
 
 from .cluster_harness import CLI, END_S, MODEL, diptych, environment, survivors
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 SETTINGS = f"""
 model: {MODEL}

@@ -21,7 +21,7 @@ from diptych.workers.cores import cores_to_serve, usable_cores
 
 from .cluster_harness import MODEL, Served, diptych, environment, load, serving, survivors
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +197,10 @@ def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
     )
 
 
-def test_sigterm_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    with serving(tmp_path / "home", "--mixed", "1") as cluster:
-        family = cluster.family()
-        assert len(family) > 5
-        assert cluster.end(signal.SIGTERM) == 0
-        assert not survivors(family)
-        assert not list(cluster.home.iterdir())
+def test_sigterm_leaves_no_process_and_no_file(served: Served) -> None:
+    """The last of them: after it the cluster is gone."""
+    family = served.family()
+    assert len(family) > 5
+    assert served.end(signal.SIGTERM) == 0
+    assert not survivors(family)
+    assert not list(served.home.iterdir())

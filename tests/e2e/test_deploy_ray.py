@@ -24,7 +24,7 @@ from diptych.cluster.reaper import members
 
 from .cluster_harness import END_S, Served, diptych, environment, serving, survivors
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "cluster-config.yaml"
 API_KEY = "the key of the clients"

@@ -23,7 +23,7 @@ from diptych.workers.service import WorkerService
 from diptych.workers.worker_config import WorkerConfig
 
 from ..checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
-from .harness import TINY, assert_nothing_leaked, workers
+from .harness import TINY, assert_nothing_leaked, unlike_workers
 
 LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 128, 200, 257, 400, 700, 1000)
 NEW_TOKENS = 64
@@ -140,15 +140,21 @@ def test_greedy_equals_transformers_where_layers_go_in_groups(checkpoint: tuple[
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("transport", ["grpc", "nixl"])
-def test_greedy_equals_transformers_between_processes(checkpoint: tuple[Path, Cases], transport: str) -> None:
+def test_greedy_equals_transformers_between_processes(checkpoint: tuple[Path, Cases]) -> None:
+    """Each of the two sinks has a transport of its own."""
     path, cases = checkpoint
 
     async def test(infos: list[WorkerInfo]) -> None:
         async with routed(infos) as router:
             await compare(router, cases)
 
-    flags = {"transports": transport, "dtype": "float32", "chunk_tokens": 64, "threads": 1}
-    with workers(path, TOPOLOGIES["2P2D"], **flags) as handles:
+    flags: dict[str, object] = {"dtype": "float32", "chunk_tokens": 64, "threads": 1}
+    transports = ("grpc,nixl", "nixl,grpc", "grpc", "nixl")
+    each = [(role, flags | {"transports": of}) for role, of in zip(TOPOLOGIES["2P2D"], transports, strict=True)]
+    with unlike_workers(path, each) as handles:
         asyncio.run(test([WorkerInfo(h.incarnation, h.address, h.role, h.role) for h in handles]))
+        for sink, transport in zip(handles[2:], transports[2:], strict=True):
+            links = sink.settled_state().load.links
+            assert {(link.transport, link.num_failed) for link in links} == {(transport, 0)}
+            assert sum(link.num_bytes for link in links) > 0
         assert_nothing_leaked(handles)

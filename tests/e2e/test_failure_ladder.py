@@ -31,7 +31,7 @@ WHILE_DECODING = len(LENGTHS) * 4 * NUM_TOKENS // 10
 LONG = 1000  # tokens: answers that outlive a drain
 Cases = list[tuple[list[int], list[int]]]
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
 def load_faults() -> Any:
@@ -109,10 +109,15 @@ async def running(model: Path, transport: str) -> AsyncIterator[Cluster]:
         await asyncio.gather(*(w.proxy.close() for w in cluster.workers))
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
+    path = make_checkpoint(tmp_path_factory.mktemp("ladder") / "llama", "llama", seed=5)
+    return path, untied_prompts(path, seed=21, lengths=LENGTHS * 4, max_tokens=NUM_TOKENS)
+
+
 @pytest.mark.parametrize("transport", ["grpc", "nixl"])
-def test_every_fault_leaves_every_answer_exact(transport: str, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "llama", "llama", seed=5)
-    cases = untied_prompts(path, seed=21, lengths=LENGTHS * 4, max_tokens=NUM_TOKENS)
+def test_every_fault_leaves_every_answer_exact(transport: str, checkpoint: tuple[Path, Cases]) -> None:
+    path, cases = checkpoint
 
     async def test() -> None:
         async with running(path, transport) as cluster:
@@ -186,7 +191,7 @@ async def check_drain(cluster: Cluster, cases: Cases) -> None:
 
 def test_chaos() -> None:
     """The script itself, for a short while."""
-    command = [sys.executable, str(BENCHMARKS / "chaos.py"), "--seconds", "15", "--seed", "7", "--json"]
+    command = [sys.executable, str(BENCHMARKS / "chaos.py"), "--seconds", "10", "--seed", "7", "--json"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=300)
     assert result.stdout, "see the captured errors"
     report = json.loads(result.stdout)

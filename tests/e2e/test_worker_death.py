@@ -2,8 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -23,13 +23,34 @@ WHILE_PREFILLING = 1  # the first token: other prompts are being computed, or pu
 WHILE_DECODING = len(LENGTHS) * 4 * NUM_TOKENS // 10
 Cases = list[tuple[list[int], list[int]]]
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+
+
+class Crew:
+    """Worker processes, one for each of ROLES. Those that a test has killed are replaced for the next one."""
+
+    def __init__(self, model: Path, transport: str, stack: ExitStack) -> None:
+        self._model, self._transport, self._stack = model, transport, stack
+        self._handles: dict[int, WorkerHandle] = {}  # by place in ROLES
+
+    def complete(self) -> list[WorkerHandle]:
+        missing = [i for i in range(len(ROLES)) if i not in self._handles or not self._handles[i].is_alive]
+        flags = {"dtype": "float32", "transports": self._transport, "threads": 1, "lease_s": 2.0}
+        started = self._stack.enter_context(workers(self._model, [ROLES[i] for i in missing], **flags))
+        self._handles |= zip(missing, started, strict=True)
+        return [self._handles[i] for i in range(len(ROLES))]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
     path = make_checkpoint(tmp_path_factory.mktemp("death") / "llama", "llama", seed=5)
     return path, untied_prompts(path, seed=21, lengths=LENGTHS * 4, max_tokens=NUM_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["nixl", "grpc"])
+def crew(checkpoint: tuple[Path, Cases], request: pytest.FixtureRequest) -> Iterator[Crew]:
+    with ExitStack() as stack:
+        yield Crew(checkpoint[0], request.param, stack)
 
 
 @asynccontextmanager
@@ -43,17 +64,20 @@ async def routed(handles: list[WorkerHandle]) -> AsyncIterator[Router]:
         await router.stop()
 
 
-async def answer(router: Router, number: int, prompt: list[int], on_token: Callable[[], None]) -> list[int]:
+async def answer(
+    router: Router, number: int, prompt: list[int], salt: bytes, on_token: Callable[[], None]
+) -> list[int]:
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    request = Request(f"request-{number}", tuple(prompt), sampling, timeout_s=120.0, cache_salt=salt)
     tokens: list[int] = []
-    async for delta in router.stream(Request(f"request-{number}", tuple(prompt), sampling, timeout_s=120.0)):
+    async for delta in router.stream(request):
         tokens += delta.token_ids
         on_token()
     return tokens
 
 
-async def under_load(router: Router, cases: Cases, fault: Callable[[], None], *, strike_at: int) -> None:
-    """All prompts at once; `fault` strikes when so many tokens are out."""
+async def under_load(router: Router, cases: Cases, salt: str, fault: Callable[[], None], *, strike_at: int) -> None:
+    """All prompts at once, none of them cached under another salt; `fault` strikes when so many tokens are out."""
     num_out = 0
 
     def count() -> None:
@@ -62,53 +86,52 @@ async def under_load(router: Router, cases: Cases, fault: Callable[[], None], *,
         if num_out == strike_at:
             fault()
 
-    calls = [answer(router, i, prompt, count) for i, (prompt, _) in enumerate(cases)]
+    calls = [answer(router, i, prompt, salt.encode(), count) for i, (prompt, _) in enumerate(cases)]
     assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
 
 
-@pytest.mark.parametrize("transport", ["nixl", "grpc"])
 @pytest.mark.parametrize("strike_at", [WHILE_PREFILLING, WHILE_DECODING])
 @pytest.mark.parametrize("victim", [0, 2], ids=["prefill", "decode"])
-def test_killed_under_load(checkpoint: tuple[Path, Cases], victim: int, strike_at: int, transport: str) -> None:
-    path, cases = checkpoint
+def test_killed_under_load(checkpoint: tuple[Path, Cases], crew: Crew, victim: int, strike_at: int) -> None:
+    handles = crew.complete()
 
-    async def test(handles: list[WorkerHandle]) -> None:
+    async def test() -> None:
         async with routed(handles) as router:
-            await under_load(router, cases, handles[victim].kill, strike_at=strike_at)
+            fault = handles[victim].kill
+            await under_load(router, checkpoint[1], f"kill {victim} at {strike_at}", fault, strike_at=strike_at)
             assert [s.is_up for s in router.snapshot()].count(False) == 1
 
-    with workers(path, ROLES, dtype="float32", transports=transport, threads=1, lease_s=2.0) as handles:
-        asyncio.run(test(handles))
-        assert_nothing_leaked([h for i, h in enumerate(handles) if i != victim])
+    asyncio.run(test())
+    assert_nothing_leaked([h for i, h in enumerate(handles) if i != victim])
 
 
-def test_both_sides_killed_at_once(checkpoint: tuple[Path, Cases]) -> None:
-    path, cases = checkpoint
+@pytest.mark.parametrize("crew", ["nixl"], indirect=True)
+def test_both_sides_killed_at_once(checkpoint: tuple[Path, Cases], crew: Crew) -> None:
+    handles = crew.complete()
 
-    async def test(handles: list[WorkerHandle]) -> None:
+    async def test() -> None:
         def kill_both() -> None:
             handles[0].kill()
             handles[2].kill()
 
         async with routed(handles) as router:
-            await under_load(router, cases, kill_both, strike_at=WHILE_PREFILLING)
+            await under_load(router, checkpoint[1], "kill both", kill_both, strike_at=WHILE_PREFILLING)
 
-    with workers(path, ROLES, dtype="float32", threads=1, lease_s=2.0) as handles:
-        asyncio.run(test(handles))
-        assert_nothing_leaked([handles[1], handles[3]])
+    asyncio.run(test())
+    assert_nothing_leaked([handles[1], handles[3]])
 
 
-def test_a_stopped_worker_is_left_and_may_come_back(
-    checkpoint: tuple[Path, Cases],
-) -> None:
-    path, cases = checkpoint
+@pytest.mark.parametrize("crew", ["nixl"], indirect=True)
+def test_a_stopped_worker_is_left_and_may_come_back(checkpoint: tuple[Path, Cases], crew: Crew) -> None:
+    handles = crew.complete()
 
-    async def test(handles: list[WorkerHandle]) -> None:
+    async def test() -> None:
         async with routed(handles) as router:
-            await under_load(router, cases, lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING)
+            await under_load(
+                router, checkpoint[1], "stop", lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING
+            )
             handles[2].send(signal.SIGCONT)
-            await under_load(router, cases, lambda: None, strike_at=WHILE_DECODING)
+            await under_load(router, checkpoint[1], "go on", lambda: None, strike_at=WHILE_DECODING)
 
-    with workers(path, ROLES, dtype="float32", threads=1, lease_s=2.0) as handles:
-        asyncio.run(test(handles))
-        assert_nothing_leaked(handles)
+    asyncio.run(test())
+    assert_nothing_leaked(handles)

@@ -79,7 +79,8 @@ class ModelCost:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """That one step must read: every weight once, and the KV of `context` tokens for each of `batch`."""
-        kv = self.spec.kv.num_vectors * self.spec.num_layers * self.spec.kv.num_heads * self.spec.kv.dim * context
+        of = [layer.attention for layer in self.spec.layers]
+        kv = sum(2 * a.kv_size if isinstance(a, AttentionSpec) else a.kv_dim for a in of) * context
         return self.item_bytes * (self.num_layer_weights + self.num_head_weights + batch * kv)
 
     def decode_flops(self, batch: int, context: int) -> int:

@@ -24,9 +24,8 @@ def leaving(memory: KVMemory, segment: Segment, wire: str, most_bytes: int) -> I
     """All of a segment, in the wire's order. most_bytes: to copy at once, about."""
     layout = memory.layout
     if wire == layout.dtype:
-        yield Leaving(
-            memory.runs(segment.block_ids, segment.first_layer, segment.num_layers).merged(), most_bytes, layout
-        )
+        runs = memory.runs(segment.block_ids, segment.first_layer, segment.num_layers)
+        yield Leaving(runs.merged(), most_bytes, layout)
         return
     for stretch in layout.stretches(segment.first_layer, segment.num_layers):
         like = stretch.like

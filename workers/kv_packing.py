@@ -48,10 +48,9 @@ class Pool:
             return
         self._pair = pair = _pair(numbers)
         inner = layout.heads_per_rank, layout.block_size // GROUP
-        self._keys = _by_layer(memory, stretch, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))[:, :, :, 0]
-        self._values = _by_layer(memory, stretch, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))[
-            :, :, :, 1
-        ]
+        keys = _by_layer(memory, stretch, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))
+        values = _by_layer(memory, stretch, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))
+        self._keys, self._values = keys[:, :, :, 0], values[:, :, :, 1]
 
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
         """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. layers: counted from the stretch's

@@ -44,7 +44,7 @@ def write_part(bridge: Bridge, part: Segment, data: Tensor, pool: Tensor, place:
     """data: [bytes] uint8, as kv_bridge.py says; pool: [rank, block, layer, V, slot, head, dim] of any strides but the
     last three; table: [n] int64, `place.blocks` on the device. Only enqueues."""
     (of,) = bridge.stretches  # a DevicePool's layers are alike
-    rows = rows_of(data, bridge.source, bridge.wire, len(part.block_ids), part.num_layers)
+    rows = rows_of(data, of.source.like, bridge.wire, len(part.block_ids), part.num_layers)
     theirs = torch.arange(len(part.block_ids), device=data.device)
     first = part.first_block * bridge.source.block_size
     layers = slice(part.first_layer, part.first_layer + part.num_layers)

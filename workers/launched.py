@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
+from typing import Protocol
 
 from .cores import bind_this_thread
-from .runner import LayerWatch
+from .runner import Launched, LayerWatch
 from .sequence import SampledToken
 
 Compute = Callable[[], list[SampledToken]]
@@ -24,32 +25,52 @@ class Deferred:
         """It has not begun."""
 
 
-class ComputeThread:
-    """Computes what is launched, one after another. It stays on `cores`, where there are any."""
+class Lane(Protocol):
+    """Computes what it is given, one after another, on a thread of its own."""
+
+    @property
+    def feeds(self) -> bool:
+        """Whether it is given a step before the one ahead of it is over."""
+        ...
+
+    def submit(self, compute: Compute) -> "Future[list[SampledToken]]": ...
+
+    def check(self) -> None:
+        """There is nothing to compute. See Runner.check."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent; returns when nothing is computed any more."""
+        ...
+
+
+class OwnThread:
+    """A Lane. It stays on `cores`, where there are any."""
+
+    feeds = True
 
     def __init__(self, cores: Sequence[int] | None) -> None:
         self._executor = ThreadPoolExecutor(1, "diptych-compute", initializer=bind_this_thread, initargs=(cores,))
 
-    def launch(self, compute: Compute) -> "_Queued":
-        return _Queued(self._executor.submit(compute))
+    def submit(self, compute: Compute) -> "Future[list[SampledToken]]":
+        return self._executor.submit(compute)
 
-    def launch_watched(self, make: Callable[[LayerWatch], Compute], watch: LayerWatch) -> "_Watched":
-        """`make` gives what computes, and tells the watch that it is given; `watch` hears of it where the tokens are
-        waited for, on that thread."""
-        told: SimpleQueue[int | None] = SimpleQueue()
-        compute = make(LayerWatch(watch.ends, told.put))
-
-        def run() -> list[SampledToken]:
-            try:
-                return compute()
-            finally:
-                told.put(None)
-
-        return _Watched(self._executor.submit(run), watch, told)
+    def check(self) -> None:
+        return
 
     def close(self) -> None:
-        """Idempotent; returns when nothing is computed any more."""
         self._executor.shutdown()
+
+
+def launch_on(lane: Lane, make: Callable[[LayerWatch | None], Compute], watch: LayerWatch | None) -> Launched:
+    """`make` gives what computes, and tells the watch that it is given; `watch` hears of it where the tokens are waited
+    for, on that thread."""
+    if watch is None:
+        return _Queued(lane.submit(make(None)))
+    told: SimpleQueue[int | None] = SimpleQueue()
+    future = lane.submit(make(LayerWatch(watch.ends, told.put)))
+    future.add_done_callback(lambda _: told.put(None))
+    return _Watched(future, watch, told)
 
 
 class _Queued:

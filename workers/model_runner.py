@@ -3,13 +3,14 @@
 Life: load (config and weights checked, then read; KV memory reserved) -> launch, once a step -> close.
 
 With `tensor_parallel` above 1 this is rank 0 of as many: the others are processes of their own (rank_processes.py)
-that compute each step with it. If one is lost, a step raises RankLost and the runner is of no more use.
+that compute each step with it. With a `seat` it shares its experts with workers that it steps with (lockstep.py). If
+one of either is lost, a step raises RankLost and the runner is of no more use.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ from .batch_tables import BatchTables
 from .compiled_steps import CompiledSteps
 from .cores import part_of
 from .cpu_kernels import Choice, choose, make_team
+from .doors import Doors
 from .errors import ConfigError, RankLost
 from .gpu.cuda_device import gpu_named
 from .gpu.device import Device
@@ -34,19 +36,20 @@ from .gpu.upload import put_on
 from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .kv_plan import layout_of, plan_num_blocks
-from .launched import Compute, ComputeThread, Deferred
+from .launched import Compute, Deferred, Lane, OwnThread, launch_on
+from .lockstep import Lockstep, join, take_seat
+from .model_runner_config import ModelRunnerConfig
 from .models.compiled import CompiledDecoder, read_weights
 from .models.compiled_limits import why_torch
 from .models.decoder import Decoder
-from .models.expert_placement import IN_ORDER
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
-from .models.sharding import Share, share_of_first, spec_of
+from .models.sharding import Share, share_of_first, share_of_worker, spec_of
 from .models.spec import ModelSpec
 from .models.weight_bytes import check_fits
 from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
 from .parallel import Alone, Group
-from .quant.formats import QUANTIZE, check_shares
+from .quant.formats import check_shares
 from .rank import RankSettings, told_of
 from .rank_processes import OnLoss, RankProcesses
 from .request import SamplingParams
@@ -56,64 +59,6 @@ from .sequence import Batch, SampledToken
 from .torch_steps import TorchSteps
 
 log = logging.getLogger("diptych.worker")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRunnerConfig:
-    model_path: Path
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    block_size: int = 16
-    kv_axis_order: str = "block"  # or "layer"
-    kv_memory_bytes: int | None = None  # None: kv_memory_fraction of what is free once the weights are read
-    kv_memory_fraction: float = 0.3
-    max_context_tokens: int | None = None  # None: all that the model was made for
-    served_model_name: str | None = None  # None: the name of the checkpoint's directory
-    num_threads: int | None = None  # of all ranks together; None: torch's own choice
-    cores: tuple[int, ...] | None = None  # for the threads of all ranks; None: not bound
-    tensor_parallel: int = 1  # ranks
-    expert_parallel: int = 1  # as many: they have whole experts; see models/expert_placement.py for which
-    expert_placement: str = IN_ORDER
-    expert_copies: int = 0
-    quantize: str | None = None  # "int8" or "int4": weights at load
-    cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
-    look_ahead: bool = False  # with those, of one rank: compute on a thread of its own, that is fed its own tokens
-    cuda_graphs: bool = True  # of steps on cuda
-    max_running: int = 256  # sequences in a batch on cuda
-
-    def validate(self) -> None:
-        """Raise ConfigError for a value outside its range."""
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.kv_axis_order not in AXIS_ORDERS:
-            raise ConfigError(f"kv_axis_order must be block or layer, got {self.kv_axis_order!r}")
-        if not 1 <= self.block_size <= 1024:
-            raise ConfigError(f"block_size must be in [1, 1024], got {self.block_size}")
-        if not 0.0 < self.kv_memory_fraction < 1.0:
-            raise ConfigError(f"kv_memory_fraction must be in (0, 1), got {self.kv_memory_fraction}")
-        for name in ("kv_memory_bytes", "max_context_tokens", "num_threads", "max_running"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.quantize is not None and self.quantize not in QUANTIZE:
-            raise ConfigError(f"quantize must be {' or '.join(QUANTIZE)}, got {self.quantize!r}")
-        if self.tensor_parallel < 1:
-            raise ConfigError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
-        if self.tensor_parallel > 1 and not self.device.startswith("cpu"):
-            raise ConfigError(
-                f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
-            )
-
-        if self.expert_parallel not in (1, self.tensor_parallel):
-            raise ConfigError(
-                f"expert_parallel must be 1 or tensor_parallel={self.tensor_parallel}, got {self.expert_parallel}"
-            )
-
-    @property
-    def threads_per_rank(self) -> int | None:
-        if self.num_threads is None and self.tensor_parallel == 1:
-            return None
-        return max((self.num_threads or torch.get_num_threads()) // self.tensor_parallel, 1)
 
 
 class Steps(Protocol):
@@ -138,10 +83,10 @@ class ModelRunner:
         steps: Steps | GpuSteps,
         cache: KVCache,
         ranks: RankProcesses | None = None,
-        thread: ComputeThread | None = None,
+        lane: Lane | None = None,
     ) -> None:
-        """`thread`: computes every step, which must be CompiledSteps with room for two; GpuSteps need none."""
-        self._info, self.steps, self._cache, self._ranks, self._thread = info, steps, cache, ranks, thread
+        """`lane`: computes every step; those are CompiledSteps with room for two if it feeds. GpuSteps need none."""
+        self._info, self.steps, self._cache, self._ranks, self._lane = info, steps, cache, ranks, lane
         self._memory = cache.memory
 
     @classmethod
@@ -163,8 +108,7 @@ class ModelRunner:
         gpu = gpu or gpu_named(config.device)
         path, device = Path(config.model_path), gpu.torch_device if gpu is not None else torch.device(config.device)
         spec = load_spec(path)
-        placement = config.expert_placement if config.expert_parallel > 1 else None
-        share = share_of_first(spec, config.tensor_parallel, placement, config.expert_copies)
+        share = _share(config, spec)
         check_shares(spec, config.quantize, share.size)
         max_context_tokens = _max_context_tokens(config, spec)
         threads = config.threads_per_rank
@@ -181,6 +125,9 @@ class ModelRunner:
         quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             check_fits(checkpoint.spec, share, config.dtype, quantize, available_bytes(device))
+            doors = _meet(config, share, checkpoint)
+            if doors is not None:
+                stack.callback(doors.close)
             layout = layout_of(
                 spec,
                 config.dtype,
@@ -196,7 +143,7 @@ class ModelRunner:
             own = spec_of(spec, share)
             with put_on(gpu, config.quantize) as put:
                 reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize, put)
-                to_cpu = partial(_read_weights, choice=choice, share=share, ranks=ranks)
+                to_cpu = partial(_read_weights, choice=choice, share=share, ranks=ranks, doors=doors)
                 steps_with = _read_to_gpu(config, reader, own, gpu) if gpu else to_cpu(config, reader, own)
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
@@ -217,8 +164,13 @@ class ModelRunner:
             dtype=config.dtype,
             num_experts=spec.num_experts,
         )
-        is_ahead = config.look_ahead and ranks is None and choice.library is not None
-        return cls(info, steps, cache, ranks, ComputeThread((config.cores or ())[:1]) if is_ahead else None)
+        lane, first_core = None, (config.cores or ())[:1]
+        if doors is not None:
+            assert isinstance(steps, TorchSteps)
+            lane = Lockstep(doors, steps.serve, on_loss, first_core)
+        elif config.look_ahead and ranks is None and choice.library is not None:
+            lane = OwnThread(first_core)
+        return cls(info, steps, cache, ranks, lane)
 
     @property
     def info(self) -> ModelInfo:
@@ -233,14 +185,16 @@ class ModelRunner:
         return self._memory
 
     def check(self) -> None:
+        if self._lane is not None:
+            self._lane.check()
         if isinstance(self.steps, GpuSteps):
             self.steps.check()
 
     def close(self) -> None:
-        """End the other ranks, our thread, and what a GPU is at; what else is held is memory, which goes with the
-        object. Idempotent."""
-        if self._thread is not None:
-            self._thread.close()
+        """End the other ranks, our thread, and what a GPU is at, and leave whom we share experts with; what else is
+        held is memory, which goes with the object. Idempotent."""
+        if self._lane is not None:
+            self._lane.close()
         if self._ranks is not None:
             self._ranks.close()
         if isinstance(self.steps, GpuSteps):
@@ -254,9 +208,7 @@ class ModelRunner:
         def make(told: LayerWatch | None) -> Compute:
             return partial(self._compute, steps.prepare(batch, told))
 
-        if self._thread is None:
-            return Deferred(make(watch))
-        return self._thread.launch(make(None)) if watch is None else self._thread.launch_watched(make, watch)
+        return Deferred(make(watch)) if self._lane is None else launch_on(self._lane, make, watch)
 
     @torch.inference_mode()
     def _compute(self, compute: Compute) -> list[SampledToken]:
@@ -270,7 +222,8 @@ class ModelRunner:
             raise self._ranks.fail(error) from e
 
     def feeds(self, sampling: SamplingParams) -> bool:
-        return (self._thread is not None or isinstance(self.steps, GpuSteps)) and is_plain(sampling)
+        is_ahead = isinstance(self.steps, GpuSteps) or (self._lane is not None and self._lane.feeds)
+        return is_ahead and is_plain(sampling)
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
         if isinstance(self.steps, GpuSteps):
@@ -286,7 +239,8 @@ def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> 
     if gpu is not None:
         check_known(spec)
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
-    why = why_torch(spec, config.block_size, config.tensor_parallel, whole_experts=config.expert_parallel > 1)
+    whole_experts = config.expert_parallel > 1 or config.seat is not None
+    why = why_torch(spec, config.block_size, config.tensor_parallel, whole_experts=whole_experts)
     return choose(config.cpu_isa) if why is None else Choice(None, f"torch computes, slower: {why}")
 
 
@@ -297,14 +251,18 @@ def _read_weights(
     choice: Choice,
     share: Share,
     ranks: RankProcesses | None,
+    doors: Doors | None,
 ) -> Callable[[KVCache, Ropes, Group], Steps]:
     """What computes batches, once it has a cache, the rotary table and a group. spec: of rank 0's share."""
     if choice.library is None:
         weights, sampler = load_weights(reader), Sampler(spec.eos_token_ids)
 
-        return lambda cache, cos_sin, group: TorchSteps(
-            Decoder(spec, weights, group, share.experts), cache, cos_sin, sampler, ranks
-        )
+        def torch_steps(cache: KVCache, cos_sin: Ropes, group: Group) -> TorchSteps:
+            peers = join(doors) if doors is not None else None
+            decoder = Decoder(spec, weights, group, share.experts, peers)
+            return TorchSteps(decoder, cache, cos_sin, sampler, ranks)
+
+        return torch_steps
     cores = part_of(config.cores, 0, config.tensor_parallel)
     team = make_team(choice.library, torch.get_num_threads(), cores)
     packed, sampler = read_weights(team, reader), Sampler(spec.eos_token_ids, RowSampler(team))
@@ -331,6 +289,21 @@ def _read_to_gpu(
         return GpuSteps(gpu, decoder, cache, cos_sin, sampler, config.max_running, graph_tokens=graph_tokens)
 
     return steps_with
+
+
+def _share(config: ModelRunnerConfig, spec: ModelSpec) -> Share:
+    seat, placement = config.seat, config.expert_placement
+    if seat is not None:
+        return share_of_worker(spec, seat.rank, seat.size, placement, config.expert_copies)
+    is_whole = config.expert_parallel > 1
+    return share_of_first(spec, config.tensor_parallel, placement if is_whole else None, config.expert_copies)
+
+
+def _meet(config: ModelRunnerConfig, share: Share, checkpoint: Checkpoint) -> Doors | None:
+    if config.seat is None:
+        return None
+    held = hashlib.blake2b(repr(share.experts).encode(), digest_size=8).hexdigest()
+    return take_seat(config.seat, f"checkpoint {checkpoint.fingerprint()}, {config.dtype}, placement {held}")
 
 
 def _start_ranks(

@@ -33,6 +33,11 @@ class TorchSteps:
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         return partial(self._compute, batch, watch)
 
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """A step without a batch of our own, for workers that share experts."""
+        self._decoder.serve()
+
     def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
         """Raises RankLost."""
         # Attention wants sequences with one new token first; order is restored by sampling in the batch's own order.

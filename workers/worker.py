@@ -40,7 +40,8 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
     # machine: a step took up to a hundred times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.update(openmp_settings(part_of(config.cores, 0, config.tensor_parallel)))
-    from .model_runner import ModelRunner, ModelRunnerConfig
+    from .model_runner import ModelRunner
+    from .model_runner_config import ModelRunnerConfig
 
     settings = ModelRunnerConfig(
         model_path=Path(config.model),
@@ -58,6 +59,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         expert_parallel=config.expert_parallel,
         expert_placement=config.expert_placement,
         expert_copies=config.expert_copies,
+        seat=config.seat,
         block_size=config.block_size,
         kv_axis_order=config.kv_axis_order,
         kv_memory_bytes=config.kv_memory_bytes,

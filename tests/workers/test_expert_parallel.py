@@ -17,7 +17,8 @@ from diptych.workers.models.decoder import Decoder
 from diptych.workers.models.expert_placement import Placement, place_experts
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.rope import rope_tables
-from diptych.workers.models.sharding import Share, check_divides, spec_of
+from diptych.workers.models.sharding import Share, check_divides, share_of_worker, spec_of
+from diptych.workers.models.spec import MoeSpec
 from diptych.workers.models.weights import Checkpoint, DecoderWeights
 from diptych.workers.parallel import Alone, Group
 from diptych.workers.rank import RankSettings, told_of
@@ -99,6 +100,37 @@ def test_ranks_with_experts_of_their_own(arch: str, kind: str, num_copies: int, 
         assert max(rank.num_bytes for rank in ranks) < 0.6 * whole.num_bytes
 
 
+@pytest.mark.parametrize(("arch", "idle"), [("qwen3moe", None), ("qwen3moe", 0), ("gemma4-moe", 1)])
+def test_workers_with_tokens_of_their_own(arch: str, idle: int | None, tmp_path: Path) -> None:
+    """Each the same two prompts, as one that has all experts; or one of them none."""
+    path = make_checkpoint(tmp_path / arch, arch, 4)
+    spec, whole = load_spec(path), compute(path, Alone(), None)
+
+    def work(group: Group) -> Tensor | None:
+        share = share_of_worker(spec, group.rank, group.size, "round_robin")
+        with Checkpoint(path, spec) as checkpoint:
+            weights = checkpoint.load(torch.float32, CPU, share=share)
+        assert share.experts is not None
+        first = min(share.experts)
+        held, every = weights.layers[first].experts_down, whole.weights.layers[first].experts_down
+        assert held is not None and every is not None and torch.equal(held, every[group.rank :: 2])
+        decoder = Decoder(spec_of(spec, share), weights, None, share.experts, group)
+        if group.rank == idle:
+            decoder.serve()
+            return None
+        cache = KVCache(layout_of(spec, "float32", BLOCK_SIZE), 16, CPU)
+        logits = decoder.compute(two_prompts(), cache, rope_tables(spec, 512, CPU))
+        mixture = spec.layers[first].feed_forward
+        assert decoder.expert_tokens is not None and isinstance(mixture, MoeSpec)
+        assert decoder.expert_tokens[first].sum() == 61 * mixture.routing.top_k  # of our own tokens, not of theirs
+        return logits
+
+    for rank, logits in enumerate(as_ranks(2, tmp_path / "meeting", work)):
+        assert (logits is None) == (rank == idle)
+        if isinstance(logits, Tensor):
+            torch.testing.assert_close(logits, whole.logits, rtol=1e-4, atol=1e-4)
+
+
 def test_ranks_are_told_of_the_placement(tmp_path: Path, family_path: Path) -> None:
     experts = placed(family_path, "loads", tmp_path, 2)
     settings = RankSettings("", "float32", 16, "", "", 64, 1, size=2, experts=told_of(Share(0, 2, experts)), rank=1)
@@ -117,6 +149,8 @@ def test_layers_without_experts_have_no_placement(family_path: Path, tmp_path: P
 def test_what_ranks_cannot_share_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expert_parallel=2 needs a model with experts"):
         place_experts(load_spec(llama), 2)
+    with pytest.raises(ConfigError, match="data_parallel=2 needs a model with experts"):
+        share_of_worker(load_spec(llama), 1, 2, "contiguous")
     path = make_checkpoint(tmp_path / "mixtral", "mixtral", 4, intermediate_size=33)
     check_divides(load_spec(path), 2, whole_experts=True)
     with pytest.raises(ConfigError, match="intermediate size of 33"):

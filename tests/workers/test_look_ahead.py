@@ -9,7 +9,7 @@ import pytest
 from diptych.kernels.cpu.library import library
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import StepOutput
-from diptych.workers.launched import Compute, ComputeThread
+from diptych.workers.launched import Compute, OwnThread, launch_on
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.runner import LayerWatch
@@ -64,7 +64,7 @@ def test_what_needs_its_tokens_waits_for_them(llama: Path) -> None:
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
-    thread, begun, go_on = ComputeThread(None), threading.Event(), threading.Event()
+    lane, begun, go_on = OwnThread(None), threading.Event(), threading.Event()
     done: list[str] = []
 
     def compute() -> list[SampledToken]:
@@ -77,7 +77,7 @@ def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
         done.append("second")
         return []
 
-    first, second = thread.launch(compute), thread.launch(compute_second)
+    first, second = launch_on(lane, lambda _: compute, None), launch_on(lane, lambda _: compute_second, None)
     begun.wait()
     if is_running:
         threading.Timer(0.0, go_on.set).start()
@@ -90,16 +90,18 @@ def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
         with pytest.raises(RuntimeError, match="it went wrong"):
             first.tokens()
         assert done == ["first"]
-    thread.close()
-    thread.close()
+    lane.close()
+    lane.close()
 
 
 @pytest.mark.parametrize("fails", ["not", "in a layer", "in what hears of it"])
 def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None:
-    thread, here, there = ComputeThread(None), threading.current_thread(), list[threading.Thread]()
+    lane, here, there = OwnThread(None), threading.current_thread(), list[threading.Thread]()
     heard: list[int] = []
 
-    def make(watch: LayerWatch) -> Compute:
+    def make(watch: LayerWatch | None) -> Compute:
+        assert watch is not None
+
         def compute() -> list[SampledToken]:
             for end in watch.ends:
                 watch.reached(end)
@@ -116,7 +118,7 @@ def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None
         if fails == "in what hears of it":
             raise RuntimeError("it went wrong")
 
-    launched = thread.launch_watched(make, LayerWatch((1, 3), reached))
+    launched = launch_on(lane, make, LayerWatch((1, 3), reached))
     if fails == "not":
         assert launched.tokens() == []
     else:
@@ -124,7 +126,7 @@ def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None
             launched.tokens()
     assert heard == ([1, 3] if fails == "not" else [1])
     assert (here not in there) and len(there) == (fails != "in a layer")
-    thread.close()
+    lane.close()
 
 
 @pytest.mark.skipif(library() is None, reason="the kernels are not built")

@@ -1,5 +1,10 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from diptych.workers.doors import Seat
 from diptych.workers.errors import ConfigError
 from diptych.workers.worker_config import WorkerConfig
 
@@ -16,6 +21,27 @@ def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: 
     WorkerConfig("model", tensor_parallel=4, expert_parallel=4, expert_copies=2).validate()
     with pytest.raises(ConfigError, match="expert_parallel must be 1 or" if copies == 0 else "expert_copies must be"):
         WorkerConfig("model", tensor_parallel=ranks, expert_parallel=experts, expert_copies=copies).validate()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"data_parallel": 0}, "data_parallel must be in"),
+        ({"data_parallel": 65}, "data_parallel must be in"),
+        ({"data_rank": 2}, r"data_rank must be in \[0, 1\]"),
+        ({"data_rank": -1}, "data_rank must be in"),
+        ({"meeting": None}, "needs a meeting"),
+        ({"tensor_parallel": 2}, "do not work together"),
+        ({"device": "cuda"}, "works on cpu alone"),
+        ({"look_ahead": True}, "look_ahead does not work with data_parallel"),
+    ],
+)
+def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None:
+    config = WorkerConfig("model", data_parallel=2, data_rank=1, meeting="place")
+    config.validate()
+    assert config.seat == Seat(1, 2, Path("place"))
+    with pytest.raises(ConfigError, match=message):
+        replace(config, **wrong).validate()
 
 
 def test_ranks_do_not_look_ahead() -> None:

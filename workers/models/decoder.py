@@ -30,7 +30,7 @@ from .attention import StepMeta, options_of, output, project
 from .dispatch import ExpertRanks
 from .expert_placement import Placement
 from .mlp import mlp
-from .moe import moe, no_expert_tokens
+from .moe import moe, moe_over, no_expert_tokens
 from .rope import Ropes
 from .sharding import Share, vocabulary_sizes
 from .spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
@@ -47,7 +47,7 @@ class Layer:
     options: AttentionOptions
     kv_id: int  # which of the cache's layers it reads, and stores into unless its spec says kv_from
     expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
-    experts: ExpertRanks | None = None  # where this rank has some of them, whole
+    experts: ExpertRanks | None = None  # where ranks, or workers, have some of them each, whole
 
 
 def layers_of(
@@ -75,13 +75,16 @@ class Decoder:
         weights: DecoderWeights,
         group: Group | None = None,
         experts: Mapping[int, Placement] | None = None,
+        peers: Group | None = None,
     ) -> None:
-        """spec, weights: of this rank's share. experts: Share.experts."""
+        """spec, weights: of this rank's share. experts: Share.experts. peers: workers that have those together, each
+        with tokens of its own; None: the ranks of `group` have them."""
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         # All ranks send the same tokens to the same experts: the first alone counts.
         self.expert_tokens = no_expert_tokens(spec, weights.embed.device) if self.group.rank == 0 else None
-        ranks = {layer: ExpertRanks(self.group, placement) for layer, placement in (experts or {}).items()}
+        holders, is_over = (self.group, False) if peers is None else (peers, True)
+        ranks = {layer: ExpertRanks(holders, of, is_over=is_over) for layer, of in (experts or {}).items()}
         self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
 
     def compute(
@@ -96,6 +99,14 @@ class Decoder:
         meta = step.meta(cos_sin, cache.layout.block_size)
         hidden = self.forward(tensor(step.token_ids), cache, meta, stored)
         return self.logits(hidden[tensor(step.sampled)]) if len(step.sampled) else None
+
+    def serve(self) -> None:
+        """A step of `peers` in which there are no tokens here: theirs may come to our experts."""
+        nothing = self.weights.embed.new_empty(0, self.weights.embed.shape[1])
+        slots = torch.empty(0, dtype=torch.int64, device=nothing.device)
+        for layer in self.layers:
+            if layer.experts is not None:
+                feed_forward(layer, nothing, nothing, slots, self.group)
 
     def forward(
         self, token_ids: Tensor, cache: KVCache, meta: StepMeta, stored: Callable[[int], object] = lambda _: None
@@ -213,13 +224,11 @@ def feed_forward(layer: Layer, hidden: Tensor, residual: Tensor, slots: Tensor, 
     spec, weights = layer.spec.feed_forward, layer.weights
     if isinstance(spec, MlpSpec):
         return group.all_reduce(_mlp(spec, weights, hidden))
-    here, counts = layer.experts.here if layer.experts is not None else None, layer.expert_tokens
-    count = partial(count_experts, slots=slots, counts=counts) if counts is not None else None
     if layer.spec.beside is None:
-        return group.all_reduce(moe(spec, weights, hidden, here, count))
+        return group.all_reduce(_mixture(spec, layer, hidden, slots))
     assert weights.experts_norm is not None and weights.router_norm is not None
     normed, routed_by = (rms_norm(residual, norm, layer.eps) for norm in (weights.experts_norm, weights.router_norm))
-    mixed = moe(spec, weights, normed, here, count, routed_by)
+    mixed = _mixture(spec, layer, normed, slots, routed_by)
     both = group.all_reduce(torch.stack((_mlp(layer.spec.beside, weights, hidden), mixed)))
     norms = weights.beside_out_norm, weights.experts_out_norm
     one, other = (leave(of, norm, layer.eps) for of, norm in zip(both, norms, strict=True))
@@ -231,6 +240,15 @@ def _mlp(spec: MlpSpec, weights: LayerWeights, hidden: Tensor) -> Tensor:
     assert weights.gate_up is not None and weights.down is not None
     biases = weights.gate_up_bias, weights.down_bias
     return mlp(hidden, spec.activation, weights.gate_up, weights.down, *biases)
+
+
+def _mixture(spec: MoeSpec, layer: Layer, hidden: Tensor, slots: Tensor, routed_by: Tensor | None = None) -> Tensor:
+    """hidden, routed_by: see moe.py; slots: as feed_forward has them. Returns this rank's part, [T, H]."""
+    weights, experts, counts = layer.weights, layer.experts, layer.expert_tokens
+    count = partial(count_experts, slots=slots, counts=counts) if counts is not None else None
+    if experts is not None and experts.is_over:
+        return moe_over(spec, weights, hidden, experts, count, routed_by)
+    return moe(spec, weights, hidden, None if experts is None else experts.here, count, routed_by)
 
 
 def end(layer: Layer, hidden: Tensor, residual: Tensor, given: Tensor | None) -> Tensor | None:

@@ -28,8 +28,10 @@ Compute = Callable[[Tensor, Tensor], Tensor]  # rows [N, H], slot of each [N] in
 class ExpertRanks:
     """Of one rank, which holds `placement.held[group.rank]`. All ranks call the same, in the same order."""
 
-    def __init__(self, group: Group, placement: Placement) -> None:
+    def __init__(self, group: Group, placement: Placement, *, is_over: bool = False) -> None:
+        """is_over: each rank has tokens of its own."""
         assert placement.num_ranks == group.size
+        self.is_over = is_over
         self._group, self._num_experts = group, placement.num_experts
         holders = placement.holders()
         most = max(map(len, holders))
@@ -43,9 +45,11 @@ class ExpertRanks:
         is_ours = self._ranks_of(experts, first_row=0) == self._group.rank
         return torch.where(is_ours, self._slots[experts.long()], -1).int()
 
-    def over(self, x: Tensor, weights: Tensor, experts: Tensor, compute: Compute) -> Tensor:
+    def over(
+        self, x: Tensor, weights: Tensor, experts: Tensor, compute: Compute, shared: Tensor | None = None
+    ) -> Tensor:
         """Of tokens that this rank alone has: x [T, H]; weights [T, top_k] float32; experts [T, top_k] int32, -1 is
-        none. T may differ from rank to rank, and be 0. Returns [T, H]."""
+        none; shared: [T, H], is added. T may differ from rank to rank, and be 0. Returns [T, H]."""
         group, top_k = self._group, experts.shape[1]
         ranks = self._ranks_of(experts, first_row=group.rank).view(-1)
         places = ranks.argsort(stable=True)[int((ranks < 0).sum()) :]
@@ -58,7 +62,7 @@ class ExpertRanks:
         given = group.all_to_all(compute(rows, self._slots[theirs]), from_counts, to_counts)
         y = x.new_empty(experts.numel(), x.shape[1])
         y[places] = given
-        return moe_combine(y, weights, experts, self._num_experts)
+        return moe_combine(y, weights, experts, self._num_experts, shared=shared)
 
     def _ranks_of(self, experts: Tensor, first_row: int) -> Tensor:
         """Which computes each choice, [T, top_k] int64; -1 for none. Its holders take turns by row."""

@@ -120,13 +120,17 @@ def _check(num_experts: int, num_ranks: int) -> None:
 
 
 def place_experts(
-    spec: ModelSpec, num_ranks: int, placement: str = IN_ORDER, num_copies: int = 0
+    spec: ModelSpec,
+    num_ranks: int,
+    placement: str = IN_ORDER,
+    num_copies: int = 0,
+    setting: str = "expert_parallel",
 ) -> dict[int, Placement]:
     """By layer, of those that have experts. placement: "contiguous", "round_robin", or the path of a file of loads.
-    Raises ConfigError."""
+    setting: which asks for so many ranks. Raises ConfigError."""
     sizes = {i: of.num_experts for i, layer in enumerate(spec.layers) if isinstance(of := layer.feed_forward, MoeSpec)}
     if not sizes:
-        raise ConfigError(f"expert_parallel={num_ranks} needs a model with experts: leave it out")
+        raise ConfigError(f"{setting}={num_ranks} needs a model with experts: leave it out")
     if placement in (IN_ORDER, DEALT_OUT):
         if num_copies:
             raise ConfigError(f"expert_copies={num_copies} needs measured loads: name a file as expert_placement")

@@ -17,6 +17,7 @@ from ...kernels.lang import has_kernel, launched
 from ...kernels.moe import moe_experts
 from ...kernels.moe_combine import moe_combine
 from ...kernels.moe_routing import Routing, moe_routing
+from .dispatch import ExpertRanks
 from .mlp import ACTIVATIONS, mlp
 from .spec import ModelSpec, MoeSpec, RoutingSpec
 from .weights import LayerWeights
@@ -52,6 +53,25 @@ def moe(
         return moe_experts(hidden, gates, experts, gate_up, down, shared=shared, activation=activation, biases=biases)
     y = launched(_one_by_one, spec, weights, hidden, experts)
     return moe_combine(y, gates, experts, gate_up.shape[0], shared=shared)
+
+
+def moe_over(
+    spec: MoeSpec,
+    weights: LayerWeights,
+    hidden: Tensor,
+    ranks: ExpertRanks,
+    count: Callable[[Tensor], object] | None = None,
+    routed_by: Tensor | None = None,
+) -> Tensor:
+    """The same of tokens that this rank alone has, which go to their experts. All `ranks` call it; T may be 0."""
+    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by)
+    if count is not None:
+        count(experts)
+
+    def compute(rows: Tensor, slots: Tensor) -> Tensor:
+        return _one_by_one(spec, weights, rows, slots[:, None])
+
+    return ranks.over(hidden, gates, experts, compute, _shared(spec, weights, hidden))
 
 
 def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:

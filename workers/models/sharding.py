@@ -22,6 +22,11 @@ class Share:
     rank: int = 0
     size: int = 1
     experts: Mapping[int, Placement] | None = None  # by layer; None: ranks share each expert
+    data_rank: int | None = None  # of the placement's ranks, where those are workers; None: `rank`
+
+    @property
+    def expert_rank(self) -> int:
+        return self.rank if self.data_rank is None else self.data_rank
 
     def part_of(self, length: int) -> slice:
         """Its part of an axis that is divided over the ranks."""
@@ -48,6 +53,12 @@ def share_of_first(spec: ModelSpec, size: int, placement: str | None = None, num
     Raises ConfigError where ranks cannot share the model so."""
     check_divides(spec, size, whole_experts=placement is not None)
     return Share(0, size, None if placement is None else place_experts(spec, size, placement, num_copies))
+
+
+def share_of_worker(spec: ModelSpec, rank: int, size: int, placement: str, num_copies: int = 0) -> Share:
+    """Of worker `rank` of `size` that share experts alone, whole ones. placement: see place_experts. Raises
+    ConfigError."""
+    return Share(0, 1, place_experts(spec, size, placement, num_copies, "data_parallel"), data_rank=rank)
 
 
 def check_divides(spec: ModelSpec, size: int, *, whole_experts: bool = False) -> None:
@@ -154,7 +165,7 @@ def layer_fields(spec: ModelSpec, layer: int, share: Share) -> dict[str, Pieces]
     for field in ADDED_ONCE if share.rank else ():
         fields.pop(field, None)
     if share.experts is not None and layer in share.experts:
-        held = share.experts[layer].held[share.rank]
+        held = share.experts[layer].held[share.expert_rank]
         return {field: tuple(_of_experts(pieces, held)) for field, pieces in fields.items()}
     if share.rank:
         fields.pop("experts_down_bias", None)

@@ -1,0 +1,79 @@
+"""Workers that share the experts of a mixture, each with requests of its own: the same tokens as transformers'."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ..checkpoints import make_checkpoint, untied_prompts
+from .harness import WorkerHandle, assert_nothing_leaked, unlike_workers
+from .test_tensor_parallel import END_S, FLAGS, NUM_TOKENS, Cases, answer, assert_kv_moves, info, routed
+
+LENGTHS = (1, 17, 40, 130)
+
+pytestmark = pytest.mark.e2e
+
+
+@contextmanager
+def group(path: Path, size: int, **flags: object) -> Iterator[tuple[WorkerHandle, list[WorkerHandle]]]:
+    """A worker that has all experts, to prefill, and `size` that share them."""
+    shared = {**FLAGS, "data_parallel": size, "meeting": path.parent / "meeting", **flags}
+    each = [("prefill", FLAGS), *(("decode", shared | {"data_rank": rank}) for rank in range(size))]
+    with unlike_workers(path, each) as [alone, *members]:
+        yield alone, members
+
+
+async def ask(handles: Sequence[WorkerHandle], cases: Cases, salt: bytes) -> None:
+    async with routed(*handles) as router:
+        calls = [answer(router, prompt, salt) for prompt, _ in cases]
+        assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
+
+
+def num_decoded(handle: WorkerHandle) -> int:
+    return handle.settled_state().load.num_decode_tokens
+
+
+def test_a_group_of_two(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = make_checkpoint(tmp_path / "mixtral", "mixtral", seed=8)
+    cases = untied_prompts(path, seed=33, lengths=LENGTHS, max_tokens=NUM_TOKENS)
+    with group(path, 2) as (alone, [first, second]):
+        asyncio.run(ask([first], cases, b"one"))
+        assert num_decoded(first) > 0 and num_decoded(second) == 0
+        asyncio.run(ask([second, first], cases, b"both"))
+        assert num_decoded(second) > 0
+        assert_kv_moves(alone, second, cases, "grpc")
+        assert_kv_moves(first, alone, cases, "grpc")
+        assert_kv_moves(first, second, cases, "grpc")
+        assert_nothing_leaked([alone, first, second])
+        asyncio.run(one_dies(first, second, alone, cases[-1:] * 4))
+        assert second.process.wait(END_S) == 1
+        assert "worker 0 of the 2 that share experts ended: all of them end with it" in capfd.readouterr().err
+
+
+async def one_dies(first: WorkerHandle, second: WorkerHandle, alone: WorkerHandle, cases: Cases) -> None:
+    """While the second decodes what the first one prefilled. Both end, and one of no group goes on."""
+    num_tokens = 0
+    async with routed(first, second) as router:
+
+        def count() -> None:
+            nonlocal num_tokens
+            num_tokens += 1
+            if num_tokens == 2 * NUM_TOKENS:
+                router.update_fleet([info(each) for each in (first, second, alone)])
+                first.process.kill()
+
+        calls = [answer(router, prompt, b"killed %d" % i, count) for i, (prompt, _) in enumerate(cases)]
+        assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
+
+
+def test_a_group_of_three_and_what_is_prefilled_elsewhere(tmp_path: Path) -> None:
+    """Seven requests at once; layer 2 has no experts."""
+    path = make_checkpoint(tmp_path / "qwen3moe", "qwen3moe", seed=9)
+    cases = untied_prompts(path, seed=34, lengths=(*LENGTHS, 5, 60, 90), max_tokens=NUM_TOKENS)
+    with group(path, 3, expert_placement="round_robin") as (alone, members):
+        asyncio.run(ask([alone, *members], cases, b"handed over"))
+        received = [member.settled_state().load.num_handoffs_received for member in members]
+        assert sum(received) == len(cases) and min(received) > 0
+        assert_nothing_leaked([alone, *members])

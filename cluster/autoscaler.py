@@ -109,7 +109,8 @@ def _for_decode(load: PoolLoad, level: ServiceLevel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolCounters:
-    """Sums of the newest reports of a pool's ready workers; the token counts are since the workers' starts."""
+    """Sums of the newest reports of a pool's ready workers; the token counts are since the workers' starts. A gang of
+    workers counts as one."""
 
     num_workers: int
     num_running: int
@@ -121,9 +122,9 @@ class PoolCounters:
     num_free_blocks: int
 
     @classmethod
-    def of(cls, reports: Sequence[LoadReport]) -> Self:
+    def of(cls, reports: Sequence[LoadReport], num_workers: int) -> Self:
         names = [f.name for f in fields(cls) if f.name != "num_workers"]
-        return cls(len(reports), **{name: sum(getattr(r, name) for r in reports) for name in names})
+        return cls(num_workers, **{name: sum(getattr(r, name) for r in reports) for name in names})
 
 
 class Autoscaler:

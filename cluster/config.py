@@ -72,6 +72,7 @@ class PoolConfig(_Settings):
     expert_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # as many: they hold whole experts of a mixture
     expert_placement: Annotated[str, Field(min_length=1)] = "contiguous"  # "round_robin", or a file of measured loads
     expert_copies: Annotated[int, Field(ge=0)] = 0  # with such a file: experts of a layer that are held once more
+    data_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # workers that share a mixture's experts: one replica
     kv_memory_bytes: NumBytes | None = None  # None: kv_memory_fraction of the memory that is free at start
     kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.3
     chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
@@ -117,6 +118,11 @@ class Pools(_Settings):
     @property
     def targets(self) -> dict[str, int]:
         return {name: pool.replicas for name, pool in self.items()}
+
+    @property
+    def num_workers(self) -> int:
+        """At first."""
+        return sum(pool.replicas * pool.data_parallel for _, pool in self.items())
 
 
 class TlsConfig(_Settings):
@@ -200,6 +206,11 @@ class ClusterConfig(_Settings):
                 raise ValueError(
                     f"pools.{name}.expert_parallel must be 1 or its tensor_parallel ({pool.tensor_parallel}), got "
                     f"{pool.expert_parallel}"
+                )
+            if pool.data_parallel > 1 and (pool.tensor_parallel > 1 or pool.look_ahead or self.device != "cpu"):
+                raise ValueError(
+                    f"pools.{name}.data_parallel ({pool.data_parallel}) works on cpu alone for now, without "
+                    "tensor_parallel and look_ahead: leave one of them out"
                 )
         return self
 

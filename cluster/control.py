@@ -88,10 +88,12 @@ def check_placeable(config: ClusterConfig) -> None:
     for key, num_cpus, num_gpus, pool in wanted:
         if not pool.bounds[1]:
             continue
-        for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **pool.resources}.items():
+        what = "worker" if pool.data_parallel == 1 else f"gang of {pool.data_parallel} workers"
+        for name, each in {"CPU": num_cpus, "GPU": num_gpus, **pool.resources}.items():
+            amount = each * pool.data_parallel  # they are on one machine
             if amount > have.get(name, 0.0):
                 raise ConfigError(
-                    f"{key}: each worker needs {amount:g} {name} and this machine has {have.get(name, 0.0):g}. "
+                    f"{key}: each {what} needs {amount:g} {name} and this machine has {have.get(name, 0.0):g}. "
                     "Ask for less, or set RAY_ADDRESS to join a Ray that has it"
                 )
         for label, value in pool.label_selector.items():

@@ -1,13 +1,16 @@
 """One running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
 
-from collections.abc import Mapping
+import hashlib
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 from ..workers.cores import usable_cores
 from ..workers.scheduler import TPOT_S
 from ..workers.worker_config import WorkerConfig
-from .config import ClusterConfig
+from .config import ClusterConfig, Pools
+from .gang import gang_of, members, rank_of
 from .handles import RouterStarted
 
 NAMESPACE = "diptych"
@@ -51,12 +54,12 @@ class Deployment:
     def _fair_cores(self, pool: str) -> int:
         if not self.is_local:
             return max(int(self.config.pools.get(pool).num_cpus), 1)
-        return max(len(usable_cores()) // max(sum(self.config.pools.targets.values()), 1), 1)
+        return max(len(usable_cores()) // max(self.config.pools.num_workers, 1), 1)
 
-    def worker_config(self, pool: str, host: str) -> WorkerConfig:
+    def worker_config(self, pool: str, host: str, worker_id: str) -> WorkerConfig:
         """`host`: the address on which a worker outside this machine listens."""
         config, settings = self.config, self.config.pools.get(pool)
-        share = max(sum(config.pools.targets.values()), 1) if self.is_local else 1
+        share = max(config.pools.num_workers, 1) if self.is_local else 1
         return WorkerConfig(
             model=config.model,
             role=pool,
@@ -74,6 +77,9 @@ class Deployment:
             expert_parallel=settings.expert_parallel,
             expert_placement=settings.expert_placement,
             expert_copies=settings.expert_copies,
+            data_parallel=settings.data_parallel,
+            data_rank=rank_of(worker_id),
+            meeting=self._meeting(gang_of(worker_id)) if settings.data_parallel > 1 else None,
             kv_memory_bytes=settings.kv_memory_bytes,
             kv_memory_fraction=settings.kv_memory_fraction / share,
             max_context_tokens=config.max_context_tokens,
@@ -93,6 +99,11 @@ class Deployment:
             auth_token=self.token,
         )
 
+    def _meeting(self, gang_id: str) -> str:
+        """A folder on the machine of the gang, whose name is a secret of this start of it."""
+        name = hashlib.blake2b(f"{self.config.name} {gang_id}".encode(), key=self.token.encode()[:64], digest_size=8)
+        return str(Path(tempfile.gettempdir()) / f"diptych-{name.hexdigest()}")
+
     def _tpot_s(self) -> float:
         """What steps with prompts aim at: the time per token that was promised, where one was."""
         level = self.config.service_level
@@ -100,7 +111,7 @@ class Deployment:
 
 
 def make_worker_id(pool: str, number: int) -> str:
-    """`number`: of all workers that the cluster has started, from 1."""
+    """Of a gang. `number`: of all that the cluster has started, from 1."""
     return f"{pool}-{number}"
 
 
@@ -109,10 +120,14 @@ def make_router_id(number: int) -> str:
     return f"router-{number + 1}"
 
 
-def first_worker_ids(targets: Mapping[str, int]) -> list[tuple[str, str]]:
+def first_worker_ids(pools: Pools) -> list[tuple[str, str]]:
     """(worker id, pool) of the workers that a new cluster starts."""
-    pools = [pool for pool, replicas in targets.items() for _ in range(replicas)]
-    return [(make_worker_id(pool, number), pool) for number, pool in enumerate(pools, 1)]
+    gangs = [(name, pool.data_parallel) for name, pool in pools.items() for _ in range(pool.replicas)]
+    return [
+        (worker_id, name)
+        for number, (name, size) in enumerate(gangs, 1)
+        for worker_id in members(make_worker_id(name, number), size)
+    ]
 
 
 def supervisor_name(cluster: str) -> str:

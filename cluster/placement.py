@@ -2,6 +2,7 @@
 
     supervisor   named, detached, restarted by Ray        diptych:<cluster>:supervisor
     worker       one placement group and one actor each   diptych:<cluster>:worker:<worker id>
+    gang         one placement group for all its workers, on one node (gang.py)
     router       one placement group and one actor each   diptych:<cluster>:router:<router id>
 
 All are detached, so that a new supervisor finds what the last one started while requests go on. No actor but the
@@ -32,6 +33,7 @@ from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailab
 from .config import WILDCARD_HOSTS
 from .cores import CoreClaim
 from .deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
+from .gang import gang_of, rank_of
 from .handles import RouterStarted, WorkerStarted
 
 if TYPE_CHECKING:
@@ -60,11 +62,11 @@ class Refused:
 class WorkerActor:
     """The process of one worker."""
 
-    def __init__(self, deployment: Deployment, pool: str) -> None:
+    def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
         logging.basicConfig(level=logging.INFO)
         self._claim = CoreClaim()
         cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
-        self._config = replace(deployment.worker_config(pool, get_node_ip_address()), cores=cores)
+        self._config = replace(deployment.worker_config(pool, get_node_ip_address(), worker_id), cores=cores)
         # Read when torch is first imported, which is in `_load`.
         os.environ["OMP_NUM_THREADS"] = str(self._config.threads)
         self._life: asyncio.Future[WorkerStarted | Refused] | None = None
@@ -194,19 +196,38 @@ class SupervisorActor:
         RayLauncher(self._deployment).forget()
 
 
-class _Placed:
-    """An actor in a placement group of its own, found by name if it already lives."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One bundle of a placement group, all of which are alike and on one node."""
 
-    def __init__(self, name: str, bundle: dict[str, float], labels: dict[str, str], cls: type, *args: Any) -> None:
+    group: str  # the group's name
+    bundle: dict[str, float]
+    labels: dict[str, str]
+    index: int = 0
+    size: int = 1
+
+    def take(self, *, is_taken: bool) -> PlacementGroup:
+        """is_taken: an actor is there already. The group is made by the first one of it."""
+        if is_taken:
+            return get_placement_group(self.group)
+        if self.index:
+            with suppress(ValueError):
+                return get_placement_group(self.group)
+        bundles, labels = [self.bundle] * self.size, [self.labels] * self.size
+        strategy = "PACK" if self.size == 1 else "STRICT_PACK"
+        return placement_group(bundles, strategy, self.group, "detached", bundle_label_selector=labels)
+
+
+class _Placed:
+    """An actor in a place of its own, found by name if it already lives."""
+
+    def __init__(self, name: str, place: _Place, cls: type, *args: Any) -> None:
         self._name = name
+        self._place, bundle = place, place.bundle
         self._needs = ", ".join(
-            f"{k}: {v:g}" if isinstance(v, float) else f"{k}: {v}" for k, v in (bundle | labels).items()
+            f"{k}: {v:g}" if isinstance(v, float) else f"{k}: {v}" for k, v in (bundle | place.labels).items()
         )
-        actors = list_named_actors()
-        if name in actors:
-            self._group: PlacementGroup = get_placement_group(name)
-        else:
-            self._group = placement_group([bundle], "PACK", name, "detached", bundle_label_selector=[labels])
+        self._group = place.take(is_taken=name in list_named_actors())
         resources = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
         self._actor: Any = (
             ray.remote(cls)
@@ -219,7 +240,7 @@ class _Placed:
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=resources,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place.index),
             )
             .remote(*args)
         )
@@ -255,7 +276,8 @@ class _Placed:
             async with asyncio.timeout(STOP_S):
                 await self.ask("stop")
         ray.kill(self._actor, no_restart=True)
-        remove_placement_group(self._group)
+        if self._place.index == 0:  # a gang ends as a whole
+            remove_placement_group(self._group)
 
 
 class _PlacedWorker(_Placed):
@@ -278,21 +300,18 @@ class RayLauncher:
 
     async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
         settings = self._deployment.config.pools.get(pool)
-        return _PlacedWorker(
-            self._deployment.worker_name(worker_id),
-            _bundle(settings.num_cpus, settings.num_gpus, settings.resources),
-            settings.label_selector,
-            WorkerActor,
-            self._deployment,
-            pool,
-        )
+        bundle = _bundle(settings.num_cpus, settings.num_gpus, settings.resources)
+        group = self._deployment.worker_name(gang_of(worker_id))
+        place = _Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.data_parallel)
+        name = self._deployment.worker_name(worker_id)
+        return _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id)
 
     async def router(self, router_id: str, before: RouterStarted | None) -> _PlacedRouter:
         settings = self._deployment.config.router
+        name = self._deployment.router_name(router_id)
         return _PlacedRouter(
-            self._deployment.router_name(router_id),
-            _bundle(settings.num_cpus, 0, settings.resources),
-            settings.label_selector,
+            name,
+            _Place(name, _bundle(settings.num_cpus, 0, settings.resources), settings.label_selector),
             RouterActor,
             self._deployment.listening_at(before) if before else self._deployment,
         )
@@ -301,9 +320,10 @@ class RayLauncher:
         if not self._finds_existing:
             return []
         names = list_named_actors()
+        gangs = {gang_of(name) for name in names}
         for group in placement_group_table().values():
             name = str(group["name"])
-            if self._deployment.owns(name) and name not in names and group["state"] != "REMOVED":
+            if self._deployment.owns(name) and name not in gangs and group["state"] != "REMOVED":
                 remove_placement_group(get_placement_group(name))
         ids = [self._deployment.worker_id(name) for name in names]
         return [(worker_id, worker_id.partition("-")[0]) for worker_id in ids if worker_id]
@@ -326,7 +346,7 @@ class RayLauncher:
 async def start_ahead(deployment: Deployment) -> None:
     """Have what a new supervisor will want start before it: it finds them under the names that it would give."""
     launcher = RayLauncher(deployment)
-    for worker_id, pool in first_worker_ids(deployment.config.pools.targets):
+    for worker_id, pool in first_worker_ids(deployment.config.pools):
         (await launcher.worker(worker_id, pool)).begin()
     for number in range(deployment.config.router.replicas):
         (await launcher.router(make_router_id(number), None)).begin()

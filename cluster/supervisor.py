@@ -14,25 +14,19 @@ from contextlib import suppress
 
 from ..proto.worker_pb2 import LoadReport
 from ..workers.errors import CheckpointError, ConfigError, DiptychError
-from ..workers.scheduler import Role
-from ..workers.wire import ROLE_TO_PROTO
 from .autoscaler import Autoscaler, PoolCounters
 from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
 from .deployment import make_router_id, make_worker_id
 from .expert_loads import add_up
 from .fleet import WorkerInfo
-from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle, WorkerStarted
+from .gang import gang_of, gangs_of, members
+from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle
 from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
 from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord
+from .worker_watch import TICK_S, drain, until_dead, until_started
 
-TICK_S = 1.0
-PLACED_S = 3.0  # then it is worth a question why a worker has not started
-DRAIN_POLL_S = 0.1
-# A worker reports every half second: one that is silent for so many looks hangs, and is replaced. Looks, not seconds:
-# when this whole process was stopped for a while, its workers are not to blame.
-SILENT_TICKS = 15
 WATCH_S = 10.0
 ADOPT_S = 5.0
 
@@ -93,9 +87,9 @@ class Supervisor:
     async def _adopt(self, existing: list[tuple[str, str]]) -> None:
         """Take over what an earlier supervisor started, before anybody is told of a fleet without it."""
         self._was_ready = bool(existing)
-        for worker_id, pool in existing:
-            self._num_started = max(self._num_started, int(worker_id.rpartition("-")[2]))
-            self._start(worker_id, pool)
+        for gang_id, pool in dict.fromkeys((gang_of(worker_id), pool) for worker_id, pool in existing):
+            self._num_started = max(self._num_started, int(gang_id.rpartition("-")[2]))
+            self._start(gang_id, pool)
         while any(w.phase is Phase.STARTING for w in self._workers.values()):
             await self._changed.wait()
         self._adopted.set()
@@ -108,27 +102,39 @@ class Supervisor:
                 self._num_started += 1
                 self._start(make_worker_id(action.pool, self._num_started), action.pool)
             case Stop():
-                self._end(self._workers[action.worker_id])
+                self._end(self._gang(action.worker_id))
             case Drain():
-                worker = self._workers[action.worker_id]
-                worker.enter(Phase.DRAINING)
+                gang = self._gang(action.worker_id)
+                for worker in gang:
+                    worker.enter(Phase.DRAINING)
                 self._publish()
-                self._spawn(self._drain(worker))
+                self._spawn(self._drain(gang))
             case SetRole():
-                self._workers[action.worker_id].pool = action.pool
+                for worker in self._gang(action.worker_id):
+                    worker.pool = action.pool
                 self._publish()
 
-    def _start(self, worker_id: str, pool: str) -> None:
-        worker = WorkerRecord(worker_id, pool)
-        self._workers[worker_id] = worker
-        worker.task = self._spawn(self._keep_worker(worker))
+    def _gang(self, gang_id: str) -> list[WorkerRecord]:
+        return [worker for worker in self._workers.values() if gang_of(worker.worker_id) == gang_id]
+
+    def _start(self, gang_id: str, pool: str) -> None:
+        for worker_id in members(gang_id, self._config.pools.get(pool).data_parallel):
+            worker = self._workers[worker_id] = WorkerRecord(worker_id, pool)
+            worker.task = self._spawn(self._keep_worker(worker))
         self._publish()
 
-    def _end(self, worker: WorkerRecord) -> None:
-        worker.enter(Phase.STOPPING)
+    def _end(self, gang: Iterable[WorkerRecord]) -> None:
+        """Those that do not end already."""
+        for worker in gang:
+            if worker.phase is not Phase.STOPPING:
+                worker.enter(Phase.STOPPING)
+                if worker.task:
+                    worker.task.cancel()
         self._publish()
-        if worker.task:
-            worker.task.cancel()
+
+    async def _drain(self, gang: list[WorkerRecord]) -> None:
+        await drain(gang, self._config.drain_timeout_s)
+        self._end(gang)
 
     def _spawn(self, life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         return self._keep(self._tasks, life)
@@ -146,12 +152,12 @@ class Supervisor:
         error = "stopped"
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
-            worker.started = await self._until_started(worker, handle)
+            worker.started = await until_started(worker, handle)
             worker.control = await WorkerControl.open(worker.started.address, self._token)
             worker.ready_at = time.monotonic()
             worker.enter(Phase.READY)
             self._publish()
-            error = await self._until_dead(worker, handle, worker.control)
+            error = await until_dead(worker, handle, worker.control)
         except DiptychError as e:
             error = e.message
             if not self._was_ready and isinstance(e, CheckpointError | ConfigError):
@@ -159,34 +165,6 @@ class Supervisor:
         finally:
             # A task of its own: whoever cancels this one again must not interrupt the end of the process.
             self._keep(self._burials, self._bury(worker, handle, error))
-
-    async def _until_started(self, worker: WorkerRecord, handle: WorkerHandle) -> WorkerStarted:
-        start = asyncio.ensure_future(handle.start())
-        try:
-            while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
-                worker.waiting_for = await handle.waiting_for()
-            worker.waiting_for = ""
-            return start.result()
-        finally:
-            start.cancel()
-
-    async def _until_dead(self, worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> str:
-        death = asyncio.ensure_future(handle.wait())
-        num_received, num_silent = -1, 0
-        try:
-            while True:
-                done, _ = await asyncio.wait([death], timeout=TICK_S)
-                if done:
-                    return death.result()
-                num_silent = num_silent + 1 if control.num_received == num_received else 0
-                num_received = control.num_received
-                if num_silent >= SILENT_TICKS:
-                    return f"it hangs: silent for {num_silent * TICK_S:g} s"
-                role = Role(worker.pool)
-                if worker.phase is Phase.READY and control.load.role != ROLE_TO_PROTO[role]:
-                    await control.set_role(role)
-        finally:
-            death.cancel()
 
     async def _bury(self, worker: WorkerRecord, handle: WorkerHandle | None, error: str) -> None:
         if worker.phase in (Phase.STARTING, Phase.READY):
@@ -197,32 +175,14 @@ class Supervisor:
             self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
             log.warning("lost %s", message)
         # First the routers' view, then the process: nobody should be sent to it meanwhile.
-        if worker.phase is not Phase.STOPPING:
-            worker.enter(Phase.STOPPING)
-            self._publish()
+        worker.enter(Phase.STOPPING)
+        self._end(self._gang(gang_of(worker.worker_id)))  # of a gang all, which publishes
         if worker.control:
             await worker.control.close()
         if handle:
             await handle.kill()
         del self._workers[worker.worker_id]
         self._publish()
-
-    async def _drain(self, worker: WorkerRecord) -> None:
-        control = worker.control
-        assert control is not None
-        deadline = time.monotonic() + self._config.drain_timeout_s
-        try:
-            while time.monotonic() < deadline:
-                if not control.load.draining:
-                    await control.drain()
-                # Reports come by themselves; the books are compared, which costs a step, only for the last word.
-                elif control.num_requests == 0 and await control.is_drained():
-                    break
-                await asyncio.sleep(DRAIN_POLL_S)
-        except DiptychError as e:
-            log.warning("%s could not be drained: %s", worker.worker_id, e)
-        if worker.phase is Phase.DRAINING:
-            self._end(worker)
 
     # -- one router -------------------------------------------------------------------------------------------------
 
@@ -312,14 +272,17 @@ class Supervisor:
         return Targets(self._replicas, self._groups)
 
     def _views(self) -> Iterable[WorkerView]:
-        return [w.view() for w in self._workers.values()]
+        return gangs_of(w.view() for w in self._workers.values())
 
     def _loads(self) -> dict[str, PoolCounters]:
-        by_pool: dict[str, list[LoadReport]] = {}
+        by_pool: dict[str, list[tuple[str, LoadReport]]] = {}
         for worker in self._workers.values():
             if worker.phase is Phase.READY and worker.control:
-                by_pool.setdefault(worker.pool, []).append(worker.control.load)
-        return {pool: PoolCounters.of(reports) for pool, reports in by_pool.items()}
+                by_pool.setdefault(worker.pool, []).append((gang_of(worker.worker_id), worker.control.load))
+        return {
+            pool: PoolCounters.of([load for _, load in found], len({gang for gang, _ in found}))
+            for pool, found in by_pool.items()
+        }
 
     # -- status -----------------------------------------------------------------------------------------------------
 
@@ -357,7 +320,7 @@ class Supervisor:
         return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
 
     def _pool_status(self, pool: str, now: float) -> PoolStatus:
-        phases = [w.phase for w in self._workers.values() if w.pool == pool]
+        phases = [view.phase for view in self._views() if view.pool == pool]
         failures = self._failures.get(pool, Failures())
         low, high = self._bounds[pool]
         return PoolStatus(

@@ -85,7 +85,7 @@ def counters(prefill_tokens: int, waiting_tokens: int) -> dict[str, PoolCounters
     report = LoadReport(
         num_waiting=1, num_waiting_tokens=waiting_tokens, num_prefill_tokens=prefill_tokens, num_blocks=10
     )
-    return {"prefill": PoolCounters.of([report]), "decode": PoolCounters.of([LoadReport(num_blocks=10)])}
+    return {"prefill": PoolCounters.of([report], 1), "decode": PoolCounters.of([LoadReport(num_blocks=10)], 1)}
 
 
 def test_only_pools_with_room_between_their_bounds_move() -> None:

@@ -139,3 +139,11 @@ def test_merge_keeps_what_was_not_given() -> None:
 def test_settings_survive_the_way_to_another_process() -> None:
     config = build({"model": "m", "transports": ["grpc"], "pools": {"decode": {"kv_memory_bytes": "1GiB"}}})
     assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_workers_that_share_experts_have_one_rank_on_cpu() -> None:
+    pools = {"decode": {"replicas": 3, "data_parallel": 2}}
+    assert build({"model": "m", "pools": pools}).pools.num_workers == 6
+    for pool, more in (({"tensor_parallel": 2}, {}), ({"look_ahead": True}, {}), ({}, {"device": "cuda"})):
+        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works on cpu alone for now, without"):
+            build({"model": "m", "pools": {"decode": pools["decode"] | pool}, **more})

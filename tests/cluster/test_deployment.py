@@ -1,5 +1,7 @@
 """What a cluster's processes are called, and what each worker gets of its machine."""
 
+from dataclasses import replace
+
 import pytest
 
 from diptych.cluster import deployment as deployment_module
@@ -29,7 +31,7 @@ def test_a_cluster_knows_its_own_by_name_even_where_names_begin_alike() -> None:
 
 def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment_module, "usable_cores", lambda: tuple(range(8)))
-    config = deployment(prefill={"replicas": 1}, decode={"replicas": 2}).worker_config("decode", "10.0.0.1")
+    config = deployment(prefill={"replicas": 1}, decode={"replicas": 2}).worker_config("decode", "10.0.0.1", "decode-1")
     assert config.threads == 8 // 3
     assert config.cores is None, "which ones is for the worker's process to say"
     assert config.kv_memory_fraction == pytest.approx(0.1)
@@ -39,12 +41,12 @@ def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_more_workers_than_cores_get_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment_module, "usable_cores", lambda: (0, 1))
-    assert deployment(decode={"replicas": 5}).worker_config("decode", "").threads == 1
+    assert deployment(decode={"replicas": 5}).worker_config("decode", "", "decode-1").threads == 1
 
 
 def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
     settings = {"replicas": 2, "num_cpus": 4.0, "chunk_tokens": 64, "kv_memory_bytes": "1GiB"}
-    config = deployment(is_local=False, decode=settings).worker_config("decode", "10.0.0.1")
+    config = deployment(is_local=False, decode=settings).worker_config("decode", "10.0.0.1", "decode-1")
     assert (config.threads, config.host, config.kv_memory_fraction) == (4, "10.0.0.1", 0.3)
     assert (config.role, config.chunk_tokens, config.kv_memory_bytes) == ("decode", 64, 1 << 30)
     config.validate()
@@ -53,7 +55,7 @@ def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
 def test_steps_aim_at_the_time_per_token_that_is_promised() -> None:
     def worker(pool: dict[str, object], **level: float) -> WorkerConfig:
         config = build({"model": "m", "pools": {"decode": pool}, "service_level": level})
-        return Deployment(config, "secret", is_local=True).worker_config("decode", "")
+        return Deployment(config, "secret", is_local=True).worker_config("decode", "", "decode-1")
 
     assert worker({}, ttft_s=0.5).tpot_s == WorkerConfig(model="m").tpot_s
     assert (worker({}, tpot_s=0.1).target_step_s, worker({}, tpot_s=0.1).tpot_s) == (None, 0.1)
@@ -61,7 +63,7 @@ def test_steps_aim_at_the_time_per_token_that_is_promised() -> None:
 
 
 def test_threads_that_are_given_stay() -> None:
-    assert deployment(decode={"threads": 3}).worker_config("decode", "").threads == 3
+    assert deployment(decode={"threads": 3}).worker_config("decode", "", "decode-1").threads == 3
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,10 @@ def test_a_worker_has_a_thread_for_each_of_its_cores(
 ) -> None:
     monkeypatch.setattr(deployment_module, "usable_cores", lambda: tuple(range(8)))
     found = deployment(is_local, prefill={}, decode=pool)
-    assert (found.num_cores("decode"), found.worker_config("decode", "").threads) == (num_cores, num_threads)
+    assert (found.num_cores("decode"), found.worker_config("decode", "", "decode-1").threads) == (
+        num_cores,
+        num_threads,
+    )
 
 
 def test_more_threads_than_cores_are_refused() -> None:
@@ -93,7 +98,7 @@ def test_a_pool_may_lay_its_kv_out_in_its_own_way() -> None:
     cluster = {"model": "m", "dtype": "float32", "block_size": 32, "verify_kv": True, "wire_dtype": "bfloat16"}
     own = {"dtype": "bfloat16", "block_size": 64, "kv_axis_order": "layer", "wire_dtype": "int8"}
     config = build(cluster | {"pools": {"prefill": {}, "decode": own}})
-    found = [Deployment(config, "secret", True).worker_config(pool, "") for pool in ("prefill", "decode")]
+    found = [Deployment(config, "secret", True).worker_config(pool, "", "decode-1") for pool in ("prefill", "decode")]
     settings = [(c.dtype, c.block_size, c.kv_axis_order, c.wire_dtype, c.verify_kv) for c in found]
     assert settings == [("float32", 32, "block", "bfloat16", True), ("bfloat16", 64, "layer", "int8", True)]
     for worker in found:
@@ -103,8 +108,8 @@ def test_a_pool_may_lay_its_kv_out_in_its_own_way() -> None:
 
 def test_how_a_pool_announces_its_kv_reaches_its_workers() -> None:
     found = deployment(prefill={"layer_groups": 4}, decode={"look_ahead": True})
-    assert [found.worker_config(pool, "").look_ahead for pool in ("prefill", "decode")] == [False, True]
-    assert [found.worker_config(pool, "").layer_groups for pool in ("prefill", "decode")] == [4, 0]
+    assert [found.worker_config(pool, "", "decode-1").look_ahead for pool in ("prefill", "decode")] == [False, True]
+    assert [found.worker_config(pool, "", "decode-1").layer_groups for pool in ("prefill", "decode")] == [4, 0]
     with pytest.raises(ConfigError, match=r"layer_groups"):
         deployment(decode={"layer_groups": -1})
 
@@ -113,3 +118,17 @@ def test_a_router_is_replaced_where_it_listened() -> None:
     again = deployment().listening_at(RouterStarted("127.0.0.1", 4711, 4712, 1))
     assert (again.config.router.http_port, again.config.router.grpc_port) == (4711, 4712)
     assert again.config.pools == deployment().config.pools
+
+
+def test_a_gang_shares_one_machine_and_meets_at_a_place_of_its_own() -> None:
+    found = deployment(decode={"replicas": 1, "data_parallel": 2, "kv_memory_fraction": 0.5})
+    first, second, other = (
+        found.worker_config("decode", "", each) for each in ("decode-1.0", "decode-1.1", "decode-2.0")
+    )
+    for config, rank in ((first, 0), (second, 1), (other, 0)):
+        config.validate()
+        assert (config.data_parallel, config.data_rank) == (2, rank)
+        assert config.kv_memory_fraction == 0.5 / found.config.pools.num_workers
+    assert first.meeting == second.meeting != other.meeting
+    assert replace(found, token="another").worker_config("decode", "", "decode-1.0").meeting != first.meeting
+    assert deployment(decode={"replicas": 1}).worker_config("decode", "", "decode-1").meeting is None

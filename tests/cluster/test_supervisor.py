@@ -169,11 +169,71 @@ def test_the_fleet_comes_up_and_routers_hear_of_it() -> None:
 def test_a_new_cluster_gives_the_names_that_its_processes_were_started_under() -> None:
     async def test(world: World) -> None:
         status = await world.until(is_ready)
-        expected = first_worker_ids({"prefill": 2, "decode": 1, "mixed": 1})
+        expected = first_worker_ids(build({"model": "fake", "pools": pools}).pools)
         assert sorted((w.worker_id, w.pool) for w in status.workers) == sorted(expected)
         assert [r.router_id for r in status.routers] == [make_router_id(0)]
 
-    run(test, prefill={"replicas": 2}, decode={"replicas": 1}, mixed={"replicas": 1})
+    pools = {"prefill": {"replicas": 2}, "decode": {"replicas": 1}, "mixed": {"replicas": 1, "data_parallel": 2}}
+    run(test, **pools)
+
+
+def test_a_gang_counts_as_one_and_is_replaced_as_a_whole() -> None:
+    async def test(world: World) -> None:
+        status = await world.until(is_ready)
+        assert [w.worker_id for w in status.workers] == ["prefill-1", "decode-2.0", "decode-2.1"]
+        assert (status.pools[1].target, status.pools[1].num_ready) == (1, 1)
+        before = {info.address for info in (await world.fleet()).values()}
+        await world.launcher.processes["decode-2.1"].die("SIGKILL")
+        status = await world.until(lambda s: is_ready(s) and "SIGKILL" in s.pools[1].last_error)
+        assert sorted(w.worker_id for w in status.workers) == ["decode-3.0", "decode-3.1", "prefill-1"]
+        assert status.pools[1].num_failures == 1
+        assert status.pools[1].last_error == "decode-2.1: SIGKILL"
+        assert len(before & {info.address for info in (await world.fleet()).values()}) == 1
+        assert world.launcher.num_started == 5
+        await world.launcher.processes["decode-2.0"].wait()  # it was ended
+
+    run(test, prefill={"replicas": 1}, decode={"replicas": 1, "data_parallel": 2})
+
+
+def test_gangs_are_scaled_as_a_whole_and_leave_when_all_of_one_are_done() -> None:
+    async def test(world: World) -> None:
+        await world.until(is_ready)
+        world.supervisor.scale({"mixed": 2})
+        status = await world.until(lambda s: s.is_settled and s.pools[2].num_ready == 2)
+        assert sorted(w.worker_id for w in status.workers) == ["mixed-1.0", "mixed-1.1", "mixed-2.0", "mixed-2.1"]
+        [address] = [w.address for w in status.workers if w.worker_id == "mixed-1.1"]
+        [other] = [w.address for w in status.workers if w.worker_id == "mixed-2.0"]
+        assert address and other
+        tokens, more = (generate(each, [3, 4], max_tokens=8) for each in (address, other))
+        answer, rest = [await anext(tokens)], [await anext(more)]
+        world.supervisor.scale({"mixed": 1})
+        status = await world.until(lambda s: s.pools[2].num_draining == 1)
+        draining = sorted(w.worker_id for w in status.workers if w.phase == "draining")
+        assert draining in (["mixed-1.0", "mixed-1.1"], ["mixed-2.0", "mixed-2.1"])
+        answer += [token async for token in tokens]
+        rest += [token async for token in more]
+        assert answer == rest == fake_output([3, 4], 8)
+        status = await world.until(lambda s: s.is_settled)
+        assert not set(draining) & {w.worker_id for w in status.workers} and len(status.workers) == 2
+
+    run(test, FakeLauncher(step_s=0.1), mixed={"replicas": 1, "data_parallel": 2})
+
+
+def test_a_new_supervisor_takes_over_gangs_and_completes_them() -> None:
+    async def test(world: World) -> None:
+        await world.until(is_ready)
+        before = await world.fleet()
+        del world.launcher.processes["mixed-1.1"]
+        successor = World(world.launcher, {"pools": {"mixed": {"replicas": 1, "data_parallel": 2}}})
+        try:
+            status = await successor.until(lambda s: s.is_settled and s.pools[2].num_ready == 1)
+            assert [w.worker_id for w in status.workers] == ["mixed-1.0", "mixed-1.1"]
+            assert len(set(before) & set(await successor.fleet())) == 1
+            assert world.launcher.num_started == 3
+        finally:
+            await successor.leave(end=False)
+
+    run(test, mixed={"replicas": 1, "data_parallel": 2})
 
 
 def test_a_worker_that_died_is_replaced_at_once() -> None:

@@ -1,7 +1,7 @@
 """Workers that share the experts of a mixture, each with requests of its own: the same tokens as transformers'."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 
 @contextmanager
-def group(path: Path, size: int, **flags: object) -> Iterator[tuple[WorkerHandle, list[WorkerHandle]]]:
+def group(path: Path, size: int, **flags: object) -> Generator[tuple[WorkerHandle, list[WorkerHandle]]]:
     """A worker that has all experts, to prefill, and `size` that share them."""
     shared = {**FLAGS, "data_parallel": size, "meeting": path.parent / "meeting", **flags}
     each = [("prefill", FLAGS), *(("decode", shared | {"data_rank": rank}) for rank in range(size))]

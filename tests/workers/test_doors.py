@@ -1,7 +1,7 @@
 """Workers that share experts meet, ring, and miss one that has gone: each a thread of this process."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ END_S = 20.0  # for what must happen; no test passes by waiting
 
 
 @contextmanager
-def group(size: int, meeting: Path) -> Iterator[list[Doors]]:
+def group(size: int, meeting: Path) -> Generator[list[Doors]]:
     """All of them, in order."""
     with ThreadPoolExecutor(size) as pool, ExitStack() as stack:
         calls = [pool.submit(meet, Seat(rank, size, meeting), "terms") for rank in range(size)]

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def compute(path: Path, group: Group, experts: dict[int, Placement] | None, memo
 )
 def test_ranks_with_experts_of_their_own(arch: str, kind: str, num_copies: int, tmp_path: Path) -> None:
     """Of an inner size that two ranks cannot share."""
-    sizes = {"intermediate_size" if arch == "mixtral" else "moe_intermediate_size": 33}
+    sizes: dict[str, Any] = {"intermediate_size" if arch == "mixtral" else "moe_intermediate_size": 33}
     path = make_checkpoint(tmp_path / arch, arch, 4, num_key_value_heads=2, **sizes)
     experts = placed(path, kind, tmp_path, num_copies)
     whole = compute(path, Alone(), None)

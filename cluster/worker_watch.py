@@ -1,0 +1,76 @@
+"""What the supervisor waits for: a worker that starts, one that ends, a gang that has nothing left to do."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from ..workers.errors import DiptychError
+from ..workers.scheduler import Role
+from ..workers.wire import ROLE_TO_PROTO
+from .handles import WorkerHandle, WorkerStarted
+from .plan import Phase
+from .worker_control import WorkerControl
+from .worker_record import WorkerRecord
+
+TICK_S = 1.0
+PLACED_S = 3.0  # then it is worth a question why a worker has not started
+DRAIN_POLL_S = 0.1
+# A worker reports every half second: one that is silent for so many looks hangs, and is replaced. Looks, not seconds:
+# when this whole process was stopped for a while, its workers are not to blame.
+SILENT_TICKS = 15
+
+log = logging.getLogger("diptych.supervisor")
+
+
+async def until_started(worker: WorkerRecord, handle: WorkerHandle) -> WorkerStarted:
+    """Raises what its start raises. Keeps `worker.waiting_for` true meanwhile."""
+    start = asyncio.ensure_future(handle.start())
+    try:
+        while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
+            worker.waiting_for = await handle.waiting_for()
+        worker.waiting_for = ""
+        return start.result()
+    finally:
+        start.cancel()
+
+
+async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> str:
+    """Why it is. Meanwhile it is kept in its pool's role."""
+    death = asyncio.ensure_future(handle.wait())
+    num_received, num_silent = -1, 0
+    try:
+        while True:
+            done, _ = await asyncio.wait([death], timeout=TICK_S)
+            if done:
+                return death.result()
+            num_silent = num_silent + 1 if control.num_received == num_received else 0
+            num_received = control.num_received
+            if num_silent >= SILENT_TICKS:
+                return f"it hangs: silent for {num_silent * TICK_S:g} s"
+            role = Role(worker.pool)
+            if worker.phase is Phase.READY and control.load.role != ROLE_TO_PROTO[role]:
+                await control.set_role(role)
+    finally:
+        death.cancel()
+
+
+async def drain(gang: Sequence[WorkerRecord], timeout_s: float) -> None:
+    """Returns when none of them has anything left, or cannot say so, or after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        while time.monotonic() < deadline:
+            if all([await _is_drained(worker.control) for worker in gang if worker.control]):
+                return
+            await asyncio.sleep(DRAIN_POLL_S)
+    except DiptychError as e:
+        log.warning("%s could not be drained: %s", ", ".join(worker.worker_id for worker in gang), e)
+
+
+async def _is_drained(control: WorkerControl) -> bool:
+    """Tells it to drain, where it does not."""
+    if not control.load.draining:
+        await control.drain()
+        return False
+    # Reports come by themselves; the books are compared, which costs a step, only for the last word.
+    return control.num_requests == 0 and await control.is_drained()

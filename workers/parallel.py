@@ -1,4 +1,5 @@
-"""The ranks of one worker, as each of them sees the others. Knows tensors; knows neither layers nor processes.
+"""The ranks of one worker, or the workers that share experts, as each of them sees the others. Knows tensors; knows
+neither layers nor processes.
 
 A worker of `tensor_parallel` n is n ranks: each holds an equal share of the heads, of the MLP and of the vocabulary.
 It embeds the tokens of its part of the vocabulary, computes every token of a step with its share, adds its part to the

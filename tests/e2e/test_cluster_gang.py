@@ -12,7 +12,7 @@ from ..checkpoints import make_checkpoint
 from .cluster_harness import Served, diptych, load, serving
 from .harness import TINY
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 
 def decoders(served: Served) -> dict[str, int]:

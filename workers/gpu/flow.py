@@ -36,7 +36,7 @@ class Flow:
         """For graphs. Raises torch.OutOfMemoryError."""
         spec, embed = decoder.layers[0].spec.attention, decoder.weights.embed
         q, attended = ((num_tokens, spec.num_heads, dim) for dim in (spec.q_dim, spec.value_dim))
-        hidden, num_angles = (num_tokens, embed.shape[1]), sum(dim for _, dim in decoder.spec.ropes)
+        hidden, num_angles = (num_tokens, embed.shape[1]), sum(decoder.rope_dims)
         return cls(
             torch.zeros(num_tokens, dtype=torch.int64, device=device),
             torch.zeros(num_tokens, num_angles, dtype=torch.float32, device=device),
@@ -68,7 +68,7 @@ class Pieces:
 
     def angles(self, cos_sin: Tensor) -> Ropes:
         """Of each of ModelSpec.ropes, where they are side by side."""
-        return cos_sin.split([dim for _, dim in self.decoder.spec.ropes], dim=1)
+        return cos_sin.split(self.decoder.rope_dims, dim=1)
 
     def compute(self, flow: Flow, index: int) -> None:
         """Device work, which may be captured: piece `index` of num_layers + 1."""

@@ -86,6 +86,7 @@ class Decoder:
         holders, is_over = (self.group, False) if peers is None else (peers, True)
         ranks = {layer: ExpertRanks(holders, of, is_over=is_over) for layer, of in (experts or {}).items()}
         self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
+        self.rope_dims = [dim for _, dim in spec.ropes]  # found by comparing layers: not once a step
 
     def compute(
         self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None

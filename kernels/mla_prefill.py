@@ -21,6 +21,8 @@ from .paged_batch import sent
 from .prefill_attention import list_tiles
 from .tuning import ANY, Tuned, chip_of
 
+MASK_BYTES = 16 << 20  # of the masks that torch is given at once, which it makes numbers of
+
 
 @dataclass(frozen=True, slots=True)
 class MlaPrefillConfig:
@@ -84,15 +86,24 @@ def mla_prefill_twin(
 def attend_in_order(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """q: [T, N, D], of the last T of C tokens; keys: [C, N, D]; values: [C, N, V]. By torch. Returns [T, N, V]."""
     num_new, context_len, dim = len(q), len(keys), values.shape[2]
-    mask = None
-    if num_new < context_len:
-        seen = torch.ones(num_new, context_len, dtype=torch.bool, device=q.device)
-        mask = seen.tril_(context_len - num_new)
     if dim < q.shape[2]:  # torch's fused attention takes values as wide as keys alone
         values = pad(values, (0, q.shape[2] - dim))
+    together = num_new if num_new == context_len else max(MASK_BYTES // (4 * context_len), 1)
+    out = torch.empty(*q.shape[:2], dim, dtype=q.dtype, device=q.device)
+    for first in range(0, num_new, together):
+        rows = slice(first, min(first + together, num_new))
+        seen = slice(0, context_len - num_new + rows.stop)
+        out[rows] = _attend_in_order(q[rows], keys[seen], values[seen], scale)[..., :dim]
+    return out
+
+
+def _attend_in_order(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """As attend_in_order, at once and of values as wide as keys."""
+    mask = None
+    if len(q) < len(keys):
+        mask = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device).tril_(len(keys) - len(q))
     rows = (of.transpose(0, 1)[None] for of in (q, keys, values))
-    out = scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, scale=scale)
-    return out[0].transpose(0, 1)[..., :dim]
+    return scaled_dot_product_attention(*rows, attn_mask=mask, is_causal=mask is None, scale=scale)[0].transpose(0, 1)
 
 
 def mla_prefill_triton(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import latent_attention
+from diptych.kernels.mla_prefill import MASK_BYTES
 from diptych.kernels.paged_batch import PagedBatch
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models import mla
@@ -78,13 +79,13 @@ def test_a_long_context_is_expanded_in_bounded_memory(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mla, "EXPANDED_BYTES", 16 << 20)
     spec = replace(SPEC, num_heads=16, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32)
     weights = replace(weights_of(spec), kv_b=normal(16 * 64, 64) / 8)
-    num_new, length = 100, 32_768
+    num_new, length = 250, 32_768  # a mask of all would take 33 MB
     q, latents = normal(num_new, 16, spec.q_dim, seed=1), normal(length // 16, 16, spec.kv_dim, seed=2)
     tables, lens = torch.arange(length // 16).int()[None], torch.tensor([length]).int()
     batch = PagedBatch(tables, lens, torch.tensor([0, num_new]).int(), [length], [num_new], 0, block_size=16)
     with Largest() as largest:
         found = expanded(spec, weights, q, latents, batch, range(1))
-    assert 0 < largest.num_bytes <= 16 << 20
+    assert 0 < largest.num_bytes <= max(16 << 20, MASK_BYTES)
     due = absorbed(spec, weights, q, latents, batch, range(1))
     torch.testing.assert_close(found, due, rtol=1e-4, atol=1e-5)
 
@@ -93,9 +94,10 @@ def test_a_long_context_is_expanded_in_bounded_memory(monkeypatch: pytest.Monkey
 def test_sequences_of_unlike_lengths_see_their_own_context_alone(
     monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    """Four decodes, and chunks of both forms. together: bytes of contexts, and of keys and values."""
+    """Four decodes, and chunks of both forms. together: bytes of contexts, of keys and values, of masks."""
     monkeypatch.setattr(latent_attention, "TOGETHER_BYTES", together)
     monkeypatch.setattr(mla, "EXPANDED_BYTES", together)
+    monkeypatch.setattr("diptych.kernels.mla_prefill.MASK_BYTES", together)
     lens, num_new = [9, 1, 16, 6, 6, 21, 8, 17], [1, 1, 1, 1, 6, 5, 8, 2]
     assert [expands(SPEC, *of) for of in zip(num_new[4:], lens[4:], strict=True)] == [True, False, True, False]
     contexts = [normal(n, SPEC.kv_dim, seed=40 + i) for i, n in enumerate(lens)]

@@ -1,4 +1,4 @@
-"""The engine on one GPU, with random weights of Llama 3's shapes: `python benchmarks/engine_gpu.py [--models 8b 1b]`.
+"""The engine on one GPU, with random weights of known shapes: `benchmarks/engine_gpu.py [--models 8b 1b v2-lite]`.
 
 First what the GPU reaches here: bytes a second of a copy, read and written, bf16 FLOP/s of a matrix product, bytes a
 second from pinned memory. Then, by a worker's own runner and engine, with CUDA graphs and without:
@@ -79,7 +79,7 @@ def _of_model(options: argparse.Namespace, rig: Rig, limits: Roofline) -> Iterat
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=("1b", "8b"), default=["8b", "1b"])
+    parser.add_argument("--models", nargs="+", choices=[*SHAPES], default=["8b", "1b", "v2-lite"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--graphs", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--requests", type=int, default=256, help="of serving")

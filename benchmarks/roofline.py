@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diptych.workers.models.spec import AttentionSpec, MlpSpec, ModelSpec
+from diptych.workers.models.spec import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 
 READ_BYTES = 512 << 20
 REPEATS = 4000  # of the tile: some 3 ms
@@ -60,36 +60,46 @@ class ModelCost:
 
     @property
     def num_layer_weights(self) -> int:
-        hidden, total = self.spec.hidden_size, 0
-        for layer in self.spec.layers:
-            attention, mlp = layer.attention, layer.feed_forward
-            assert isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec)
-            total += hidden * (2 * attention.q_size + 2 * attention.kv_size + 3 * mlp.intermediate_size)
-        return total
+        """That one token is multiplied by: of a mixture, of the experts that it goes to."""
+        return round(self.num_touched(1))
+
+    def num_touched(self, batch: int) -> float:
+        """That some of `batch` tokens are multiplied by, in the layers; each goes to experts at random."""
+        hidden = self.spec.hidden_size
+        return sum(
+            _attention_weights(layer.attention, hidden) + hidden * _mlp_columns(layer.feed_forward, batch)
+            for layer in self.spec.layers
+        )
 
     @property
-    def num_attended(self) -> int:
-        """Numbers of the queries of one token, over all layers."""
+    def num_decode_products(self) -> int:
+        """Multiplications of a token that decodes with each one that it sees, over all layers: of latents, absorbed."""
         of = [layer.attention for layer in self.spec.layers]
-        return sum(attention.q_size for attention in of if isinstance(attention, AttentionSpec))
+        return sum(a.num_heads * (a.kv_dim + a.kv_rank) if isinstance(a, LatentSpec) else 2 * a.q_size for a in of)
+
+    @property
+    def num_prompt_products(self) -> int:
+        """The same of a prompt's: of latents, expanded."""
+        return sum(a.num_heads * (a.q_dim + a.value_dim) for a in (layer.attention for layer in self.spec.layers))
 
     @property
     def num_head_weights(self) -> int:
         return self.spec.hidden_size * self.spec.vocab_size
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """That one step must read: every weight once, and the KV of `context` tokens for each of `batch`."""
+        """That one step must read: weights once, as far as it needs them, and the KV of `context` tokens of each of
+        `batch`."""
         of = [layer.attention for layer in self.spec.layers]
         kv = sum(2 * a.kv_size if isinstance(a, AttentionSpec) else a.kv_dim for a in of) * context
-        return self.item_bytes * (self.num_layer_weights + self.num_head_weights + batch * kv)
+        return self.item_bytes * (round(self.num_touched(batch)) + self.num_head_weights + batch * kv)
 
     def decode_flops(self, batch: int, context: int) -> int:
-        attention = 4 * self.num_attended * context
+        attention = 2 * self.num_decode_products * context
         return batch * (2 * (self.num_layer_weights + self.num_head_weights) + attention)
 
     def prefill_flops(self, num_tokens: int) -> int:
         """Two for each weight and token, causal attention, and the logits of the last token alone."""
-        attention = 4 * self.num_attended * num_tokens * num_tokens // 2
+        attention = self.num_prompt_products * num_tokens * num_tokens
         return 2 * self.num_layer_weights * num_tokens + attention + 2 * self.num_head_weights
 
     def decode_share(self, roofline: Roofline, batch: int, context: int, seconds: float) -> float:
@@ -101,6 +111,24 @@ class ModelCost:
 
     def prefill_share(self, roofline: Roofline, num_tokens: int, seconds: float) -> float:
         return roofline.share_of_multiplying(self.prefill_flops(num_tokens), seconds)
+
+
+def _attention_weights(of: AttentionSpec | LatentSpec, hidden: int) -> int:
+    if isinstance(of, AttentionSpec):
+        return hidden * (2 * of.q_size + 2 * of.kv_size)
+    queries = of.num_heads * of.q_dim
+    into = hidden * ((of.q_rank or queries) + of.kv_dim) + of.q_rank * queries
+    return into + of.num_heads * (of.kv_rank * (of.nope_dim + of.value_dim) + of.value_dim * hidden)
+
+
+def _mlp_columns(of: MlpSpec | MoeSpec, batch: int) -> float:
+    """Of matrices that have a row or a column for each hidden number."""
+    if isinstance(of, MlpSpec):
+        return 3 * of.intermediate_size
+    num = of.num_experts
+    touched = num * (1 - (1 - of.routing.top_k / num) ** batch)
+    always = num + (_mlp_columns(of.shared, batch) if of.shared is not None else 0)
+    return always + touched * _mlp_columns(of.expert, batch)
 
 
 def measure(threads: int, seconds: float = 3.0) -> Roofline:

@@ -32,6 +32,12 @@ _WIDE = Tuned[Tile](  # weights of 16 bits
     ],
     hip=[((32,), Tile(32, 64, 128, num_warps=4, num_stages=2)), ((ANY,), Tile(128, 128, 64, 8, num_stages=1))],
 )
+_FULL = Tuned[Tile](  # weights of 32 bits
+    generic=[
+        ((32,), Tile(32, 64, 32, num_warps=4, num_stages=2, programs_per_core=2)),
+        ((ANY,), Tile(128, 64, 32, num_warps=8, num_stages=2)),
+    ],
+)
 _NARROW = Tuned[Tile](  # weights of 8 bits
     generic=[
         ((16,), Tile(16, 64, 128, num_warps=4, num_stages=5, programs_per_core=3)),
@@ -213,7 +219,8 @@ def _launch_dense(
     if x_scales is not None:
         expected = (x.shape[0], -(-k // SCALE_BLOCK)) if has_blocks else (x.shape[0],)
         assert x_scales.shape == expected and x_scales.dtype == torch.float32 and x_scales.is_contiguous()
-    tile = (_NARROW if has_scales else _WIDE).of(chip_of(x.device), order.block_m)
+    table = _NARROW if has_scales else _FULL if x.dtype == torch.float32 else _WIDE
+    tile = table.of(chip_of(x.device), order.block_m)
     grouped_dense_kernel[(_programs(tile, order, out.shape[1]),)](
         x,
         x if x_scales is None else x_scales,

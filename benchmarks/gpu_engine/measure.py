@@ -73,7 +73,7 @@ def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:
     spans = rig.device.take(lambda: [engine.step() for _ in range(case.num_steps)])
     _leave(engine, keys)
     cost, context = cost_of(rig), case.context + WARMUP_STEPS + case.num_steps // 2
-    weights_s = cost.decode_bytes(0, 0) / limits.read_bytes_s
+    weights_s = cost.decode_bytes(case.batch, 0) / limits.read_bytes_s
     limit = "weight bytes ÷ copy bandwidth"
     yield Figure("decode step", str(case), 1e3 * step_s, "ms", weights_s / step_s, limit)
     share = cost.decode_share(limits, case.batch, context, step_s)

@@ -1,9 +1,20 @@
-"""Llama 3's shapes, and random weights of a shape, made on the device: no checkpoint is read or written."""
+"""Shapes of Llama 3 and DeepSeek-V2-Lite, and random weights of a shape, made on the device: no checkpoint is read."""
+
+import math
 
 import torch
 from torch import Tensor
 
-from diptych.workers.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from diptych.workers.models.spec import (
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+    RoutingSpec,
+)
 from diptych.workers.models.tensor_names import Pieces, layer_tensors, outer_tensors
 from diptych.workers.models.weights import DecoderWeights, LayerWeights
 
@@ -33,9 +44,26 @@ def llama3(
     )
 
 
+def deepseek_v2_lite() -> ModelSpec:
+    rope = RopeSpec("yarn", 10_000.0, 40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
+    attention = LatentSpec(16, 0, 512, 128, 64, 128, rope, scale=192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    mixture = MoeSpec(64, MlpSpec(1408), RoutingSpec(6, renormalise=False), MlpSpec(2 * 1408))
+    return ModelSpec(
+        architecture="DeepseekV2ForCausalLM",
+        vocab_size=102_400,
+        hidden_size=2048,
+        layers=(LayerSpec(attention, MlpSpec(10_944)), *(LayerSpec(attention, mixture),) * 26),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=163_840,
+        tie_word_embeddings=False,
+        eos_token_ids=(100_001,),
+    )
+
+
 SHAPES = {
     "1b": llama3(2048, 8192, 16, 64, factor=32.0, is_tied=True),
     "8b": llama3(4096, 14336, 32, 128, factor=8.0, is_tied=False),
+    "v2-lite": deepseek_v2_lite(),
 }
 
 
@@ -53,10 +81,13 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, se
 
     def fused(field: str, pieces: Pieces) -> Tensor:
         shapes = [piece.own_shape for piece in pieces]
-        tensor = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=dtype, device=device)
-        if tensor.dim() == 2:
-            return tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
-        return tensor.normal_(1.0 if "norm" in field else 0.0, 0.05, generator=generator)
+        size, of_dtype = (sum(s[0] for s in shapes), *shapes[0][1:]), torch.float32 if pieces[0].is_wide else dtype
+        tensor = torch.empty(size, dtype=of_dtype, device=device)
+        if tensor.dim() == 1:
+            return tensor.normal_(1.0 if "norm" in field else 0.0, 0.05, generator=generator)
+        tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+        num_experts = len({piece.expert for piece in pieces})
+        return tensor if pieces[0].expert is None else tensor.unflatten(0, (num_experts, -1))
 
     def made(fields: dict[str, Pieces]) -> dict[str, Tensor]:
         return {field: fused(field, pieces) for field, pieces in fields.items()}

@@ -137,9 +137,9 @@ def test_loading_comes_by_way_of_the_buffers() -> None:
     assert all(f.share == pytest.approx(f.value) and f.value > 0 for f in figures)
 
 
-def test_the_shapes_are_llama_3s() -> None:
+def test_the_shapes_are_those_of_known_models() -> None:
     shapes = imported("gpu_engine.models").SHAPES
-    for name, num_weights in (("1b", 1_235_814_400), ("8b", 8_030_261_248)):
+    for name, num_weights in (("1b", 1_235_814_400), ("8b", 8_030_261_248), ("v2-lite", 15_706_484_224)):
         spec = shapes[name]
         assert sum(math.prod(shape) for shape in expected_tensors(spec).values()) == num_weights
 
@@ -154,6 +154,17 @@ def test_random_weights_follow_the_seed_and_keep_sizes() -> None:
     assert one.lm_head is not one.embed
     assert 0.9 < one.layers[0].down.float().std().item() * 96**0.5 < 1.1
     assert models.num_bytes(one) == 2 * sum(math.prod(shape) for shape in expected_tensors(spec).values())
+
+
+def test_random_experts_lie_side_by_side() -> None:
+    models = imported("gpu_engine.models")
+    spec = models.SHAPES["v2-lite"]
+    of = spec.layers[1].feed_forward
+    small = replace(of, num_experts=4, expert=replace(of.expert, intermediate_size=24))
+    spec = replace(spec, vocab_size=99, hidden_size=64, layers=(replace(spec.layers[1], feed_forward=small),))
+    layer = models.random_weights(spec, torch.bfloat16, torch.device("cpu")).layers[0]
+    assert layer.experts_gate_up.shape == (4, 48, 64) and layer.experts_down.shape == (4, 64, 24)
+    assert layer.router.dtype == torch.float32 and layer.kv_b.shape == (16 * 256, 512)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from diptych.workers.models.families import load_spec
+from diptych.workers.models.spec import MlpSpec, MoeSpec, RoutingSpec
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"
@@ -52,6 +53,16 @@ def test_a_prefill_is_the_decodes_of_its_tokens_but_for_their_logits(roofline: M
     cost = roofline.ModelCost(load_spec(TINY))
     decodes = cost.decode_flops(64, 32)
     assert cost.prefill_flops(64) == decodes - 63 * 2 * cost.num_head_weights
+
+
+def test_a_mixture_reads_the_experts_that_a_batch_touches(roofline: ModuleType) -> None:
+    spec = load_spec(TINY)
+    mixture = MoeSpec(8, MlpSpec(24), RoutingSpec(2), MlpSpec(40))
+    cost = roofline.ModelCost(replace(spec, layers=(replace(spec.layers[0], feed_forward=mixture),)))
+    one, all_of_them, hidden = cost.num_touched(1), cost.num_touched(1000), spec.hidden_size
+    assert all_of_them - one == pytest.approx(6 * 3 * 24 * hidden)
+    assert cost.num_layer_weights == round(one)
+    assert cost.decode_bytes(1000, 0) - cost.decode_bytes(1, 0) == 2 * round(all_of_them - one)
 
 
 def test_a_share_is_of_the_limit_that_binds(roofline: ModuleType) -> None:

@@ -4,6 +4,7 @@ Only prompts whose best two logits lie well apart at every position are used: tw
 """
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
 from diptych.workers.request import Request, SamplingParams
 
-from ..checkpoints import random_prompts, reference_greedy
+from ..checkpoints import make_checkpoint, random_prompts, reference_greedy
+from ..workers.gpu.conftest import EVEN
 from .harness import TINY, WorkerHandle, assert_nothing_leaked, unlike_workers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.gpu]
@@ -40,9 +42,13 @@ PAIRS: dict[str, tuple[Flags, Flags, str]] = {
 
 @pytest.fixture(scope="module")
 def cases() -> Cases:
+    return cases_of(TINY)
+
+
+def cases_of(path: Path, least_gap: float = WIDE_GAP) -> Cases:
     prompts = random_prompts(31, [n for n in LENGTHS for _ in range(6)])
-    found = reference_greedy(TINY, prompts, NEW_TOKENS)
-    kept = [(p, tokens) for p, (tokens, gap) in zip(prompts, found, strict=True) if gap > WIDE_GAP]
+    found = reference_greedy(path, prompts, NEW_TOKENS)
+    kept = [(p, tokens) for p, (tokens, gap) in zip(prompts, found, strict=True) if gap > least_gap]
     assert len(kept) >= 4
     return kept
 
@@ -73,6 +79,18 @@ def test_tokens_are_the_references_whatever_the_two_run_on(cases: Cases, pair: s
         load = handles[1].settled_state().load
         assert load.num_handoffs_received >= len(cases)
         assert {link.transport for link in load.links} == {transport}
+        assert_nothing_leaked(handles)
+
+
+@pytest.mark.parametrize("pair", ["two on one GPU", "unlike layouts", "CPU to GPU"])
+def test_latents_are_handed_off(tmp_path: Path, pair: str) -> None:
+    source, sink, transport = PAIRS[pair]
+    path = make_checkpoint(tmp_path / "latent", "deepseek-v3", seed=21, **EVEN)
+    cases = cases_of(path, least_gap=0.01)  # its logits lie closer
+    with unlike_workers(path, [("prefill", source), ("decode", sink)]) as handles:
+        found = asyncio.run(answers(handles, [prompt for prompt, _ in cases]))
+        assert found == [tokens for _, tokens in cases]
+        assert {link.transport for link in handles[1].settled_state().load.links} == {transport}
         assert_nothing_leaked(handles)
 
 

@@ -67,9 +67,9 @@ class PromptPart:
 
     def warm_up(self) -> None:
         """Before the first step: kernels that a prompt needs are compiled by it. Nothing is stored."""
-        for num_new in (min(num, len(self._cos_sin)) for num in _WARM_UP):
-            for context_len in {num_new, min(_LONG, len(self._cos_sin))}:
-                self._warm_up(num_new, context_len)
+        sizes = [min(num_tokens, len(self._cos_sin)) for num_tokens in _WARM_UP]
+        for num_new, context_len in (*zip(sizes, sizes, strict=True), (sizes[0], min(_LONG, len(self._cos_sin)))):
+            self._warm_up(num_new, context_len)
 
     def _warm_up(self, num_new: int, context_len: int) -> None:
         new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)

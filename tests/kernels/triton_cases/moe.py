@@ -53,6 +53,13 @@ def launch(rows: int, block_m: int, gate_up: ExpertWeight, down: ExpertWeight) -
             product(meta(num, 2048), weight, order, torch.bfloat16)
 
 
+def launch_of_float32(rows: int, block_m: int) -> None:
+    weight, order = meta(NUM_EXPERTS, 512, 256, dtype=torch.float32), order_of_meta(rows, block_m)
+    x = meta(rows, 256, dtype=torch.float32)
+    bias = meta(NUM_EXPERTS, 512, dtype=torch.float32)
+    grouped_gate_up_triton(x, weight, order, torch.float32, None, bias, SWIGLU_CLAMPED)
+
+
 def launch_of_gptoss() -> None:
     order, experts = order_of_meta(32, 16), NUM_EXPERTS
     grouped_gate_up_triton(
@@ -81,6 +88,9 @@ LAUNCHES = [
     Launch("combine", combine_of_meta),
     Launch("16 bits, few rows", lambda: both(wide, 32, 16)),
     Launch("16 bits, few rows, biased and clamped", launch_of_gptoss),
+    Launch("32 bits, few rows", lambda: launch_of_float32(32, 16), is_gated=False),
+    Launch("32 bits, 64 rows a tile", lambda: launch_of_float32(512, 64), spilled_bytes=4, is_gated=False),
+    Launch("32 bits, many rows", lambda: launch_of_float32(4096, 128)),
     Launch("16 bits, 64 rows a tile", lambda: both(wide, 512, 64), is_gated=False),
     Launch("16 bits, many rows", lambda: both(wide, 4096, 128), is_gated=False),
     Launch("fp8, few rows", lambda: both(fp8_of_blocks, 32, 16), HOPPER, is_gated=False),

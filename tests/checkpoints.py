@@ -82,6 +82,21 @@ LONGROPE: dict[str, Any] = {
     "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
     "long_factor": [2.0, 3.0, 1.5, 4.0, 5.0, 8.0],
 }
+# Of models whose decoder is a part, the other ones.
+VISION: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+HEARING: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "output_proj_dims": 16}
+OTHER_PARTS: dict[str, dict[str, Any]] = {
+    "Gemma3": {"vision_config": VISION | {"image_size": 28, "patch_size": 14}},
+    "Gemma4": {
+        "vision_config": VISION
+        | {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+        "audio_config": HEARING | {"subsampling_conv_channels": [4, 4]},
+    },
+    "Gemma4Unified": {
+        "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 4, "patch_size": 4},
+        "audio_config": {"audio_embed_dim": 16},
+    },
+}
 # Of each: transformers' name of it, and what its config says beside DEFAULTS.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -134,6 +149,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "gemma4-unified": (
+        "Gemma4UnifiedForConditionalGeneration",
+        {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
+        | {"layer_types": ["full_attention"] * 2 + ["sliding_attention", "full_attention"], "num_hidden_layers": 4}
+        | {"attention_k_eq_v": True, "num_kv_shared_layers": 1, "pad_token_id": 0},
+    ),
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 500,
@@ -169,18 +190,8 @@ def make_checkpoint(path: Path, arch: str, seed: int, *, max_shard_size: str = "
 
 def _model(name: str, settings: dict[str, Any]) -> Any:
     if (family := name.removesuffix("ForConditionalGeneration")) != name:
-        vision: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2}
-        vision |= {"hidden_size": 16, "intermediate_size": 16}
-        if family == "Gemma3":
-            config: Any = transformers.Gemma3Config(
-                text_config=settings, vision_config=vision | {"image_size": 28, "patch_size": 14}
-            )
-            return transformers.Gemma3ForConditionalGeneration(config)
-        vision |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
-        audio = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
-        audio |= {"subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
-        config = transformers.Gemma4Config(text_config=settings, vision_config=vision, audio_config=audio)
-        return transformers.Gemma4ForConditionalGeneration(config)
+        config = getattr(transformers, f"{family}Config")(text_config=settings, **OTHER_PARTS[family])
+        return getattr(transformers, name)(config)
     config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
     return getattr(transformers, f"{name}ForCausalLM")(config_class(**settings))
 

@@ -65,6 +65,15 @@ class Step:
         rows = np.array(sampled, dtype=np.int32)
         return cls(num_new, context_lens, tables, np.array(token_ids, dtype=np.int32), rows, picks)
 
+    def sampled_alone(self) -> "Step":
+        """Its sampled rows, each as a sequence whose one new token it is."""
+        ends = np.cumsum(self.num_new)
+        owner = np.searchsorted(ends, self.sampled, side="right")
+        after = (ends[owner] - 1 - self.sampled).astype(np.int32)  # tokens of its sequence that are later
+        rows = np.arange(len(owner), dtype=np.int32)
+        tables, token_ids = self.tables[owner], self.token_ids[self.sampled]
+        return Step(np.ones_like(rows), self.context_lens[owner] - after, tables, token_ids, rows, self.picks)
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -16,7 +16,7 @@ from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import Share
 from diptych.workers.models.spec import AttentionSpec
-from diptych.workers.models.weights import DTYPES, Checkpoint
+from diptych.workers.models.weights import DTYPES, Checkpoint, DecoderWeights
 
 from ..checkpoints import make_checkpoint
 
@@ -39,20 +39,25 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("plan") / "gemma3", "gemma3", 0)
 
 
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "gemma4", "gemma4", 0)
+
+
 def loaded_bytes(path: Path, dtype: str, share: Share) -> int:
     """Of the tensors that a rank really makes."""
     with Checkpoint(path, load_spec(path)) as checkpoint:
         reader = checkpoint.reader(DTYPES[dtype], CPU, share=share)
         layers = [fields.as_layer() for fields in reader.layers()]
         outer = reader.outer()
-        tensors = [outer.fused(field) for field in ("embed", "norm", "lm_head")]
+        tensors = [outer.fused(field) for field in DecoderWeights.__slots__]
     tensors += [getattr(layer, name) for layer in layers for name in layer.__slots__]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4"])
 def test_weights_are_those_that_are_loaded(family: str, size: int, dtype: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(family)
     found = plan_memory(load_spec(path), Parallelism(dtype, tensor_parallel=size), ROOMY)

@@ -1,22 +1,25 @@
 """The decoder's logits at every prompt position against transformers', of every family, alone and on two ranks."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.paged_batch import PagedBatch
 from diptych.workers.kv_cache import KVCache
 from diptych.workers.kv_plan import layout_of
-from diptych.workers.models.attention import StepMeta
-from diptych.workers.models.decoder import Decoder
+from diptych.workers.models import decoder as decoder_module
+from diptych.workers.models.decoder import Decoder, Layer
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.rope import rope_tables
 from diptych.workers.models.sharding import Share, spec_of
 from diptych.workers.models.weights import Checkpoint
 from diptych.workers.parallel import Alone, Group
+from diptych.workers.step import Step
 
 from ..checkpoints import ARCHITECTURES, random_prompts, reference_model
 from .conftest import CheckpointOf
@@ -27,34 +30,32 @@ BLOCK_SIZE = 16
 
 
 def prompt_logits(
-    path: Path, prompt: list[int], block_table: list[int], group: Group | None = None, memory_fd: int | None = None
+    path: Path,
+    prompt: list[int],
+    block_table: list[int],
+    group: Group | None = None,
+    memory_fd: int | None = None,
+    sampled: Sequence[int] | None = None,
 ) -> Tensor:
-    """[T, vocab], on rank 0: the whole prompt in one chunk, its KV in the blocks named."""
+    """[R, vocab], on rank 0, of the rows `sampled`, or of all: the whole prompt in one chunk, its KV in the blocks
+    named."""
     group = group or Alone()
     spec, share = load_spec(path), Share(group.rank, group.size)
     own = spec_of(spec, share)
     layout = layout_of(spec, "float32", BLOCK_SIZE, tensor_parallel=group.size)
     cache = KVCache(layout, max(block_table) + 1, CPU, rank=group.rank, shared_fd=memory_fd)
     cache.tensor.fill_(torch.nan)  # nothing may depend on what blocks held before
-    num = len(prompt)
-    meta = prompt_meta(num, torch.tensor(block_table), rope_tables(spec, num, CPU))
     with Checkpoint(path, spec) as checkpoint, torch.inference_mode():
         decoder = Decoder(own, checkpoint.load(torch.float32, CPU, share=share), group)
-        return decoder.logits(decoder.forward(torch.tensor(prompt), cache, meta))
+        found = decoder.compute(prompt_step(prompt, block_table, sampled), cache, rope_tables(spec, len(prompt), CPU))
+    assert found is not None
+    return found
 
 
-def prompt_meta(num: int, blocks: Tensor, ropes: tuple[Tensor, ...]) -> StepMeta:
-    positions = torch.arange(num)
-    paged = PagedBatch(
-        block_tables=blocks.int()[None],
-        context_lens=torch.tensor([num], dtype=torch.int32),
-        query_starts=torch.tensor([0, num], dtype=torch.int32),
-        host_context_lens=[num],
-        host_num_new=[num],
-        num_decodes=int(num == 1),
-        block_size=BLOCK_SIZE,
-    )
-    return StepMeta(ropes, blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE, paged)
+def prompt_step(prompt: list[int], block_table: list[int], sampled: Sequence[int] | None) -> Step:
+    lens, rows = [len(prompt)], range(len(prompt)) if sampled is None else sampled
+    words = (np.array(of, dtype=np.int32) for of in (lens, lens, [block_table], prompt, list(rows)))
+    return Step(*words)
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:
@@ -72,6 +73,22 @@ def test_prompt_logits_equal_transformers(arch: str, checkpoint_of: CheckpointOf
         with torch.inference_mode():
             expected = reference(torch.tensor([prompt])).logits[0]
         assert_equal(prompt_logits(path, prompt, block_table), expected)
+
+
+def test_layers_that_store_nothing_compute_what_is_sampled(
+    checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, [prompt], block_table = checkpoint_of("gemma4"), random_prompts(5, [70]), [4, 2, 0, 1, 3]
+    run, seen = decoder_module.run_layers, list[tuple[int, int]]()
+
+    def watched(layers: Sequence[Layer], residual: Tensor, *rest: Any, **named: Any) -> Tensor | None:
+        seen.append((len(layers), len(residual)))
+        return run(layers, residual, *rest, **named)
+
+    monkeypatch.setattr(decoder_module, "run_layers", watched)
+    every = prompt_logits(path, prompt, block_table)
+    assert_equal(prompt_logits(path, prompt, block_table, sampled=[30, 69]), every[[30, 69]])
+    assert seen == [(6, 70), (4, 70), (2, 2)]
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,15 @@ def test_what_the_layers_get_of_it() -> None:
     with pytest.raises(InternalError, match="must come first"):
         Step.of([entry(0, 2, [1]), entry(4, 1, [7, 8])], LIMITS.block_size).meta(cos_sin, LIMITS.block_size)
     assert (meta.paged.host_context_lens, meta.paged.host_num_new, meta.paged.num_decodes) == ([5, 10, 8], [1, 1, 5], 2)
+
+
+def test_what_is_sampled_alone() -> None:
+    """A decode, and two tokens of the chunk."""
+    step = replace(example(), sampled=np.array([1, 3, 6], dtype=np.int32)).sampled_alone()
+    assert step.num_new.tolist() == [1, 1, 1]
+    assert step.context_lens.tolist() == [10, 5, 8]
+    assert step.tables.tolist() == [[1, 2, 3], [4, 5, 0], [4, 5, 0]]
+    assert (step.token_ids.tolist(), step.sampled.tolist()) == ([10, 5, 8], [0, 1, 2])
 
 
 @pytest.mark.parametrize("length", [1, FIRST_WORDS - 1, FIRST_WORDS, 3 * FIRST_WORDS])

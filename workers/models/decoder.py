@@ -87,19 +87,37 @@ class Decoder:
         ranks = {layer: ExpertRanks(holders, of, is_over=is_over) for layer, of in (experts or {}).items()}
         self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
         self.rope_dims = [dim for _, dim in spec.ropes]  # found by comparing layers: not once a step
+        # Layers that store KV, and those whose experts are spread, which all who hold them meet in, are for all tokens.
+        for_all = [i for i, of in enumerate(self.layers) if of.spec.kv_from is None or of.experts is not None]
+        self._num_for_all = for_all[-1] + 1
 
     def compute(
         self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None
     ) -> Tensor | None:
-        """A step whose sequences with one new token come first. Returns the logits of its sampled rows, None where
-        there are none. stored: see `forward`."""
+        """A step whose sequences with one new token come first; stores its KV in `cache`. Returns the logits of its
+        sampled rows, None where there are none.
+
+        `stored` is told how many of the cache's layers were asked to store theirs, after each. Layers after the last of
+        these compute the sampled rows alone: nobody reads what they would make of the others.
+        """
 
         def tensor(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array.astype(np.int64)).to(cos_sin[0].device, non_blocking=True)
 
-        meta = step.meta(cos_sin, cache.layout.block_size)
-        hidden = self.forward(tensor(step.token_ids), cache, meta, stored)
-        return self.logits(hidden[tensor(step.sampled)]) if len(step.sampled) else None
+        block_size, group = cache.layout.block_size, self.group
+        token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
+        residual = self.embed(token_ids)
+        given = self.token_inputs(token_ids, residual)
+        num = len(self.layers) if len(sampled) == len(token_ids) else self._num_for_all
+        hidden = run_layers(self.layers[:num], residual, cache, step.meta(cos_sin, block_size), group, stored, given)
+        if not len(sampled):
+            return None
+        residual, hidden = residual[sampled], None if hidden is None else hidden[sampled]
+        if num < len(self.layers):
+            residual, meta = enter(hidden, residual, None, 0.0), step.sampled_alone().meta(cos_sin, block_size)
+            given = None if given is None else given[sampled, num:]
+            hidden = run_layers(self.layers[num:], residual, cache, meta, group, given=given)
+        return self.logits(enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps))
 
     def serve(self) -> None:
         """A step of `peers` in which there are no tokens here: theirs may come to our experts."""
@@ -109,16 +127,11 @@ class Decoder:
             if layer.experts is not None:
                 feed_forward(layer, nothing, nothing, slots, self.group)
 
-    def forward(
-        self, token_ids: Tensor, cache: KVCache, meta: StepMeta, stored: Callable[[int], object] = lambda _: None
-    ) -> Tensor:
-        """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states [T, H].
-
-        `stored` is told how many of the cache's layers were asked to store theirs, after each.
-        """
+    def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta) -> Tensor:
+        """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states of all, [T, H]."""
         residual = self.embed(token_ids)
         given = self.token_inputs(token_ids, residual)
-        hidden = run_layers(self.layers, residual, cache, meta, self.group, stored, given)
+        hidden = run_layers(self.layers, residual, cache, meta, self.group, given=given)
         return enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, UnsupportedArchitecture
 from .config import Fields, read_json_object
 from .deepseek_families import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
 from .family import Family, around_wide_norms
-from .gemma4_families import GEMMA4_DEFAULTS, around_gemma4, gemma4
+from .gemma4_families import GEMMA4_DEFAULTS, UNIFIED_DEFAULTS, around_gemma4, gemma4
 from .gemma_families import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
 from .llama_families import llama, mistral, olmo2, phi3, qwen2, qwen3
 from .moe_families import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
@@ -27,6 +27,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(gemma3, GEMMA3_DEFAULTS, around_gemma_with_vision, section="text_config"),
     "Gemma4ForCausalLM": Family(gemma4, GEMMA4_DEFAULTS, around_gemma4),
     "Gemma4ForConditionalGeneration": Family(gemma4, GEMMA4_DEFAULTS, around_gemma4, section="text_config"),
+    "Gemma4UnifiedForCausalLM": Family(gemma4, UNIFIED_DEFAULTS, around_gemma4),
+    "Gemma4UnifiedForConditionalGeneration": Family(gemma4, UNIFIED_DEFAULTS, around_gemma4, section="text_config"),
     "GptOssForCausalLM": Family(gpt_oss, GPT_OSS_DEFAULTS, around_wide_norms),
     "LlamaForCausalLM": Family(llama),
     "MistralForCausalLM": Family(mistral, {"sliding_window": 4096, "num_key_value_heads": 8}),

@@ -26,6 +26,11 @@ GEMMA4_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_144,
     "vocab_size_per_layer_input": 262_144,
 }
+UNIFIED_DEFAULTS = GEMMA4_DEFAULTS | {
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+}
 ROPES: dict[str, Any] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

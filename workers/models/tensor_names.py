@@ -33,6 +33,7 @@ FUSED = {"Phi3ForCausalLM"}  # q, k and v in one tensor, gate and up in another
 OTHER_PARTS = {  # that a decoder is one of, by their prefixes, which "model." may be before
     "Gemma3ForConditionalGeneration": ("vision_tower.", "multi_modal_projector."),
     "Gemma4ForConditionalGeneration": ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
+    "Gemma4UnifiedForConditionalGeneration": ("vision_embedder.", "embed_vision.", "embed_audio."),
 }
 TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes of the decoder, older and newer; its own
 

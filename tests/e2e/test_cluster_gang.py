@@ -32,9 +32,9 @@ def test_a_gang_is_replaced_as_a_whole_and_no_request_fails(tmp_path: Path) -> N
         before = await asyncio.to_thread(decoders, served)
         assert list(before) == ["decode-2.0", "decode-2.1"]
         async with load(served.grpc_address, num_tokens=24) as result:
-            await result.until_done(6)
+            await result.until_done(4)
             os.kill(before["decode-2.1"], signal.SIGKILL)
-            await result.until_done(12)
+            await result.until_done(6)
             scaled = await asyncio.to_thread(diptych, served.home, "scale", "decode=1")  # returns once it is there
             assert scaled.returncode == 0, scaled.stderr
         assert not result.errors

@@ -11,7 +11,7 @@ from ..checkpoints import make_checkpoint, untied_prompts
 from .harness import WorkerHandle, assert_nothing_leaked, unlike_workers
 from .test_tensor_parallel import END_S, FLAGS, NUM_TOKENS, Cases, answer, assert_kv_moves, info, routed
 
-LENGTHS = (1, 17, 40, 130)
+LENGTHS = (1, 40, 130)
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +27,7 @@ def group(path: Path, size: int, **flags: object) -> Generator[tuple[WorkerHandl
 
 async def ask(handles: Sequence[WorkerHandle], cases: Cases, salt: bytes) -> None:
     async with routed(*handles) as router:
-        calls = [answer(router, prompt, salt) for prompt, _ in cases]
+        calls = [answer(router, prompt, salt + b"%d" % i) for i, (prompt, _) in enumerate(cases)]
         assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
 
 
@@ -45,7 +45,6 @@ def test_a_group_of_two(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
         assert num_decoded(second) > 0
         assert_kv_moves(alone, second, cases, "grpc")
         assert_kv_moves(first, alone, cases, "grpc")
-        assert_kv_moves(first, second, cases, "grpc")
         assert_nothing_leaked([alone, first, second])
         asyncio.run(one_dies(first, second, alone, cases[-1:] * 4))
         assert second.process.wait(END_S) == 1
@@ -69,9 +68,9 @@ async def one_dies(first: WorkerHandle, second: WorkerHandle, alone: WorkerHandl
 
 
 def test_a_group_of_three_and_what_is_prefilled_elsewhere(tmp_path: Path) -> None:
-    """Seven requests at once; layer 2 has no experts."""
+    """Nine requests at once, three of each prompt; layer 2 has no experts."""
     path = make_checkpoint(tmp_path / "qwen3moe", "qwen3moe", seed=9)
-    cases = untied_prompts(path, seed=34, lengths=(*LENGTHS, 5, 60, 90), max_tokens=NUM_TOKENS)
+    cases = untied_prompts(path, seed=34, lengths=(5, 40, 90), max_tokens=NUM_TOKENS) * 3
     with group(path, 3, expert_placement="round_robin") as (alone, members):
         asyncio.run(ask([alone, *members], cases, b"handed over"))
         received = [member.settled_state().load.num_handoffs_received for member in members]

@@ -22,6 +22,7 @@ from ...kernels.moe_combine import moe_combine
 from ..parallel import Group
 from .expert_placement import Placement
 
+EXPERT_BYTES = 8  # of the number of one
 Compute = Callable[[Tensor, Tensor], Tensor]  # rows [N, H], slot of each [N] int64 -> what those experts give [N, H]
 
 
@@ -57,8 +58,8 @@ class ExpertRanks:
         ones = [1] * group.size
         from_counts = group.all_to_all(counts, ones, ones).tolist()
         to_counts = counts.tolist()
-        rows = group.all_to_all(x[places // top_k], to_counts, from_counts)
-        theirs = group.all_to_all(experts.view(-1)[places].long(), to_counts, from_counts)
+        sent = _joined(x[places // top_k], experts.view(-1)[places].long())
+        rows, theirs = _parted(group.all_to_all(sent, to_counts, from_counts), x)
         given = group.all_to_all(compute(rows, self._slots[theirs]), from_counts, to_counts)
         y = x.new_empty(experts.numel(), x.shape[1])
         y[places] = given
@@ -69,3 +70,14 @@ class ExpertRanks:
         chosen = experts.long().clamp(min=0)
         turn = (torch.arange(len(experts)) + first_row)[:, None] % self._num_holders[chosen]
         return self._holders[chosen, turn].masked_fill(experts < 0, -1)
+
+
+def _joined(rows: Tensor, experts: Tensor) -> Tensor:
+    """rows: [N, H]; experts: [N] int64. Returns [N, bytes]: a message costs more than what is in it."""
+    return torch.cat((rows.view(torch.uint8), experts[:, None].view(torch.uint8)), dim=1)
+
+
+def _parted(joined: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """rows and experts again, the rows of like's dtype."""
+    rows, experts = joined[:, :-EXPERT_BYTES], joined[:, -EXPERT_BYTES:]
+    return rows.contiguous().view(like.dtype), experts.contiguous().view(torch.int64).view(-1)

@@ -27,7 +27,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
-unit e2e: export OMP_NUM_THREADS = 1
+unit e2e e2e-clusters e2e-workers: export OMP_NUM_THREADS = 1
 
 # A file's tests run in one process, in order.
 unit: $(VENV)/.installed-dev

@@ -20,12 +20,13 @@ KV_CEILING = 0.8  # above it, sequences are soon preempted
 LOOK_S = 1.0
 GROW_AFTER = 3  # looks in a row
 SHRINK_AFTER = 60
-WAITING_PER_WORKER = 4  # requests that may queue at a worker whose speed is not known yet
+WAITING_PER_QUEUE = 4  # requests that may wait at a worker whose speed is not known yet
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Sums over the pool's ready workers; rates are per second."""
+    """Sums over the pool's ready workers; rates are per second. A gang counts as one worker, of which each member has a
+    queue."""
 
     num_workers: int
     num_running: int = 0
@@ -34,6 +35,12 @@ class PoolLoad:
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     kv_use: float = 0.0  # 0..1, of the pool's blocks
+    gang_size: int = 1
+
+    @property
+    def queue_limit(self) -> int:
+        """Requests that may wait at one worker."""
+        return WAITING_PER_QUEUE * self.gang_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ def _for_prefill(load: PoolLoad, level: ServiceLevel) -> int:
     if load.num_waiting_tokens == 0:
         return 1
     if load.prefill_tokens_per_s <= 0:
-        return math.ceil(load.num_waiting / WAITING_PER_WORKER)
+        return math.ceil(load.num_waiting / load.queue_limit)
     per_worker = load.prefill_tokens_per_s / load.num_workers
     return math.ceil(load.num_waiting_tokens / (per_worker * level.ttft_s))
 
@@ -103,7 +110,7 @@ def _for_decode(load: PoolLoad, level: ServiceLevel) -> int:
         tpot_s = load.num_running / load.decode_tokens_per_s
         # A worker alone with one sequence cannot be made faster by adding another.
         by_speed = min(load.num_workers * tpot_s / level.tpot_s, load.num_running)
-    queued = load.num_workers + 1 if load.num_waiting > WAITING_PER_WORKER * load.num_workers else 0
+    queued = load.num_workers + 1 if load.num_waiting > load.queue_limit * load.num_workers else 0
     return max(math.ceil(by_memory), math.ceil(by_speed), queued)
 
 
@@ -133,6 +140,7 @@ class Autoscaler:
     def __init__(self, config: ClusterConfig) -> None:
         self._level = config.service_level
         self._bounds = {name: Bounds(*pool.bounds) for name, pool in config.pools.items() if pool.autoscaled}
+        self._gang_sizes = {name: pool.data_parallel for name, pool in config.pools.items()}
         self._trends: dict[str, Trend] = {}
         self._last: tuple[float, Mapping[str, PoolCounters]] | None = None
         self._best_prefill: dict[str, float] = {}  # tokens a second of one worker
@@ -162,4 +170,5 @@ class Autoscaler:
             prefill_tokens_per_s=best * at.num_workers,
             decode_tokens_per_s=max(at.num_decode_tokens - before.num_decode_tokens, 0) / elapsed_s,
             kv_use=1 - at.num_free_blocks / at.num_blocks if at.num_blocks else 0.0,
+            gang_size=self._gang_sizes[pool],
         )

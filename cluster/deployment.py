@@ -59,7 +59,8 @@ class Deployment:
     def worker_config(self, pool: str, host: str, worker_id: str) -> WorkerConfig:
         """`host`: the address on which a worker outside this machine listens."""
         config, settings = self.config, self.config.pools.get(pool)
-        share = max(config.pools.num_workers, 1) if self.is_local else 1
+        # Of the node's memory: a gang is on one, and nobody knows who else is.
+        share = max(config.pools.num_workers, 1) if self.is_local else settings.data_parallel
         return WorkerConfig(
             model=config.model,
             role=pool,

@@ -36,7 +36,7 @@ class WorkerHandle(Protocol):
         ...
 
     async def kill(self) -> None:
-        """End the process and give its place back. Idempotent."""
+        """End the process. Idempotent."""
         ...
 
 
@@ -46,13 +46,19 @@ class RouterHandle(Protocol):
         ...
 
     async def wait(self) -> str: ...
-    async def kill(self) -> None: ...
+    async def kill(self) -> None:
+        """End the process and give its place back. Idempotent."""
+        ...
 
 
 class Launcher(Protocol):
     """Starts processes, or finds those that an earlier supervisor started under the same id."""
 
     async def worker(self, worker_id: str, pool: str) -> WorkerHandle: ...
+    def vacate(self, gang_id: str) -> None:
+        """Give back the place of a gang, all of whose workers were killed. Idempotent."""
+        ...
+
     async def router(self, router_id: str, before: RouterStarted | None) -> RouterHandle:
         """`before`: where the one listened that this one replaces; its clients expect it there."""
         ...

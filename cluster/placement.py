@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
-from ray.util import get_node_ip_address, list_named_actors, placement_group, remove_placement_group
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table
+from ray.util import get_node_ip_address, list_named_actors
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..workers.cores import usable_cores
@@ -35,6 +35,7 @@ from .cores import CoreClaim
 from .deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
 from .gang import gang_of, rank_of
 from .handles import RouterStarted, WorkerStarted
+from .place import Place, bundle_of, give_back
 
 if TYPE_CHECKING:
     from .fleet import WorkerInfo
@@ -196,38 +197,12 @@ class SupervisorActor:
         RayLauncher(self._deployment).forget()
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """One bundle of a placement group, all of which are alike and on one node."""
-
-    group: str  # the group's name
-    bundle: dict[str, float]
-    labels: dict[str, str]
-    index: int = 0
-    size: int = 1
-
-    def take(self, *, is_taken: bool) -> PlacementGroup:
-        """is_taken: an actor is there already. The group is made by the first one of it."""
-        if is_taken:
-            return get_placement_group(self.group)
-        if self.index:
-            with suppress(ValueError):
-                return get_placement_group(self.group)
-        bundles, labels = [self.bundle] * self.size, [self.labels] * self.size
-        strategy = "PACK" if self.size == 1 else "STRICT_PACK"
-        return placement_group(bundles, strategy, self.group, "detached", bundle_label_selector=labels)
-
-
 class _Placed:
     """An actor in a place of its own, found by name if it already lives."""
 
-    def __init__(self, name: str, place: _Place, cls: type, *args: Any) -> None:
-        self._name = name
+    def __init__(self, name: str, place: Place, cls: type, *args: Any) -> None:
         self._place, bundle = place, place.bundle
-        self._needs = ", ".join(
-            f"{k}: {v:g}" if isinstance(v, float) else f"{k}: {v}" for k, v in (bundle | place.labels).items()
-        )
-        self._group = place.take(is_taken=name in list_named_actors())
+        self._group = place.take()
         resources = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
         self._actor: Any = (
             ray.remote(cls)
@@ -263,7 +238,7 @@ class _Placed:
 
     async def waiting_for(self) -> str:
         state = await asyncio.to_thread(lambda: placement_group_table(self._group).get("state"))
-        return "" if state == "CREATED" else f"a node with {self._needs}"
+        return "" if state == "CREATED" else f"a node with {self._place.needs}"
 
     async def wait(self) -> str:
         try:
@@ -276,8 +251,6 @@ class _Placed:
             async with asyncio.timeout(STOP_S):
                 await self.ask("stop")
         ray.kill(self._actor, no_restart=True)
-        if self._place.index == 0:  # a gang ends as a whole
-            remove_placement_group(self._group)
 
 
 class _PlacedWorker(_Placed):
@@ -288,6 +261,10 @@ class _PlacedWorker(_Placed):
 class _PlacedRouter(_Placed):
     async def start(self) -> RouterStarted:
         return await self.ask("start")
+
+    async def kill(self) -> None:
+        await super().kill()
+        give_back(self._place.group)
 
 
 class RayLauncher:
@@ -300,18 +277,21 @@ class RayLauncher:
 
     async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
         settings = self._deployment.config.pools.get(pool)
-        bundle = _bundle(settings.num_cpus, settings.num_gpus, settings.resources)
+        bundle = bundle_of(settings.num_cpus, settings.num_gpus, settings.resources)
         group = self._deployment.worker_name(gang_of(worker_id))
-        place = _Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.data_parallel)
+        place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.data_parallel)
         name = self._deployment.worker_name(worker_id)
         return _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id)
+
+    def vacate(self, gang_id: str) -> None:
+        give_back(self._deployment.worker_name(gang_id))
 
     async def router(self, router_id: str, before: RouterStarted | None) -> _PlacedRouter:
         settings = self._deployment.config.router
         name = self._deployment.router_name(router_id)
         return _PlacedRouter(
             name,
-            _Place(name, _bundle(settings.num_cpus, 0, settings.resources), settings.label_selector),
+            Place(name, bundle_of(settings.num_cpus, 0, settings.resources), settings.label_selector),
             RouterActor,
             self._deployment.listening_at(before) if before else self._deployment,
         )
@@ -324,7 +304,7 @@ class RayLauncher:
         for group in placement_group_table().values():
             name = str(group["name"])
             if self._deployment.owns(name) and name not in gangs and group["state"] != "REMOVED":
-                remove_placement_group(get_placement_group(name))
+                give_back(name)
         ids = [self._deployment.worker_id(name) for name in names]
         return [(worker_id, worker_id.partition("-")[0]) for worker_id in ids if worker_id]
 
@@ -371,11 +351,6 @@ def find_supervisor(cluster: str) -> Any:
         return ray.get_actor(supervisor_name(cluster), namespace=NAMESPACE)
     except ValueError as e:
         raise Unavailable(f"no cluster named {cluster!r} runs on this Ray: start one with `diptych serve`") from e
-
-
-def _bundle(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
-    wanted = {"CPU": num_cpus, "GPU": num_gpus, **resources}
-    return {name: amount for name, amount in wanted.items() if amount > 0}
 
 
 def _cause_of_death(error: RayError) -> str:

@@ -11,21 +11,22 @@ import os
 import time
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from ..proto.worker_pb2 import LoadReport
-from ..workers.errors import CheckpointError, ConfigError, DiptychError
+from ..workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
 from .autoscaler import Autoscaler, PoolCounters
 from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
 from .deployment import make_router_id, make_worker_id
 from .expert_loads import add_up
 from .fleet import WorkerInfo
-from .gang import gang_of, gangs_of, members
+from .gang import gang_of, gangs_of, is_echo, members
 from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle
 from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
 from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord
-from .worker_watch import TICK_S, drain, until_dead, until_started
+from .worker_watch import TICK_S, drain, last_words, until_dead, until_started
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
@@ -46,6 +47,7 @@ class Supervisor:
         self._autoscaler = Autoscaler(config)
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
+        self._losses: dict[str, str] = {}  # by gang that ends for it: the error of one of its workers
         self._routers: dict[str, RouterStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
@@ -87,9 +89,18 @@ class Supervisor:
     async def _adopt(self, existing: list[tuple[str, str]]) -> None:
         """Take over what an earlier supervisor started, before anybody is told of a fleet without it."""
         self._was_ready = bool(existing)
-        for gang_id, pool in dict.fromkeys((gang_of(worker_id), pool) for worker_id, pool in existing):
+        found: dict[tuple[str, str], list[str]] = {}
+        for worker_id, pool in existing:
+            found.setdefault((gang_of(worker_id), pool), []).append(worker_id)
+        for (gang_id, pool), worker_ids in found.items():
             self._num_started = max(self._num_started, int(gang_id.rpartition("-")[2]))
-            self._start(gang_id, pool)
+            if len(worker_ids) == self._config.pools.get(pool).data_parallel:
+                self._start(gang_id, pool)
+                continue
+            log.warning("of %s only %s lives: it is replaced", gang_id, ", ".join(worker_ids))
+            for worker_id in worker_ids:
+                worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, Phase.STOPPING)
+                self._keep(self._burials, self._dismiss(worker))
         while any(w.phase is Phase.STARTING for w in self._workers.values()):
             await self._changed.wait()
         self._adopted.set()
@@ -149,7 +160,7 @@ class Supervisor:
 
     async def _keep_worker(self, worker: WorkerRecord) -> None:
         handle: WorkerHandle | None = None
-        error = "stopped"
+        error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
             worker.started = await until_started(worker, handle)
@@ -157,32 +168,56 @@ class Supervisor:
             worker.ready_at = time.monotonic()
             worker.enter(Phase.READY)
             self._publish()
-            error = await until_dead(worker, handle, worker.control)
+            error = WorkerLost(await until_dead(worker, handle, worker.control))
         except DiptychError as e:
-            error = e.message
-            if not self._was_ready and isinstance(e, CheckpointError | ConfigError):
-                self._failure = Failure(type(e).__name__, e.message)
+            error = e
+        except asyncio.CancelledError:
+            error = None
+            raise
         finally:
             # A task of its own: whoever cancels this one again must not interrupt the end of the process.
             self._keep(self._burials, self._bury(worker, handle, error))
 
-    async def _bury(self, worker: WorkerRecord, handle: WorkerHandle | None, error: str) -> None:
-        if worker.phase in (Phase.STARTING, Phase.READY):
-            now = time.monotonic()
-            lived_s = now - worker.ready_at if worker.ready_at else 0.0
-            before = self._failures.get(worker.pool, Failures())
-            message = f"{worker.worker_id}: {error}"
-            self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
-            log.warning("lost %s", message)
+    async def _dismiss(self, worker: WorkerRecord) -> None:
+        """End what an earlier supervisor started and this one has no use for."""
+        await self._bury(worker, await self._launcher.worker(worker.worker_id, worker.pool), None)
+
+    async def _bury(self, worker: WorkerRecord, handle: WorkerHandle | None, error: DiptychError | None) -> None:
+        """error: None, where it was told to end."""
+        gang_id = gang_of(worker.worker_id)
+        if error:
+            self._on_loss(worker, error)
         # First the routers' view, then the process: nobody should be sent to it meanwhile.
-        worker.enter(Phase.STOPPING)
-        self._end(self._gang(gang_of(worker.worker_id)))  # of a gang all, which publishes
+        self._end(self._gang(gang_id))  # of a gang all, which publishes
+        if handle and error is None and gang_id in self._losses and (error := await last_words(worker, handle)):
+            self._on_loss(worker, error)
         if worker.control:
             await worker.control.close()
         if handle:
             await handle.kill()
         del self._workers[worker.worker_id]
+        if not self._gang(gang_id):
+            self._launcher.vacate(gang_id)
+            self._losses.pop(gang_id, None)
         self._publish()
+
+    def _on_loss(self, worker: WorkerRecord, error: DiptychError) -> None:
+        """The first of a gang counts as its pool's failure; what it says, until another one says more."""
+        message = f"{worker.worker_id}: {error.message}"
+        log.warning("lost %s", message)
+        if not self._was_ready and isinstance(error, CheckpointError | ConfigError):
+            self._failure = Failure(type(error).__name__, error.message)
+        gang_id, before = gang_of(worker.worker_id), self._failures.get(worker.pool, Failures())
+        said = self._losses.get(gang_id, "")
+        if worker.phase in (Phase.STARTING, Phase.READY):
+            now = time.monotonic()
+            lived_s = now - worker.ready_at if worker.ready_at else 0.0
+            self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
+            self._losses[gang_id] = message
+        elif is_echo(said) and not is_echo(message):
+            self._losses[gang_id] = message
+            if before.last_error == said:
+                self._failures[worker.pool] = replace(before, last_error=message)
 
     # -- one router -------------------------------------------------------------------------------------------------
 

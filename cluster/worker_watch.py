@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from ..workers.errors import DiptychError
+from ..workers.errors import DiptychError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
 from .handles import WorkerHandle, WorkerStarted
@@ -16,6 +16,7 @@ from .worker_record import WorkerRecord
 TICK_S = 1.0
 PLACED_S = 3.0  # then it is worth a question why a worker has not started
 DRAIN_POLL_S = 0.1
+LAST_WORDS_S = 2.0  # between the ends of a gang's members, of which each notices the others'
 # A worker reports every half second: one that is silent for so many looks hangs, and is replaced. Looks, not seconds:
 # when this whole process was stopped for a while, its workers are not to blame.
 SILENT_TICKS = 15
@@ -55,22 +56,41 @@ async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: Worker
         death.cancel()
 
 
+async def last_words(worker: WorkerRecord, handle: WorkerHandle) -> DiptychError | None:
+    """Why it ends too, of one whose gang has lost another member; None where it does not end by itself."""
+    try:
+        async with asyncio.timeout(LAST_WORDS_S):
+            if worker.started is None:
+                await handle.start()
+            return WorkerLost(await handle.wait())
+    except TimeoutError:
+        return None
+    except DiptychError as e:
+        return e
+
+
 async def drain(gang: Sequence[WorkerRecord], timeout_s: float) -> None:
     """Returns when none of them has anything left, or cannot say so, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
+    controls = [worker.control for worker in gang if worker.control]
     try:
         while time.monotonic() < deadline:
-            if all([await _is_drained(worker.control) for worker in gang if worker.control]):
+            if await _are_drained(controls):
                 return
             await asyncio.sleep(DRAIN_POLL_S)
     except DiptychError as e:
         log.warning("%s could not be drained: %s", ", ".join(worker.worker_id for worker in gang), e)
 
 
-async def _is_drained(control: WorkerControl) -> bool:
-    """Tells it to drain, where it does not."""
-    if not control.load.draining:
+async def _are_drained(controls: Sequence[WorkerControl]) -> bool:
+    """Tells those to drain that do not."""
+    told = [control for control in controls if not control.load.draining]
+    for control in told:
         await control.drain()
-        return False
     # Reports come by themselves; the books are compared, which costs a step, only for the last word.
-    return control.num_requests == 0 and await control.is_drained()
+    if told or any(control.num_requests for control in controls):
+        return False
+    for control in controls:
+        if not await control.is_drained():
+            return False
+    return True

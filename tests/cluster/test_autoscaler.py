@@ -51,6 +51,10 @@ def test_one_look_moves_nothing() -> None:
         # One sequence cannot be spread.
         ("decode", PoolLoad(1, num_running=1, decode_tokens_per_s=1, kv_use=0.1), 1),
         ("decode", PoolLoad(1, num_running=1, num_waiting=9, kv_use=0.1), 2),
+        # Each of a gang has a queue.
+        ("prefill", PoolLoad(1, num_waiting=16, num_waiting_tokens=3000, gang_size=2), 2),
+        ("decode", PoolLoad(1, num_running=2, num_waiting=8, kv_use=0.1, gang_size=2), 1),
+        ("decode", PoolLoad(1, num_running=2, num_waiting=9, kv_use=0.1, gang_size=2), 2),
         ("mixed", PoolLoad(1, num_waiting=3, num_waiting_tokens=3000, prefill_tokens_per_s=1000, kv_use=0.99), 3),
     ],
 )
@@ -95,6 +99,16 @@ def test_only_pools_with_room_between_their_bounds_move() -> None:
     for second in range(GROW_AFTER + 1):
         decided = autoscaler.look(counters(prefill_tokens=1000 * second, waiting_tokens=2500), second * LOOK_S)
     assert decided == {"prefill": 3}
+
+
+def test_a_gang_is_as_large_as_its_pool_says() -> None:
+    pool = {"min_replicas": 1, "max_replicas": 3, "data_parallel": 4}
+    autoscaler = Autoscaler(build({"model": "m", "pools": {"prefill": pool, "decode": {}}}))
+    waiting = [LoadReport(num_waiting=5, num_waiting_tokens=500) for _ in range(4)]
+    decided: dict[str, int] = {}
+    for second in range(GROW_AFTER + 1):
+        decided = autoscaler.look({"prefill": PoolCounters.of(waiting, 1)}, second * LOOK_S)
+    assert decided == {"prefill": 2}
 
 
 def test_looks_in_quick_succession_count_once() -> None:

@@ -1,156 +1,15 @@
-"""The supervisor over real workers (of the runner that a person can compute) in this process; only Ray is played."""
+"""The supervisor's decisions over workers, routers and pools."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import first_worker_ids, make_router_id
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.handles import RouterStarted, WorkerStarted
-from diptych.cluster.status import ClusterStatus
-from diptych.cluster.supervisor import Supervisor
-from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
-from diptych.workers.channel import auth_metadata, open_channel
-from diptych.workers.errors import CheckpointError, ConfigError, DiptychError, WorkerLost
-from diptych.workers.fake_runner import FakeRunner, fake_output
-from diptych.workers.service import WorkerService
-from diptych.workers.worker_config import WorkerConfig
+from diptych.workers.errors import CheckpointError, ConfigError, WorkerLost
+from diptych.workers.fake_runner import fake_output
 
-TOKEN = "secret"
-TIMEOUT_S = 60.0
-
-
-class FakeProcess:
-    """A worker that serves in this process, and can be made to die."""
-
-    def __init__(self, pool: str, error: DiptychError | None, step_s: float) -> None:
-        self._error = error
-        self._config = WorkerConfig(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
-        self._step_s = step_s
-        self._started: asyncio.Task[WorkerStarted] | None = None
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def start(self) -> WorkerStarted:
-        if self._error:
-            raise self._error
-        if self._started is None:
-            self._started = asyncio.create_task(self._serve())
-        return await asyncio.shield(self._started)
-
-    async def _serve(self) -> WorkerStarted:
-        self._service = WorkerService(self._config, FakeRunner(step_s=self._step_s))
-        at = await self._service.start()
-        return WorkerStarted(at.address, at.incarnation, at.pid, "here")
-
-    async def waiting_for(self) -> str:
-        return ""
-
-    async def wait(self) -> str:
-        return await asyncio.shield(self._death)
-
-    async def die(self, reason: str) -> None:
-        if not self._death.done():
-            self._death.set_result(reason)
-            if self._started:
-                await self._started
-                await self._service.stop(grace_s=0.0)
-
-    async def kill(self) -> None:
-        await self.die("killed")
-
-
-class FakeRouter:
-    def __init__(self, before: RouterStarted | None) -> None:
-        self.before = before
-        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    async def start(self) -> RouterStarted:
-        return RouterStarted("127.0.0.1", 1, 2, 3)
-
-    async def wait(self) -> str:
-        return await asyncio.shield(self.death)
-
-    async def kill(self) -> None:
-        pass
-
-
-@dataclass
-class FakeLauncher:
-    step_s: float = 0.0
-    errors: list[DiptychError | None] = field(default_factory=list[DiptychError | None])  # of the next starts
-    processes: dict[str, FakeProcess] = field(default_factory=dict[str, FakeProcess])
-    routers: list[FakeRouter] = field(default_factory=list[FakeRouter])
-    kept: dict[str, int] | None = None
-    num_started: int = 0
-
-    async def worker(self, worker_id: str, pool: str) -> FakeProcess:
-        if worker_id not in self.processes:
-            self.num_started += 1
-            error = self.errors.pop(0) if self.errors else None
-            self.processes[worker_id] = FakeProcess(pool, error, self.step_s)
-        return self.processes[worker_id]
-
-    async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
-        self.routers.append(FakeRouter(before))
-        return self.routers[-1]
-
-    def existing(self) -> list[tuple[str, str]]:
-        return [(worker_id, worker_id.partition("-")[0]) for worker_id in self.processes]
-
-    def remember(self, replicas: Mapping[str, int]) -> None:
-        self.kept = dict(replicas)
-
-    def recall(self) -> dict[str, int] | None:
-        return self.kept
-
-
-class World:
-    """A supervisor that runs, and what a test asks of it."""
-
-    def __init__(self, launcher: FakeLauncher, settings: Mapping[str, Any]) -> None:
-        self.launcher = launcher
-        self.supervisor = Supervisor(build({"model": "fake", **settings}), launcher, TOKEN)
-        self._task = asyncio.create_task(self.supervisor.run())
-
-    async def until(self, holds: Callable[[ClusterStatus], bool]) -> ClusterStatus:
-        version = 0
-        while not holds(status := self.supervisor.status()):
-            version, _ = await self.supervisor.watch_fleet(version)
-        return status
-
-    async def fleet(self) -> dict[str, WorkerInfo]:
-        _, infos = await self.supervisor.watch_fleet(0)
-        return {info.incarnation: info for info in infos}
-
-    async def leave(self, *, end: bool = True) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        if end:
-            await self.supervisor.stop()
-
-
-def run(
-    test: Callable[[World], Coroutine[Any, Any, None]], launcher: FakeLauncher | None = None, **pools: object
-) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            world = World(launcher or FakeLauncher(), {"pools": pools})
-            try:
-                await test(world)
-            finally:
-                await world.leave()
-
-    asyncio.run(main())
-
-
-def is_ready(status: ClusterStatus) -> bool:
-    return status.state == "ready"
-
+from .supervised import FakeLauncher, World, generate, is_ready, run
 
 ONE_OF_EACH = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
@@ -175,65 +34,6 @@ def test_a_new_cluster_gives_the_names_that_its_processes_were_started_under() -
 
     pools = {"prefill": {"replicas": 2}, "decode": {"replicas": 1}, "mixed": {"replicas": 1, "data_parallel": 2}}
     run(test, **pools)
-
-
-def test_a_gang_counts_as_one_and_is_replaced_as_a_whole() -> None:
-    async def test(world: World) -> None:
-        status = await world.until(is_ready)
-        assert [w.worker_id for w in status.workers] == ["prefill-1", "decode-2.0", "decode-2.1"]
-        assert (status.pools[1].target, status.pools[1].num_ready) == (1, 1)
-        before = {info.address for info in (await world.fleet()).values()}
-        await world.launcher.processes["decode-2.1"].die("SIGKILL")
-        status = await world.until(lambda s: is_ready(s) and "SIGKILL" in s.pools[1].last_error)
-        assert sorted(w.worker_id for w in status.workers) == ["decode-3.0", "decode-3.1", "prefill-1"]
-        assert status.pools[1].num_failures == 1
-        assert status.pools[1].last_error == "decode-2.1: SIGKILL"
-        assert len(before & {info.address for info in (await world.fleet()).values()}) == 1
-        assert world.launcher.num_started == 5
-        await world.launcher.processes["decode-2.0"].wait()  # it was ended
-
-    run(test, prefill={"replicas": 1}, decode={"replicas": 1, "data_parallel": 2})
-
-
-def test_gangs_are_scaled_as_a_whole_and_leave_when_all_of_one_are_done() -> None:
-    async def test(world: World) -> None:
-        await world.until(is_ready)
-        world.supervisor.scale({"mixed": 2})
-        status = await world.until(lambda s: s.is_settled and s.pools[2].num_ready == 2)
-        assert sorted(w.worker_id for w in status.workers) == ["mixed-1.0", "mixed-1.1", "mixed-2.0", "mixed-2.1"]
-        [address] = [w.address for w in status.workers if w.worker_id == "mixed-1.1"]
-        [other] = [w.address for w in status.workers if w.worker_id == "mixed-2.0"]
-        assert address and other
-        tokens, more = (generate(each, [3, 4], max_tokens=8) for each in (address, other))
-        answer, rest = [await anext(tokens)], [await anext(more)]
-        world.supervisor.scale({"mixed": 1})
-        status = await world.until(lambda s: s.pools[2].num_draining == 1)
-        draining = sorted(w.worker_id for w in status.workers if w.phase == "draining")
-        assert draining in (["mixed-1.0", "mixed-1.1"], ["mixed-2.0", "mixed-2.1"])
-        answer += [token async for token in tokens]
-        rest += [token async for token in more]
-        assert answer == rest == fake_output([3, 4], 8)
-        status = await world.until(lambda s: s.is_settled)
-        assert not set(draining) & {w.worker_id for w in status.workers} and len(status.workers) == 2
-
-    run(test, FakeLauncher(step_s=0.1), mixed={"replicas": 1, "data_parallel": 2})
-
-
-def test_a_new_supervisor_takes_over_gangs_and_completes_them() -> None:
-    async def test(world: World) -> None:
-        await world.until(is_ready)
-        before = await world.fleet()
-        del world.launcher.processes["mixed-1.1"]
-        successor = World(world.launcher, {"pools": {"mixed": {"replicas": 1, "data_parallel": 2}}})
-        try:
-            status = await successor.until(lambda s: s.is_settled and s.pools[2].num_ready == 1)
-            assert [w.worker_id for w in status.workers] == ["mixed-1.0", "mixed-1.1"]
-            assert len(set(before) & set(await successor.fleet())) == 1
-            assert world.launcher.num_started == 3
-        finally:
-            await successor.leave(end=False)
-
-    run(test, mixed={"replicas": 1, "data_parallel": 2})
 
 
 def test_a_worker_that_died_is_replaced_at_once() -> None:
@@ -290,27 +90,6 @@ def test_scaling_up_and_down_keeps_those_that_stay() -> None:
         assert world.launcher.kept == {"prefill": 0, "decode": 0, "mixed": 1}
 
     run(test, mixed={"replicas": 1})
-
-
-async def generate(address: str, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
-    """One request over a stream of its own, as a router would."""
-    sampling = inference_pb2.SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens)
-    submit = worker_pb2.Submit(
-        handle=1, request_id=uuid.uuid4().hex, prompt_token_ids=prompt, sampling=sampling, timeout_s=TIMEOUT_S
-    )
-    channel = open_channel(address)
-    stream = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(TOKEN))
-    await stream.write(worker_pb2.RouterMessage(submit=submit))
-    finished = False
-    while not finished:
-        message = await stream.read()
-        assert isinstance(message, worker_pb2.WorkerMessage)
-        assert not message.HasField("failed"), message.failed
-        for token_id in message.step.token_ids:
-            yield token_id
-        finished = any(message.step.finish_reasons)
-    stream.cancel()
-    await channel.close()
 
 
 def test_the_idle_worker_leaves_and_the_busy_one_stays() -> None:

@@ -9,7 +9,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,23 @@ pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("served"), "--prefill", "1", "--decode", "1") as cluster:
-        yield cluster
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Served]]:
+    """One cluster for all of them, and another one after a test that ended it."""
+    found: list[Served] = []
+    with ExitStack() as stack:
+
+        def get() -> Served:
+            if not found or found[-1].process.poll() is not None:
+                home = tmp_path_factory.mktemp("served")
+                found.append(stack.enter_context(serving(home, "--prefill", "1", "--decode", "1")))
+            return found[-1]
+
+        yield get
+
+
+@pytest.fixture
+def served(running: Callable[[], Served]) -> Served:
+    return running()
 
 
 def workers(status: dict[str, Any], pool: str | None = None) -> dict[str, dict[str, Any]]:
@@ -198,7 +213,7 @@ def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
 
 
 def test_sigterm_leaves_no_process_and_no_file(served: Served) -> None:
-    """The last of them: after it the cluster is gone."""
+    """The last of them, for it ends the cluster: one after it would have to start another."""
     family = served.family()
     assert len(family) > 5
     assert served.end(signal.SIGTERM) == 0

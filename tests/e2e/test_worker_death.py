@@ -127,10 +127,12 @@ def test_a_stopped_worker_is_left_and_may_come_back(checkpoint: tuple[Path, Case
 
     async def test() -> None:
         async with routed(handles) as router:
-            await under_load(
-                router, checkpoint[1], "stop", lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING
-            )
-            handles[2].send(signal.SIGCONT)
+            try:
+                await under_load(
+                    router, checkpoint[1], "stop", lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING
+                )
+            finally:
+                handles[2].send(signal.SIGCONT)  # or it would be alive, and silent, for the next test
             await under_load(router, checkpoint[1], "go on", lambda: None, strike_at=WHILE_DECODING)
 
     asyncio.run(test())

@@ -1,4 +1,6 @@
-"""The engine on one GPU, with random weights of known shapes: `benchmarks/engine_gpu.py [--models 8b 1b v2-lite]`.
+"""The engine on one GPU, with random weights of known shapes.
+
+    python benchmarks/engine_gpu.py [--models 8b 1b v2-lite]
 
 First what the GPU reaches here: bytes a second of a copy, read and written, bf16 FLOP/s of a matrix product, bytes a
 second from pinned memory. Then, by a worker's own runner and engine, with CUDA graphs and without:

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from diptych.cluster.router import Router
 from diptych.proto import kv_pb2, worker_pb2, worker_pb2_grpc
 from diptych.workers import service
 from diptych.workers.cores import bind_this_thread, cpus_of_this_thread
-from diptych.workers.errors import ConfigError
+from diptych.workers.errors import ConfigError, RankLost
 from diptych.workers.kv_layout import Copies, Region
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.service import WorkerAddress
@@ -133,7 +133,8 @@ async def work(core: int, bytes_s: float | None, cpus: Sequence[int], settings: 
     worker = asyncio.create_task(run_worker(config, ready, stop))
     await asyncio.to_thread(sys.stdin.read)
     stop.set()
-    await worker
+    with suppress(RankLost):  # of one whom it shares experts with, which ended first
+        await worker
 
 
 @contextmanager

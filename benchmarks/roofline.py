@@ -65,11 +65,11 @@ class ModelCost:
 
     def num_touched(self, batch: int) -> float:
         """That some of `batch` tokens are multiplied by, in the layers; each goes to experts at random."""
+        assert self.spec.token_input is None, "what layers are given of each token is not counted"
         hidden = self.spec.hidden_size
-        return sum(
-            _attention_weights(layer.attention, hidden) + hidden * _mlp_columns(layer.feed_forward, batch)
-            for layer in self.spec.layers
-        )
+        parts = [of for layer in self.spec.layers for of in (layer.feed_forward, layer.beside) if of is not None]
+        mlps = hidden * sum(_mlp_columns(of, batch) for of in parts)
+        return mlps + sum(_attention_weights(layer.attention, hidden) for layer in self.spec.layers)
 
     @property
     def num_decode_products(self) -> int:
@@ -115,7 +115,7 @@ class ModelCost:
 
 def _attention_weights(of: AttentionSpec | LatentSpec, hidden: int) -> int:
     if isinstance(of, AttentionSpec):
-        return hidden * (2 * of.q_size + 2 * of.kv_size)
+        return hidden * (2 * of.q_size + (2 * of.kv_size if of.kv_from is None else 0))
     queries = of.num_heads * of.q_dim
     into = hidden * ((of.q_rank or queries) + of.kv_dim) + of.q_rank * queries
     return into + of.num_heads * (of.kv_rank * (of.nope_dim + of.value_dim) + of.value_dim * hidden)

@@ -3,8 +3,8 @@
     meet: a socket to each of the others ──> ring, wait, ring, ... ──> close
                                                └── one of them is gone ──> RankLost
 
-They meet in a folder that no other user can read, by Unix sockets: no port is taken, nobody else can come in, and the
-end of a process is the end of its sockets. So a group is on one machine.
+They meet in a folder that no other user can read, by Unix sockets: nobody else can come in, and the end of a process is
+the end of its sockets. So a group is on one machine; what it computes with then goes over gloo's ports on loopback.
 """
 
 import os
@@ -14,8 +14,8 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,8 @@ def meet(seat: Seat, terms: str) -> Doors:
     deadline, sockets = time.monotonic() + MEET_S, dict[int, socket.socket]()
     with _listen(seat) as listener, ExitStack() as stack:
         stack.callback(_socket_path(seat, seat.rank).unlink, missing_ok=True)
+        if seat.rank == 0:  # of a group that met here before; nobody gets further without us
+            gloo_file(seat).unlink(missing_ok=True)
         try:
             while len(sockets) < seat.size - 1:
                 if time.monotonic() >= deadline:
@@ -112,8 +114,20 @@ def meet(seat: Seat, terms: str) -> Doors:
         except BaseException:
             for each in sockets.values():
                 each.close()
+            _socket_path(seat, seat.rank).unlink(missing_ok=True)
+            remove_if_empty(seat.meeting)
             raise
     return Doors(seat, sockets)
+
+
+def gloo_file(seat: Seat) -> Path:
+    """By which those who have met find each other's gloo."""
+    return seat.meeting / "gloo"
+
+
+def remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _listen(seat: Seat) -> socket.socket:
@@ -121,8 +135,8 @@ def _listen(seat: Seat) -> socket.socket:
     path = _socket_path(seat, seat.rank)
     try:
         seat.meeting.mkdir(mode=0o700, exist_ok=True)
-        about = seat.meeting.stat()
-        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        about = seat.meeting.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
             raise ConfigError(f"the meeting {seat.meeting} is open to other users: name a folder of mode 700, or none")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -132,7 +146,7 @@ def _listen(seat: Seat) -> socket.socket:
             raise
     except OSError as e:
         why = e.strerror or str(e)
-        raise ConfigError(f"workers cannot meet at {path} ({why}): name a folder here, by a short path") from e
+        raise ConfigError(f"workers cannot meet at {path} ({why}): name a folder of this machine") from e
     return listener
 
 
@@ -140,7 +154,8 @@ def _open(listener: socket.socket, path: Path, size: int) -> None:
     """`path` is there once it can be called on: so one at which nobody answers is of a worker that has ended."""
     own = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        listener.bind(str(own))
+        with _address(own) as address:
+            listener.bind(address)
         listener.listen(size)
         if (other := _connect(path)) is not None:
             other.close()
@@ -195,7 +210,8 @@ def _connect(path: Path) -> socket.socket | None:
     """None where nobody is."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        found.connect(str(path))
+        with _address(path) as address:
+            found.connect(address)
     except (FileNotFoundError, ConnectionRefusedError):
         found.close()
         return None
@@ -203,6 +219,16 @@ def _connect(path: Path) -> socket.socket | None:
         found.close()
         raise
     return found
+
+
+@contextmanager
+def _address(path: Path) -> Generator[str]:
+    """Of a socket at `path`, by way of its open folder: an address has 107 bytes at most, and folders longer names."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def _socket_path(seat: Seat, rank: int) -> Path:

@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from .cores import bind_this_thread
-from .doors import Doors, Seat, meet
+from .doors import Doors, gloo_file, remove_if_empty
 from .errors import RankLost
 from .launched import Compute
 from .parallel import GlooGroup
@@ -42,25 +41,19 @@ def is_due(step: int, rung: Collection[int], has_batch: bool, is_idle: bool) -> 
     return has_batch or (is_idle and max(rung) >= step)
 
 
-def take_seat(seat: Seat, terms: str) -> Doors:
-    """Meet the others, before anything takes long. Raises what `meet` raises."""
-    if seat.rank == 0:  # nobody gets past the meeting before this
-        _store(seat).unlink(missing_ok=True)
-    return meet(seat, terms)
-
-
 def join(doors: Doors) -> GlooGroup:
-    """Waits until all have read their weights, however long that takes. Raises RankLost."""
-    doors.ring(LOADED)
-    while min(doors.heard.values()) < LOADED:
-        doors.wait()
+    """Waits until all have read their weights, however long that takes. The meeting is over then. Raises RankLost."""
     seat = doors.seat
-    group = GlooGroup.join(seat.rank, seat.size, _store(seat))
-    group.all_reduce(torch.ones(1))
-    if seat.rank == 0:
-        with suppress(OSError):
-            _store(seat).unlink()
-            seat.meeting.rmdir()
+    try:
+        doors.ring(LOADED)
+        while min(doors.heard.values()) < LOADED:
+            doors.wait()
+        group = GlooGroup.join(seat.rank, seat.size, gloo_file(seat))
+        group.all_reduce(torch.ones(1))
+    finally:
+        if seat.rank == 0:
+            gloo_file(seat).unlink(missing_ok=True)
+        remove_if_empty(seat.meeting)
     return group
 
 
@@ -70,20 +63,32 @@ class _Batch:
     future: "Future[list[SampledToken]]"
 
 
+class Peer(Protocol):
+    """What a worker computes with the others."""
+
+    def serve(self) -> None:
+        """A step without a batch of one's own. Raises RankLost."""
+        ...
+
+    def leave(self) -> None:
+        """No more steps: the others miss us in the one that they are in."""
+        ...
+
+
 class Lockstep:
-    """A Lane (see launched.py). serve: a step without a batch of one's own. `on_loss` is called once at most, on our
-    thread, not after `close`; the thread stays on `cores`, where there are any."""
+    """A Lane (see launched.py). `on_loss` is called once at most, on our thread, not after `close`; the thread stays on
+    `cores`, where there are any."""
 
     feeds = False
 
     def __init__(
         self,
         doors: Doors,
-        serve: Callable[[], object],
+        peer: Peer,
         on_loss: Callable[[RankLost], object],
         cores: Sequence[int] | None,
     ) -> None:
-        self._doors, self._serve, self._on_loss, self._cores = doors, serve, on_loss, cores
+        self._doors, self._peer, self._on_loss, self._cores = doors, peer, on_loss, cores
         self._computing: _Batch | None = None  # the thread's own
         self._lock = threading.Lock()  # of what follows; and the doors are open while there is no error
         self._batch: _Batch | None = None
@@ -148,14 +153,17 @@ class Lockstep:
                     self._batch = None
                     if batch.future.set_running_or_notify_cancel():
                         self._computing = batch
-                if is_due(step, self._doors.heard.values(), self._computing is not None, self._is_idle):
+                heard = self._doors.heard
+                if max(heard.values()) > step:  # none can be beyond a step that takes all
+                    raise RankLost(f"a worker rang for step {max(heard.values())} before step {step}: {heard}")
+                if is_due(step, heard.values(), self._computing is not None, self._is_idle):
                     return True
             self._doors.wait()
 
     def _take_part(self, step: int) -> None:
         batch = self._computing
         if batch is None:
-            self._serve()
+            self._peer.serve()
             return
         self._doors.ring(step)
         tokens = batch.compute()
@@ -183,8 +191,5 @@ class Lockstep:
         if not self._is_closing:
             log.error("%s", error)
             self._on_loss(error)
+        self._peer.leave()
         self._doors.close()
-
-
-def _store(seat: Seat) -> Path:
-    return seat.meeting / "gloo"

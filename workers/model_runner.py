@@ -25,7 +25,7 @@ from .batch_tables import BatchTables
 from .compiled_steps import CompiledSteps
 from .cores import part_of
 from .cpu_kernels import Choice, choose, make_team
-from .doors import Doors
+from .doors import Doors, meet
 from .errors import ConfigError, RankLost
 from .gpu.cuda_device import gpu_named
 from .gpu.device import Device
@@ -37,7 +37,7 @@ from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
 from .kv_plan import layout_of, plan_num_blocks
 from .launched import Compute, Deferred, Lane, OwnThread, launch_on
-from .lockstep import Lockstep, join, take_seat
+from .lockstep import Lockstep, join
 from .model_runner_config import ModelRunnerConfig
 from .models.compiled import CompiledDecoder, read_weights
 from .models.compiled_limits import why_torch
@@ -115,28 +115,14 @@ class ModelRunner:
         if threads is not None:
             torch.set_num_threads(threads)
         choice = _kernels(config, spec, gpu)
-        log.info("%s", choice.why)
-        for rope, _ in spec.ropes:
-            if rope.is_long(max_context_tokens):
-                log.info(
-                    "longrope: all contexts are rotated as long ones are; max_context_tokens=%d and less as short ones",
-                    rope.original_max_position_embeddings,
-                )
+        _log_choice(choice, spec, max_context_tokens)
         quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             check_fits(checkpoint.spec, share, config.dtype, quantize, available_bytes(device))
             doors = _meet(config, share, checkpoint)
             if doors is not None:
                 stack.callback(doors.close)
-            layout = layout_of(
-                spec,
-                config.dtype,
-                config.block_size,
-                model_id=_model_id(checkpoint, config.quantize, max_context_tokens),
-                axis_order=AXIS_ORDERS[config.kv_axis_order],
-                tensor_parallel=config.tensor_parallel,
-                packing=choice.packing,
-            )
+            layout = _layout(config, checkpoint, choice, max_context_tokens)
             ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss)
             if ranks is not None:
                 stack.callback(ranks.close)
@@ -155,22 +141,13 @@ class ModelRunner:
                 cos_sin = rope_tables(spec, max_context_tokens, device)
             steps = steps_with(cache, cos_sin, group)
             stack.pop_all()
-        info = ModelInfo(
-            name=config.served_model_name or path.resolve().name,
-            architecture=spec.architecture,
-            vocab_size=spec.vocab_size,
-            max_context_tokens=max_context_tokens,
-            eos_token_ids=spec.eos_token_ids,
-            dtype=config.dtype,
-            num_experts=spec.num_experts,
-        )
         lane, first_core = None, (config.cores or ())[:1]
         if doors is not None:
             assert isinstance(steps, TorchSteps)
-            lane = Lockstep(doors, steps.serve, on_loss, first_core)
+            lane = Lockstep(doors, steps, on_loss, first_core)
         elif config.look_ahead and ranks is None and choice.library is not None:
             lane = OwnThread(first_core)
-        return cls(info, steps, cache, ranks, lane)
+        return cls(_info(config, spec, max_context_tokens), steps, cache, ranks, lane)
 
     @property
     def info(self) -> ModelInfo:
@@ -235,6 +212,40 @@ class ModelRunner:
         (self.steps if isinstance(self.steps, GpuSteps) else self._cache).copy_blocks(pairs)
 
 
+def _log_choice(choice: Choice, spec: ModelSpec, max_context_tokens: int) -> None:
+    log.info("%s", choice.why)
+    for rope, _ in spec.ropes:
+        if rope.is_long(max_context_tokens):
+            log.info(
+                "longrope: all contexts are rotated as long ones are; max_context_tokens=%d and less as short ones",
+                rope.original_max_position_embeddings,
+            )
+
+
+def _info(config: ModelRunnerConfig, spec: ModelSpec, max_context_tokens: int) -> ModelInfo:
+    return ModelInfo(
+        name=config.served_model_name or Path(config.model_path).resolve().name,
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        max_context_tokens=max_context_tokens,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=config.dtype,
+        num_experts=spec.num_experts,
+    )
+
+
+def _layout(config: ModelRunnerConfig, checkpoint: Checkpoint, choice: Choice, max_context_tokens: int) -> KVLayout:
+    return layout_of(
+        checkpoint.spec,
+        config.dtype,
+        config.block_size,
+        model_id=_model_id(checkpoint, config.quantize, max_context_tokens),
+        axis_order=AXIS_ORDERS[config.kv_axis_order],
+        tensor_parallel=config.tensor_parallel,
+        packing=choice.packing,
+    )
+
+
 def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> Choice:
     if gpu is not None:
         check_known(spec)
@@ -260,7 +271,7 @@ def _read_weights(
         def torch_steps(cache: KVCache, cos_sin: Ropes, group: Group) -> TorchSteps:
             peers = join(doors) if doors is not None else None
             decoder = Decoder(spec, weights, group, share.experts, peers)
-            return TorchSteps(decoder, cache, cos_sin, sampler, ranks)
+            return TorchSteps(decoder, cache, cos_sin, sampler, ranks, peers)
 
         return torch_steps
     cores = part_of(config.cores, 0, config.tensor_parallel)
@@ -303,7 +314,7 @@ def _meet(config: ModelRunnerConfig, share: Share, checkpoint: Checkpoint) -> Do
     if config.seat is None:
         return None
     held = hashlib.blake2b(repr(share.experts).encode(), digest_size=8).hexdigest()
-    return take_seat(config.seat, f"checkpoint {checkpoint.fingerprint()}, {config.dtype}, placement {held}")
+    return meet(config.seat, f"checkpoint {checkpoint.fingerprint()}, {config.dtype}, placement {held}")
 
 
 def _start_ranks(

@@ -57,6 +57,10 @@ class Group(Protocol):
         rank has for this one. Returns those, by rank; of the shape and dtype that all ranks' rows have."""
         ...
 
+    def close(self) -> None:
+        """Nothing is asked of it any more: the others lose this rank in whatever they wait for. Idempotent."""
+        ...
+
 
 class Alone:
     """The group of a worker that is one process."""
@@ -75,6 +79,9 @@ class Alone:
     def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
         return rows
 
+    def close(self) -> None:
+        return
+
 
 class GlooGroup:
     """Ranks on one machine, over TCP on its loopback interface; ports are the kernel's choice. Make it with `join`.
@@ -85,7 +92,7 @@ class GlooGroup:
 
     def __init__(self, rank: int, size: int, gloo: Any) -> None:
         self.rank, self.size = rank, size
-        self._gloo = gloo
+        self._gloo: Any = gloo
         self._sums: RankSums | None = None
 
     def share(self, library: Library, memory_fd: int) -> None:
@@ -149,6 +156,9 @@ class GlooGroup:
         ends = [_bytes_of(received), _bytes_of(rows)]
         self._wait(lambda: self._gloo.alltoall_base(*ends, [*from_counts], [*to_counts], AllToAllOptions()))
         return received
+
+    def close(self) -> None:
+        self._gloo = None  # its connections end with it
 
     def _gather_shared(self, sums: RankSums, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         parts = [torch.empty(shape, dtype=part.dtype) for shape in shapes] if self.rank == 0 else []

@@ -91,8 +91,8 @@ class Runner(Protocol):
         ...
 
     def check(self) -> None:
-        """Asked now and then while there is nothing to compute; does not wait. Raises RankLost where that could not be
-        computed any more."""
+        """Asked at once when there is nothing more to compute, and now and then while that lasts; does not wait. Raises
+        RankLost where nothing could be computed any more."""
         ...
 
     def close(self) -> None: ...

@@ -10,6 +10,7 @@ from .kv_cache import KVCache
 from .launched import Compute
 from .models.decoder import Decoder
 from .models.rope import Ropes
+from .parallel import Group
 from .rank_processes import RankProcesses
 from .runner import LayerWatch
 from .sampler import Sampler
@@ -19,11 +20,18 @@ from .step import Step
 
 class TorchSteps:
     def __init__(
-        self, decoder: Decoder, cache: KVCache, cos_sin: Ropes, sampler: Sampler, ranks: RankProcesses | None
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        cos_sin: Ropes,
+        sampler: Sampler,
+        ranks: RankProcesses | None,
+        peers: Group | None = None,
     ) -> None:
-        """cos_sin: on the device that computes. `ranks`: those that compute with us."""
+        """cos_sin: on the device that computes. `ranks`: those that compute with us; peers: those that the decoder
+        shares experts with."""
         self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
-        self._sampler, self._ranks = sampler, ranks
+        self._sampler, self._ranks, self._peers = sampler, ranks, peers
         self._device = cache.tensor.device
 
     @property
@@ -37,6 +45,11 @@ class TorchSteps:
     def serve(self) -> None:
         """A step without a batch of our own, for workers that share experts."""
         self._decoder.serve()
+
+    def leave(self) -> None:
+        """No more steps: those whom we share experts with miss us in the one that they are in. Idempotent."""
+        if self._peers is not None:
+            self._peers.close()
 
     def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
         """Raises RankLost."""

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diptych.kernels.moe_combine import moe_combine
+from diptych.workers.errors import RankLost
 from diptych.workers.models.dispatch import ExpertRanks
 from diptych.workers.models.expert_placement import Placement, by_load, contiguous, round_robin
-from diptych.workers.parallel import Alone, Group
+from diptych.workers.parallel import Alone, GlooGroup, Group
 
 from .test_parallel import as_ranks
 
@@ -102,3 +103,15 @@ def test_alone(seed: int, num: int) -> None:
     found = ranks.over(*given_tokens, lambda rows, slots: experts_of(placement, 0, rows, slots))
     assert torch.equal(found, expected_of(*given_tokens))
     assert torch.equal(ranks.here(given_tokens[2]), given_tokens[2])
+
+
+def test_ranks_of_unlike_placements_are_refused(tmp_path: Path) -> None:
+    placements = contiguous(NUM_EXPERTS, 2), round_robin(NUM_EXPERTS, 2)
+
+    def work(group: GlooGroup) -> str:
+        with pytest.raises(RankLost) as refused:
+            ExpertRanks(group, placements[group.rank]).over(*tokens(group.rank, 9), lambda rows, _: rows)
+        group.close()  # who waits for this one loses it
+        return refused.value.message
+
+    assert any("experts that are not here" in str(message) for message in as_ranks(2, tmp_path / "meeting", work))

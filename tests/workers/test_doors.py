@@ -11,6 +11,7 @@ import pytest
 from diptych.workers import doors as doors_module
 from diptych.workers.doors import Doors, Seat, meet
 from diptych.workers.errors import ConfigError, RankLost
+from diptych.workers.lockstep import join
 
 END_S = 20.0  # for what must happen; no test passes by waiting
 
@@ -77,7 +78,7 @@ def test_one_that_does_not_come_is_missed(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doors_module, "MEET_S", 0.0)
     with pytest.raises(RankLost, match=r"of the 3 workers .* 0, 2 did not come to .*meeting within 0 s"):
         meet(Seat(1, 3, tmp_path / "meeting"), "terms")
-    assert not list((tmp_path / "meeting").iterdir())
+    assert not (tmp_path / "meeting").exists()
 
 
 @pytest.mark.parametrize(("sizes", "terms"), [((2, 2), ("float32", "bfloat16")), ((2, 3), ("terms", "terms"))])
@@ -111,7 +112,16 @@ def test_a_meeting_is_private(tmp_path: Path) -> None:
         meet(Seat(0, 2, meeting), "terms")
 
 
-@pytest.mark.parametrize("path", ["x" * 200, "no/such"])
+@pytest.mark.parametrize("path", ["x" * 300, "no/such", "file"])
 def test_a_place_that_cannot_be_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch(0o600)
     with pytest.raises(ConfigError, match="cannot meet at"):
         meet(Seat(0, 2, tmp_path / path), "terms")
+
+
+def test_a_meeting_may_have_a_long_name_and_ends_with_those_who_met(tmp_path: Path) -> None:
+    meeting = tmp_path / ("x" * 200)
+    with group(2, meeting) as found, ThreadPoolExecutor(2) as pool:
+        for joined in list(pool.map(join, found)):
+            joined.close()
+    assert not meeting.exists()

@@ -5,12 +5,15 @@ import threading
 
 import pytest
 
+from diptych.workers import engine_thread
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import StepOutput
 from diptych.workers.engine_thread import EngineThread
 from diptych.workers.errors import InternalError, Unavailable
 from diptych.workers.fake_runner import FakeRunner
 from diptych.workers.scheduler import SchedulerConfig
+
+from .sequences import make_request
 
 
 def make() -> tuple[EngineThread, "list[InternalError]", threading.Event]:
@@ -70,3 +73,22 @@ def test_commands_that_came_during_the_last_step_are_run() -> None:
     thread.start()
     thread.stop()
     assert ran.is_set()
+
+
+def test_a_runner_hears_at_once_that_there_is_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that share experts wait for each other's word of it."""
+    monkeypatch.setattr(engine_thread, "IDLE_WAIT_S", 3600.0)
+    heard = threading.Event()
+
+    class Runner(FakeRunner):
+        def check(self) -> None:
+            if ran.is_set():
+                heard.set()
+
+    ran = threading.Event()
+    engine = Engine(Runner(), SchedulerConfig())
+    thread = EngineThread(engine, lambda output: ran.set() if output.ran else None, lambda _: None)
+    thread.start()
+    thread.post(lambda engine: engine.submit("key", make_request([1, 2, 3]), []))
+    assert heard.wait(20.0)
+    thread.stop()

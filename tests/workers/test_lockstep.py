@@ -37,8 +37,15 @@ class Member:
     def __init__(self, doors: Doors, barrier: threading.Barrier) -> None:
         self.steps: list[str] = []
         self.losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
-        self.barrier = barrier
-        self.lane = Lockstep(doors, lambda: self.compute("served"), self.losses.put, None)
+        self.doors, self.barrier = doors, barrier
+        self.lane = Lockstep(doors, self, self.losses.put, None)
+
+    def serve(self) -> None:
+        self.compute("served")
+
+    def leave(self) -> None:
+        """As connections end."""
+        self.barrier.abort()
 
     def compute(self, what: str) -> list[SampledToken]:
         self.steps.append(what)
@@ -136,7 +143,6 @@ def test_a_step_that_fails_ends_all(members: list[Member]) -> None:
     with pytest.raises(RankLost, match=r"worker 0 .* failed in a step \(a bug\)"):
         failing.result(END_S)
     assert "a bug" in first.losses.get(timeout=END_S).message
-    first.barrier.abort()  # as connections are when their process ends
     for future, other in zip(waiting, others, strict=True):
         with pytest.raises(RankLost, match="that share experts ended"):
             future.result(END_S)
@@ -145,6 +151,12 @@ def test_a_step_that_fails_ends_all(members: list[Member]) -> None:
             other.lane.check()
         with pytest.raises(RankLost, match="that share experts ended"):
             other.run()
+
+
+def test_one_that_rings_for_a_step_beyond_the_next_is_not_followed(members: list[Member]) -> None:
+    members[0].doors.ring(9)
+    found = [other.losses.get(timeout=END_S).message for other in members[1:]]
+    assert any("rang for step 9 before step 1" in message for message in found)
 
 
 def test_one_that_closes_is_missed_at_once_by_the_idle(members: list[Member]) -> None:

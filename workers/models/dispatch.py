@@ -5,7 +5,8 @@ goes to, and adds up what comes back, in the order in which the experts were cho
 
     rows, by rank -> all_to_all -> experts held here -> all_to_all -> the rows' own order -> sum
 
-A rank sends and receives at most top_k H numbers a token of its own each way.
+A rank sends at most top_k H numbers a token of its own, and gets as many back; how much it receives for its experts is
+for the others' routers to say.
 
 Where all ranks have the same tokens (tensor-parallel attention) nothing need be sent there: each computes what its own
 experts give, `here`, and an all_reduce adds that up, of 2 H numbers a token (n - 1) / n, as it does after a dense MLP.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.moe_combine import moe_combine
+from ..errors import RankLost
 from ..parallel import Group
 from .expert_placement import Placement
 
@@ -56,14 +58,23 @@ class ExpertRanks:
         places = ranks.argsort(stable=True)[int((ranks < 0).sum()) :]
         counts = torch.bincount(ranks[places], minlength=group.size)
         ones = [1] * group.size
-        from_counts = group.all_to_all(counts, ones, ones).tolist()
+        from_counts: list[int] = group.all_to_all(counts, ones, ones).tolist()
+        if min(from_counts) < 0:
+            raise RankLost(f"a rank announces {min(from_counts)} rows: ranks do not compute the same step")
         to_counts = counts.tolist()
         sent = _joined(x[places // top_k], experts.view(-1)[places].long())
         rows, theirs = _parted(group.all_to_all(sent, to_counts, from_counts), x)
-        given = group.all_to_all(compute(rows, self._slots[theirs]), from_counts, to_counts)
+        given = group.all_to_all(compute(rows, self._slots_of(theirs)), from_counts, to_counts)
         y = x.new_empty(experts.numel(), x.shape[1])
         y[places] = given
         return moe_combine(y, weights, experts, self._num_experts, shared=shared)
+
+    def _slots_of(self, experts: Tensor) -> Tensor:
+        """experts: [N] int64, as received. Returns their slots here, [N] int64. Raises RankLost."""
+        slots = self._slots[experts.clamp(0, self._num_experts - 1)]
+        if ((experts < 0) | (experts >= self._num_experts) | (slots < 0)).any():
+            raise RankLost("a rank sent rows to experts that are not here: ranks do not have the same placement")
+        return slots
 
     def _ranks_of(self, experts: Tensor, first_row: int) -> Tensor:
         """Which computes each choice, [T, top_k] int64; -1 for none. Its holders take turns by row."""

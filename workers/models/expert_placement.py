@@ -2,8 +2,8 @@
 
 From the config: in order, or dealt out like cards. From measured load: hot experts are held more than once, and each
 copy goes to the rank that has least to do, the heaviest first (Graham 1969). Where several ranks hold an expert, they
-take turns with the rows of a step that go to it: by a row's number alone, which all ranks know. What is computed does
-not depend on where, so that the turn is no more than a matter of balance.
+take turns with the rows of a step that go to it: by a row's number, which all ranks know, and where ranks have rows of
+their own by the rank's too. What is computed does not depend on where, so that turns are a matter of balance alone.
 """
 
 import json
@@ -46,7 +46,7 @@ class Placement:
         return len(self.held)
 
     def holders(self) -> list[list[int]]:
-        """Of each expert the ranks that hold it, ascending: row r of a step goes to number r modulo their number."""
+        """Of each expert the ranks that hold it, ascending: they take turns with the rows of a step."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, experts in enumerate(self.held):
             for expert in experts:

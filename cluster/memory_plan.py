@@ -74,8 +74,8 @@ class MemoryPlan:
 def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_tokens: int | None = None) -> MemoryPlan:
     """Raises ConfigError for ranks that cannot share the model, or a context that it was not made for."""
     longest = max_context_tokens or spec.max_position_embeddings
-    if longest > spec.max_position_embeddings:
-        raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.max_position_embeddings}")
+    if longest > spec.longest_context:
+        raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
     if how.expert_parallel not in (1, how.tensor_parallel):
         raise ConfigError(f"expert_parallel must be 1 or tensor_parallel, got {how.expert_parallel}")
     share = share_of_first(spec, how.tensor_parallel, IN_ORDER if how.expert_parallel > 1 else None)

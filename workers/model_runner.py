@@ -356,8 +356,6 @@ def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens:
 
 def _max_context_tokens(config: ModelRunnerConfig, spec: ModelSpec) -> int:
     wanted = config.max_context_tokens or spec.max_position_embeddings
-    if wanted > spec.max_position_embeddings:
-        raise ConfigError(
-            f"max_context_tokens={wanted} exceeds the model's {spec.max_position_embeddings} positions: lower it"
-        )
+    if wanted > spec.longest_context:
+        raise ConfigError(f"max_context_tokens={wanted} exceeds the model's {spec.longest_context} positions: lower it")
     return wanted

@@ -22,7 +22,7 @@ class ModelRunnerConfig:
     kv_axis_order: str = "block"  # or "layer"
     kv_memory_bytes: int | None = None  # None: kv_memory_fraction of what is free once the weights are read
     kv_memory_fraction: float = 0.3
-    max_context_tokens: int | None = None  # None: all that the model was made for
+    max_context_tokens: int | None = None  # None: the model's max_position_embeddings
     served_model_name: str | None = None  # None: the name of the checkpoint's directory
     num_threads: int | None = None  # of all ranks together; None: torch's own choice
     cores: tuple[int, ...] | None = None  # for the threads of all ranks; None: not bound

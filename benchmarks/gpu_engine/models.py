@@ -39,6 +39,7 @@ def llama3(
         layers=(LayerSpec(attention, MlpSpec(inner)),) * layers,
         rms_norm_eps=1e-5,
         max_position_embeddings=131_072,
+        longest_context=131_072,
         tie_word_embeddings=is_tied,
         eos_token_ids=(128_001,),
     )
@@ -55,6 +56,7 @@ def deepseek_v2_lite() -> ModelSpec:
         layers=(LayerSpec(attention, MlpSpec(10_944)), *(LayerSpec(attention, mixture),) * 26),
         rms_norm_eps=1e-6,
         max_position_embeddings=163_840,
+        longest_context=163_840,
         tie_word_embeddings=False,
         eos_token_ids=(100_001,),
     )

@@ -142,6 +142,14 @@ def test_ranks_with_whole_experts(tmp_path: Path) -> None:
             plan_memory(load_spec(path), Parallelism(tensor_parallel=size, expert_parallel=2), ROOMY)
 
 
+def test_a_context_is_as_long_as_a_workers(llama: Path) -> None:
+    spec = replace(load_spec(llama), max_position_embeddings=128, longest_context=512)
+    assert plan_memory(spec, Parallelism(), ROOMY).max_context_tokens == 128
+    assert plan_memory(spec, Parallelism(), ROOMY, max_context_tokens=512).max_context_tokens == 512
+    with pytest.raises(ConfigError, match="max_context_tokens=513 is more than the model's 512"):
+        plan_memory(spec, Parallelism(), ROOMY, max_context_tokens=513)
+
+
 def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
     with pytest.raises(ConfigError, match="attention heads"):
         plan_memory(load_spec(llama), Parallelism(tensor_parallel=3), ROOMY)

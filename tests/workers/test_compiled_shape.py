@@ -30,7 +30,7 @@ MIXTURE = MoeSpec(4, MlpSpec(32), RoutingSpec(2))
 
 
 def spec_of(*layers: LayerSpec) -> ModelSpec:
-    return ModelSpec("Some", 100, 64, layers, 1e-6, 512, True, (), embedding_scale=7.03, logit_softcap=30.0)
+    return ModelSpec("Some", 100, 64, layers, 1e-6, 512, 512, True, (), embedding_scale=7.03, logit_softcap=30.0)
 
 
 def layer(attention: AttentionSpec | LatentSpec, activation: Activation = "silu", norms: Norms = "before") -> LayerSpec:

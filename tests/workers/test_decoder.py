@@ -92,18 +92,21 @@ def test_layers_that_store_nothing_compute_what_is_sampled(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("arch", "sampled"), [*((arch, None) for arch in ARCHITECTURES), ("gemma4", [30, 69])])
 def test_ranks_together_compute_what_one_does(
-    arch: str, size: int, checkpoint_of: CheckpointOf, tmp_path: Path
+    arch: str, sampled: list[int] | None, size: int, checkpoint_of: CheckpointOf, tmp_path: Path
 ) -> None:
-    """4: with key-value heads that two ranks hold alike."""
+    """4: with key-value heads that two ranks hold alike. sampled: rows that the last layers have alone."""
     path, [prompt] = checkpoint_of(arch), random_prompts(5, [70])
     block_table = [4, 2, 0, 1, 3]
     expected = prompt_logits(path, prompt, block_table)
+    expected = expected if sampled is None else expected[sampled]
     memory_fd = os.memfd_create("test-kv")
     try:
         found = as_ranks(
-            size, tmp_path / "meeting", lambda group: prompt_logits(path, prompt, block_table, group, memory_fd)
+            size,
+            tmp_path / "meeting",
+            lambda group: prompt_logits(path, prompt, block_table, group, memory_fd, sampled),
         )[0]
     finally:
         os.close(memory_fd)

@@ -99,6 +99,15 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], named: str) ->
         load_spec(write(tmp_path, OLDER | changes))
 
 
+def test_a_unified_one_has_neither_mixtures_nor_inputs_of_each_token(tmp_path: Path) -> None:
+    config = OLDER | {"architectures": ["Gemma4UnifiedForCausalLM"]}
+    unused = {"enable_moe_block": False, "num_experts": None, "hidden_size_per_layer_input": 0}
+    assert load_spec(write(tmp_path, config | unused)) == load_spec(write(tmp_path, config))
+    for changes in ({"enable_moe_block": True}, {"hidden_size_per_layer_input": 256}):
+        with pytest.raises(CheckpointError, match=f"{next(iter(changes))} must be absent, false or 0 in a Gemma4Un"):
+            load_spec(write(tmp_path, config | changes))
+
+
 def test_a_turning_part_beyond_a_head_is_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 1.5}
     ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}

@@ -199,6 +199,17 @@ def test_what_it_says_of_itself(llama: Path) -> None:
     assert load(llama, max_context_tokens=None).info.max_context_tokens == 2048
 
 
+def test_a_context_that_yarn_lengthens_has_to_be_asked_for(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
+    path = make_checkpoint(tmp_path, "qwen3", 7, rope_parameters=yarn, max_position_embeddings=640)
+    for asked, found in ((None, 640), (1024, 1024)):
+        runner = load(path, max_context_tokens=asked, kv_memory_bytes=4 << 20)
+        assert runner.info.max_context_tokens == found
+        runner.close()
+    with pytest.raises(ConfigError, match="max_context_tokens=1025 exceeds the model's 1024 positions"):
+        load(path, max_context_tokens=1025)
+
+
 def test_two_dtypes_of_one_checkpoint_share_its_name(llama: Path, qwen3: Path) -> None:
     names = [load(llama).layout.model_id, load(llama, dtype="bfloat16").layout.model_id, load(qwen3).layout.model_id]
     assert names[0] == names[1] != names[2]

@@ -86,9 +86,12 @@ def test_yarn_without_factor_stretches_to_the_models_length(tmp_path: Path) -> N
         (256, {"rope_type": "linear", "factor": 4.0}, 256),
     ],
 )
-def test_yarn_lengthens_the_context(tmp_path: Path, longest: int, scaling: dict[str, Any], expected: int) -> None:
-    config = LLAMA | {"max_position_embeddings": longest, "rope_scaling": scaling}
-    assert load_spec(write(tmp_path, config)).max_position_embeddings == expected
+def test_yarn_lengthens_what_a_context_may_have(
+    tmp_path: Path, longest: int, scaling: dict[str, Any], expected: int
+) -> None:
+    """And not what it has where nobody asks."""
+    spec = load_spec(write(tmp_path, LLAMA | {"max_position_embeddings": longest, "rope_scaling": scaling}))
+    assert (spec.max_position_embeddings, spec.longest_context) == (longest, expected)
 
 
 def test_yarn_of_a_damaged_factor_is_named(tmp_path: Path) -> None:

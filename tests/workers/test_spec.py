@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3Config, GenerationConfig
 
 from diptych.workers.errors import CheckpointError, UnsupportedArchitecture
 from diptych.workers.kv_plan import layout_of
@@ -248,6 +249,50 @@ def test_reads_gemma3_of_old(tmp_path: Path, is_text: bool) -> None:
     assert spec.layers == (*[sliding] * 5, full, sliding)
     assert (spec.eos_token_ids, spec.logit_softcap, spec.tie_word_embeddings) == ((3,), 0.0, True)
     assert [rope for rope, _ in spec.ropes] == [near, far]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "expected"),
+    [
+        ({"eos_token_id": [1, 106]}, {"eos_token_id": 1}, (1, 106)),
+        ({"eos_token_id": [1, 106]}, {"eos_token_id": None}, (1, 106)),
+        ({"eos_token_id": None}, {"eos_token_id": 7}, (7,)),
+        ({}, {"eos_token_id": None}, ()),
+        ({}, {}, (1,)),  # as in Gemma3TextConfig
+    ],
+)
+def test_ends_of_sequence_around_a_decoder_win(
+    tmp_path: Path, outer: dict[str, Any], inner: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA | inner} | outer
+    assert load_spec(write(tmp_path, config)).eos_token_ids == expected
+    reference = GenerationConfig.from_model_config(Gemma3Config.from_dict(config)).eos_token_id
+    assert expected == (() if reference is None else (reference,) if isinstance(reference, int) else tuple(reference))
+
+
+@pytest.mark.parametrize(("outer", "is_tied"), [({}, True), ({"tie_word_embeddings": False}, False)])
+@pytest.mark.parametrize("inner", [True, False])
+def test_what_is_around_a_decoder_says_whether_embeddings_are_tied(
+    tmp_path: Path, outer: dict[str, bool], is_tied: bool, inner: bool
+) -> None:
+    section = GEMMA | {"tie_word_embeddings": inner}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": section} | outer
+    assert load_spec(write(tmp_path, config)).tie_word_embeddings is is_tied
+    assert Gemma3Config.from_dict(config).tie_word_embeddings is is_tied
+
+
+@pytest.mark.parametrize("inner", [{}, {"quantization_config": None}])
+def test_quantisation_around_a_decoder_is_refused(tmp_path: Path, inner: dict[str, Any]) -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA | inner}
+    with pytest.raises(CheckpointError, match=r"quantised checkpoints are not supported.*found 'awq'"):
+        load_spec(write(tmp_path, config | {"quantization_config": {"quant_method": "awq"}}))
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Gemma4", "Gemma4Unified"])
+def test_gemma_ends_on_1_where_nothing_is_named(tmp_path: Path, name: str) -> None:
+    config = GEMMA | {"architectures": [f"{name}ForCausalLM"]}
+    assert load_spec(write(tmp_path, config)).eos_token_ids == (1,)
+    assert load_spec(write(tmp_path, config | {"eos_token_id": None})).eos_token_ids == ()
 
 
 def test_gemma_is_refused_where_it_is_none(tmp_path: Path) -> None:

@@ -84,12 +84,13 @@ class Pieces:
             flow.hidden = _put(flow, flow.hidden, hidden)
             return
         layer, cos_sin = decoder.layers[index], self.angles(flow.cos_sin)
-        q = queries(layer, hidden, self.cache.layer(index), cos_sin, flow.slots, decoder.group)
+        q = queries(layer, hidden, self.cache.layer(layer.kv_id), cos_sin, flow.slots, decoder.group)
         flow.q = _put(flow, flow.q, q)
 
     def attend(self, flow: Flow, index: int, paged: PagedBatch, num_tokens: int) -> None:
         """Device work, never captured: of the tokens that are not idle."""
-        attended = attend(self.decoder.layers[index], flow.q[:num_tokens], self.cache.layer(index), paged)
+        layer = self.decoder.layers[index]
+        attended = attend(layer, flow.q[:num_tokens], self.cache.layer(layer.kv_id), paged)
         if flow.is_static:
             flow.attended[:num_tokens].copy_(attended)
         else:

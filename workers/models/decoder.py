@@ -106,10 +106,8 @@ class Decoder:
 
         block_size, group = cache.layout.block_size, self.group
         token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
-        residual = self.embed(token_ids)
-        given = self.token_inputs(token_ids, residual)
         num = len(self.layers) if len(sampled) == len(token_ids) else self._num_for_all
-        hidden = run_layers(self.layers[:num], residual, cache, step.meta(cos_sin, block_size), group, stored, given)
+        residual, hidden, given = self._through(num, token_ids, cache, step.meta(cos_sin, block_size), stored)
         if not len(sampled):
             return None
         residual, hidden = residual[sampled], None if hidden is None else hidden[sampled]
@@ -129,10 +127,23 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, cache: KVCache, meta: StepMeta) -> Tensor:
         """token_ids: [T] int64. Stores their KV in `cache`; returns the final hidden states of all, [T, H]."""
+        residual, hidden, _ = self._through(len(self.layers), token_ids, cache, meta)
+        return enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
+
+    def _through(
+        self,
+        num: int,
+        token_ids: Tensor,
+        cache: KVCache,
+        meta: StepMeta,
+        stored: Callable[[int], object] = lambda _: None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Through the first `num` layers. token_ids: [T] int64. Returns the residual [T, H], what is to be added to it
+        yet [T, H] and what all layers are given of each token, see `token_inputs`."""
         residual = self.embed(token_ids)
         given = self.token_inputs(token_ids, residual)
-        hidden = run_layers(self.layers, residual, cache, meta, self.group, given=given)
-        return enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps)
+        hidden = run_layers(self.layers[:num], residual, cache, meta, self.group, stored, given)
+        return residual, hidden, given
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [T] int64. Returns [T, H]."""

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, UnsupportedArchitecture
 from .config import Fields, read_json_object
 from .deepseek_families import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
 from .family import Family, around_wide_norms
-from .gemma4_families import GEMMA4_DEFAULTS, UNIFIED_DEFAULTS, around_gemma4, gemma4
+from .gemma4_families import GEMMA4_DEFAULTS, UNIFIED_DEFAULTS, around_gemma4, gemma4, gemma4_unified
 from .gemma_families import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
 from .llama_families import llama, mistral, olmo2, phi3, qwen2, qwen3
 from .moe_families import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
@@ -27,8 +27,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family(gemma3, GEMMA3_DEFAULTS, around_gemma_with_vision, section="text_config"),
     "Gemma4ForCausalLM": Family(gemma4, GEMMA4_DEFAULTS, around_gemma4),
     "Gemma4ForConditionalGeneration": Family(gemma4, GEMMA4_DEFAULTS, around_gemma4, section="text_config"),
-    "Gemma4UnifiedForCausalLM": Family(gemma4, UNIFIED_DEFAULTS, around_gemma4),
-    "Gemma4UnifiedForConditionalGeneration": Family(gemma4, UNIFIED_DEFAULTS, around_gemma4, section="text_config"),
+    "Gemma4UnifiedForCausalLM": Family(gemma4_unified, UNIFIED_DEFAULTS, around_gemma4),
+    "Gemma4UnifiedForConditionalGeneration": Family(
+        gemma4_unified, UNIFIED_DEFAULTS, around_gemma4, section="text_config"
+    ),
     "GptOssForCausalLM": Family(gpt_oss, GPT_OSS_DEFAULTS, around_wide_norms),
     "LlamaForCausalLM": Family(llama),
     "MistralForCausalLM": Family(mistral, {"sliding_window": 4096, "num_key_value_heads": 8}),
@@ -52,11 +54,7 @@ def load_spec(model_path: Path) -> ModelSpec:
     architecture = _architecture(config)
     family = FAMILIES[architecture]
     if family.section:
-        section = config.section(family.section)
-        if section is None:
-            raise config.error(family.section, f"must be an object: {architecture} has its decoder there", None)
-        outer = {name: config.get(name) for name in ("eos_token_id", "quantization_config")}
-        config = section.with_defaults({name: value for name, value in outer.items() if section.get(name) is None})
+        config = _decoder_of(config, architecture, family.section)
     config = config.with_defaults(family.defaults)
     if (section := config.section("quantization_config")) is not None:
         need = "must be absent (quantised checkpoints are not supported: convert it to bfloat16)"
@@ -69,7 +67,8 @@ def load_spec(model_path: Path) -> ModelSpec:
         hidden_size=config.size("hidden_size"),
         layers=layers,
         rms_norm_eps=config.number("rms_norm_eps", default=1e-6, minimum=0.0),
-        max_position_embeddings=longest_context(config, (layer.attention.rope for layer in layers)),
+        max_position_embeddings=config.size("max_position_embeddings"),
+        longest_context=longest_context(config, (layer.attention.rope for layer in layers)),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
         eos_token_ids=_eos_token_ids(model_path, config, vocab_size),
         embedding_scale=around.embedding_scale,
@@ -91,6 +90,17 @@ def _architecture(config: Fields) -> str:
     raise UnsupportedArchitecture(
         f"{config.path}: architecture {', '.join(found)} is not supported; Diptych serves {supported}"
     )
+
+
+def _decoder_of(config: Fields, architecture: str, name: str) -> Fields:
+    """Section `name` of a multimodal config, which has the decoder, with what transformers takes from around it: ends
+    of sequence and quantisation where they are given there, and always whether the embeddings are tied."""
+    section = config.section(name)
+    if section is None:
+        raise config.error(name, f"must be an object: {architecture} has its decoder there", None)
+    outer = {of: value for of in ("eos_token_id", "quantization_config") if (value := config.get(of)) is not None}
+    is_tied = config.with_defaults({"tie_word_embeddings": True}).flag("tie_word_embeddings")
+    return section.with_values(outer | {"tie_word_embeddings": is_tied})
 
 
 def _eos_token_ids(model_path: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:

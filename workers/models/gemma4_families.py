@@ -14,6 +14,7 @@ from .spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingS
 
 # As transformers has them, of fields that a config.json need not name.
 GEMMA4_DEFAULTS: dict[str, Any] = {
+    "eos_token_id": 1,
     "global_head_dim": 512,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -50,6 +51,14 @@ def gemma4(config: Fields) -> tuple[LayerSpec, ...]:
             attention = _reading(config, attention, layers[kv_from].attention, kv_from)
         layers.append(_layer(config, attention))
     return tuple(layers)
+
+
+def gemma4_unified(config: Fields) -> tuple[LayerSpec, ...]:
+    """Has neither mixtures nor inputs of each token: transformers reads no field of them."""
+    for name in ("enable_moe_block", "hidden_size_per_layer_input"):
+        if value := config.get(name):
+            raise config.error(name, "must be absent, false or 0 in a Gemma4Unified architecture", value)
+    return gemma4(config)
 
 
 def around_gemma4(config: Fields) -> Around:

@@ -76,8 +76,7 @@ def moe_over(
 
 def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
     """[layers, experts] int64, all 0: for how many tokens have gone to each; None: there are no experts."""
-    mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
-    most = max((of.num_experts for of in mixtures), default=0)
+    most = max(spec.num_experts, default=0)
     return torch.zeros(spec.num_layers, most, dtype=torch.int64, device=device) if most else None
 
 

@@ -104,9 +104,9 @@ def _yarn(fields: Fields, theta: float, original: int, max_position_embeddings: 
 
 
 def longest_context(config: Fields, ropes: Iterable[RopeSpec]) -> int:
-    """Tokens that the model was made for. yarn stretches its first length by its factor (Peng et al. 2023; what
-    transformers' validation calls the post-yarn length, and vLLM serves); max_position_embeddings may still say less,
-    as in Qwen's configs with the rope_scaling that its documentation adds."""
+    """Tokens that a context may have. yarn stretches the model's first length by its factor (Peng et al. 2023; what
+    transformers' validation calls the post-yarn length); max_position_embeddings may still say less, as in Qwen's
+    configs with the rope_scaling that its documentation adds."""
     stretched = [rope.factor * rope.original_max_position_embeddings for rope in ropes if rope.rope_type == "yarn"]
     longest = max(config.size("max_position_embeddings"), *map(int, stretched), 0)
     if longest > MAX_DIMENSION:

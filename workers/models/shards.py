@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -58,16 +60,18 @@ def samples(path: Path) -> dict[str, bytes]:
 def have_equal_bytes(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
     """Whether two tensors, each by its file, whose header is known to be sound, and its name there, are stored as the
     same bytes. Reads no further than where they differ, and little at once."""
+    return all(one == other for one, other in zip_longest(_chunks(*first), _chunks(*second)))
+
+
+def _chunks(path: Path, name: str) -> Iterator[bytes]:
+    """Of one tensor, CHUNK_BYTES at once."""
     try:
-        with first[0].open("rb", buffering=0) as one, second[0].open("rb", buffering=0) as other:
-            (start, end), (from_other, end_of_other) = _places(one)[first[1]], _places(other)[second[1]]
-            return end - start == end_of_other - from_other and all(
-                os.pread(one.fileno(), min(CHUNK_BYTES, end - start - done), start + done)
-                == os.pread(other.fileno(), min(CHUNK_BYTES, end - start - done), from_other + done)
-                for done in range(0, end - start, CHUNK_BYTES)
-            )
+        with path.open("rb", buffering=0) as file:
+            start, end = _places(file)[name]
+            for offset in range(start, end, CHUNK_BYTES):
+                yield os.pread(file.fileno(), min(CHUNK_BYTES, end - offset), offset)
     except OSError as e:
-        raise _unreadable(first[0], e) from e
+        raise _unreadable(path, e) from e
 
 
 def _places(file: BinaryIO) -> dict[str, tuple[int, int]]:

@@ -30,8 +30,10 @@ class RopeSpec:
     truncate: bool = True  # yarn
     short_factors: tuple[float, ...] = ()  # longrope, of each frequency
     long_factors: tuple[float, ...] = ()  # longrope, for contexts beyond original_max_position_embeddings
-    partial: float = 1.0  # of a head's numbers: the first ones, which are rotated
-    turning: float = 1.0  # proportional; of a head's frequencies: the first ones, the others being 0
+    # Two readings of transformers' `partial_rotary_factor`: of all numbers of a head the first ones, which alone are
+    # rotated, or, of proportional, of all its frequencies the first ones, the others being 0.
+    partial: float = 1.0
+    turning: float = 1.0
 
     def rotated(self, dim: int) -> int:
         """How many numbers of a head of `dim` are rotated."""
@@ -205,7 +207,8 @@ class ModelSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # as config.json says: the longest context where nobody asks for another
+    longest_context: int  # that may be asked for: more where yarn stretches it
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0

@@ -28,10 +28,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 @dataclass(slots=True)
 class LayerWeights:
     """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts; of latent attention
-    q_rank and kv_rank, P rotated and D other numbers of a query, V of a value; of token inputs P."""
+    q_rank and kv_rank, R rotated and D other numbers of a query, V of a value; of token inputs P."""
 
-    # [(N + 2K) D, H]: queries, keys, values; [N D, H] where KV is another layer's. Latent: [q_rank (or N (D + P)) +
-    # kv_rank + P, H]: latents of queries (or these), latents, rotated keys.
+    # [(N + 2K) D, H]: queries, keys, values; [N D, H] where KV is another layer's. Latent: [q_rank (or N (D + R)) +
+    # kv_rank + R, H]: latents of queries (or these), latents, rotated keys.
     qkv: Tensor
     o: Tensor  # [H, N D]; latent: [H, N V]
     gate_up: Tensor | None = None  # [2I, H]: gate, up
@@ -47,7 +47,7 @@ class LayerWeights:
     sinks: Tensor | None = None  # [N] float32
     q_norm: Tensor | None = None  # [D]; latent: [q_rank]
     k_norm: Tensor | None = None  # [D]; latent: [kv_rank]
-    q_b: Tensor | None = None  # [N (D + P), q_rank]
+    q_b: Tensor | None = None  # [N (D + R), q_rank]
     kv_b: Tensor | None = None  # [N (D + V), kv_rank], of each head what makes its keys, then its values
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
@@ -72,13 +72,14 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """Of one share, whose part of the vocabulary is `vocab`."""
+    """Of one share, whose part of the vocabulary is `vocab`, and of that of token inputs, which may be larger,
+    `token_vocab`."""
 
     embed: Tensor  # [vocab, H]
     layers: list[LayerWeights]
     norm: Tensor  # [H]
     lm_head: Tensor  # [vocab, H]; the same tensor as `embed` where they are tied
-    token_embed: Tensor | None = None  # [vocab, layers * P], of token inputs
+    token_embed: Tensor | None = None  # [token_vocab, layers * P], of token inputs
     token_mix: Tensor | None = None  # [layers * P, H]
     token_mix_norm: Tensor | None = None  # [P]
 

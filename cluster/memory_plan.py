@@ -12,7 +12,7 @@ from ..workers.kv_layout import DTYPE_BYTES
 from ..workers.kv_plan import MAX_CONTEXTS, layout_of
 from ..workers.models.compiled_limits import why_torch
 from ..workers.models.expert_placement import IN_ORDER
-from ..workers.models.sharding import share_of_first
+from ..workers.models.sharding import Share, share_of_first, share_of_worker
 from ..workers.models.spec import LatentSpec, ModelSpec
 from ..workers.models.weight_bytes import weight_bytes
 from ..workers.quant.formats import check_shares
@@ -27,6 +27,7 @@ class Parallelism:
     tensor_parallel: int = 1
     block_size: int = 16
     expert_parallel: int = 1  # or tensor_parallel: ranks have whole experts, in order
+    data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,15 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
     longest = max_context_tokens or spec.max_position_embeddings
     if longest > spec.longest_context:
         raise ConfigError(f"max_context_tokens={longest} is more than the model's {spec.longest_context}")
-    if how.expert_parallel not in (1, how.tensor_parallel):
-        raise ConfigError(f"expert_parallel must be 1 or tensor_parallel, got {how.expert_parallel}")
-    share = share_of_first(spec, how.tensor_parallel, IN_ORDER if how.expert_parallel > 1 else None)
+    shares = _shares(spec, how)
     check_shares(spec, how.quantize, how.tensor_parallel)
     layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel)
 
-    why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=how.expert_parallel > 1)
+    why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
 
-    def rank(number: int) -> RankPlan:
-        weights = _by_part(weight_bytes(spec, replace(share, rank=number), how.dtype, quantize))
+    def rank(share: Share) -> RankPlan:
+        weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
         free = memory.rank_bytes - sum(weights.values())
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
@@ -95,9 +94,21 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
         num_blocks = min(wanted // layout.rank_block_bytes, most)
         return RankPlan(weights, free, num_blocks * layout.rank_block_bytes, num_blocks * how.block_size)
 
-    first, *others = [rank(number) for number in range(how.tensor_parallel)]
+    first, *others = map(rank, shares)
     other = max(others, key=lambda of: of.weight_bytes) if others else None
     return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize else None)
+
+
+def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
+    """Of each rank, or of each worker that shares experts."""
+    if how.expert_parallel not in (1, how.tensor_parallel):
+        raise ConfigError(f"expert_parallel must be 1 or tensor_parallel, got {how.expert_parallel}")
+    if how.data_parallel == 1:
+        first = share_of_first(spec, how.tensor_parallel, IN_ORDER if how.expert_parallel > 1 else None)
+        return [replace(first, rank=rank) for rank in range(how.tensor_parallel)]
+    if how.tensor_parallel > 1:
+        raise ConfigError(f"data_parallel={how.data_parallel} needs tensor_parallel=1, got {how.tensor_parallel}")
+    return [share_of_worker(spec, rank, how.data_parallel, IN_ORDER) for rank in range(how.data_parallel)]
 
 
 def kv_formula(spec: ModelSpec, how: Parallelism) -> tuple[str, str]:

@@ -28,6 +28,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     quantize: Annotated[str | None, typer.Option(help="Weights at load: int8 or int4.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of a worker.")] = 1,
     expert_parallel: Annotated[int, typer.Option(min=1, help="As many: ranks have whole experts.")] = 1,
+    data_parallel: Annotated[int, typer.Option(min=1, help="Workers that share a mixture's experts.")] = 1,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV block.")] = 16,
     max_context_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence.  [default: the model's]")
@@ -52,8 +53,8 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     folder = Path(resolve_model(model))
     check_model(folder)
     spec = load_spec(folder)
-    how = Parallelism(dtype, quantize, tensor_parallel, block_size, expert_parallel)
-    here = psutil.virtual_memory().available // tensor_parallel
+    how = Parallelism(dtype, quantize, tensor_parallel, block_size, expert_parallel, data_parallel)
+    here = psutil.virtual_memory().available // (tensor_parallel * data_parallel)
     has = Memory(_bytes(rank_memory, "--rank-memory") or here, kv_memory_fraction, _bytes(kv_memory, "--kv-memory"))
     found = plan_memory(spec, how, has, max_context_tokens)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
@@ -67,6 +68,8 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
 
 def _how(how: Parallelism) -> str:
     ranks = f"{how.tensor_parallel} ranks" if how.tensor_parallel > 1 else "one rank"
+    if how.data_parallel > 1:
+        ranks = f"{how.data_parallel} workers of one rank, which share experts"
     return (
         f"{how.dtype}{f', weights {how.quantize}' if how.quantize else ''}, {ranks}, blocks of {how.block_size} tokens"
     )
@@ -108,7 +111,8 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
             f"{plan.num_tokens:,} tokens fit, less than one context of {longest:,}: raise --kv-memory or "
             f"--kv-memory-fraction, or lower --max-context-tokens"
         )
-    console.print(f"fits: {plan.num_tokens:,} tokens of KV", style="bold", soft_wrap=True)
+    on_each = ", on each worker" if how.data_parallel > 1 else ""
+    console.print(f"fits: {plan.num_tokens:,} tokens of KV{on_each}", style="bold", soft_wrap=True)
     for length in sorted({min(n, longest) for n in LENGTHS} | {longest}):
         num = min(rank.num_sequences(length, how.block_size) for rank in ranks)
         console.print(f"  {num:,} sequences of {length:,} tokens", soft_wrap=True)

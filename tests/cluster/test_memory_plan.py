@@ -150,6 +150,20 @@ def test_a_context_is_as_long_as_a_workers(llama: Path) -> None:
         plan_memory(spec, Parallelism(), ROOMY, max_context_tokens=513)
 
 
+def test_workers_that_share_experts(tmp_path: Path) -> None:
+    """7 experts over two: 3 and 4; all else each has whole."""
+    spec = load_spec(make_checkpoint(tmp_path / "mixtral", "mixtral", 4, num_local_experts=7, intermediate_size=33))
+    whole, shared = (plan_memory(spec, Parallelism("float32", data_parallel=num), ROOMY) for num in (1, 2))
+    expert, router = 3 * 33 * 64 * 4, 7 * 64 * 4
+    assert shared.other is not None and shared.token_bytes == whole.token_bytes
+    assert shared.first.weights == whole.first.weights | {"experts": 3 * (3 * expert + router)}
+    assert shared.other.weights == whole.first.weights | {"experts": 3 * (4 * expert + router)}
+    with pytest.raises(ConfigError, match="data_parallel=2 needs tensor_parallel=1"):
+        plan_memory(spec, Parallelism(tensor_parallel=2, data_parallel=2), ROOMY)
+    with pytest.raises(ConfigError, match="use 1 to 7"):
+        plan_memory(spec, Parallelism(data_parallel=8), ROOMY)
+
+
 def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
     with pytest.raises(ConfigError, match="attention heads"):
         plan_memory(load_spec(llama), Parallelism(tensor_parallel=3), ROOMY)

@@ -8,7 +8,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from .gate_mul import ALPHA, LIMIT, SILU, gate_mul_twin
+from .gate_mul import ALPHA, LIMIT, gate_mul_twin
 from .grouped_kernels import grouped_dense_kernel, grouped_packed_kernel
 from .lang import kernel_for
 from .moe_sort import ExpertOrder
@@ -63,66 +63,35 @@ def block_m_of(num_pairs: int, num_experts: int, device: torch.device) -> int:
     return _BLOCK_M.of(chip_of(device), -(-num_pairs // num_experts))
 
 
-def grouped_gate_up(
+def grouped_product(
     x: Tensor,
     weight: ExpertWeight,
     order: ExpertOrder,
     out_dtype: torch.dtype,
     x_scales: Tensor | None = None,
     bias: Tensor | None = None,
-    activation: int = SILU,
+    gate: int | None = None,
 ) -> Tensor:
-    """act(x gate^T) * (x up^T) of every pair. Returns [P, I] contiguous by place; places in no tile unwritten.
+    """Of every pair, x of what its expert has. Contiguous; what is of pairs in no tile is not written.
 
-    x: [T, D], last axis contiguous; weight: [E, 2I, D], each expert's gate before its up. x is of the weight's dtype
-    where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does. bias: [E, 2I] contiguous, of
-    weights that are not packed. activation: of gate_mul.py.
+    gate: a gate of gate_mul.py: the first product, act(x gate^T) * (x up^T), of x [T, D] by token with weight
+    [E, 2I, D], each expert's gate before its up; returns [P, I] by place. None: the second one, act down^T, of x [P, I]
+    by place with weight [E, D, I]; returns [P, D] by pair. The last axis of x is contiguous, and x is of the weight's
+    dtype where that is a Tensor or a ScaledWeight, which asks for x_scales, as scaled_gemm does. bias: [E, 2I] or
+    [E, D] contiguous, of weights that are not packed.
     """
-    run = kernel_for(x, grouped_gate_up_triton, grouped_gate_up_twin)
-    return run(x, weight, order, out_dtype, x_scales, bias, activation)
+    run = kernel_for(x, grouped_product_triton, grouped_product_twin)
+    return run(x, weight, order, out_dtype, x_scales, bias, gate)
 
 
-def grouped_down(
-    act: Tensor,
-    weight: ExpertWeight,
-    order: ExpertOrder,
-    out_dtype: torch.dtype,
-    act_scales: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """act down^T of every pair. Returns [P, D] contiguous by pair; those in no tile unwritten.
-
-    act: [P, I] by place, last axis contiguous; weight: [E, D, I]; bias: [E, D]; the rest as grouped_gate_up's.
-    """
-    run = kernel_for(act, grouped_down_triton, grouped_down_twin)
-    return run(act, weight, order, out_dtype, act_scales, bias)
-
-
-def grouped_gate_up_twin(
+def grouped_product_twin(
     x: Tensor,
     weight: ExpertWeight,
     order: ExpertOrder,
     out_dtype: torch.dtype,
     x_scales: Tensor | None = None,
     bias: Tensor | None = None,
-    activation: int = SILU,
-) -> Tensor:
-    return gate_mul_twin(_twin(x, weight, order, x_scales, bias, is_first=True), activation).to(out_dtype)
-
-
-def grouped_down_twin(
-    act: Tensor,
-    weight: ExpertWeight,
-    order: ExpertOrder,
-    out_dtype: torch.dtype,
-    act_scales: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    return _twin(act, weight, order, act_scales, bias, is_first=False).to(out_dtype)
-
-
-def _twin(
-    x: Tensor, weight: ExpertWeight, order: ExpertOrder, x_scales: Tensor | None, bias: Tensor | None, is_first: bool
+    gate: int | None = None,
 ) -> Tensor:
     """One expert after another, in float32; 0 for pairs of no expert here."""
     wide = x.float() if x_scales is None else rows_unpacked(x, x_scales)
@@ -132,57 +101,37 @@ def _twin(
     starts = order.starts.tolist()
     for expert, (start, end) in enumerate(itertools.pairwise(starts)):
         pairs = order.pairs[start:end].long()
-        if is_first:
-            out[start:end] = wide[pairs // order.top_k] @ dense[expert].mT + added[expert]
-        else:
+        if gate is None:
             out[pairs] = wide[start:end] @ dense[expert].mT + added[expert]
-    return out
+        else:
+            out[start:end] = wide[pairs // order.top_k] @ dense[expert].mT + added[expert]
+    return (out if gate is None else gate_mul_twin(out, gate)).to(out_dtype)
 
 
-def grouped_gate_up_triton(
+def grouped_product_triton(
     x: Tensor,
     weight: ExpertWeight,
     order: ExpertOrder,
     out_dtype: torch.dtype,
     x_scales: Tensor | None = None,
     bias: Tensor | None = None,
-    activation: int = SILU,
+    gate: int | None = None,
 ) -> Tensor:
-    assert x.shape[0] * order.top_k == order.pairs.numel()
-    return _launch(x, weight, order, out_dtype, x_scales, bias, activation)
-
-
-def grouped_down_triton(
-    act: Tensor,
-    weight: ExpertWeight,
-    order: ExpertOrder,
-    out_dtype: torch.dtype,
-    act_scales: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    assert act.shape[0] == order.pairs.numel()
-    return _launch(act, weight, order, out_dtype, act_scales, bias, None)
-
-
-def _launch(
-    x: Tensor,
-    weight: ExpertWeight,
-    order: ExpertOrder,
-    out_dtype: torch.dtype,
-    x_scales: Tensor | None,
-    bias: Tensor | None,
-    activation: int | None,
-) -> Tensor:
-    """activation: None: of the second product, which is not gated."""
+    num_rows = order.pairs.numel() if gate is None else order.pairs.numel() // order.top_k
     values = weight if isinstance(weight, Tensor) else _values_of(weight)
     num_experts, rows = values.shape[:2]
-    columns = rows if activation is None else rows // 2
-    assert x.stride(1) == 1 and order.starts.shape == (num_experts + 1,) and rows in (columns, 2 * columns)
+    columns = rows if gate is None else rows // 2
+    assert (
+        x.shape[0] == num_rows
+        and x.stride(1) == 1
+        and order.starts.shape == (num_experts + 1,)
+        and rows in (columns, 2 * columns)
+    )
     assert bias is None or (bias.shape == (num_experts, rows) and bias.is_contiguous())
     out = torch.empty(order.pairs.numel(), columns, dtype=out_dtype, device=x.device)
     if not order.max_tiles:
         return out
-    constants = {"GATED": activation is not None, "ACTIVATION": activation or 0, "ALPHA": ALPHA, "LIMIT": LIMIT}
+    constants = {"GATED": gate is not None, "ACTIVATION": gate or 0, "ALPHA": ALPHA, "LIMIT": LIMIT}
     if isinstance(weight, PackedWeight):
         assert bias is None
         _launch_packed(x, weight, order, out, constants)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .gate_mul import SILU
-from .grouped_gemm import ExpertWeight, block_m_of, grouped_down, grouped_gate_up
+from .grouped_gemm import ExpertWeight, block_m_of, grouped_product
 from .moe_combine import moe_combine
 from .moe_sort import moe_sort
 from .quantise_rows import quantise_rows
@@ -34,9 +34,9 @@ def moe_experts(
     num_experts = (gate_up if isinstance(gate_up, Tensor) else gate_up.scales).shape[0]
     order = moe_sort(experts, num_experts, block_m_of(experts.numel(), num_experts, x.device), first_expert)
     rows, scales = _as_factor_of(gate_up, x)
-    act = grouped_gate_up(rows, gate_up, order, x.dtype, scales, biases[0], activation)
+    act = grouped_product(rows, gate_up, order, x.dtype, scales, biases[0], activation)
     rows, scales = _as_factor_of(down, act)
-    y = grouped_down(rows, down, order, x.dtype, scales, biases[1])
+    y = grouped_product(rows, down, order, x.dtype, scales, biases[1])
     return moe_combine(y, weights, experts, num_experts, first_expert, shared)
 
 

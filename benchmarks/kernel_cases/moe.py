@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diptych.kernels.gate_mul import SILU
 from diptych.kernels.grouped_gemm import (
     ExpertWeight,
     block_m_of,
-    grouped_down_triton,
-    grouped_down_twin,
-    grouped_gate_up_triton,
-    grouped_gate_up_twin,
+    grouped_product_triton,
+    grouped_product_twin,
 )
 from diptych.kernels.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe_routing import Routing, moe_routing_triton
@@ -58,9 +57,9 @@ class Inputs:
         block_m = block_m_of(experts.numel(), NUM_EXPERTS, DEVICE)
         order = (moe_sort_triton if is_triton else moe_sort_twin)(experts, NUM_EXPERTS, block_m)
         rows, scales = self.factor(self.gate_up, self.x, is_triton)
-        product = grouped_gate_up_triton if is_triton else grouped_gate_up_twin
-        rows, scales = self.factor(self.down, product(rows, self.gate_up, order, HALF, scales), is_triton)
-        product = grouped_down_triton if is_triton else grouped_down_twin
+        product = grouped_product_triton if is_triton else grouped_product_twin
+        act = product(rows, self.gate_up, order, HALF, scales, gate=SILU)
+        rows, scales = self.factor(self.down, act, is_triton)
         y = product(rows, self.down, order, HALF, scales)
         return (moe_combine_triton if is_triton else moe_combine_twin)(y, weights, experts, NUM_EXPERTS)
 

@@ -2,13 +2,11 @@ import pytest
 import torch
 
 from diptych.kernels.expert_counts import count_experts_triton, count_experts_twin
-from diptych.kernels.gate_mul import GELU, SWIGLU_CLAMPED
+from diptych.kernels.gate_mul import GELU, SILU, SWIGLU_CLAMPED
 from diptych.kernels.grouped_gemm import (
     ExpertWeight,
-    grouped_down_triton,
-    grouped_down_twin,
-    grouped_gate_up_triton,
-    grouped_gate_up_twin,
+    grouped_product_triton,
+    grouped_product_twin,
 )
 from diptych.kernels.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe_routing import Routing, moe_routing_triton, moe_routing_twin
@@ -45,27 +43,28 @@ def int4(n: int, k: int) -> ExpertWeight:
 
 def launch(rows: int, block_m: int, gate_up: ExpertWeight, down: ExpertWeight) -> None:
     order = order_of_meta(rows, block_m)
-    for weight, num, product in ((gate_up, rows, grouped_gate_up_triton), (down, rows * 8, grouped_down_triton)):
+    for weight, num, gate in ((gate_up, rows, SILU), (down, rows * 8, None)):
         if isinstance(weight, ScaledWeight):
             x = meta(num, 2048, dtype=weight.values.dtype)
-            product(x, weight, order, torch.bfloat16, meta(num, 16, dtype=torch.float32))
+            scales = meta(num, 16, dtype=torch.float32)
+            grouped_product_triton(x, weight, order, torch.bfloat16, scales, gate=gate)
         else:
-            product(meta(num, 2048), weight, order, torch.bfloat16)
+            grouped_product_triton(meta(num, 2048), weight, order, torch.bfloat16, gate=gate)
 
 
 def launch_of_float32(rows: int, block_m: int) -> None:
     weight, order = meta(NUM_EXPERTS, 512, 256, dtype=torch.float32), order_of_meta(rows, block_m)
     x = meta(rows, 256, dtype=torch.float32)
     bias = meta(NUM_EXPERTS, 512, dtype=torch.float32)
-    grouped_gate_up_triton(x, weight, order, torch.float32, None, bias, SWIGLU_CLAMPED)
+    grouped_product_triton(x, weight, order, torch.float32, None, bias, SWIGLU_CLAMPED)
 
 
 def launch_of_gptoss() -> None:
     order, experts = order_of_meta(32, 16), NUM_EXPERTS
-    grouped_gate_up_triton(
+    grouped_product_triton(
         meta(32, 2048), wide(4096, 2048), order, torch.bfloat16, None, meta(experts, 4096), SWIGLU_CLAMPED
     )
-    grouped_down_triton(meta(256, 2048), wide(2048, 2048), order, torch.bfloat16, None, meta(experts, 2048))
+    grouped_product_triton(meta(256, 2048), wide(2048, 2048), order, torch.bfloat16, None, meta(experts, 2048))
 
 
 def both(weight: object, rows: int, block_m: int) -> None:
@@ -188,14 +187,13 @@ def test_grouped_products(num_tokens: int, block_m: int, kind: str, dtype: torch
     num_here = int(order.starts[-1])
     assert 0 < num_here < experts.numel()
     gate_up, down = weight_of(kind, num_experts, 2 * inner, dim, dtype), weight_of(kind, num_experts, dim, inner, dtype)
-    steps = ((gate_up, dim, grouped_gate_up_triton, grouped_gate_up_twin),
-             (down, inner, grouped_down_triton, grouped_down_twin))  # fmt: skip
-    for weight, k, kernel, twin in steps:
+    for weight, k, gate in ((gate_up, dim, SILU), (down, inner, None)):
         x = normal(num_tokens if k == dim else num_tokens * top_k, k + 3, dtype=dtype, seed=5)[:, 2:-1]
         scales = None
         if isinstance(weight, ScaledWeight):
             x, scales = quantise_rows_twin(x, weight.values.dtype, weight.has_blocks)
-        found, expected = kernel(x, weight, order, dtype, scales), twin(x, weight, order, dtype, scales)
+        found = grouped_product_triton(x, weight, order, dtype, scales, gate=gate)
+        expected = grouped_product_twin(x, weight, order, dtype, scales, gate=gate)
         written = torch.arange(num_here, device=DEVICE) if k == dim else order.pairs[:num_here].long()
         assert int(found.isnan().any(dim=1).sum()) == experts.numel() - num_here
         assert_near(found[written], expected[written])
@@ -210,10 +208,10 @@ def test_grouped_products_with_biases(activation: int, dtype: torch.dtype) -> No
     gate_up, down = (weight_of("16 bits", num_experts, *of, dtype) for of in ((2 * inner, dim), (dim, inner)))
     biases = normal(num_experts, 2 * inner, dtype=dtype, seed=6), normal(num_experts, dim, dtype=dtype, seed=7)
     x = normal(20, dim, dtype=dtype, seed=5) * 6
-    act = grouped_gate_up_twin(x, gate_up, order, dtype, None, biases[0], activation)
-    assert_near(grouped_gate_up_triton(x, gate_up, order, dtype, None, biases[0], activation), act)
-    found = grouped_down_triton(act, down, order, dtype, None, biases[1])
-    assert_near(found, grouped_down_twin(act, down, order, dtype, None, biases[1]))
+    act = grouped_product_twin(x, gate_up, order, dtype, None, biases[0], activation)
+    assert_near(grouped_product_triton(x, gate_up, order, dtype, None, biases[0], activation), act)
+    found = grouped_product_triton(act, down, order, dtype, None, biases[1])
+    assert_near(found, grouped_product_twin(act, down, order, dtype, None, biases[1]))
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 2, 8), (300, 3, 6)])

@@ -277,14 +277,7 @@ def _unknown(layer: LayerSpec, kv: KVShape) -> Iterator[str]:
             yield "latents and heads of sizes other than powers of 2 from 16 on"
     elif (attention.head_dim, attention.num_kv_heads) != (kv.dim, kv.num_heads):
         yield "heads that differ from layer to layer"
-    elif attention.kv_from is not None:
-        yield "layers that read another one's keys and values"
-    elif attention.v_norm:
-        yield "a norm of values"
-    if layer.token_input is not None or layer.is_scaled:
-        yield "layers with an input of each token or a scale of their own"
-    if layer.beside is not None:
-        yield "an MLP beside experts"
+    yield from layer.by_torch_alone()
 
 
 class LaunchedStep:

@@ -55,6 +55,7 @@ class _Span:
 class Alike:
     """What both sides make of a stretch of layers."""
 
+    index: int  # among the stretches
     source: Stretch
     ours: Stretch
     piece_bytes: int  # as they travel
@@ -71,6 +72,20 @@ class Alike:
         return len(self.source.like.distinct_ranks) * self.piece_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Within:
+    """What of a segment is of one stretch."""
+
+    of: Alike
+    layers: range  # counted from the stretch's first
+    bytes: slice  # of all that travel
+
+    @property
+    def own(self) -> slice:
+        """Its layers, in a tensor of the stretch's."""
+        return slice(self.layers.start, self.layers.stop)
+
+
 class Bridge:
     def __init__(self, ours: KVMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
         """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Raises LayoutMismatch, showing
@@ -84,7 +99,7 @@ class Bridge:
         self._num_pool_blocks = num_pool_blocks
         layout, num_layers = ours.layout, source.num_layers
         pairs = zip(source.stretches(0, num_layers), layout.stretches(0, num_layers), strict=True)
-        self.stretches = [self._alike(theirs, own) for theirs, own in pairs]
+        self.stretches = [self._alike(i, theirs, own) for i, (theirs, own) in enumerate(pairs)]
         self._is_direct = (
             self.wire == source.dtype == layout.dtype
             and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
@@ -92,14 +107,14 @@ class Bridge:
             and all(len(of.ours.like.distinct_ranks) == layout.tensor_parallel for of in self.stretches)
         )
 
-    def _alike(self, source: Stretch, ours: Stretch) -> Alike:
+    def _alike(self, index: int, source: Stretch, ours: Stretch) -> Alike:
         pool = None if self._ours.region.view is None else Pool(self._ours, ours)
         copies = list(_head_copies(source.like, ours.like))
-        return Alike(source, ours, piece_bytes(source.like, self.wire), copies, pool)
+        return Alike(index, source, ours, piece_bytes(source.like, self.wire), copies, pool)
 
     def num_bytes(self, segment: Segment) -> int:
         """That travel."""
-        return sum(num_bytes for _, _, num_bytes in self._parts_of(segment))
+        return max(part.bytes.stop for part in self.stretches_of(segment))
 
     def is_direct(self, read: Read) -> bool:
         return self._is_direct and read.first_token <= read.segment.first_block * self.source.block_size
@@ -152,25 +167,31 @@ class Bridge:
         """Write a part's bytes into our pool, in host memory: its tokens from `first_token` on, as far as `table`
         reaches."""
         spans = list(_spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token))
-        start = 0
-        for of, layers, num_bytes in self._parts_of(part):
-            wire = self._of_part(data[start : start + num_bytes], of, len(part.block_ids), len(layers))
-            own = slice(layers.start - of.layers.start, layers.stop - of.layers.start)
-            start += num_bytes
+        for within in self.stretches_of(part):
+            of = within.of
+            wire = self._of_part(data[within.bytes], of, len(part.block_ids), len(within.layers))
             assert of.pool is not None
             for span in spans:
                 wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
                 for copy in of.head_copies:
                     rows = wire[copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads]
-                    of.pool.write(copy.rank, span.block, own, copy.heads, span.slot, rows)
+                    of.pool.write(copy.rank, span.block, within.own, copy.heads, span.slot, rows)
+
+    def stretches_of(self, segment: Segment) -> Iterator[Within]:
+        """One after the other, as they travel."""
+        first, end, start = segment.first_layer, segment.first_layer + segment.num_layers, 0
+        for of in self.stretches:
+            layers = range(max(first - of.layers.start, 0), min(end - of.layers.start, len(of.layers)))
+            if layers:
+                num_bytes = len(segment.block_ids) * len(layers) * of.layer_bytes
+                yield Within(of, layers, slice(start, start + num_bytes))
+                start += num_bytes
 
     def staged_checksums(self, data: memoryview, part: Segment) -> bytes:
         stretches: list[Numbers] = []  # of each [rank, block, layer, bytes]
-        start = 0
-        for of, layers, num_bytes in self._parts_of(part):
-            found = np.frombuffer(data[start : start + num_bytes], np.uint8)
-            stretches.append(self._in_axes(found, of, len(part.block_ids), len(layers), (of.piece_bytes,)))
-            start += num_bytes
+        for within in self.stretches_of(part):
+            found, inner = np.frombuffer(data[within.bytes], np.uint8), (within.of.piece_bytes,)
+            stretches.append(self._in_axes(found, within.of, len(part.block_ids), len(within.layers), inner))
         return b"".join(
             checksum(np.ascontiguousarray(pieces[:, block]).data for pieces in stretches)
             for block in range(len(part.block_ids))
@@ -180,14 +201,6 @@ class Bridge:
         """Of what our pool holds now."""
         segment, layout = read.segment, self._ours.layout
         return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
-
-    def _parts_of(self, segment: Segment) -> Iterator[tuple[Alike, range, int]]:
-        """(stretch, those of its layers that are the segment's, their bytes as they travel), one after the other."""
-        first, end = segment.first_layer, segment.first_layer + segment.num_layers
-        for of in self.stretches:
-            layers = range(max(of.layers.start, first), min(of.layers.stop, end))
-            if layers:
-                yield of, layers, len(segment.block_ids) * len(layers) * of.layer_bytes
 
     def _of_part(self, data: memoryview, of: Alike, num_blocks: int, num_layers: int) -> Numbers:
         """[rank, block, layer, vector, slot, head, dim] of our dtype. data: of layers of one stretch."""

@@ -62,14 +62,14 @@ class KVCache:
                 numbers = torch.zeros(num_numbers, dtype=dtype, device=device)
         self._pool = numbers.view(num_ranks, -1)
         stretches = layout.stretches(0, layout.num_layers)
-        self._stretches = [_view(self._pool, num_blocks, layout, stretch) for stretch in stretches]
+        self._stretches = [view_of(self._pool, num_blocks, layout, stretch) for stretch in stretches]
         # Of this rank: all of it, flat where layers are unlike.
         self.tensor = self._pool[rank] if layout.layer_shapes else self._stretches[0][rank]
         axis = 1 if layout.is_block_major else 0
-        own = [of[rank] for of in self._stretches]
-        self._layers = [of.select(axis, i) for of in own for i in range(of.shape[axis])]
+        self._own = [of[rank] for of in self._stretches]
+        self._layers = [of.select(axis, i) for of in self._own for i in range(of.shape[axis])]
         with needing_memory("the buffers of hand-offs", _LESS):
-            self._on_gpu = DevicePool(gpu, layout, self._stretches[0], driver_of(gpu)) if gpu is not None else None
+            self._on_gpu = None if gpu is None else DevicePool(gpu, layout, numbers, self._stretches, driver_of(gpu))
         # A team of its own: blocks may be copied while another one computes.
         self._team = Team(library, 1) if library is not None else None
 
@@ -84,6 +84,14 @@ class KVCache:
             device_id=self.tensor.device.index or 0,
         )
         return KVMemory(self.layout, self.num_blocks, region, self._on_gpu)
+
+    @property
+    def by_block(self) -> list[Tensor]:
+        """All of this rank, in tensors as kernels/block_copy.py takes them: [num_blocks, layers, ...], contiguous after
+        these axes."""
+        if self.layout.is_block_major:
+            return [self.tensor.view(self.num_blocks, 1, -1)]
+        return [of.transpose(0, 1) for of in self._own]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Every layer's KV, of every rank: (from, to). Only a source may stand in two pairs."""
@@ -105,7 +113,7 @@ class KVCache:
         return self._layers[index]
 
 
-def _view(pool: Tensor, num_blocks: int, layout: KVLayout, stretch: Stretch) -> Tensor:
+def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, stretch: Stretch) -> Tensor:
     """pool: [ranks, numbers]. Returns [ranks, blocks, layers, V, block_size, heads of a rank, head_dim], or with layers
     before blocks, as the axes stand, or as the packing has it; a view."""
     like, num_layers = stretch.like, len(stretch.layers)

@@ -110,11 +110,10 @@ class GpuSteps:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
         if not pairs:
             return
-        pool = self._cache.tensor if self._cache.layout.is_block_major else self._cache.tensor.transpose(0, 1)
         with self._recovering():
             ids = self._device.pinned((2, len(pairs)), torch.int64)
             ids.numpy()[:] = np.array(pairs).T
-            self._main.run(partial(_copy, pool, ids))
+            self._main.run(partial(_copy, self._cache.by_block, ids))
 
     def expert_tokens(self) -> NDArray[np.int64] | None:
         """See Runner.expert_tokens: as of some steps ago."""
@@ -318,6 +317,7 @@ class LaunchedStep:
             return  # nobody wants to know
 
 
-def _copy(pool: Tensor, ids: Tensor) -> None:
-    of, to = ids.to(pool.device, non_blocking=True)
-    copy_blocks(pool, pool, of, to)
+def _copy(pools: SequenceOf[Tensor], ids: Tensor) -> None:
+    of, to = ids.to(pools[0].device, non_blocking=True)
+    for pool in pools:
+        copy_blocks(pool, pool, of, to)

@@ -3,7 +3,8 @@
     staged bytes ──view, unpack, dequantise──> rows [rank, block, layer, V, slot, head, dim] ──move_kv──> pool
 
 Blocks cut anew by token, heads by rank, numbers into our dtype are all kernels/kv_move.py's, one launch for each run of
-heads that two ranks have in common. V: vectors of a slot and head, see kv_layout.py.
+heads that two ranks have in common, of each stretch of layers that are alike. V: vectors of a slot and head, see
+kv_layout.py.
 """
 
 from collections.abc import Sequence
@@ -40,18 +41,21 @@ def place_of(part: Segment, wire_size: int, own_size: int, table: Sequence[int],
     return Placing(first, end - first, table[block : -(-end // own_size)], block * own_size)
 
 
-def write_part(bridge: Bridge, part: Segment, data: Tensor, pool: Tensor, place: Placing, table: Tensor) -> None:
-    """data: [bytes] uint8, as kv_bridge.py says; pool: [rank, block, layer, V, slot, head, dim] of any strides but the
-    last three; table: [n] int64, `place.blocks` on the device. Only enqueues."""
-    (of,) = bridge.stretches  # a DevicePool's layers are alike
-    rows = rows_of(data, of.source.like, bridge.wire, len(part.block_ids), part.num_layers)
+def write_part(
+    bridge: Bridge, part: Segment, data: Tensor, pools: Sequence[Tensor], place: Placing, table: Tensor
+) -> None:
+    """data: [bytes] uint8, as kv_bridge.py says; pools: of each stretch of layers that are alike, [rank, block, layer,
+    V, slot, head, dim] of any strides but the last three; table: [n] int64, `place.blocks` on the device. Only
+    enqueues."""
     theirs = torch.arange(len(part.block_ids), device=data.device)
     first = part.first_block * bridge.source.block_size
-    layers = slice(part.first_layer, part.first_layer + part.num_layers)
-    for copy in of.head_copies:
-        source = KVSlots(rows[copy.wire_rank, ..., copy.wire_heads, :], theirs, first)
-        target = KVSlots(pool[copy.rank, :, layers, ..., copy.heads, :], table, place.start)
-        move_kv(source, target, place.first_token, place.num_tokens)
+    for within in bridge.stretches_of(part):
+        of, wire = within.of, data[within.bytes]
+        rows = rows_of(wire, of.source.like, bridge.wire, len(part.block_ids), len(within.layers))
+        for copy in of.head_copies:
+            source = KVSlots(rows[copy.wire_rank, ..., copy.wire_heads, :], theirs, first)
+            target = KVSlots(pools[of.index][copy.rank, :, within.own, ..., copy.heads, :], table, place.start)
+            move_kv(source, target, place.first_token, place.num_tokens)
 
 
 def rows_of(data: Tensor, source: KVLayout, wire: str, num_blocks: int, num_layers: int) -> Tensor:

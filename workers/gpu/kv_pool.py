@@ -38,15 +38,17 @@ class DevicePool:
         device: Device,
         layout: KVLayout,
         pool: Tensor,
+        stretches: Sequence[Tensor],
         driver: CudaDriver | None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """pool: [ranks, blocks, layers, vectors, slots, heads, dim], or with layers before blocks; contiguous."""
-        assert layout.packing == ROWS and not layout.layer_shapes and pool.is_contiguous()
+        """pool: its numbers, [n]; stretches: of each stretch of layers that are alike, [ranks, blocks, layers, vectors,
+        slots, heads, dim], or with layers before blocks."""
+        assert layout.packing == ROWS and pool.dim() == 1 and pool.is_contiguous()
         self.driver = driver
         self._device, self._layout = device, layout
-        self._bytes = pool.flatten().view(torch.uint8)
-        self._rows = pool if layout.is_block_major else pool.transpose(1, 2)
+        self._bytes = pool.view(torch.uint8)
+        self._rows = [of if layout.is_block_major else of.transpose(1, 2) for of in stretches]
         self._in, self._out = _Line(device, "kv in"), _Line(device, "kv out")
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(NUM_BUFFERS):

@@ -16,6 +16,7 @@ from diptych.workers.errors import TransportError
 from diptych.workers.gpu.device import Device
 from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.gpu.kv_pool import DevicePool
+from diptych.workers.kv_cache import view_of
 from diptych.workers.kv_layout import KVLayout, KVMemory, Region
 
 OFFSET = 512  # of a pool in its allocation
@@ -99,12 +100,11 @@ def make_device_memory(
     allocation = driver.allocate(OFFSET + num_bytes)
     if content is not None:
         allocation[OFFSET:] = content
-    outer = (num_blocks, layout.num_layers) if layout.is_block_major else (layout.num_layers, num_blocks)
-    inner = (layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim)
     dtype = DTYPES[layout.dtype]
     pool = torch.frombuffer(allocation, dtype=dtype, offset=OFFSET, count=num_bytes // dtype.itemsize)
-    pool = pool.view(layout.tensor_parallel, *outer, *inner)
-    on_device = DevicePool(device or FakeDevice(), layout, pool, driver, STAGING_BYTES)
+    ranks = pool.view(layout.tensor_parallel, -1)
+    stretches = [view_of(ranks, num_blocks, layout, of) for of in layout.stretches(0, layout.num_layers)]
+    on_device = DevicePool(device or FakeDevice(), layout, pool, stretches, driver, STAGING_BYTES)
     return KVMemory(layout, num_blocks, Region(pool.data_ptr(), num_bytes, None), on_device)
 
 

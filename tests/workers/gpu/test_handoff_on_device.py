@@ -27,6 +27,7 @@ BLOCKS = {16: (6, 7, 1, 4, 3), 4: tuple(range(19, 1, -1))}  # of the source, by 
 BF16 = replace(LAYOUT, dtype="bfloat16")
 DOT_BF16 = replace(BF16, packing=DOT)
 LATENT = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
+UNLIKE = replace(LAYOUT, layer_shapes=((4, 16), (4, 16), (2, 40)))
 EQUAL = LAYOUT, LAYOUT
 # name: source, sink, on a device: source, sink
 PAIRS = {
@@ -55,12 +56,22 @@ PAIRS = {
     ),
     "latents of two ranks onto a device": (replace(LATENT, tensor_parallel=2), LATENT, False, True),
     "latents off a device": (LATENT, replace(LATENT, block_size=4), True, False),
+    "unlike layers": (UNLIKE, UNLIKE, True, True),
+    "unlike layers, layer-major, into smaller blocks": (
+        replace(UNLIKE, axis_order=LAYER_MAJOR),
+        replace(UNLIKE, dtype="bfloat16", block_size=4),
+        True,
+        True,
+    ),
+    "unlike layers of two ranks onto a device": (replace(UNLIKE, tensor_parallel=2), UNLIKE, False, True),
+    "unlike layers off a device": (UNLIKE, replace(UNLIKE, block_size=4), True, False),
 }
 
 
 def known_rows(layout: KVLayout = LAYOUT) -> Numbers:
-    """[token, layer, V, head, dim] float32: whole numbers that bfloat16 has, and that tell their place."""
-    shape = NUM_TOKENS, layout.num_layers, layout.num_vectors, layout.num_kv_heads, layout.head_dim
+    """[token, numbers of all layers] float32: whole numbers that bfloat16 has, and that tell their place."""
+    shapes = [layout.shape_of(layer) for layer in range(layout.num_layers)]
+    shape = NUM_TOKENS, layout.num_vectors * sum(heads * dim for heads, dim in shapes)
     return (np.arange(np.prod(shape)) % 251).astype(np.float32).reshape(shape)
 
 
@@ -69,30 +80,33 @@ def as_stored(rows: Numbers, dtype: str) -> Numbers:
 
 
 def store(memory: KVMemory, table: tuple[int, ...], rows: Numbers) -> None:
-    layout = memory.layout
-    [stretch] = layout.stretches(0, layout.num_layers)
-    pool = Pool(memory, stretch)
-    for token, row in enumerate(as_stored(rows, layout.dtype)):
-        block, slot = table[token // layout.block_size], token % layout.block_size
-        for rank in range(layout.tensor_parallel):
-            heads = slice(layout.first_head(rank), layout.first_head(rank) + layout.heads_per_rank)
-            own = slice(0, layout.heads_per_rank)
-            pool.write(rank, block, slice(0, layout.num_layers), own, slot, row[:, :, None, heads])
+    layout, first = memory.layout, 0
+    for stretch in layout.stretches(0, layout.num_layers):
+        of, pool, layers = stretch.like, Pool(memory, stretch), slice(0, len(stretch.layers))
+        sizes = layers.stop, of.num_vectors, 1, of.num_kv_heads, of.head_dim
+        end = first + int(np.prod(sizes))
+        for token, row in enumerate(as_stored(rows[:, first:end], layout.dtype)):
+            block, slot = table[token // of.block_size], token % of.block_size
+            for rank in range(of.tensor_parallel):
+                heads = slice(of.first_head(rank), of.first_head(rank) + of.heads_per_rank)
+                own = slice(0, of.heads_per_rank)
+                pool.write(rank, block, layers, own, slot, row.reshape(sizes)[:, :, :, heads])
+        first = end
 
 
 def load(memory: KVMemory, table: tuple[int, ...]) -> Numbers:
     """Of a pool of one rank."""
     layout = memory.layout
     assert layout.tensor_parallel == 1 and memory.region.view is not None
-    numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
-    inner = (layout.num_vectors, layout.block_size, layout.num_kv_heads, layout.head_dim)
-    if layout.packing == DOT:
-        numbers = unpacked(numbers, layout)
-    if layout.is_block_major:
-        blocks = numbers.reshape(memory.num_blocks, layout.num_layers, *inner)
-    else:
-        blocks = numbers.reshape(layout.num_layers, memory.num_blocks, *inner).swapaxes(0, 1)
-    tokens = np.concatenate([blocks[block].transpose(2, 0, 1, 3, 4) for block in table])[:NUM_TOKENS]
+    numbers, parts = np.frombuffer(memory.region.view, STORAGE[layout.dtype]), list[Numbers]()
+    for stretch in layout.stretches(0, layout.num_layers):
+        of, size = stretch.like, stretch.like.layer_bytes // numbers.itemsize
+        starts = layout.offsets(stretch, memory.num_blocks, table).reshape(-1) // numbers.itemsize
+        pieces = np.stack([numbers[start : start + size] for start in starts])
+        inner = of.num_vectors, of.block_size, of.num_kv_heads * of.head_dim
+        blocks = (unpacked(pieces, of) if of.packing == DOT else pieces).reshape(len(table), -1, *inner)
+        parts.append(blocks.transpose(0, 3, 1, 2, 4).reshape(len(table) * of.block_size, -1)[:NUM_TOKENS])
+    tokens = np.concatenate(parts, axis=1)
     return tokens if layout.dtype == "float32" else (tokens.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -200,6 +214,18 @@ def test_a_narrower_wire_goes_over_grpc(wire: str, share: float, source_on_devic
         assert result.num_bytes == share * 5 * LAYOUT.block_bytes
         error = load(memory, engine.table) - known_rows()
         assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows())
+
+    run(test)
+
+
+def test_a_narrower_wire_of_unlike_layers() -> None:
+    async def test() -> None:
+        settings = PullSettings("int8", verify=True)
+        case = Case(UNLIKE, UNLIKE, transport="grpc", settings=settings)
+        result, memory, engine = await hand_over(case)
+        assert isinstance(result, PullResult)
+        error = load(memory, engine.table) - known_rows(UNLIKE)
+        assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows(UNLIKE))
 
     run(test)
 

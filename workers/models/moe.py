@@ -39,9 +39,7 @@ def moe(
     here: None where those are all. count: told which experts each token goes to, [T, top_k] int32, of all there are.
     routed_by: [T, H], what the router sees where it is not `hidden`. Returns [T, H].
     """
-    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by)
-    if count is not None:
-        count(experts)
+    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
     if here is not None:
         experts = here(experts)
     gate_up, down = weights.experts_gate_up, weights.experts_down
@@ -64,9 +62,7 @@ def moe_over(
     routed_by: Tensor | None = None,
 ) -> Tensor:
     """The same of tokens that this rank alone has, which go to their experts. All `ranks` call it; T may be 0."""
-    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by)
-    if count is not None:
-        count(experts)
+    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
 
     def compute(rows: Tensor, slots: Tensor) -> Tensor:
         return _one_by_one(spec, weights, rows, slots[:, None])
@@ -80,8 +76,11 @@ def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
     return torch.zeros(spec.num_layers, most, dtype=torch.int64, device=device) if most else None
 
 
-def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden: [T, H]. Returns the weights of its experts [T, top_k] float32, and which they are, [T, top_k] int32."""
+def route(
+    spec: RoutingSpec, weights: LayerWeights, hidden: Tensor, count: Callable[[Tensor], object] | None
+) -> tuple[Tensor, Tensor]:
+    """hidden: [T, H]. Returns the weights of its experts [T, top_k] float32, and which they are, [T, top_k] int32, of
+    which `count` is told."""
     assert weights.router is not None
     logits = linear(hidden.float(), weights.router, weights.router_bias)
     if spec.logit_scale != 1.0:
@@ -89,6 +88,8 @@ def route(spec: RoutingSpec, weights: LayerWeights, hidden: Tensor) -> tuple[Ten
     gates, experts = moe_routing(logits, routing_of(spec), weights.choice_bias)
     if weights.expert_scales is not None:
         gates = gates * weights.expert_scales[experts.long()]
+    if count is not None:
+        count(experts)
     return gates, experts
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from .plan import Phase, WorkerView
 
-# What doors.py and parallel.py have a worker say that ends because another one has.
-ECHOES = ("that share experts ended", "lost another rank")
 PHASES = (Phase.STOPPING, Phase.DRAINING, Phase.STARTING, Phase.READY)  # a gang's is the first that a member is in
 
 
@@ -24,11 +22,6 @@ def gang_of(worker_id: str) -> str:
 
 def rank_of(worker_id: str) -> int:
     return int(worker_id.partition(".")[2] or 0)
-
-
-def is_echo(error: str) -> bool:
-    """Whether a member's error says no more than that another of them ended."""
-    return any(echo in error for echo in ECHOES)
 
 
 def gangs_of(workers: Iterable[WorkerView]) -> list[WorkerView]:

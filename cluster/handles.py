@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..workers.errors import DiptychError
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarted:
@@ -31,7 +33,7 @@ class WorkerHandle(Protocol):
         """What must come before it can be placed; nothing once it is."""
         ...
 
-    async def wait(self) -> str:
+    async def wait(self) -> DiptychError:
         """Returns when the process has died, saying why."""
         ...
 
@@ -45,7 +47,7 @@ class RouterHandle(Protocol):
         """Returns once the router listens. Raises DiptychErrors."""
         ...
 
-    async def wait(self) -> str: ...
+    async def wait(self) -> DiptychError: ...
     async def kill(self) -> None:
         """End the process and give its place back. Idempotent."""
         ...

@@ -88,9 +88,9 @@ class WorkerActor:
             return Refused.because(e)
         return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores)
 
-    async def run_until_stopped(self) -> str:
+    async def run_until_stopped(self) -> Refused:
         """After `start`. Why it ended."""
-        return await asyncio.wrap_future(self._process.ended)
+        return Refused.because(await asyncio.wrap_future(self._process.ended))
 
     async def stop(self) -> None:
         if self._process is not None:
@@ -240,11 +240,12 @@ class _Placed:
         state = await asyncio.to_thread(lambda: placement_group_table(self._group).get("state"))
         return "" if state == "CREATED" else f"a node with {self._place.needs}"
 
-    async def wait(self) -> str:
+    async def wait(self) -> DiptychError:
         try:
-            return await self.ask("run_until_stopped") or "it ended"
+            await self.ask("run_until_stopped")
         except DiptychError as e:
-            return e.message
+            return e
+        return WorkerLost("it ended")
 
     async def kill(self) -> None:
         with suppress(TimeoutError, DiptychError):

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..proto.worker_pb2 import LoadReport
-from ..workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
+from ..workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, PeerLost
 from .autoscaler import Autoscaler, PoolCounters
 from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
 from .deployment import make_router_id, make_worker_id
 from .expert_loads import add_up
 from .fleet import WorkerInfo
-from .gang import gang_of, gangs_of, is_echo, members
+from .gang import gang_of, gangs_of, members
 from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle
 from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
 from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
@@ -47,7 +47,8 @@ class Supervisor:
         self._autoscaler = Autoscaler(config)
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
-        self._losses: dict[str, str] = {}  # by gang that ends for it: the error of one of its workers
+        # By gang that ends for it: the error of one of its workers, and as it is told.
+        self._losses: dict[str, tuple[DiptychError, str]] = {}
         self._routers: dict[str, RouterStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
@@ -168,7 +169,7 @@ class Supervisor:
             worker.ready_at = time.monotonic()
             worker.enter(Phase.READY)
             self._publish()
-            error = WorkerLost(await until_dead(worker, handle, worker.control))
+            error = await until_dead(worker, handle, worker.control)
         except DiptychError as e:
             error = e
         except asyncio.CancelledError:
@@ -208,14 +209,15 @@ class Supervisor:
         if not self._was_ready and isinstance(error, CheckpointError | ConfigError):
             self._failure = Failure(type(error).__name__, error.message)
         gang_id, before = gang_of(worker.worker_id), self._failures.get(worker.pool, Failures())
-        said = self._losses.get(gang_id, "")
         if worker.phase in (Phase.STARTING, Phase.READY):
             now = time.monotonic()
             lived_s = now - worker.ready_at if worker.ready_at else 0.0
             self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
-            self._losses[gang_id] = message
-        elif is_echo(said) and not is_echo(message):
-            self._losses[gang_id] = message
+            self._losses[gang_id] = error, message
+            return
+        first, said = self._losses.get(gang_id, (None, ""))
+        if isinstance(first, PeerLost) and not isinstance(error, PeerLost):
+            self._losses[gang_id] = error, message
             if before.last_error == said:
                 self._failures[worker.pool] = replace(before, last_error=message)
 
@@ -235,7 +237,7 @@ class Supervisor:
                 self._routers[router_id] = _router_status(router_id, started, failures.last_error)
                 ready_at = time.monotonic()
                 self._publish()
-                error = await handle.wait()
+                error = (await handle.wait()).message
             except DiptychError as e:
                 error = e.message
                 if not self._was_ready and isinstance(e, ConfigError):

@@ -36,7 +36,7 @@ async def until_started(worker: WorkerRecord, handle: WorkerHandle) -> WorkerSta
         start.cancel()
 
 
-async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> str:
+async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> DiptychError:
     """Why it is. Meanwhile it is kept in its pool's role."""
     death = asyncio.ensure_future(handle.wait())
     num_received, num_silent = -1, 0
@@ -48,7 +48,7 @@ async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: Worker
             num_silent = num_silent + 1 if control.num_received == num_received else 0
             num_received = control.num_received
             if num_silent >= SILENT_TICKS:
-                return f"it hangs: silent for {num_silent * TICK_S:g} s"
+                return WorkerLost(f"it hangs: silent for {num_silent * TICK_S:g} s")
             role = Role(worker.pool)
             if worker.phase is Phase.READY and control.load.role != ROLE_TO_PROTO[role]:
                 await control.set_role(role)
@@ -62,7 +62,7 @@ async def last_words(worker: WorkerRecord, handle: WorkerHandle) -> DiptychError
         async with asyncio.timeout(LAST_WORDS_S):
             if worker.started is None:
                 await handle.start()
-            return WorkerLost(await handle.wait())
+            return await handle.wait()
     except TimeoutError:
         return None
     except DiptychError as e:

@@ -1,7 +1,7 @@
 """How workers that share experts meet, and how each tells the others which step it begins. No torch.
 
     meet: a socket to each of the others ──> ring, wait, ring, ... ──> close
-                                               └── one of them is gone ──> RankLost
+                                               └── one of them is gone ──> PeerLost
 
 They meet in a folder that no other user can read, by Unix sockets: nobody else can come in, and the end of a process is
 the end of its sockets. So a group is on one machine; what it computes with then goes over gloo's ports on loopback.
@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import ConfigError, RankLost
+from .errors import ConfigError, PeerLost, RankLost
 
 MEET_S = 120.0  # from the first one's coming to the last one's: they are started together
 RETRY_S = 0.05
@@ -53,7 +53,7 @@ class Doors:
             self._poll.register(each, select.POLLIN)
 
     def ring(self, number: int) -> None:
-        """Tell all others. Raises RankLost."""
+        """Tell all others. Raises PeerLost."""
         for rank, to in self._sockets.items():
             try:
                 to.send(NUMBER.pack(number))
@@ -61,7 +61,7 @@ class Doors:
                 raise _gone(self.seat, [rank]) from e
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until one of the others rings, or `wake` is called. Raises RankLost once one is gone."""
+        """Until one of the others rings, or `wake` is called. Raises PeerLost once one is gone."""
         ready = {fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)}
         if self._woken.fileno() in ready:
             self._woken.recv(4096)
@@ -97,7 +97,7 @@ def meet(seat: Seat, terms: str) -> Doors:
     """Waits until all have come. terms: what all must be agreed on, in words.
 
     Raises ConfigError for a meeting that cannot be and for one who comes on other terms, RankLost where one does not
-    come.
+    come, PeerLost where one goes again.
     """
     deadline, sockets = time.monotonic() + MEET_S, dict[int, socket.socket]()
     with _listen(seat) as listener, ExitStack() as stack:
@@ -243,6 +243,6 @@ def _missing(seat: Seat, here: Collection[int]) -> RankLost:
     )
 
 
-def _gone(seat: Seat, ranks: list[int]) -> RankLost:
+def _gone(seat: Seat, ranks: list[int]) -> PeerLost:
     who = f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
-    return RankLost(f"{who} of the {seat.size} that share experts ended: all of them end with it, to be started again")
+    return PeerLost(f"{who} of the {seat.size} that share experts ended: all of them end with it, to be started again")

@@ -11,6 +11,7 @@
     ├── Unavailable                  503        time, or the operator
     │   ├── WorkerLost               503        the router (resumes elsewhere)
     │   │   └── RankLost             503        the supervisor (starts the worker again)
+    │   │       ├── PeerLost         503        the same (whoever was lost first says why)
     │   │       └── DeviceLost       503        the same; the operator (a GPU that fails again)
     │   ├── WorkerDraining           503        the router (submits elsewhere)
     │   ├── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
@@ -89,6 +90,12 @@ class WorkerLost(Unavailable):
 
 class RankLost(WorkerLost):
     code = "rank_lost"
+
+
+class PeerLost(RankLost):
+    """Another one, whom this one cannot do without, is gone: no cause, but the echo of one."""
+
+    code = "peer_lost"
 
 
 class DeviceLost(RankLost):

@@ -9,7 +9,7 @@ Who rings is not agreed on: all enter step n + 1 when somebody has a batch for i
 layer of experts do the rest. A worker whose engine is between two steps waits for what that has next, so that
 busy ones share steps instead of taking turns. A number counts steps, for a ring may come after its step.
 
-One that ends, or whose step fails, is missed by the others in the midst of theirs: then they end too (RankLost).
+One that ends, or whose step fails, is missed by the others in the midst of theirs: then they end too (PeerLost).
 """
 
 import logging

@@ -21,7 +21,7 @@ from torch.distributed import AllToAllOptions, BroadcastOptions
 
 from ..kernels.cpu.library import Library
 from ..kernels.cpu.ranks import Abandoned, RankSums
-from .errors import RankLost
+from .errors import PeerLost, RankLost
 
 STALL = timedelta(seconds=60)  # the ranks of a step are milliseconds apart: one that is so late is stuck
 IDLE = timedelta(days=365)  # between two steps; the processes' own ends are watched elsewhere (rank_processes.py)
@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Group(Protocol):
-    """A method returns when this rank's part is done. Raises RankLost where another rank does not do its own."""
+    """A method returns when this rank's part is done. Raises PeerLost where another rank does not do its own."""
 
     @property
     def rank(self) -> int: ...
@@ -176,13 +176,13 @@ class GlooGroup:
         try:
             yield
         except Abandoned as e:
-            raise RankLost(f"rank {self.rank} of {self.size} lost another rank: {e}") from e
+            raise PeerLost(f"rank {self.rank} of {self.size} lost another rank: {e}") from e
 
     def _wait(self, start: Any) -> None:
         try:
             start().wait()
         except RuntimeError as e:
-            raise RankLost(f"rank {self.rank} of {self.size} lost another rank: {_first_line(e)}") from e
+            raise PeerLost(f"rank {self.rank} of {self.size} lost another rank: {_first_line(e)}") from e
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from .cores import (
     part_of,
     usable_cores,
 )
-from .errors import DiptychError, RankLost
+from .errors import DiptychError, RankLost, WorkerLost
 from .event_loop import new_event_loop
 from .garbage import loading
 from .load_bar import load_bar
@@ -105,7 +105,7 @@ class WorkerProcess:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self.ended: Future[str] = Future()  # why, once nothing serves any more
+        self.ended: Future[DiptychError] = Future()  # why, once nothing serves any more
         self.ended.set_running_or_notify_cancel()  # whoever waits for it may go
         self._ready: Future[WorkerAddress] = Future()
         self._loop = new_event_loop()
@@ -124,11 +124,11 @@ class WorkerProcess:
             self._thread.join()
 
     def _run(self) -> None:
-        reason = "it was stopped"
+        reason: DiptychError = WorkerLost("it was stopped")
         try:
             self._loop.run_until_complete(run_worker(self._config, self._ready, self._stop))
         except DiptychError as e:
-            reason = e.message  # while loading, `start_in_thread` raises it
+            reason = e  # while loading, `start_in_thread` raises it
         finally:
             self._loop.close()
             self.ended.set_result(reason)

@@ -14,7 +14,7 @@ from diptych.cluster.status import ClusterStatus
 from diptych.cluster.supervisor import Supervisor
 from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from diptych.workers.channel import auth_metadata, open_channel
-from diptych.workers.errors import DiptychError
+from diptych.workers.errors import DiptychError, WorkerLost
 from diptych.workers.fake_runner import FakeRunner
 from diptych.workers.service import WorkerService
 from diptych.workers.worker_config import WorkerConfig
@@ -31,7 +31,7 @@ class FakeProcess:
         self._config = WorkerConfig(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
         self._step_s = step_s
         self._started: asyncio.Task[WorkerStarted] | None = None
-        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> WorkerStarted:
         if self._error:
@@ -52,29 +52,29 @@ class FakeProcess:
     async def waiting_for(self) -> str:
         return ""
 
-    async def wait(self) -> str:
+    async def wait(self) -> DiptychError:
         return await asyncio.shield(self._death)
 
-    async def die(self, reason: str) -> None:
+    async def die(self, error: DiptychError) -> None:
         if not self._death.done():
-            self._death.set_result(reason)
+            self._death.set_result(error)
             if self._started:
                 await self._started
                 await self._service.stop(grace_s=0.0)
 
     async def kill(self) -> None:
-        await self.die("killed")
+        await self.die(WorkerLost("killed"))
 
 
 class FakeRouter:
     def __init__(self, before: RouterStarted | None) -> None:
         self.before = before
-        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> RouterStarted:
         return RouterStarted("127.0.0.1", 1, 2, 3)
 
-    async def wait(self) -> str:
+    async def wait(self) -> DiptychError:
         return await asyncio.shield(self.death)
 
     async def kill(self) -> None:

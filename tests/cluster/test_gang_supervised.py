@@ -1,16 +1,12 @@
 """Gangs as the supervisor keeps them: counted as one, scaled, lost, taken over and blamed as a whole."""
 
 import asyncio
-import socket
-from pathlib import Path
 
 import pytest
 
 from diptych.cluster import worker_watch
-from diptych.cluster.gang import is_echo
 from diptych.cluster.status import Failure
-from diptych.workers.doors import Doors, Seat
-from diptych.workers.errors import CheckpointError, RankLost
+from diptych.workers.errors import CheckpointError, PeerLost, RankLost, WorkerLost
 from diptych.workers.fake_runner import fake_output
 
 from .supervised import TIMEOUT_S, FakeLauncher, World, generate, is_ready, run
@@ -27,7 +23,7 @@ def test_a_gang_counts_as_one_and_is_replaced_as_a_whole(monkeypatch: pytest.Mon
         assert [w.worker_id for w in status.workers] == ["prefill-1", "decode-2.0", "decode-2.1"]
         assert (status.pools[1].target, status.pools[1].num_ready) == (1, 1)
         before = {info.address for info in (await world.fleet()).values()}
-        await world.launcher.processes["decode-2.1"].die("SIGKILL")
+        await world.launcher.processes["decode-2.1"].die(WorkerLost("SIGKILL"))
         status = await world.until(lambda s: is_ready(s) and "SIGKILL" in s.pools[1].last_error)
         assert sorted(w.worker_id for w in status.workers) == ["decode-3.0", "decode-3.1", "prefill-1"]
         assert status.pools[1].num_failures == 1
@@ -108,10 +104,10 @@ def test_a_cause_is_told_instead_of_its_echo(monkeypatch: pytest.MonkeyPatch) ->
     async def test(world: World) -> None:
         await world.until(is_ready)
         first, second = (world.launcher.processes[f"mixed-1.{rank}"] for rank in (0, 1))
-        await first.die(ECHO)
+        await first.die(PeerLost(ECHO))
         await world.until(lambda s: s.pools[2].last_error == f"mixed-1.0: {ECHO}")
         assert not second.is_dead
-        await second.die("worker 1 failed in a step (a bug)")
+        await second.die(RankLost("worker 1 failed in a step (a bug)"))
         status = await world.until(lambda s: is_ready(s) and "(a bug)" in s.pools[2].last_error)
         assert status.pools[2].last_error == "mixed-1.1: worker 1 failed in a step (a bug)"
         assert status.pools[2].num_failures == 1
@@ -129,9 +125,9 @@ def test_an_echo_is_not_told_instead_of_its_cause(
     async def test(world: World) -> None:
         await world.until(is_ready)
         first, second = (world.launcher.processes[f"mixed-1.{rank}"] for rank in (0, 1))
-        await first.die("out of memory")
+        await first.die(WorkerLost("out of memory"))
         await world.until(lambda s: bool(s.pools[2].last_error))
-        await second.die(ECHO)
+        await second.die(PeerLost(ECHO))
         status = await world.until(lambda s: s.is_settled)
         assert status.pools[2].last_error == "mixed-1.0: out of memory"
         assert f"lost mixed-1.1: {ECHO}" in caplog.messages
@@ -146,15 +142,4 @@ def test_settings_that_one_of_a_gang_refuses_are_final(monkeypatch: pytest.Monke
         status = await world.until(lambda s: s.failure is not None)
         assert status.failure == Failure("CheckpointError", "a shard is missing")
 
-    run(test, FakeLauncher(errors=[RankLost(ECHO), CheckpointError("a shard is missing")]), **MIXED)
-
-
-def test_what_doors_say_of_another_is_an_echo() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    doors = Doors(Seat(0, 2, Path()), {1: ours})
-    theirs.close()
-    with pytest.raises(RankLost) as found:
-        doors.wait()
-    doors.close()
-    assert is_echo(found.value.message)
-    assert not is_echo("worker 1 of those that share experts failed in a step (a bug)")
+    run(test, FakeLauncher(errors=[PeerLost(ECHO), CheckpointError("a shard is missing")]), **MIXED)

@@ -40,7 +40,7 @@ def test_a_worker_that_died_is_replaced_at_once() -> None:
     async def test(world: World) -> None:
         await world.until(is_ready)
         before = await world.fleet()
-        await world.launcher.processes["prefill-1"].die("SIGKILL")
+        await world.launcher.processes["prefill-1"].die(WorkerLost("SIGKILL"))
         status = await world.until(lambda s: is_ready(s) and "SIGKILL" in s.pools[0].last_error)
         after = await world.fleet()
         assert len(after) == 2
@@ -166,7 +166,7 @@ def test_a_new_supervisor_takes_over_what_lives() -> None:
 def test_a_lost_router_is_started_again() -> None:
     async def test(world: World) -> None:
         await world.until(is_ready)
-        world.launcher.routers[0].death.set_result("SIGKILL")
+        world.launcher.routers[0].death.set_result(WorkerLost("SIGKILL"))
         status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
         assert status.routers[0].last_error == "SIGKILL"
         first, second = world.launcher.routers

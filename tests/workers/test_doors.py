@@ -10,7 +10,7 @@ import pytest
 
 from diptych.workers import doors as doors_module
 from diptych.workers.doors import Doors, Seat, meet
-from diptych.workers.errors import ConfigError, RankLost
+from diptych.workers.errors import ConfigError, PeerLost, RankLost
 from diptych.workers.lockstep import join
 
 END_S = 20.0  # for what must happen; no test passes by waiting
@@ -55,12 +55,12 @@ def test_those_that_go_are_missed_by_name(tmp_path: Path) -> None:
     with group(3, tmp_path / "meeting") as [first, second, third]:
         second.close()
         second.close()
-        with pytest.raises(RankLost, match="worker 1 of the 3 that share experts ended"):
+        with pytest.raises(PeerLost, match="worker 1 of the 3 that share experts ended"):
             first.wait()
         third.close()
-        with pytest.raises(RankLost, match="workers 1, 2 of the 3"):
+        with pytest.raises(PeerLost, match="workers 1, 2 of the 3"):
             first.wait()
-        with pytest.raises(RankLost, match="worker 1 of"):
+        with pytest.raises(PeerLost, match="worker 1 of"):
             first.ring(1)
 
 

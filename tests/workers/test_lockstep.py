@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diptych.workers.doors import Doors, Seat, meet
-from diptych.workers.errors import RankLost
+from diptych.workers.errors import PeerLost, RankLost
 from diptych.workers.lockstep import Lockstep, is_due
 from diptych.workers.sequence import SampledToken
 
@@ -142,14 +142,15 @@ def test_a_step_that_fails_ends_all(members: list[Member]) -> None:
     go_on.set()
     with pytest.raises(RankLost, match=r"worker 0 .* failed in a step \(a bug\)"):
         failing.result(END_S)
+    assert type(failing.exception()) is RankLost
     assert "a bug" in first.losses.get(timeout=END_S).message
     for future, other in zip(waiting, others, strict=True):
-        with pytest.raises(RankLost, match="that share experts ended"):
+        with pytest.raises(PeerLost, match="that share experts ended"):
             future.result(END_S)
         assert other.losses.get(timeout=END_S) is future.exception()
-        with pytest.raises(RankLost, match="that share experts ended"):
+        with pytest.raises(PeerLost, match="that share experts ended"):
             other.lane.check()
-        with pytest.raises(RankLost, match="that share experts ended"):
+        with pytest.raises(PeerLost, match="that share experts ended"):
             other.run()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from diptych.kernels.cpu.library import Library, library
 from diptych.kernels.cpu.ranks import SLOT_BYTES, RankSums
-from diptych.workers.errors import RankLost
+from diptych.workers.errors import PeerLost
 from diptych.workers.parallel import Alone, GlooGroup
 
 
@@ -83,7 +83,7 @@ def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
         group.all_reduce(torch.ones(3))
         if group.rank == 1:
             return "left"  # and with the last reference goes the connection
-        with pytest.raises(RankLost, match="rank 0 of 2 lost another rank"):
+        with pytest.raises(PeerLost, match="rank 0 of 2 lost another rank"):
             group.all_reduce(torch.ones(3))
         return "missed it"
 
@@ -134,7 +134,7 @@ def test_who_waits_in_shared_memory_hears_that_a_rank_is_gone(
         if group.rank == 1:
             group.abandon()
             return "left"
-        with pytest.raises(RankLost, match=f"rank {group.rank} of 3 lost another rank: it is gone"):
+        with pytest.raises(PeerLost, match=f"rank {group.rank} of 3 lost another rank: it is gone"):
             group.all_reduce(torch.ones(3))
         return "missed it"
 

@@ -20,7 +20,7 @@ def test_a_worker_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     process = start(monkeypatch)
     assert not process.ended.done()
     process.stop()
-    assert process.ended.result() == "it was stopped"
+    assert process.ended.result().message == "it was stopped"
 
 
 def test_a_worker_whose_engine_breaks_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,4 +31,4 @@ def test_a_worker_whose_engine_breaks_ends_and_says_why(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Engine, "step", fault)
     monkeypatch.setattr(Engine, "fail_all", fault)
-    assert "no such block" in start(monkeypatch).ended.result()
+    assert "no such block" in start(monkeypatch).ended.result().message

@@ -21,7 +21,9 @@ def test_an_idle_worker_notices_and_ends(llama: Path, monkeypatch: pytest.Monkey
     process.start_in_thread()
     assert not process.ended.done()
     device.is_lost = True
-    assert "the GPU failed (CUDA error: unspecified launch failure)" in process.ended.result()
+    error = process.ended.result()
+    assert isinstance(error, DeviceLost)
+    assert "the GPU failed (CUDA error: unspecified launch failure)" in error.message
 
 
 def test_what_is_asked_of_a_lost_device_says_so(llama: Path) -> None:

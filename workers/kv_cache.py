@@ -7,7 +7,7 @@ In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 
 V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
 them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
 that are never written cost no memory. Several ranks share one mapping, each its own part of it, so that rank 0's
-transports reach them all.
+transports reach them all. On GPUs each rank has its part alone, and rank 0 maps them all (gpu/joined_memory.py).
 """
 
 import mmap
@@ -21,6 +21,7 @@ from ..kernels.cpu.library import Library, Team
 from .gpu.cuda_driver import driver_of
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
+from .gpu.joined_memory import Joining
 from .gpu.kv_pool import DevicePool
 from .kv_layout import DOT, GROUP, KVLayout, KVMemory, Region, Stretch
 from .memory import huge_page_mapping, shared_mapping
@@ -37,39 +38,35 @@ class KVCache:
         device: torch.device,
         *,
         rank: int = 0,
-        shared_fd: int | None = None,
+        shared: int | Joining | None = None,
         library: Library | None = None,
         gpu: Device | None = None,
     ) -> None:
-        """`shared_fd`: a memory file that all ranks have open; it is grown to the size of the pool where it is smaller.
+        """`shared`: of several ranks. On CPU a memory file that all have open (its descriptor; it is grown to the size
+        of the pool where it is smaller), for a fake device too. On GPUs their Joining: then all ranks make their caches
+        at one time, of a multiple of `blocks_at_once` (kv_plan.py) blocks, and rank 0 waits for the others.
         `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them. `gpu`: the device of
-        which `device` is torch's name, where it is one: then the pool is handed off as device memory.
-        Raises ConfigError if the memory is not to be had."""
+        which `device` is torch's name, where it is one: then rank 0 hands the pool off as device memory.
+        Raises ConfigError if the memory is not to be had, RankLost where a rank does not join."""
         assert num_blocks > 0
-        assert (shared_fd is not None) == (layout.tensor_parallel > 1)
+        assert (shared is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
         self.num_blocks = num_blocks
-        dtype = DTYPES[layout.dtype]
-        if device.type == "cpu":
-            num_ranks, num_bytes = layout.tensor_parallel, num_blocks * layout.block_bytes
-            mapping = huge_page_mapping(num_bytes) if shared_fd is None else shared_mapping(shared_fd, num_bytes)
-            self._mapping: mmap.mmap | None = mapping
-            numbers = torch.frombuffer(mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
-        else:
-            num_ranks, self._mapping = 1, None
-            with needing_memory(f"{num_blocks} KV blocks", _LESS):
-                num_numbers = num_blocks * layout.rank_block_bytes // dtype.itemsize
-                numbers = torch.zeros(num_numbers, dtype=dtype, device=device)
-        self._pool = numbers.view(num_ranks, -1)
+        self._is_joined = isinstance(shared, Joining)
+        self._mapping: mmap.mmap | None = None
+        self._pool = self._made(device, rank, shared)
         stretches = layout.stretches(0, layout.num_layers)
         self._stretches = [view_of(self._pool, num_blocks, layout, stretch) for stretch in stretches]
         # Of this rank: all of it, flat where layers are unlike.
-        self.tensor = self._pool[rank] if layout.layer_shapes else self._stretches[0][rank]
+        own = rank if len(self._pool) > 1 else 0
+        self.tensor = self._pool[own] if layout.layer_shapes else self._stretches[0][own]
         axis = 1 if layout.is_block_major else 0
-        self._own = [of[rank] for of in self._stretches]
+        self._own = [of[own] for of in self._stretches]
         self._layers = [of.select(axis, i) for of in self._own for i in range(of.shape[axis])]
         with needing_memory("the buffers of hand-offs", _LESS):
-            self._on_gpu = None if gpu is None else DevicePool(gpu, layout, numbers, self._stretches, driver_of(gpu))
+            self._on_gpu = None
+            if gpu is not None and rank == 0:
+                self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._stretches, driver_of(gpu))
         # A team of its own: blocks may be copied while another one computes.
         self._team = Team(library, 1) if library is not None else None
 
@@ -82,6 +79,7 @@ class KVCache:
             num_bytes=num_bytes,
             view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None and self._on_gpu is None else None,
             device_id=self.tensor.device.index or 0,
+            is_joined=self._is_joined,
         )
         return KVMemory(self.layout, self.num_blocks, region, self._on_gpu)
 
@@ -107,6 +105,20 @@ class KVCache:
                 copy_blocks(self._team, pool, sources, targets)
             else:
                 copy_blocks_twin(pool, sources, targets)
+
+    def _made(self, device: torch.device, rank: int, shared: int | Joining | None) -> Tensor:
+        """[ranks that are seen here, numbers of one's pool]: all, or this one alone."""
+        layout, num_blocks, dtype = self.layout, self.num_blocks, DTYPES[self.layout.dtype]
+        if isinstance(shared, Joining):
+            return shared.pool(rank, num_blocks * layout.rank_block_bytes).view(dtype)
+        if device.type == "cpu":
+            num_bytes = num_blocks * layout.block_bytes
+            self._mapping = huge_page_mapping(num_bytes) if shared is None else shared_mapping(shared, num_bytes)
+            numbers = torch.frombuffer(self._mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
+            return numbers.view(layout.tensor_parallel, -1)
+        with needing_memory(f"{num_blocks} KV blocks", _LESS):
+            num_numbers = num_blocks * layout.rank_block_bytes // dtype.itemsize
+            return torch.zeros(1, num_numbers, dtype=dtype, device=device)
 
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it."""

@@ -320,6 +320,7 @@ class Region:
     num_bytes: int
     view: memoryview | None  # writable bytes; None for device memory
     device_id: int = 0
+    is_joined: bool = False  # of several devices' memory, which only this process sees as one
 
 
 @dataclass(frozen=True, slots=True)

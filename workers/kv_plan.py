@@ -1,5 +1,7 @@
 """What KV a worker keeps of a model, and how many blocks of it in the memory that it may use. No torch."""
 
+import math
+
 from .errors import ConfigError
 from .kv_layout import BLOCK_MAJOR, ROWS, KVLayout
 from .models.spec import ModelSpec
@@ -34,15 +36,23 @@ def layout_of(
     )
 
 
-def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int) -> int:
-    """Blocks to make of `num_bytes`: at least one full context (else ConfigError), at most MAX_CONTEXTS of them."""
+def blocks_at_once(layout: KVLayout, granularity: int) -> int:
+    """Of how many blocks a rank's pool has to be a multiple, so that its bytes are one of `granularity`."""
+    return granularity // math.gcd(granularity, layout.rank_block_bytes)
+
+
+def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int, multiple: int = 1) -> int:
+    """Blocks to make of `num_bytes` of all ranks together, a multiple of `multiple`: at least one full context (else
+    ConfigError), at most some MAX_CONTEXTS of them."""
     per_context = layout.num_blocks_for(max_context_tokens)
-    num_blocks = min(num_bytes // layout.block_bytes, per_context * MAX_CONTEXTS)
+    most = -(-per_context * MAX_CONTEXTS // multiple) * multiple
+    num_blocks = min(num_bytes // layout.block_bytes // multiple * multiple, most)
     if num_blocks < per_context:
-        fits = num_bytes // layout.block_bytes * layout.block_size
+        needed = -(-per_context // multiple) * multiple
+        at_once = f", {multiple} blocks at once," if multiple > 1 else ""
         raise ConfigError(
-            f"one context of {max_context_tokens} tokens needs {per_context * layout.block_bytes:,} bytes of KV memory "
-            f"and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction), or lower "
-            f"max_context_tokens to {fits} or less"
+            f"one context of {max_context_tokens} tokens needs {needed * layout.block_bytes:,} bytes of KV memory"
+            f"{at_once} and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction), or lower "
+            f"max_context_tokens to {num_blocks * layout.block_size} or less"
         )
     return num_blocks

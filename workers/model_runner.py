@@ -134,7 +134,7 @@ class ModelRunner:
             group = ranks.join() if ranks is not None else Alone()
             num_blocks = _num_blocks(config, layout, max_context_tokens, device)
             memory_fd = ranks.memory_fd if ranks is not None else None
-            cache = KVCache(layout, num_blocks, device, shared_fd=memory_fd, library=choice.library, gpu=gpu)
+            cache = KVCache(layout, num_blocks, device, shared=memory_fd, library=choice.library, gpu=gpu)
             if ranks is not None:
                 ranks.begin(num_blocks)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):

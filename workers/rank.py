@@ -101,7 +101,7 @@ def follow(settings: RankSettings) -> None:
         tensor_parallel=settings.size,
         packing=settings.packing,
     )
-    cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared_fd=settings.memory_fd)
+    cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared=settings.memory_fd)
     compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, cpu), group)
     group.all_reduce(torch.ones(1))  # everyone is here: rank 0 may serve
     while True:

@@ -73,7 +73,7 @@ class Rank:
         spec, share = load_spec(path), Share(group.rank, group.size)
         sizes = BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim
         layout = KVLayout("float32", *sizes, "test", tensor_parallel=group.size, packing=DOT)
-        cache = KVCache(layout, 32, CPU, rank=group.rank, shared_fd=memory_fd)
+        cache = KVCache(layout, 32, CPU, rank=group.rank, shared=memory_fd)
         found = library()
         assert found is not None
         team = Team(found, 1 if group.size > 1 else 2)

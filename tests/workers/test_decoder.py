@@ -43,7 +43,7 @@ def prompt_logits(
     spec, share = load_spec(path), Share(group.rank, group.size)
     own = spec_of(spec, share)
     layout = layout_of(spec, "float32", BLOCK_SIZE, tensor_parallel=group.size)
-    cache = KVCache(layout, max(block_table) + 1, CPU, rank=group.rank, shared_fd=memory_fd)
+    cache = KVCache(layout, max(block_table) + 1, CPU, rank=group.rank, shared=memory_fd)
     cache.tensor.fill_(torch.nan)  # nothing may depend on what blocks held before
     with Checkpoint(path, spec) as checkpoint, torch.inference_mode():
         decoder = Decoder(own, checkpoint.load(torch.float32, CPU, share=share), group)

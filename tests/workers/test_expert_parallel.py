@@ -57,7 +57,7 @@ def two_prompts() -> Step:
 def compute(path: Path, group: Group, experts: dict[int, Placement] | None, memory_fd: int | None = None) -> Loaded:
     spec, share = load_spec(path), Share(group.rank, group.size, experts)
     layout = layout_of(spec, "float32", BLOCK_SIZE, tensor_parallel=group.size)
-    cache = KVCache(layout, 16, CPU, rank=group.rank, shared_fd=memory_fd)
+    cache = KVCache(layout, 16, CPU, rank=group.rank, shared=memory_fd)
     read: list[int] = []
     with Checkpoint(path, spec) as checkpoint:
         weights = checkpoint.load(torch.float32, CPU, lambda done, _: read.append(done), share)

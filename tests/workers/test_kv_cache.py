@@ -135,8 +135,8 @@ def test_blocks_are_copied_in_every_rank(order: str, kernels: Library | None, sh
     layout = replace(LAYOUT, axis_order=order, tensor_parallel=2, layer_shapes=shapes)
     cpu = torch.device("cpu")
     try:
-        first = KVCache(layout, 3, cpu, shared_fd=memory_fd, library=kernels)
-        second = KVCache(layout, 3, cpu, rank=1, shared_fd=memory_fd)
+        first = KVCache(layout, 3, cpu, shared=memory_fd, library=kernels)
+        second = KVCache(layout, 3, cpu, rank=1, shared=memory_fd)
     finally:
         os.close(memory_fd)
     second.tensor.normal_(generator=torch.Generator().manual_seed(0))

@@ -13,6 +13,7 @@ from .grpc import GrpcTransport
 from .nixl import NixlTransport
 
 NAMES = ("cuda_ipc", "nixl", "grpc")
+_BY_ADDRESS = ("cuda_ipc", "nixl")  # peers read the pool itself, and not by way of a copy in host memory
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 log = logging.getLogger("diptych.transport")
@@ -49,6 +50,8 @@ def _auto(device: DeviceKV | None) -> Sequence[str]:
 
 
 def _make(name: str, regions: Sequence[Region], host: str, device: DeviceKV | None) -> Transport:
+    if name in _BY_ADDRESS and regions[0].is_joined:
+        raise TransportError("KV of several GPUs (tensor_parallel > 1) is not one allocation that others could read")
     if name == "cuda_ipc":
         if device is None or device.driver is None:
             raise TransportError("this worker's KV is not in CUDA memory")

@@ -10,6 +10,7 @@ import torch
 from diptych.kernels.cpu.attention import is_packed, pack
 from diptych.kernels.cpu.library import Library, library
 from diptych.workers.errors import ConfigError
+from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.kv_cache import KVCache
 from diptych.workers.kv_layout import DOT, LAYER_MAJOR, ROWS, KVLayout, Shape
 from diptych.workers.kv_packing import unpacked
@@ -144,3 +145,22 @@ def test_blocks_are_copied_in_every_rank(order: str, kernels: Library | None, sh
     first.copy_blocks([(2, 0)])
     for i in range(3):
         assert torch.equal(second.layer(i), before[i][[2, 1, 2]])
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+def test_ranks_on_a_fake_device_share_a_memory_file(order: str) -> None:
+    memory_fd, cpu = os.memfd_create("test-kv"), torch.device("cpu")
+    layout = replace(LAYOUT, axis_order=order, tensor_parallel=2)
+    try:
+        first = KVCache(layout, 5, cpu, shared=memory_fd, gpu=FakeDevice())
+        second = KVCache(layout, 5, cpu, rank=1, shared=memory_fd, gpu=FakeDevice(is_late=False))
+    finally:
+        os.close(memory_fd)
+    second.layer(1)[3].fill_(2.0)
+    first.layer(1)[3].fill_(1.0)
+    memory = first.memory
+    assert memory.region.view is None and memory.device is not None and second.memory.device is None
+    assert memory.region.num_bytes == 5 * layout.block_bytes
+    read = torch.frombuffer(bytearray(memory.device.read(memory.runs([3], 1, 1))), dtype=torch.float32)
+    assert read.view(2, -1).mean(dim=1).tolist() == [1.0, 2.0], "rank by rank"
+    assert first.by_block[0].shape[0] == second.by_block[0].shape[0] == 5, "of one's own"

@@ -28,6 +28,7 @@ BF16 = replace(LAYOUT, dtype="bfloat16")
 DOT_BF16 = replace(BF16, packing=DOT)
 LATENT = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
 UNLIKE = replace(LAYOUT, layer_shapes=((4, 16), (4, 16), (2, 40)))
+TWO = replace(LAYOUT, tensor_parallel=2)
 EQUAL = LAYOUT, LAYOUT
 # name: source, sink, on a device: source, sink
 PAIRS = {
@@ -65,6 +66,17 @@ PAIRS = {
     ),
     "unlike layers of two ranks onto a device": (replace(UNLIKE, tensor_parallel=2), UNLIKE, False, True),
     "unlike layers off a device": (UNLIKE, replace(UNLIKE, block_size=4), True, False),
+    "two ranks onto one": (TWO, LAYOUT, True, True),
+    "one onto two, layer-major, of smaller blocks": (
+        BF16,
+        replace(TWO, axis_order=LAYER_MAJOR, block_size=4),
+        True,
+        True,
+    ),
+    "two ranks off a device": (replace(TWO, axis_order=LAYER_MAJOR), DOT_BF16, True, False),
+    "dot onto two ranks": (DOT_BF16, TWO, False, True),
+    "two ranks onto eight, which replicate heads": (TWO, replace(LAYOUT, tensor_parallel=8), True, True),
+    "unlike layers onto two ranks": (UNLIKE, replace(UNLIKE, tensor_parallel=2), True, True),
 }
 
 
@@ -95,17 +107,22 @@ def store(memory: KVMemory, table: tuple[int, ...], rows: Numbers) -> None:
 
 
 def load(memory: KVMemory, table: tuple[int, ...]) -> Numbers:
-    """Of a pool of one rank."""
+    """Of whole heads; ranks that have the same must have the same of it."""
     layout = memory.layout
-    assert layout.tensor_parallel == 1 and memory.region.view is not None
+    assert memory.region.view is not None
+    if not layout.layer_shapes:
+        ranks = np.frombuffer(memory.region.view, np.uint8).reshape(layout.tensor_parallel, -1)
+        firsts = {layout.first_head(rank): rank for rank in layout.distinct_ranks}
+        assert all(np.array_equal(of, ranks[firsts[layout.first_head(rank)]]) for rank, of in enumerate(ranks))
     numbers, parts = np.frombuffer(memory.region.view, STORAGE[layout.dtype]), list[Numbers]()
     for stretch in layout.stretches(0, layout.num_layers):
         of, size = stretch.like, stretch.like.layer_bytes // numbers.itemsize
         starts = layout.offsets(stretch, memory.num_blocks, table).reshape(-1) // numbers.itemsize
         pieces = np.stack([numbers[start : start + size] for start in starts])
-        inner = of.num_vectors, of.block_size, of.num_kv_heads * of.head_dim
-        blocks = (unpacked(pieces, of) if of.packing == DOT else pieces).reshape(len(table), -1, *inner)
-        parts.append(blocks.transpose(0, 3, 1, 2, 4).reshape(len(table) * of.block_size, -1)[:NUM_TOKENS])
+        outer, inner = (len(of.distinct_ranks), len(table), -1), (of.num_vectors, of.block_size)
+        heads = of.heads_per_rank * of.head_dim
+        blocks = (unpacked(pieces, of) if of.packing == DOT else pieces).reshape(*outer, *inner, heads)
+        parts.append(blocks.transpose(1, 4, 2, 3, 0, 5).reshape(len(table) * of.block_size, -1)[:NUM_TOKENS])
     tokens = np.concatenate(parts, axis=1)
     return tokens if layout.dtype == "float32" else (tokens.astype(np.uint32) << 16).view(np.float32)
 

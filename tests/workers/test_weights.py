@@ -313,6 +313,27 @@ def test_a_piece_is_read_as_it_says(llama: Path) -> None:
             assert [shape_of_part(p, share) for p in (turned, inner, row)] == [tuple(h.shape) for h in halves]
 
 
+def test_parts_stay_in_the_file_or_take_the_memory_of_those_before(llama: Path) -> None:
+    """Columns that a rank cuts are not copied; what is converted is, and not into the heap."""
+    share = Share(1, 2)
+    with Checkpoint(llama, load_spec(llama)) as checkpoint:
+        whole = checkpoint.load(torch.float32, CPU, share=share)
+        cut, narrow = (checkpoint.reader(dtype, CPU, share=share) for dtype in (torch.float32, torch.bfloat16))
+        for fields, layer in zip(cut.layers(), whole.layers, strict=True):
+            [down] = fields.parts("down")
+            assert down.stride() == (160, 1)
+            assert layer.down is not None and torch.equal(down, layer.down)
+        places: set[int] = set()
+        for fields, layer in zip(narrow.layers(), whole.layers, strict=True):
+            gate, up = fields.parts("gate_up")
+            assert gate.is_contiguous() and gate.data_ptr() != up.data_ptr()
+            assert layer.gate_up is not None
+            assert torch.equal(torch.cat([gate, up]), layer.gate_up.bfloat16())
+            [down] = fields.parts("down")
+            places.add(down.data_ptr())
+        assert len(places) == 1
+
+
 def test_pages_that_were_read_are_let_go(tmp_path: Path) -> None:
     """An embedding of 4 MB, of a file that is mapped once it was read, and no more once it is let go."""
     path = make_checkpoint(tmp_path / "llama", "llama", 1, vocab_size=16_000)

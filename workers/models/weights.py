@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.formats import Format
+from ..memory import huge_page_mapping
 from ..quant.formats import format_of
 from ..quant.stored import as_stored_, scales_of_part
 from .checkpoint_files import CheckpointFiles
@@ -22,6 +23,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
 # bytes that it is done with. It may still be under way when it returns: see gpu/upload.py.
 Put = Callable[[Tensor, Tensor, Callable[[int], object]], object]
+ALIGNMENT = 64  # of copies, in bytes
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -150,6 +152,7 @@ class Reader:
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
         self._outer = outer_tensors(checkpoint.spec)
         self._done, self._total = 0, 0
+        self._scratch = Scratch()
         for fields in (*self._layers, self._outer):
             self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)
 
@@ -163,10 +166,14 @@ class Reader:
         return Fields(self, self._outer)
 
     def parts(self, pieces: Pieces) -> list[Tensor]:
+        """On CPU, of rows that are contiguous: where they are in the file or, where they are otherwise there, in memory
+        that the next call takes again."""
         found: list[Tensor] = []
+        self._scratch.clear()
         for piece in pieces:
-            stored = self._read(piece)
-            found.append(stored.to(self._device, self._dtype_of(piece)).contiguous())  # no copy of what is so already
+            stored, dtype = self._read(piece), self._dtype_of(piece)
+            is_ready = stored.dtype == dtype and stored.stride(-1) == 1
+            found.append(stored if is_ready else self._scratch.copy(stored, dtype))
             self._count(stored.nbytes)
         return found
 
@@ -212,6 +219,28 @@ class Reader:
         return size * math.prod(shape_of_part(piece, self._share))
 
 
+class Scratch:
+    """Memory for what is copied on its way, taken again and again. In a heap each copy leaves a hole; small things that
+    stay take some of it, so that the next copy does not fit any more: the heap would grow with every layer."""
+
+    def __init__(self) -> None:
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def clear(self) -> None:
+        """Copies so far are of no more use."""
+        self._used = 0
+
+    def copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Contiguous. Raises ConfigError if the memory is not to be had."""
+        num_bytes = tensor.numel() * dtype.itemsize
+        if self._used + num_bytes > len(self._memory):  # the copies that have been made keep the memory they are in
+            mapping = huge_page_mapping(max(num_bytes, 2 * len(self._memory)), "use a machine with more")
+            self._memory, self._used = torch.frombuffer(mapping, dtype=torch.uint8), 0
+        place = self._memory[self._used :][:num_bytes]
+        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return place.view(dtype).view(tensor.shape).copy_(tensor)
+
+
 class Fields:
     """The tensors of one layer, or of what is outside the layers, by the fields' names; each is read when asked for."""
 
@@ -222,7 +251,7 @@ class Fields:
         return field in self._fields
 
     def parts(self, field: str) -> list[Tensor]:
-        """The tensors that are below one another in `field`; it exists."""
+        """The tensors that are below one another in `field`, which exists; valid until `parts` are asked for again."""
         return self._reader.parts(self._fields[field])
 
     def tensor(self, field: str) -> Tensor:

@@ -258,7 +258,7 @@ def test_reads_gemma3_of_old(tmp_path: Path, is_text: bool) -> None:
         ({"eos_token_id": [1, 106]}, {"eos_token_id": None}, (1, 106)),
         ({"eos_token_id": None}, {"eos_token_id": 7}, (7,)),
         ({}, {"eos_token_id": None}, ()),
-        ({}, {}, (1,)),  # as in Gemma3TextConfig
+        ({}, {}, ()),  # whatever Gemma3TextConfig has by default
     ],
 )
 def test_ends_of_sequence_around_a_decoder_win(
@@ -266,7 +266,7 @@ def test_ends_of_sequence_around_a_decoder_win(
 ) -> None:
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA | inner} | outer
     assert load_spec(write(tmp_path, config)).eos_token_ids == expected
-    reference = GenerationConfig.from_model_config(Gemma3Config.from_dict(config)).eos_token_id
+    reference = GenerationConfig.from_model_config(config).eos_token_id  # as `from_pretrained` makes it
     assert expected == (() if reference is None else (reference,) if isinstance(reference, int) else tuple(reference))
 
 
@@ -284,15 +284,26 @@ def test_what_is_around_a_decoder_says_whether_embeddings_are_tied(
 @pytest.mark.parametrize("inner", [{}, {"quantization_config": None}])
 def test_quantisation_around_a_decoder_is_refused(tmp_path: Path, inner: dict[str, Any]) -> None:
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA | inner}
-    with pytest.raises(CheckpointError, match=r"quantised checkpoints are not supported.*found 'awq'"):
+    with pytest.raises(CheckpointError, match=r"json: quantization_config must be absent .*found 'awq'"):
         load_spec(write(tmp_path, config | {"quantization_config": {"quant_method": "awq"}}))
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Gemma3", "Gemma4", "Gemma4Unified"])
-def test_gemma_ends_on_1_where_nothing_is_named(tmp_path: Path, name: str) -> None:
-    config = GEMMA | {"architectures": [f"{name}ForCausalLM"]}
-    assert load_spec(write(tmp_path, config)).eos_token_ids == (1,)
-    assert load_spec(write(tmp_path, config | {"eos_token_id": None})).eos_token_ids == ()
+@pytest.mark.parametrize(("outer", "inner", "named"), [(-1, 1, "eos_token_id"), (None, -1, "text_config.eos_token_id")])
+def test_an_end_of_sequence_that_is_no_token_is_named(
+    tmp_path: Path, outer: int | None, inner: int, named: str
+) -> None:
+    section = GEMMA | {"eos_token_id": inner}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": section, "eos_token_id": outer}
+    with pytest.raises(CheckpointError, match=rf"json: {named} must be ids in .*found -1"):
+        load_spec(write(tmp_path, config))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "Gemma3", "Gemma4", "Gemma4Unified"])
+def test_an_end_of_sequence_that_nothing_names_is_none(tmp_path: Path, name: str) -> None:
+    """Whatever the config class has by default: transformers reads the file where it makes a GenerationConfig."""
+    config = GEMMA | {"architectures": [f"{name}ForCausalLM"], "num_attention_heads": 8}
+    assert load_spec(write(tmp_path, config)).eos_token_ids == ()
+    assert GenerationConfig.from_pretrained(tmp_path, "config.json", _from_model_config=True).eos_token_id is None
 
 
 def test_gemma_is_refused_where_it_is_none(tmp_path: Path) -> None:

@@ -50,15 +50,15 @@ def load_spec(model_path: Path) -> ModelSpec:
     path = model_path / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{model_path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    config = Fields(path, read_json_object(path))
-    architecture = _architecture(config)
+    whole = Fields(path, read_json_object(path))
+    architecture = _architecture(whole)
     family = FAMILIES[architecture]
-    if family.section:
-        config = _decoder_of(config, architecture, family.section)
+    config = _decoder_of(whole, architecture, family.section) if family.section else whole
+    for of in (whole, config):
+        if (section := of.section("quantization_config")) is not None:
+            need = "must be absent (quantised checkpoints are not supported: convert it to bfloat16)"
+            raise of.error("quantization_config", need, section.get("quant_method"))
     config = config.with_defaults(family.defaults)
-    if (section := config.section("quantization_config")) is not None:
-        need = "must be absent (quantised checkpoints are not supported: convert it to bfloat16)"
-        raise config.error("quantization_config", need, section.get("quant_method"))
     vocab_size = config.size("vocab_size")
     layers, around = family.layers(config), family.around(config)
     return ModelSpec(
@@ -70,7 +70,7 @@ def load_spec(model_path: Path) -> ModelSpec:
         max_position_embeddings=config.size("max_position_embeddings"),
         longest_context=longest_context(config, (layer.attention.rope for layer in layers)),
         tie_word_embeddings=config.flag("tie_word_embeddings"),
-        eos_token_ids=_eos_token_ids(model_path, config, vocab_size),
+        eos_token_ids=_eos_token_ids(_generation_config(model_path), whole, config, vocab_size=vocab_size),
         embedding_scale=around.embedding_scale,
         logit_softcap=around.logit_softcap,
         norm_offset=around.norm_offset,
@@ -93,24 +93,27 @@ def _architecture(config: Fields) -> str:
 
 
 def _decoder_of(config: Fields, architecture: str, name: str) -> Fields:
-    """Section `name` of a multimodal config, which has the decoder, with what transformers takes from around it: ends
-    of sequence and quantisation where they are given there, and always whether the embeddings are tied."""
+    """Section `name` of a multimodal config, which has the decoder, with what transformers takes from around it alone:
+    whether the embeddings are tied."""
     section = config.section(name)
     if section is None:
         raise config.error(name, f"must be an object: {architecture} has its decoder there", None)
-    outer = {of: value for of in ("eos_token_id", "quantization_config") if (value := config.get(of)) is not None}
     is_tied = config.with_defaults({"tie_word_embeddings": True}).flag("tie_word_embeddings")
-    return section.with_values(outer | {"tie_word_embeddings": is_tied})
+    return section.with_values({"tie_word_embeddings": is_tied})
 
 
-def _eos_token_ids(model_path: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json or, failing that, of config.json; there may be none."""
+def _generation_config(model_path: Path) -> Fields:
     path = model_path / "generation_config.json"
-    fields = Fields(path, read_json_object(path)) if path.is_file() else config
-    source = config if fields.get("eos_token_id") is None else fields
-    value: Any = source.get("eos_token_id")
-    if value is None:
+    return Fields(path, read_json_object(path) if path.is_file() else {})
+
+
+def _eos_token_ids(*sources: Fields, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence ids of the first source that names any; there may be none. What transformers' config classes have
+    by default is none either to a checkpoint that it loads."""
+    source = next((of for of in sources if of.get("eos_token_id") is not None), None)
+    if source is None:
         return ()
+    value: Any = source.get("eos_token_id")
     ids = cast("list[Any]", value if isinstance(value, list) else [value])
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:

@@ -14,7 +14,6 @@ from .spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingS
 
 # As transformers has them, of fields that a config.json need not name.
 GEMMA4_DEFAULTS: dict[str, Any] = {
-    "eos_token_id": 1,
     "global_head_dim": 512,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",

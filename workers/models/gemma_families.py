@@ -9,7 +9,6 @@ from .spec import AttentionSpec, LayerSpec, RopeSpec
 
 THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}  # of Gemma 3
 DEFAULTS = {
-    "eos_token_id": 1,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "num_attention_heads": 8,

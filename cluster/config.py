@@ -59,7 +59,7 @@ class PoolConfig(_Settings):
     min_replicas: Count | None = None  # with max_replicas: the autoscaler moves the pool between the two
     max_replicas: Count | None = None
     num_cpus: Annotated[float, Field(gt=0)] = 1.0
-    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    num_gpus: Annotated[float, Field(ge=0)] | None = None  # None: on cuda one for each rank
     resources: dict[str, float] = Field(default_factory=dict[str, float])  # Ray custom resources of each worker
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])  # Ray node labels that each worker needs
     cores: Annotated[int, Field(ge=0)] | None = None  # that each worker is bound to; None: its share of this machine
@@ -197,10 +197,10 @@ class ClusterConfig(_Settings):
     def _check_pools(self) -> Self:
         check_targets(self.pools.targets)
         for name, pool in self.pools.items():
-            if pool.tensor_parallel > 1 and self.device != "cpu":
+            if pool.tensor_parallel > 1 and self.is_on_gpus and self.gpus_of(pool) < pool.tensor_parallel:
                 raise ValueError(
-                    f"pools.{name}.tensor_parallel ({pool.tensor_parallel}) works on cpu alone for now, not on "
-                    f"{self.device}: use 1"
+                    f"pools.{name}.num_gpus ({self.gpus_of(pool):g}) is less than its tensor_parallel "
+                    f"({pool.tensor_parallel}), and each rank has a GPU of its own: leave num_gpus out"
                 )
             if pool.expert_parallel not in (1, pool.tensor_parallel):
                 raise ValueError(
@@ -213,6 +213,16 @@ class ClusterConfig(_Settings):
                     "tensor_parallel and look_ahead: leave one of them out"
                 )
         return self
+
+    @property
+    def is_on_gpus(self) -> bool:
+        return self.device.partition(":")[0] == "cuda"
+
+    def gpus_of(self, pool: PoolConfig) -> float:
+        """What Ray reserves for each of its workers."""
+        if pool.num_gpus is not None:
+            return pool.num_gpus
+        return float(pool.tensor_parallel) if self.is_on_gpus else 0.0
 
 
 def check_targets(targets: dict[str, int]) -> None:

@@ -84,12 +84,12 @@ def check_placeable(config: ClusterConfig) -> None:
     """Raises ConfigError for a pool whose workers the one machine of a local Ray could never take."""
     have: Mapping[str, float] = ray.cluster_resources()
     labels: dict[str, str] = ray.nodes()[0].get("Labels", {})
-    wanted = [(f"pools.{name}", pool.num_cpus, pool.num_gpus, pool) for name, pool in config.pools.items()]
-    for key, num_cpus, num_gpus, pool in wanted:
+    for pool_name, pool in config.pools.items():
+        key = f"pools.{pool_name}"
         if not pool.bounds[1]:
             continue
         what = "worker" if pool.data_parallel == 1 else f"gang of {pool.data_parallel} workers"
-        for name, each in {"CPU": num_cpus, "GPU": num_gpus, **pool.resources}.items():
+        for name, each in {"CPU": pool.num_cpus, "GPU": config.gpus_of(pool), **pool.resources}.items():
             amount = each * pool.data_parallel  # they are on one machine
             if amount > have.get(name, 0.0):
                 raise ConfigError(

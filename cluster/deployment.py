@@ -59,8 +59,10 @@ class Deployment:
     def worker_config(self, pool: str, host: str, worker_id: str) -> WorkerConfig:
         """`host`: the address on which a worker outside this machine listens."""
         config, settings = self.config, self.config.pools.get(pool)
-        # Of the node's memory: a gang is on one, and nobody knows who else is.
+        # Of the node's memory: a gang is on one, and nobody knows who else is. Whole GPUs are a worker's own.
         share = max(config.pools.num_workers, 1) if self.is_local else settings.data_parallel
+        if config.is_on_gpus and config.gpus_of(settings) >= 1:
+            share = 1
         return WorkerConfig(
             model=config.model,
             role=pool,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..workers.errors import ConfigError
 from ..workers.kv_layout import DTYPE_BYTES
-from ..workers.kv_plan import MAX_CONTEXTS, layout_of
+from ..workers.kv_plan import GPU_GRANULARITY, blocks_at_once, layout_of, most_blocks
 from ..workers.models.compiled_limits import why_torch
 from ..workers.models.expert_placement import IN_ORDER
 from ..workers.models.sharding import Share, share_of_first, share_of_worker
@@ -28,6 +28,7 @@ class Parallelism:
     block_size: int = 16
     expert_parallel: int = 1  # or tensor_parallel: ranks have whole experts, in order
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
+    on_gpus: bool = False  # each rank on one of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class MemoryPlan:
     other: RankPlan | None  # the one of the others whose weights take most
     token_bytes: int  # of KV, on one rank
     max_context_tokens: int
-    full_size_because: str | None  # of weights that were to be quantised
+    full_size_because: str | None  # who computes, of weights that were to be quantised
 
     @property
     def num_tokens(self) -> int:
@@ -81,8 +82,10 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
     check_shares(spec, how.quantize, how.tensor_parallel)
     layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel)
 
-    why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=shares[0].experts is not None)
+    why = _why_full_size(spec, how, whole_experts=shares[0].experts is not None)
     quantize = how.quantize if why is None else None
+    is_joined = how.on_gpus and how.tensor_parallel > 1
+    multiple = blocks_at_once(layout, GPU_GRANULARITY) if is_joined else 1
 
     def rank(share: Share) -> RankPlan:
         weights = _by_part(weight_bytes(spec, share, how.dtype, quantize))
@@ -90,13 +93,20 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
         wanted = int(max(free, 0) * memory.kv_fraction)
         if memory.kv_bytes is not None:
             wanted = memory.kv_bytes // how.tensor_parallel
-        most = MAX_CONTEXTS * layout.num_blocks_for(longest)
-        num_blocks = min(wanted // layout.rank_block_bytes, most)
+        num_blocks = most_blocks(layout, longest, wanted // layout.rank_block_bytes, multiple)
         return RankPlan(weights, free, num_blocks * layout.rank_block_bytes, num_blocks * how.block_size)
 
     first, *others = map(rank, shares)
     other = max(others, key=lambda of: of.weight_bytes) if others else None
     return MemoryPlan(first, other, layout.rank_block_bytes // how.block_size, longest, why if how.quantize else None)
+
+
+def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:
+    """Who computes with weights that are not held quantised; None: they are."""
+    if how.on_gpus:
+        return "GPUs compute"
+    why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=whole_experts)
+    return None if why is None else f"torch computes: {why}"
 
 
 def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
@@ -108,6 +118,8 @@ def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
         return [replace(first, rank=rank) for rank in range(how.tensor_parallel)]
     if how.tensor_parallel > 1:
         raise ConfigError(f"data_parallel={how.data_parallel} needs tensor_parallel=1, got {how.tensor_parallel}")
+    if how.on_gpus:
+        raise ConfigError(f"data_parallel={how.data_parallel} works on cpu alone for now: use 1")
     return [share_of_worker(spec, rank, how.data_parallel, IN_ORDER) for rank in range(how.data_parallel)]
 
 

@@ -277,8 +277,9 @@ class RayLauncher:
         self._finds_existing = finds_existing
 
     async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
-        settings = self._deployment.config.pools.get(pool)
-        bundle = bundle_of(settings.num_cpus, settings.num_gpus, settings.resources)
+        config = self._deployment.config
+        settings = config.pools.get(pool)
+        bundle = bundle_of(settings.num_cpus, config.gpus_of(settings), settings.resources)
         group = self._deployment.worker_name(gang_of(worker_id))
         place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.data_parallel)
         name = self._deployment.worker_name(worker_id)

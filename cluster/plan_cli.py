@@ -33,8 +33,9 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     max_context_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest sequence.  [default: the model's]")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda: a GPU for each rank.")] = "cpu",
     rank_memory: Annotated[
-        str | None, typer.Option(help="What each rank may use, as 80GiB.  [default: this machine's share]")
+        str | None, typer.Option(help="What each rank may use, as 80GiB.  [default: on cpu this machine's share]")
     ] = None,
     kv_memory: Annotated[
         str | None, typer.Option(help="KV cache of a worker, as 2GiB.  [default: by fraction]")
@@ -50,10 +51,15 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         raise ConfigError(f"--dtype must be {' or '.join(DTYPE_BYTES)}, got {dtype!r}")
     if quantize is not None and quantize not in QUANTIZE:
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and rank_memory is None:
+        raise ConfigError("--device cuda needs --rank-memory: what each GPU has free (nvidia-smi), as 79GiB")
     folder = Path(resolve_model(model))
     check_model(folder)
     spec = load_spec(folder)
-    how = Parallelism(dtype, quantize, tensor_parallel, block_size, expert_parallel, data_parallel)
+    sizes = tensor_parallel, block_size, expert_parallel, data_parallel
+    how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda")
     here = psutil.virtual_memory().available // (tensor_parallel * data_parallel)
     has = Memory(_bytes(rank_memory, "--rank-memory") or here, kv_memory_fraction, _bytes(kv_memory, "--kv-memory"))
     found = plan_memory(spec, how, has, max_context_tokens)
@@ -68,6 +74,8 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
 
 def _how(how: Parallelism) -> str:
     ranks = f"{how.tensor_parallel} ranks" if how.tensor_parallel > 1 else "one rank"
+    if how.on_gpus:
+        ranks += ", each on a GPU" if how.tensor_parallel > 1 else ", on a GPU"
     if how.data_parallel > 1:
         ranks = f"{how.data_parallel} workers of one rank, which share experts"
     return (
@@ -119,7 +127,10 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     if how.quantize:
         note = "where the compiled kernels are not built torch computes, and holds weights at full size"
         if plan.full_size_because is not None:
-            note = f"weights are held at full size, as torch computes: {plan.full_size_because}"
+            note = f"weights are held at full size, as {plan.full_size_because}"
+        console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
+    if how.on_gpus:
+        note = "CUDA, its libraries and graphs take some of a GPU too, before what is free is shared out"
         console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
     if spec.tie_word_embeddings:
         console.print(Text("  the head is tied to the embeddings", style="dim"))

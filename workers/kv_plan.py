@@ -6,6 +6,7 @@ from .errors import ConfigError
 from .kv_layout import BLOCK_MAJOR, ROWS, KVLayout
 from .models.spec import ModelSpec
 
+GPU_GRANULARITY = 2 << 20  # bytes, of CUDA's virtual memory on every GPU so far; a worker asks its own
 MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
 
 
@@ -41,12 +42,17 @@ def blocks_at_once(layout: KVLayout, granularity: int) -> int:
     return granularity // math.gcd(granularity, layout.rank_block_bytes)
 
 
+def most_blocks(layout: KVLayout, max_context_tokens: int, num_blocks: int, multiple: int = 1) -> int:
+    """A multiple of `multiple`: of `num_blocks` that there is memory for, as many as a pool has; some MAX_CONTEXTS."""
+    most = -(-layout.num_blocks_for(max_context_tokens) * MAX_CONTEXTS // multiple) * multiple
+    return min(num_blocks // multiple * multiple, most)
+
+
 def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int, multiple: int = 1) -> int:
-    """Blocks to make of `num_bytes` of all ranks together, a multiple of `multiple`: at least one full context (else
-    ConfigError), at most some MAX_CONTEXTS of them."""
+    """Blocks to make of `num_bytes` of all ranks together, see most_blocks. Raises ConfigError for less than a
+    context."""
     per_context = layout.num_blocks_for(max_context_tokens)
-    most = -(-per_context * MAX_CONTEXTS // multiple) * multiple
-    num_blocks = min(num_bytes // layout.block_bytes // multiple * multiple, most)
+    num_blocks = most_blocks(layout, max_context_tokens, num_bytes // layout.block_bytes, multiple)
     if num_blocks < per_context:
         needed = -(-per_context // multiple) * multiple
         at_once = f", {multiple} blocks at once," if multiple > 1 else ""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.cluster import control
 from diptych.cluster.config import ClusterConfig, parse_bytes
 from diptych.cluster.config_file import build, load, merge
 from diptych.workers.errors import ConfigError
@@ -147,3 +148,24 @@ def test_workers_that_share_experts_have_one_rank_on_cpu() -> None:
     for pool, more in (({"tensor_parallel": 2}, {}), ({"look_ahead": True}, {}), ({}, {"device": "cuda"})):
         with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works on cpu alone for now, without"):
             build({"model": "m", "pools": {"decode": pools["decode"] | pool}, **more})
+
+
+def test_each_rank_on_cuda_has_a_gpu() -> None:
+    def gpus(device: str, **pool: object) -> float:
+        config = build({"model": "m", "device": device, "pools": {"decode": pool}})
+        return config.gpus_of(config.pools.decode)
+
+    assert (gpus("cpu"), gpus("cuda"), gpus("cpu", tensor_parallel=4), gpus("cuda", tensor_parallel=4)) == (0, 1, 0, 4)
+    assert (gpus("cuda", num_gpus=0.5), gpus("cuda", tensor_parallel=2, num_gpus=3)) == (0.5, 3)
+    with pytest.raises(ConfigError, match=r"pools.decode.num_gpus \(1\) is less than its tensor_parallel \(2\)"):
+        gpus("cuda:0", tensor_parallel=2, num_gpus=1)
+
+
+def test_a_machine_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    monkeypatch.setattr(control.ray, "nodes", lambda: [{}])
+    config = {"model": "m", "device": "cuda", "pools": {"decode": {"tensor_parallel": 2}}}
+    control.check_placeable(build(config))
+    config["pools"] = {"decode": {"tensor_parallel": 4}}
+    with pytest.raises(ConfigError, match=r"pools.decode: each worker needs 4 GPU and this machine has 2"):
+        control.check_placeable(build(config))

@@ -39,6 +39,13 @@ def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -
     assert config.auth_token == "secret"
 
 
+def test_workers_with_gpus_of_their_own_share_none_of_their_memory() -> None:
+    pools = {"prefill": {"replicas": 1, "num_gpus": 0.5}, "decode": {"replicas": 2, "tensor_parallel": 2}}
+    found = Deployment(build({"model": "m", "device": "cuda", "pools": pools}), "secret", is_local=True)
+    assert found.worker_config("decode", "", "decode-1").kv_memory_fraction == 0.3
+    assert found.worker_config("prefill", "", "prefill-1").kv_memory_fraction == pytest.approx(0.1)
+
+
 def test_more_workers_than_cores_get_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment_module, "usable_cores", lambda: (0, 1))
     assert deployment(decode={"replicas": 5}).worker_config("decode", "", "decode-1").threads == 1

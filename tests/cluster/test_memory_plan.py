@@ -11,7 +11,7 @@ from diptych.cluster.cli import app
 from diptych.cluster.memory_plan import Memory, Parallelism, kv_formula, plan_memory
 from diptych.workers.errors import ConfigError, InsufficientMemory
 from diptych.workers.kv_layout import KVLayout
-from diptych.workers.kv_plan import plan_num_blocks
+from diptych.workers.kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models.families import load_spec
 from diptych.workers.models.sharding import Share
@@ -75,6 +75,22 @@ def test_what_fits_is_what_a_worker_makes(llama: Path) -> None:
     num_blocks = plan_num_blocks(layout, 64, free // 2)
     assert (found.num_tokens, found.first.kv_bytes) == (num_blocks * 16, num_blocks * layout.block_bytes)
     assert found.first.num_sequences(50, 16) == num_blocks * 16 // 64
+
+
+def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
+    """And weights at full size."""
+    spec, memory = load_spec(llama), Memory(100_000_000, 0.5)
+    how = Parallelism("float32", "int8", 2)
+    on_cpu, on_gpus = (plan_memory(spec, replace(how, on_gpus=on), memory, 48) for on in (False, True))
+    wanted = (memory.rank_bytes - on_gpus.first.weight_bytes) // 2
+    assert on_gpus.first.weights == plan_memory(spec, Parallelism("float32", None, 2), memory).first.weights
+    assert on_cpu.full_size_because is None and on_gpus.full_size_because == "GPUs compute"
+    layout = layout_of(spec, "float32", 16, tensor_parallel=2)
+    num_blocks = plan_num_blocks(layout, 48, 2 * wanted, blocks_at_once(layout, 2 << 20))
+    assert (on_gpus.first.kv_bytes, on_gpus.num_tokens) == (num_blocks * layout.rank_block_bytes, num_blocks * 16)
+    assert on_gpus.first.kv_bytes % (2 << 20) == 0 != on_cpu.first.kv_bytes % (2 << 20)
+    with pytest.raises(ConfigError, match="data_parallel=2 works on cpu alone"):
+        plan_memory(spec, Parallelism(data_parallel=2, on_gpus=True), memory)
 
 
 @pytest.mark.parametrize(("size", "quantize"), [(1, None), (2, None), (8, "int8")])
@@ -180,6 +196,9 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--rank-memory", "100MB", "--kv-memory", "200MB"], 2, "--kv-memory asks for"),
         (["--rank-memory", "1GiB", "--kv-memory", "100000"], 2, "less than one context"),
         (["--rank-memory", "much"], 2, "--rank-memory: 'much' is not a size"),
+        (["--device", "cuda", "--tensor-parallel", "2", "--rank-memory", "1GiB"], 0, "2 ranks, each on a GPU"),
+        (["--device", "cuda"], 2, "needs --rank-memory"),
+        (["--device", "gpu"], 2, "--device must be cpu or cuda"),
         (["--dtype", "int3"], 2, "--dtype must be"),
         (["--quantize", "int3"], 2, "--quantize must be"),
     ],

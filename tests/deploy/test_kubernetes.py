@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from diptych.cluster import config_file
-from diptych.cluster.config import ClusterConfig
+from diptych.cluster.config import ClusterConfig, PoolConfig
 
 from .kustomize import Manifest, build
 
@@ -104,12 +104,13 @@ def test_there_is_a_pod_for_every_worker_and_router(ray_cluster: Manifest, confi
         [container] = group["template"]["spec"]["containers"]
         limits = container["resources"]["limits"]
         assert float(limits["cpu"]) == settings.num_cpus
-        assert float(limits.get("nvidia.com/gpu", 0)) == getattr(settings, "num_gpus", 0)
+        num_gpus = config.gpus_of(settings) if isinstance(settings, PoolConfig) else 0
+        assert float(limits.get("nvidia.com/gpu", 0)) == num_gpus
 
 
 def test_gpus_are_asked_for_where_the_device_is_one(config: ClusterConfig) -> None:
     for _, pool in config.pools.items():
-        assert (pool.num_gpus > 0) == (config.device == "cuda" and pool.replicas > 0)
+        assert not pool.replicas or (config.gpus_of(pool) > 0) == (config.device == "cuda")
 
 
 def test_the_service_leads_to_the_routers(

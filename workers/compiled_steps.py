@@ -80,7 +80,7 @@ class CompiledSteps:
     def _compute(self, step: _Prepared, watch: LayerWatch | None) -> list[SampledToken]:
         """Raises RankLost."""
         if self._ranks is not None:
-            self._ranks.tell(Step.of(step.batch.entries, self._block_size, picks=step.picks))
+            self._ranks.tell(Step.of(step.batch.entries, self._block_size, picks=step.picks).to_words())
         before, self._yielded = self._yielded, []
         memory, fed_by, num_sampled = step.memory, step.batch.fed_by, len(step.sequences)
         if fed_by:

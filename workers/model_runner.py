@@ -27,11 +27,12 @@ from .cores import part_of
 from .cpu_kernels import Choice, choose, make_team
 from .doors import Doors, meet
 from .errors import ConfigError, RankLost
-from .gpu.cuda_device import gpu_named
+from .gpu.cuda_device import check_num_gpus, gpu_named
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
-from .gpu.gpu_steps import GRAPH_TOKENS, GpuSteps, check_known
+from .gpu.gpu_steps import GpuSteps, check_known
+from .gpu.rank_steps import GRAPH_TOKENS
 from .gpu.upload import put_on
 from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
@@ -106,6 +107,7 @@ class ModelRunner:
         """
         config.validate()
         gpu = gpu or gpu_named(config.device)
+        check_num_gpus(config.device, config.tensor_parallel)
         path, device = Path(config.model_path), gpu.torch_device if gpu is not None else torch.device(config.device)
         spec = load_spec(path)
         share = _share(config, spec)
@@ -123,16 +125,17 @@ class ModelRunner:
             if doors is not None:
                 stack.callback(doors.close)
             layout = _layout(config, checkpoint, choice, max_context_tokens)
-            ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss)
+            ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss, gpu)
             if ranks is not None:
                 stack.callback(ranks.close)
             own = spec_of(spec, share)
             with put_on(gpu, config.quantize) as put:
                 reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize, put)
-                to_cpu = partial(_read_weights, choice=choice, share=share, ranks=ranks, doors=doors)
-                steps_with = _read_to_gpu(config, reader, own, gpu) if gpu else to_cpu(config, reader, own)
-            group = ranks.join() if ranks is not None else Alone()
-            num_blocks = _num_blocks(config, layout, max_context_tokens, device)
+                to_cpu = partial(_read_weights, choice=choice, share=share, doors=doors)
+                read = partial(_read_to_gpu, share=share, gpu=gpu) if gpu is not None else to_cpu
+                steps_with = read(config, reader, own, ranks=ranks)
+            group = ranks.join(gpu) if ranks is not None else Alone()
+            num_blocks = _num_blocks(config, layout, max_context_tokens, _available_bytes(device, ranks))
             memory_fd = ranks.memory_fd if ranks is not None else None
             cache = KVCache(layout, num_blocks, device, shared=memory_fd, library=choice.library, gpu=gpu)
             if ranks is not None:
@@ -140,6 +143,8 @@ class ModelRunner:
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, device)
             steps = steps_with(cache, cos_sin, group)
+            if ranks is not None:
+                ranks.meet()
             stack.pop_all()
         lane, first_core = None, (config.cores or ())[:1]
         if doors is not None:
@@ -287,19 +292,23 @@ def _read_weights(
 
 
 def _read_to_gpu(
-    config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, gpu: Device
+    config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, share: Share, gpu: Device, ranks: RankProcesses | None
 ) -> Callable[[KVCache, Ropes, Group], GpuSteps]:
     """See _read_weights. What the sampler needs is taken before what is free is reserved for KV."""
     weights = load_weights(reader)
     with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
         sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
-    graph_tokens = GRAPH_TOKENS if config.cuda_graphs else None
 
     def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> GpuSteps:
-        decoder = Decoder(spec, weights, group)
-        return GpuSteps(gpu, decoder, cache, cos_sin, sampler, config.max_running, graph_tokens=graph_tokens)
+        decoder = Decoder(spec, weights, group, share.experts)
+        rows, graph_tokens = config.max_running, _graph_tokens(config)
+        return GpuSteps(gpu, decoder, cache, cos_sin, sampler, rows, graph_tokens=graph_tokens, ranks=ranks)
 
     return steps_with
+
+
+def _graph_tokens(config: ModelRunnerConfig) -> int | None:
+    return GRAPH_TOKENS if config.cuda_graphs else None
 
 
 def _share(config: ModelRunnerConfig, spec: ModelSpec) -> Share:
@@ -318,7 +327,12 @@ def _meet(config: ModelRunnerConfig, share: Share, checkpoint: Checkpoint) -> Do
 
 
 def _start_ranks(
-    config: ModelRunnerConfig, share: Share, choice: Choice, max_context_tokens: int, on_loss: OnLoss
+    config: ModelRunnerConfig,
+    share: Share,
+    choice: Choice,
+    max_context_tokens: int,
+    on_loss: OnLoss,
+    gpu: Device | None,
 ) -> RankProcesses | None:
     if config.tensor_parallel == 1:
         return None
@@ -334,9 +348,12 @@ def _start_ranks(
         cores=config.cores,
         quantize=config.quantize,
         experts=told_of(share),
+        device=gpu.name if gpu is not None else "cpu",
+        max_running=config.max_running,
+        graph_tokens=_graph_tokens(config),
         size=config.tensor_parallel,
     )
-    return RankProcesses(settings, on_loss, choose(config.cpu_isa).library)
+    return RankProcesses(settings, on_loss, choose(config.cpu_isa).library if gpu is None else None)
 
 
 def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: int) -> str:
@@ -345,8 +362,14 @@ def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: 
     return checkpoint.fingerprint() + (f"+{quantize}" if quantize else "") + ("+long" if is_long else "")
 
 
-def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens: int, device: torch.device) -> int:
-    available = available_bytes(device)
+def _available_bytes(device: torch.device, ranks: RankProcesses | None) -> int:
+    """For the KV of all ranks."""
+    own = available_bytes(device)
+    return own if ranks is None else ranks.available_bytes(own)
+
+
+def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens: int, available: int) -> int:
+    """available: bytes that are free for all ranks."""
     wanted = config.kv_memory_bytes or int(available * config.kv_memory_fraction)
     num_blocks = plan_num_blocks(layout, max_context_tokens, wanted)
     if num_blocks * layout.block_bytes > available:

@@ -55,10 +55,6 @@ class ModelRunnerConfig:
             raise ConfigError(f"quantize must be {' or '.join(QUANTIZE)}, got {self.quantize!r}")
         if self.tensor_parallel < 1:
             raise ConfigError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
-        if self.tensor_parallel > 1 and not self.device.startswith("cpu"):
-            raise ConfigError(
-                f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
-            )
         if self.seat is not None and (self.tensor_parallel > 1 or not self.device.startswith("cpu")):
             raise ConfigError("workers that share experts have one rank each, on cpu: set tensor_parallel to 1")
         if self.expert_parallel not in (1, self.tensor_parallel):

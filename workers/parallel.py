@@ -57,6 +57,10 @@ class Group(Protocol):
         rank has for this one. Returns those, by rank; of the shape and dtype that all ranks' rows have."""
         ...
 
+    def meet(self) -> None:
+        """Until all ranks have come."""
+        ...
+
     def close(self) -> None:
         """Nothing is asked of it any more: the others lose this rank in whatever they wait for. Idempotent."""
         ...
@@ -78,6 +82,9 @@ class Alone:
 
     def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
         return rows
+
+    def meet(self) -> None:
+        return
 
     def close(self) -> None:
         return
@@ -156,6 +163,9 @@ class GlooGroup:
         ends = [_bytes_of(received), _bytes_of(rows)]
         self._wait(lambda: self._gloo.alltoall_base(*ends, [*from_counts], [*to_counts], AllToAllOptions()))
         return received
+
+    def meet(self) -> None:
+        self.all_reduce(torch.ones(1))
 
     def close(self) -> None:
         self._gloo = None  # its connections end with it

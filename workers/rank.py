@@ -1,6 +1,6 @@
 """One rank of a worker, other than its first: `python -m diptych.workers.rank SETTINGS`, started by rank_processes.py.
 
-    read our share -> say READY -> join the others -> map the shared KV memory
+    read our share -> say READY -> join the others -> map the shared KV memory, or make our own GPU's
         -> for ever: hear a step, embed our part of its tokens, run the layers, give rank 0 our part of the logits
 
 It serves nobody: it ends when it is killed, when the worker's own process is gone, or when a rank does not do its part.
@@ -11,9 +11,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -21,7 +23,11 @@ from ..kernels.cpu.library import library
 from .cores import bind_this_thread, part_of
 from .cpu_kernels import choose, make_team
 from .errors import DiptychError, RankLost
-from .kv_cache import KVCache
+from .gpu.cuda_device import gpu_named
+from .gpu.device import Device
+from .gpu.rank_steps import RankSteps
+from .gpu.upload import put_on
+from .kv_cache import KVCache, available_bytes
 from .kv_plan import layout_of
 from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import Decoder
@@ -30,9 +36,9 @@ from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, spec_of
 from .models.spec import ModelSpec
-from .models.weights import DTYPES, Checkpoint
+from .models.weights import DTYPES, Checkpoint, load_weights
 from .parallel import GlooGroup, Group
-from .step import Step, StepLimits, hear
+from .step import Step, StepLimits, Words, hear
 
 READY = b"ready\n"  # on standard output, once the weights are read
 PR_SET_PDEATHSIG = 1
@@ -52,6 +58,9 @@ class RankSettings:
     cores: tuple[int, ...] | None = None  # of all ranks
     quantize: str | None = None
     experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, of each rank what it holds
+    device: str = "cpu"  # rank 0's
+    max_running: int = 1  # sequences in a batch, on GPUs
+    graph_tokens: int | None = None  # there, see RankSteps
     rank: int = 0
     memory_fd: int = -1
     sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
@@ -69,6 +78,11 @@ class RankSettings:
         return json.dumps(asdict(self))
 
 
+def device_meeting(meeting: Path) -> Path:
+    """Where the group of devices meets, beside that of processes."""
+    return meeting.with_name(f"{meeting.name}-devices")
+
+
 def told_of(share: Share) -> dict[str, list[list[int]]] | None:
     """RankSettings.experts."""
     if share.experts is None:
@@ -80,19 +94,23 @@ def follow(settings: RankSettings) -> None:
     """Does not return. Raises RankLost, or what reading a checkpoint raises."""
     torch.set_num_threads(settings.num_threads)
     bind_this_thread(part_of(settings.cores, settings.rank, settings.size))
-    cpu = torch.device("cpu")
+    gpu = gpu_named(settings.device, settings.rank)
+    device = gpu.torch_device if gpu is not None else torch.device("cpu")
     path, share = Path(settings.model_path), settings.share
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
-        compute_with = _read_share(settings, spec, checkpoint, share)
+        compute_with = _read_share(settings, spec, checkpoint, share, gpu)
     os.write(sys.stdout.fileno(), READY)
-    group = GlooGroup.join(settings.rank, settings.size, Path(settings.meeting))
+    meeting = Path(settings.meeting)
+    group = words = GlooGroup.join(settings.rank, settings.size, meeting)
     if settings.sums_fd is not None:
         compiled = library()
         assert compiled is not None  # rank 0 has it
-        group.share(compiled, settings.sums_fd)
-    [num_blocks] = hear(group).tolist()
-    limits = StepLimits(settings.block_size, num_blocks, settings.max_context_tokens, spec.vocab_size)
+        words.share(compiled, settings.sums_fd)
+    if gpu is not None:
+        group = gpu.group(settings.rank, settings.size, device_meeting(meeting))
+        words.gather(torch.tensor([available_bytes(device)]), [(1,)] * settings.size)
+    [num_blocks] = hear(words).tolist()
     layout = layout_of(
         spec,
         settings.dtype,
@@ -101,30 +119,79 @@ def follow(settings: RankSettings) -> None:
         tensor_parallel=settings.size,
         packing=settings.packing,
     )
-    cache = KVCache(layout, num_blocks, cpu, rank=settings.rank, shared=settings.memory_fd)
-    compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, cpu), group)
-    group.all_reduce(torch.ones(1))  # everyone is here: rank 0 may serve
+    cache = KVCache(layout, num_blocks, device, rank=settings.rank, shared=settings.memory_fd)
+    compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, device), group)
+    words.meet()  # everyone is here: rank 0 may serve
+    for told in _heard(words) if gpu is None else _heard_ahead(words):
+        compute(told)
+
+
+def _heard(words: Group) -> Iterator[Words]:
     while True:
-        compute(Step.from_words(hear(group), limits))
+        yield hear(words)
+
+
+def _heard_ahead(words: Group) -> Iterator[Words]:
+    """Heard on a thread of its own: rank 0 tells a step before the one ahead of it is computed, and does not wait."""
+    told: SimpleQueue[Words | DiptychError] = SimpleQueue()
+
+    def listen() -> None:
+        try:
+            for each in _heard(words):
+                told.put(each)
+        except DiptychError as e:
+            told.put(e)
+
+    threading.Thread(target=listen, name="diptych-told", daemon=True).start()
+    while True:
+        each = told.get()
+        if isinstance(each, DiptychError):
+            raise each
+        yield each
 
 
 def _read_share(
-    settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share
-) -> Callable[[KVCache, Ropes, Group], Callable[[Step], object]]:
-    """What computes the steps of this rank, once it has a cache, the rotary table and a group."""
+    settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share, gpu: Device | None
+) -> Callable[[KVCache, Ropes, Group], Callable[[Words], object]]:
+    """What computes the steps of this rank, as they are heard, once it has a cache, the rotary table and a group."""
     cpu, dtype, ours = torch.device("cpu"), DTYPES[settings.dtype], spec_of(spec, share)
+    if gpu is not None:
+        return _read_to_gpu(settings, ours, checkpoint, share, gpu)
+
+    def steps_of(cache: KVCache, compute: Callable[[Step], object]) -> Callable[[Words], object]:
+        limits = StepLimits(settings.block_size, cache.num_blocks, settings.max_context_tokens, spec.vocab_size)
+        return lambda words: compute(Step.from_words(words, limits))
+
     chosen = choose(settings.cpu_isa).library
     if chosen is not None:
         team = make_team(chosen, settings.num_threads, part_of(settings.cores, settings.rank, settings.size))
         packed = read_weights(team, checkpoint.reader(dtype, cpu, share=share, quantize=settings.quantize))
-        return lambda cache, cos_sin, group: CompiledDecoder(ours, packed, cache, cos_sin, team, group).follow
+        return lambda cache, cos_sin, group: steps_of(
+            cache, CompiledDecoder(ours, packed, cache, cos_sin, team, group).follow
+        )
     weights = checkpoint.load(dtype, cpu, share=share, quantize=settings.quantize)
 
-    def compute_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Step], object]:
+    def by_torch(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Words], object]:
         decoder = Decoder(ours, weights, group, share.experts)
-        return lambda step: decoder.compute(step, cache, cos_sin)
+        return steps_of(cache, lambda step: decoder.compute(step, cache, cos_sin))
 
-    return compute_with
+    return by_torch
+
+
+def _read_to_gpu(
+    settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share, gpu: Device
+) -> Callable[[KVCache, Ropes, Group], Callable[[Words], object]]:
+    """See _read_share. spec: of our share."""
+    with put_on(gpu, settings.quantize) as put:
+        weights = load_weights(checkpoint.reader(DTYPES[settings.dtype], gpu.torch_device, share=share, put=put))
+
+    def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Words], object]:
+        decoder = Decoder(spec, weights, group, share.experts)
+        return RankSteps(
+            gpu, decoder, cache, cos_sin, None, settings.max_running, graph_tokens=settings.graph_tokens
+        ).follow
+
+    return steps_with
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -1,6 +1,6 @@
 """Rank 0's side of the other ranks: their processes, and the memory and the meeting place that they share.
 
-    start -> join (each has read its weights) -> begin -> ... -> close
+    start -> join (each has read its weights) -> begin -> meet -> ... -> close
       └────────┴────────┴── one ends, or `fail` ──> all are killed ──> on_loss(why)
 
 A worker is whole or it is not: the first rank that ends takes the others with it, and then the worker ends itself, so
@@ -31,9 +31,11 @@ from ..kernels.cpu.library import Library
 from ..kernels.cpu.ranks import RankSums
 from .cores import openmp_settings, part_of
 from .errors import ConfigError, RankLost
-from .parallel import GlooGroup
-from .rank import READY, RankSettings
-from .step import Step, tell
+from .gpu.device import Device
+from .gpu.device_group import DeviceGroup
+from .parallel import GlooGroup, Group
+from .rank import READY, RankSettings, device_meeting
+from .step import Words, tell
 
 OnLoss = Callable[[RankLost], object]
 EXIT_S = 1.0  # between a rank's last sign of life and its exit status
@@ -52,7 +54,8 @@ class RankProcesses:
         self.memory_fd, self._sums_fd = os.memfd_create("diptych-kv"), os.memfd_create("diptych-sums")
         os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
         self._library = library
-        self._group: GlooGroup | None = None
+        self._words: GlooGroup | None = None  # by which they are told
+        self._device_group: DeviceGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
         self._meeting = Path(self._folder) / "meeting"
         sums_fd = self._sums_fd if library is not None else None
@@ -63,33 +66,52 @@ class RankProcesses:
         self._wake_read, self._wake_write = os.pipe()
         self._is_closing = False
         self._failure: RankLost | None = None
+        self._lost: RankLost | None = None
         self._error = RankLost("the worker is closing")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._thread = threading.Thread(target=self._run, name="diptych-ranks", daemon=True)
         self._thread.start()
 
-    def join(self) -> GlooGroup:
-        """Waits until every rank has read its weights. Raises RankLost if one ends instead."""
+    def join(self, gpu: Device | None = None) -> Group:
+        """Waits until every rank has read its weights. Returns the group that computes: of GPUs, where ours is `gpu`.
+        Raises RankLost if one ends instead."""
         self._ready.result()
-        group = GlooGroup.join(0, self._settings.size, self._meeting)
+        words = self._words = GlooGroup.join(0, self._settings.size, self._meeting)
         if self._library is not None:
-            group.share(self._library, self._sums_fd)
-        self._group = group
+            words.share(self._library, self._sums_fd)
+        if gpu is not None:
+            self._device_group = gpu.group(0, self._settings.size, device_meeting(self._meeting))
         if not self._thread.is_alive():  # a rank ended meanwhile, and whoever ended the others knew of no group
-            group.abandon()
-        return group
+            self._abandon()
+        return self._device_group or words
+
+    def available_bytes(self, own: int) -> int:
+        """For KV of all ranks: with a GPU each, as many times what the one with the least has free. own: of ours."""
+        if self._device_group is None:
+            return own
+        assert self._words is not None
+        said = self._words.gather(torch.tensor([own]), [(1,)] * self._settings.size)
+        return self._settings.size * int(torch.cat(said).min())
 
     def begin(self, num_blocks: int) -> None:
-        """Have all map the KV memory, which now has its size. Then they wait for steps."""
-        assert self._group is not None
-        tell(self._group, np.array([num_blocks], dtype=np.int32))
-        self._group.all_reduce(torch.ones(1))
+        """Have all make, or map, the KV memory."""
+        self.tell(np.array([num_blocks], dtype=np.int32))
+
+    def meet(self) -> None:
+        """All are ready for steps."""
+        assert self._words is not None
+        self._words.meet()
         self._end_meeting()
 
-    def tell(self, step: Step) -> None:
+    def tell(self, words: Words) -> None:
         """What they are to compute with us next."""
-        assert self._group is not None
-        tell(self._group, step.to_words())
+        assert self._words is not None
+        tell(self._words, words)
+
+    def check(self) -> None:
+        """Raises RankLost where a rank was lost, whatever a device has made of that."""
+        if self._lost is not None:
+            raise self._lost
 
     def fail(self, error: RankLost) -> RankLost:
         """A rank does not do its part, as others see it: end them all. Returns what is to be said of it."""
@@ -114,7 +136,8 @@ class RankProcesses:
         try:
             for rank in range(1, self._settings.size):
                 self._processes.append(self._start(rank))
-            self._error = self._watch() or self._error
+            self._lost = self._watch()
+            self._error = self._lost or self._error
         except OSError as e:
             self._error = RankLost(f"a rank could not be started ({e.strerror}): free memory, or allow more processes")
         finally:
@@ -172,13 +195,17 @@ class RankProcesses:
     def _end(self) -> None:
         for process in self._processes:
             process.kill()
-        if self._group is not None:
-            self._group.abandon()
+        self._abandon()
         for process in self._processes:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
         self._end_meeting()
+
+    def _abandon(self) -> None:
+        for group in (self._words, self._device_group):
+            if group is not None:
+                group.abandon()
 
     def _end_meeting(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -57,7 +57,7 @@ class TorchSteps:
         order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
         step = Step.of([batch.entries[i] for i in order], self._cache.layout.block_size)
         if self._ranks is not None:
-            self._ranks.tell(step)
+            self._ranks.tell(step.to_words())
         logits = self._decoder.compute(step, self._cache, self._cos_sin, self._stored(watch))
         sequences = [batch.entries[i].sequence for i in order if batch.entries[i].samples]
         if logits is None:

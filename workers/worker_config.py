@@ -12,7 +12,7 @@ from .scheduler import TPOT_S, Role, SchedulerConfig
 
 MAX_RANKS = 64
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
-DEVICE_BATCH_TOKENS = {"cpu": 768, "cuda": 8192}
+DEVICE_BATCH_TOKENS = {"cpu": 768, "fake": 768, "cuda": 8192}
 MAX_CORES = 1 << 16
 
 
@@ -90,10 +90,6 @@ class WorkerConfig:
     def _check_ranks(self) -> None:
         if not 1 <= self.tensor_parallel <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel must be in [1, {MAX_RANKS}], got {self.tensor_parallel}")
-        if self.tensor_parallel > 1 and self.device != "cpu":
-            raise ConfigError(
-                f"tensor_parallel={self.tensor_parallel} works on cpu alone for now, not on {self.device}: use 1"
-            )
         if self.expert_parallel not in (1, self.tensor_parallel):
             raise ConfigError(
                 f"expert_parallel must be 1 or tensor_parallel={self.tensor_parallel}, got {self.expert_parallel}"

@@ -1,13 +1,16 @@
 """A Device by torch.cuda: lanes are streams, graphs are CUDA graphs that share one pool of memory."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .device import Event, Lane, Work
+from .device import Device, Event, Lane, Work
 from .device_errors import needing_memory
+from .device_group import NcclGroup
+from .fake_device import FAKE, FakeDevice
 from .precision import settle_products
 
 
@@ -52,6 +55,10 @@ class CudaDevice:
         self._probe_stream = torch.cuda.Stream(self._device)
 
     @property
+    def name(self) -> str:
+        return str(self._device)
+
+    @property
     def torch_device(self) -> torch.device:
         return self._device
 
@@ -72,6 +79,9 @@ class CudaDevice:
         lane.run(lambda: self._record(graph, work))
         return graph.replay
 
+    def group(self, rank: int, size: int, meeting: Path) -> NcclGroup:
+        return NcclGroup.join(rank, size, meeting, self._device)
+
     def check(self) -> None:
         # Anew each time: of what the device has done before it was lost, it would say no more than that it was done.
         if self._probe.query():
@@ -89,20 +99,37 @@ class CudaDevice:
             graph.capture_end()
 
 
-def gpu_named(name: str) -> CudaDevice | None:
-    """By torch's name of it; None: it is the CPU. Raises ConfigError."""
+def gpu_named(name: str, rank: int = 0) -> Device | None:
+    """Of a rank, where rank 0 has the one of torch's name `name`, and each the next one; None: it is the CPU.
+    Raises ConfigError."""
+    if name == FAKE:
+        return FakeDevice(is_late=rank == 0)  # nobody waits for what others compute
     try:
         device = torch.device(name)
     except RuntimeError as e:
         raise ConfigError(f"device {name!r} is not one that torch knows: use cpu or cuda") from e
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported: use cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cpu":
+        return None
+    if not torch.cuda.is_available():
         raise ConfigError(
             f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
         )
-    if device.type == "cpu":
-        return None
+    if rank:
+        device = torch.device("cuda", (device.index or 0) + rank)
     settle_products()
     with needing_memory("a context of CUDA", "end what else uses it"):
         return CudaDevice(device)
+
+
+def check_num_gpus(name: str, num_ranks: int) -> None:
+    """Raise ConfigError where ranks would have no GPU, see gpu_named."""
+    if not name.startswith("cuda"):
+        return
+    first, num = torch.device(name).index or 0, torch.cuda.device_count()
+    if first + num_ranks > num:
+        raise ConfigError(
+            f"tensor_parallel={num_ranks} needs a GPU for each rank from {name} on, and torch sees {num}: lower it, or "
+            "let more be seen (CUDA_VISIBLE_DEVICES; num_gpus of the pool)"
+        )

@@ -8,10 +8,13 @@ What is run on a lane is computed in inference mode. Its Python may run late: ha
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .device_group import DeviceGroup
 
 Work = Callable[[], object]  # only enqueues what a device does: it neither waits for it nor reads its results
 
@@ -41,6 +44,11 @@ class Lane(Protocol):
 
 class Device(Protocol):
     @property
+    def name(self) -> str:
+        """By which cuda_device.py's `gpu_named` finds it, and those of other ranks."""
+        ...
+
+    @property
     def torch_device(self) -> torch.device: ...
 
     def lane(self, name: str, *, high_priority: bool = False) -> Lane: ...
@@ -55,6 +63,11 @@ class Device(Protocol):
 
         `work` is done twice or so while it is captured; nothing may be under way then.
         """
+        ...
+
+    def group(self, rank: int, size: int, meeting: Path) -> DeviceGroup:
+        """With the devices of a worker's other ranks, once all are here. meeting: see GlooGroup.join. Raises
+        RankLost."""
         ...
 
     def check(self) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.lang import launched
+from ..parallel import GlooGroup
 from .device import Event, Lane, Work
+from .device_group import FakeGroup
+
+FAKE = "fake"
 
 
 class CaptureError(RuntimeError):
@@ -88,6 +93,8 @@ class FakeLane:
 
 
 class FakeDevice:
+    name = FAKE
+
     def __init__(self, *, is_late: bool = True) -> None:
         self.is_late = is_late
         self.is_lost = False
@@ -122,6 +129,9 @@ class FakeDevice:
                 step.repeat()
 
         return replay
+
+    def group(self, rank: int, size: int, meeting: Path) -> FakeGroup:
+        return FakeGroup(GlooGroup.join(rank, size, meeting))
 
     def check(self) -> None:
         if self.is_lost:
@@ -183,6 +193,7 @@ _READS_OR_COPIES = {
     torch.Tensor.__index__,
     torch.Tensor.pin_memory,
     torch.tensor,
+    torch.Tensor.new_tensor,
     torch.as_tensor,
     torch.asarray,
     torch.from_numpy,

@@ -1,49 +1,43 @@
-"""Batches computed on a device that nobody waits for: launched, and later asked for their tokens.
+"""Batches computed on GPUs that nobody waits for: planned and launched, and later asked for their tokens.
 
     launch (host)   one room is written: tokens, contexts, what changed in block tables, how to sample
-    main lane       upload ── decode graph ──────────────────────────────┬── sample ── read back ──> tokens
-    prompt lane             └─ prompts, layer by layer, if there are any ─┘
+    each rank       computes what was planned (rank_steps.py), on its own GPU
 
     a step of decodes        one graph from tokens to logits, one that samples, each of the smallest bucket that fits
     a small one with prompts all of it on the prompt lane, the pieces between attention as graphs (prompt_part.py)
     a large one              its decodes as a graph, its prompts beside them
     without graphs           all on the prompt lane, launched kernel by kernel
 
-Whatever is sampled is sampled at once, on the main lane, and stays on the device as what the next step continues with
-(Batch.fed_by). The main lane has all steps in order; the prompt lane begins after what is on it, and is waited for.
+Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the devices as what the next step continues
+with (Batch.fed_by).
 """
 
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ...kernels.block_copy import copy_blocks
-from ..errors import ConfigError, InternalError
+from ..errors import ConfigError, InternalError, RankLost
 from ..kv_cache import KVCache
 from ..models import mla
 from ..models.decoder import Decoder
 from ..models.rope import Ropes
 from ..models.spec import KVShape, LatentSpec, LayerSpec, ModelSpec
+from ..rank_processes import RankProcesses
 from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
-from .decode_graphs import DecodeGraphs
 from .device import Device, Event
-from .device_errors import is_full, lost, needing_memory, of_step
+from .device_errors import is_full, lost, of_step
 from .device_sampler import DeviceSampler
-from .device_tables import DeviceTables
+from .device_tables import ChangedTables
 from .expert_tokens import ExpertTokens
-from .flow import Pieces
-from .prompt_part import TABLE_BLOCKS, Numbers, PromptPart, PromptRun
-from .step_buffers import KNOWN, NUM_ROOMS, Room, StepBuffers
-
-GRAPH_TOKENS = 512  # of a step with prompts whose pieces are graphs: beyond, a layer takes longer than its launches
+from .prompt_part import PromptRun
+from .rank_steps import GRAPH_TOKENS, RankSteps
+from .step_buffers import NUM_ROOMS, Room
+from .step_plan import KNOWN, Ints, Numbers, StepPlan, copy_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +66,20 @@ class GpuSteps:
         max_sequences: int,
         *,
         graph_tokens: int | None = GRAPH_TOKENS,
+        ranks: RankProcesses | None = None,
     ) -> None:
-        """ropes: on the device. max_sequences: of a batch. graph_tokens: None: no graphs.
-
-        Raises ConfigError where the device has too little memory.
-        """
-        layout, cos_sin = cache.layout, torch.cat(ropes, dim=1)
-        self._device, self._cache, self._sampler = device, cache, sampler
-        self._main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
-        pieces = Pieces(decoder, cache)
-        remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
-        with needing_memory("the buffers and graphs of steps", remedy):
-            max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
-            self._buffers = StepBuffers(device, max_sequences, max_blocks, decoder.spec.vocab_size)
-            self._tables = DeviceTables(device, layout.block_size, max_blocks, max_sequences)
-            self._prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self._tables.tensor, self._buffers.tokens)
-            self._graphs = DecodeGraphs(pieces, cos_sin, self._buffers, sampler)
-            device.synchronize()  # what was allocated on no lane of ours is there
-            self._main.run(sampler.warm_up)
-            self._prompts.warm_up()
-            if graph_tokens is not None:
-                self._graphs.capture(device, self._main)
-                self._prompts.capture(graph_tokens)
-            device.synchronize()
+        """As RankSteps. ranks: the others, which do that together with us."""
+        self._own = RankSteps(device, decoder, cache, ropes, sampler, max_sequences, graph_tokens=graph_tokens)
+        self._device, self._sampler, self._ranks = device, sampler, ranks
+        self._block_size = cache.layout.block_size
+        self._tables = ChangedTables(self._block_size, self._own.tables.tensor.shape[1], max_sequences)
         counts = decoder.expert_tokens
-        self._expert_tokens = ExpertTokens(device, self._main, counts) if counts is not None else None
+        self._expert_tokens = ExpertTokens(device, self._own.main, counts) if counts is not None else None
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
-        self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
-        """See Runner.launch. Raises OutOfDeviceMemory or DeviceLost."""
+        """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
         with self._recovering():
             return self._launch(batch, watch)
 
@@ -111,9 +88,9 @@ class GpuSteps:
         if not pairs:
             return
         with self._recovering():
-            ids = self._device.pinned((2, len(pairs)), torch.int64)
-            ids.numpy()[:] = np.array(pairs).T
-            self._main.run(partial(_copy, self._cache.by_block, ids))
+            if self._ranks is not None:
+                self._ranks.tell(copy_words(pairs))
+            self._own.copy_blocks(np.array(pairs, dtype=np.int32).T)
 
     def expert_tokens(self) -> NDArray[np.int64] | None:
         """See Runner.expert_tokens: as of some steps ago."""
@@ -130,35 +107,32 @@ class GpuSteps:
                 raise
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # a lost device was told of already
+        with suppress(RuntimeError, RankLost):  # a lost device, or rank, was told of already
             self._device.synchronize()
 
     def _launch(self, batch: Batch, watch: LayerWatch | None) -> "LaunchedStep":
         index = self._num_launched % NUM_ROOMS
-        room = self._buffers.rooms[index]
+        room = self._own.buffers.rooms[index]
         room.wait()
-        if len(batch.entries) > self._buffers.max_rows:
+        if len(batch.entries) > self._own.buffers.max_rows:
             raise InternalError(f"a step of {len(batch.entries)} sequences: there are buffers for max_running")
         self._num_launched += 1
         rows = self._rows(batch)
         sequences = [batch.entries[i].sequence for i in rows.sampled]
-        positions = [rows.context_lens[i] for i in rows.sampled]
-        self._sampler.write(index, sequences, positions)
-        if self._tables.send(self._main):
-            self._gathered = None
-        num_decodes, run = self._num_in_graph(batch, rows, watch), None
-        bucket = self._graphs.bucket(num_decodes) if num_decodes else None
-        if num_decodes < len(rows.entries):
-            self._prompts.lane.after(self._main.record())
-            ends = watch.ends if watch is not None else ()
-            run = self._prompts.run(self._numbers(rows, num_decodes), ends, is_alone=bucket is None)
-        if bucket is not None:
-            self._main.run(self._decode(room, rows, num_decodes, bucket))
-        if run is not None:
-            self._main.after(self._prompts.lane.record())
-        is_plain = self._sampler.is_capturable(sequences)
-        self._main.run(partial(self._finish, index, len(sequences), num_decodes, run, is_plain))
-        room.used = self._main.record()
+        self._sampler.write(index, sequences, [rows.context_lens[i] for i in rows.sampled])
+        num_decodes = self._num_in_graph(batch, rows, watch)
+        has_prompts = num_decodes < len(rows.entries)
+        plan = StepPlan(
+            self._tables.take(),
+            _decodes(rows, num_decodes),
+            self._numbers(rows, num_decodes) if has_prompts else None,
+            tuple(watch.ends) if watch is not None and has_prompts else (),
+            len(sequences),
+            self._sampler.is_capturable(sequences),
+        )
+        if self._ranks is not None:
+            self._ranks.tell(plan.to_words())
+        run = self._own.run(plan, index)
         return LaunchedStep(self._recovering, self._sampler, room, index, len(sequences), run, watch)
 
     def _rows(self, batch: Batch) -> _Rows:
@@ -179,49 +153,16 @@ class GpuSteps:
         """How many entries, the first ones, a decode graph computes."""
         if rows.all_decode:
             num = len(rows.entries)
-        elif watch is None and batch.num_tokens > self._prompts.largest_bucket:
+        elif watch is None and batch.num_tokens > self._own.prompts.largest_bucket:
             num = batch.num_decodes
         else:  # who watches is told of all tokens' layers
             num = 0
-        return num if num and self._graphs.bucket(num) is not None else 0
-
-    def _decode(self, room: Room, rows: _Rows, num: int, bucket: int) -> partial[None]:
-        """Writes the room for the first entries; what computes them."""
-        entries, table_rows = rows.entries[:num], rows.table_rows[:num]
-        tokens = [
-            0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
-            for e, feed in zip(entries, rows.feeds, strict=False)
-        ]
-        room.write(tokens, rows.feeds[:num], rows.context_lens[:num], table_rows, bucket)
-        is_gathered = self._gathered == (table_rows, bucket)
-        self._gathered = table_rows, bucket
-        return partial(self._compute_decodes, room, bucket, is_gathered)
-
-    def _compute_decodes(self, room: Room, bucket: int, is_gathered: bool) -> None:
-        """Device work."""
-        self._buffers.upload(room)
-        if not is_gathered:
-            self._buffers.gather_tables(self._tables.tensor, bucket)
-        self._graphs.forward(bucket)
-
-    def _finish(self, index: int, num_sampled: int, first: int, run: PromptRun | None, is_plain: bool) -> None:
-        """Device work: tokens of all that is sampled. first: row of the logits where those of `run` go."""
-        buffers = self._buffers
-        if not num_sampled:
-            return
-        if run is not None and run.logits is not None:
-            buffers.logits[first : first + run.num_sampled].copy_(run.logits)
-        if is_plain:
-            self._graphs.choose(num_sampled, index)
-        else:
-            self._sampler.upload(index)
-            self._sampler.change_and_choose(index, buffers.logits[:num_sampled], buffers.tokens[:num_sampled])
-        buffers.read_back(buffers.rooms[index])
+        return num if num and self._own.graphs.bucket(num) is not None else 0
 
     def _numbers(self, rows: _Rows, first: int) -> Numbers:
         """Of the entries from `first` on."""
         of = sorted(range(first, len(rows.entries)), key=lambda i: rows.entries[i].num_new > 1)
-        entries, block_size = [rows.entries[i] for i in of], self._cache.layout.block_size
+        entries, block_size = [rows.entries[i] for i in of], self._block_size
         context_lens = np.array([rows.context_lens[i] for i in of], dtype=np.int32)
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         ends = np.cumsum(num_new)
@@ -249,17 +190,32 @@ class GpuSteps:
 
     @contextmanager
     def _recovering(self) -> Generator[None]:
-        """Where it fails in the middle, nothing of it is under way any more, and nothing is relied on."""
+        """What goes wrong within leaves nothing under way that has to be known of. Raises it by its name."""
         try:
             yield
+            if self._ranks is not None:
+                self._ranks.check()
         except Exception as e:
+            if self._ranks is not None:  # they are in the middle of a step, of which nobody knows how far it came
+                failed = self._ranks.fail(e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({e})"))
+                self.close()
+                raise failed from e
             self._tables.forget_all()
             self._sampler.forget()
-            self._gathered = None
+            self._own.forget()
             self.close()
             if (named := of_step(e)) is not None:
                 raise named from e
             raise
+
+
+def _decodes(rows: _Rows, num: int) -> Ints:
+    """Of the first `num` entries, see StepPlan."""
+    tokens = [
+        0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
+        for e, feed in zip(rows.entries[:num], rows.feeds, strict=False)
+    ]
+    return np.array((tokens, rows.feeds[:num], rows.context_lens[:num], rows.table_rows[:num]), dtype=np.int32)
 
 
 def check_known(spec: ModelSpec) -> None:
@@ -315,9 +271,3 @@ class LaunchedStep:
             self._room.wait()
         except RuntimeError:
             return  # nobody wants to know
-
-
-def _copy(pools: SequenceOf[Tensor], ids: Tensor) -> None:
-    of, to = ids.to(pools[0].device, non_blocking=True)
-    for pool in pools:
-        copy_blocks(pool, pool, of, to)

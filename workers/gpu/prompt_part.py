@@ -12,37 +12,17 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.paged_batch import PagedBatch
 from .buckets import bucket_for, token_buckets
 from .device import Device, Event, Lane
 from .flow import Flow, Pieces
-from .step_buffers import KNOWN
+from .step_plan import KNOWN, Ints, Numbers
 
-Ints = NDArray[np.int32]
 TABLE_BLOCKS = 16  # tables are a multiple of so many wide, for kernels are compiled apart for strides that are not
 _WARM_UP = (16, 33, 512)  # tokens: and for numbers of tokens and of tiles
 _LONG = 4096  # a context that few new tokens may attend to in another way
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
-    """Of S sequences, those with one new token first, with T tokens in all."""
-
-    token_ids: Ints  # [T]
-    feeds: Ints | None  # [T], see DecodeRows; None: the host knows all tokens
-    positions: Ints  # [T]
-    slots: Ints  # [T]
-    context_lens: Ints  # [S]
-    num_new: Ints  # [S]
-    table_rows: Ints  # [S], of the device's tables
-    sampled: Ints  # [n]: the tokens after which one is sampled, in the order of the logits
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +30,7 @@ class PromptRun:
     """A part under way. Keep it until the step has been waited for: other lanes use its memory."""
 
     num_sampled: int
-    logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there
+    logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there; on other ranks than 0: None
     reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # layers stored, and when
 
 
@@ -101,6 +81,7 @@ class PromptPart:
         work = _Work(self, numbers, run, _write(self._device, numbers, bucket))
         for end in ends:
             self.lane.run(partial(work.layers, first, end))
+            self.lane.run(self.pieces.decoder.group.meet)
             run.reached.append((end, self.lane.record()))
             first = end
         self.lane.run(partial(work.layers, first, self.pieces.num_layers))
@@ -182,7 +163,7 @@ class _Work:
         self._part.compute(begun.flow, self._written.bucket, pieces.num_layers)
         if self._run.num_sampled:
             rows = begun.flow.hidden.index_select(0, begun.sampled)
-            self._run.logits = pieces.decoder.own_logits(rows)
+            self._run.logits = pieces.decoder.whole_logits(rows)
 
 
 def _write(device: Device, numbers: Numbers, bucket: int | None) -> _Written:

@@ -6,7 +6,6 @@ A step's room is written while the step before it is computed, and again once it
 are there once: on the main lane, steps are in order.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +14,15 @@ from torch import Tensor
 
 from ...kernels.step_inputs import DecodeRows
 from .device import Device, Event
+from .step_plan import CONTEXT, FEED, KNOWN, TABLE, TOKEN, Ints
 
 NUM_ROOMS = 2
-_TOKEN, _FEED, _CONTEXT, _TABLE = range(4)  # rows of `words`
-KNOWN = -1  # as a feed: the host knows the token
+_IDLE = {TOKEN: 0, FEED: KNOWN, CONTEXT: 0, TABLE: 0}  # a row that decodes nothing
 
 
 @dataclass(slots=True, eq=False)
 class Room:
-    words: Tensor  # [4, max_rows] int32, pinned
+    words: Tensor  # [4, max_rows] int32, pinned: see StepPlan.decodes
     tokens: Tensor  # [max_rows] int64, pinned: what the step yielded
     used: Event | None = None  # until then
 
@@ -32,24 +31,16 @@ class Room:
             self.used.wait()
             self.used = None
 
-    def write(
-        self,
-        token_ids: Sequence[int],
-        feeds: Sequence[int],
-        context_lens: Sequence[int],
-        table_rows: Sequence[int],
-        bucket: int,
-    ) -> None:
-        """Rows that decode, and idle ones up to `bucket`."""
-        words, num_rows = self.words.numpy(), len(token_ids)
-        words[_TOKEN, :num_rows], words[_FEED, :num_rows] = token_ids, feeds
-        words[_CONTEXT, :num_rows], words[_TABLE, :num_rows] = context_lens, table_rows
-        words[:, num_rows:bucket] = np.array([[0], [KNOWN], [0], [0]], dtype=np.int32)
+    def write(self, decodes: Ints, bucket: int) -> None:
+        """decodes: see StepPlan; and idle rows up to `bucket`."""
+        words, num_rows = self.words.numpy(), decodes.shape[1]
+        words[:, :num_rows] = decodes
+        words[:, num_rows:bucket] = np.array(list(_IDLE.values()), dtype=np.int32)[:, None]
 
 
 class StepBuffers:
     def __init__(self, device: Device, max_rows: int, max_blocks: int, vocab_size: int) -> None:
-        """max_blocks: of a sequence. Raises torch.OutOfMemoryError."""
+        """max_blocks: of a sequence. vocab_size: 0 on a rank that does not sample. Raises torch.OutOfMemoryError."""
         on, padded = device.torch_device, -(-max_rows // 4) * 4  # kernels like addresses that are multiples of 16
         self.max_rows = max_rows
         self.rooms = [
@@ -57,7 +48,7 @@ class StepBuffers:
             for _ in range(NUM_ROOMS)
         ]
         self._words = torch.zeros(4, padded, dtype=torch.int32, device=on)
-        self._words[_FEED] = KNOWN
+        self._words[FEED] = KNOWN
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=on)
         self.query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=on)  # of rows that decode
         self.logits = torch.zeros(max_rows, vocab_size, dtype=torch.float32, device=on)
@@ -69,7 +60,7 @@ class StepBuffers:
 
     def gather_tables(self, tables: Tensor, bucket: int) -> None:
         """Device work. tables: [rows, max_blocks] int32, of which the room names some."""
-        torch.index_select(tables, 0, self._words[_TABLE, :bucket], out=self.block_tables[:bucket])
+        torch.index_select(tables, 0, self._words[TABLE, :bucket], out=self.block_tables[:bucket])
 
     def read_back(self, room: Room) -> None:
         """Device work."""
@@ -77,4 +68,4 @@ class StepBuffers:
 
     def rows(self, bucket: int) -> DecodeRows:
         words = self._words[:, :bucket]
-        return DecodeRows(words[_TOKEN], words[_FEED], words[_CONTEXT], self.block_tables[:bucket], self.tokens)
+        return DecodeRows(words[TOKEN], words[FEED], words[CONTEXT], self.block_tables[:bucket], self.tokens)

@@ -95,7 +95,7 @@ class Decoder:
         self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None
     ) -> Tensor | None:
         """A step whose sequences with one new token come first; stores its KV in `cache`. Returns the logits of its
-        sampled rows, None where there are none.
+        sampled rows at rank 0, None where there are none and elsewhere.
 
         `stored` is told how many of the cache's layers were asked to store theirs, after each. Layers after the last of
         these compute the sampled rows alone: nobody reads what they would make of the others.
@@ -148,7 +148,9 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [T] int64. Returns [T, H]."""
         scale, found = self.spec.embedding_scale, self._looked_up(token_ids, self.weights.embed, self.spec.vocab_size)
-        return found if scale == 1.0 else found * found.new_tensor(scale)  # the scale is rounded, as transformers does
+        return (
+            found if scale == 1.0 else found * found.new_full((), scale)
+        )  # the scale is rounded, as transformers does
 
     def token_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
         """token_ids: [T] int64; embedded: [T, H], what `embed` returns. What layers are given of them, [T, layers, P];
@@ -160,13 +162,18 @@ class Decoder:
         looked_up = self._looked_up(token_ids, weights.token_embed, spec.vocab_size)
         return token_inputs(self.spec, weights, looked_up, embedded)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, H]. Returns [R, vocab] float32; what is returned on other ranks is nobody's."""
-        own, group = self.own_logits(hidden).float(), self.group
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden: [R, H]. Returns [R, vocab] float32 at rank 0, None on other ranks."""
+        whole = self.whole_logits(hidden)
+        return None if whole is None else whole.float()
+
+    def whole_logits(self, hidden: Tensor) -> Tensor | None:
+        """The same, of hidden's dtype."""
+        own, group = self.own_logits(hidden), self.group
         if group.size == 1:
             return own
         parts = group.gather(own, [(len(own), n) for n in vocabulary_sizes(self.spec.vocab_size, group.size)])
-        return torch.cat(parts, dim=1) if parts else own
+        return torch.cat(parts, dim=1) if parts else None
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, H]. Returns those of this rank's part of the vocabulary, [R, n], of hidden's dtype."""

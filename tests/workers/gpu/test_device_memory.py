@@ -138,7 +138,7 @@ def test_a_prompt_that_does_not_fit_ends_and_all_else_goes_on(llama: Path, devic
     runner = load(llama, device())
     engine = Engine(runner, SchedulerConfig())
     outputs: list[StepOutput] = []
-    with limited(steps_of(runner)._prompts, most=50) as refused:
+    with limited(steps_of(runner)._own.prompts, most=50) as refused:
         for i, prompt in enumerate(prompts):
             engine.submit(f"0/{i}", Request(str(i), tuple(prompt), samplings[i], 600.0), [])
             outputs += [engine.step() for _ in range(3)]

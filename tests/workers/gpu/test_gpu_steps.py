@@ -68,7 +68,7 @@ def test_steps_with_prompts_beside_decodes(
     """As pieces, and (where steps of so many tokens have no pieces) on a lane of their own beside a decode graph."""
     steps = steps_of(runner)
     for largest in (GRAPH_TOKENS, 8):
-        monkeypatch.setattr(steps._prompts, "_buckets", token_buckets(largest))
+        monkeypatch.setattr(steps._own.prompts, "_buckets", token_buckets(largest))
         run = generate(runner, prompts, SAMPLINGS, arrivals=[3, 0, 2, 9, 5], chunk_tokens=40)
         assert run.token_ids == expected
         assert any(0 < batch.num_decodes < len(batch.entries) for batch in run.batches)
@@ -105,7 +105,7 @@ def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(
 ) -> None:
     """All graphs share one pool of memory, and only one of them may be under way."""
     runner = load(llama, early())
-    prompt_part = steps_of(runner)._prompts
+    prompt_part = steps_of(runner)._own.prompts
     monkeypatch.setattr(prompt_part, "_buckets", token_buckets(8))
     compute, run = prompt_part.compute, prompt_part.run
     beside = list[bool]()
@@ -136,16 +136,16 @@ def test_without_graphs(llama: Path, prompts: list[list[int]], expected: list[li
 def test_decodes_are_graphs(runner: ModelRunner, prompts: list[list[int]]) -> None:
     """One from tokens to logits and one that samples; who ends leaves an idle row."""
     steps, sizes = steps_of(runner), list[int]()
-    forward = steps._graphs.forward
+    forward = steps._own.graphs.forward
 
     def spied(bucket: int) -> None:
         sizes.append(bucket)
         forward(bucket)
 
-    steps._graphs.forward = spied
+    steps._own.graphs.forward = spied
     samplings = [replace(GREEDY, max_tokens=n) for n in (4, 8, 12, 12, 12)]
     generate(runner, prompts, samplings)
-    steps._graphs.forward = forward
+    steps._own.graphs.forward = forward
     assert sizes == [6] * 3 + [4] * 4 + [4] * 4  # 5, 4 and 3 rows
 
 
@@ -174,7 +174,7 @@ def test_a_room_that_is_written_too_early_gives_wrong_tokens(
 ) -> None:
     """A mutation: one room for all steps, that nobody waits for. What this device is there to show."""
     runner = load(llama, late())
-    buffers = steps_of(runner)._buffers
+    buffers = steps_of(runner)._own.buffers
     buffers.rooms[1] = _Careless(buffers.rooms[0].words, buffers.rooms[0].tokens)
     buffers.rooms[0] = buffers.rooms[1]
     with pytest.raises((AssertionError, InternalError)):
@@ -231,7 +231,7 @@ def test_what_goes_wrong_on_the_device_has_a_name(
         raise error
 
     launched = runner.launch(Batch([ScheduledSequence(sequence, 15)]))
-    steps_of(runner)._graphs.forward = fail
+    steps_of(runner)._own.graphs.forward = fail
     fed = runner.launch(Batch([ScheduledSequence(sequence, 1)], 1, fed_by=[0]))
     assert len(launched.tokens()) == 1
     with pytest.raises(named):

@@ -1,0 +1,55 @@
+"""Workers whose ranks have a device each: real processes, fake devices."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ..checkpoints import make_checkpoint, untied_prompts
+from .harness import WorkerHandle, unlike_workers
+from .test_tensor_parallel import (
+    FLAGS,
+    NUM_TOKENS,
+    Cases,
+    answer,
+    assert_ended,
+    assert_kv_moves,
+    info,
+    ranks_of,
+    routed,
+)
+
+END_S = 20.0  # for a process that must end; generous, and no test passes by waiting
+ON_DEVICES = {"device": "fake", "tensor_parallel": 2, "max_running": 8}
+
+pytestmark = pytest.mark.e2e
+
+
+def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "llama", "llama", seed=6)
+    cases = untied_prompts(path, seed=31, lengths=(1, 17, 130), max_tokens=NUM_TOKENS)
+    with unlike_workers(path, [("mixed", FLAGS | ON_DEVICES), ("mixed", FLAGS)]) as [devices, one]:
+        assert_kv_moves(devices, one, cases, "grpc")
+        assert_kv_moves(one, devices, cases, "grpc")
+        ranks = ranks_of(devices)
+        asyncio.run(killed_midway(devices, one, ranks, cases))
+        assert devices.process.wait(END_S) == 1
+        assert_ended(ranks)
+
+
+async def killed_midway(devices: WorkerHandle, other: WorkerHandle, ranks: list[psutil.Process], cases: Cases) -> None:
+    """A request goes on elsewhere."""
+    prompt, tokens = cases[-1]
+    async with routed(devices) as router:
+        num_out = 0
+
+        def count() -> None:
+            nonlocal num_out
+            num_out += 1
+            if num_out == NUM_TOKENS // 3:
+                router.update_fleet([info(devices), info(other)])
+                ranks[0].send_signal(signal.SIGKILL)
+
+        assert await answer(router, prompt, b"killed", count) == tokens

@@ -32,11 +32,12 @@ from .gpu.device import Device
 from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
 from .gpu.gpu_steps import GpuSteps, check_known
+from .gpu.joined_memory import Joining
 from .gpu.rank_steps import GRAPH_TOKENS
 from .gpu.upload import put_on
 from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
-from .kv_plan import layout_of, plan_num_blocks
+from .kv_plan import blocks_at_once, layout_of, plan_num_blocks
 from .launched import Compute, Deferred, Lane, OwnThread, launch_on
 from .lockstep import Lockstep, join
 from .model_runner_config import ModelRunnerConfig
@@ -135,11 +136,7 @@ class ModelRunner:
                 read = partial(_read_to_gpu, share=share, gpu=gpu) if gpu is not None else to_cpu
                 steps_with = read(config, reader, own, ranks=ranks)
             group = ranks.join(gpu) if ranks is not None else Alone()
-            num_blocks = _num_blocks(config, layout, max_context_tokens, _available_bytes(device, ranks))
-            memory_fd = ranks.memory_fd if ranks is not None else None
-            cache = KVCache(layout, num_blocks, device, shared=memory_fd, library=choice.library, gpu=gpu)
-            if ranks is not None:
-                ranks.begin(num_blocks)
+            cache = _cache(config, layout, max_context_tokens, choice, device, gpu, ranks)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):
                 cos_sin = rope_tables(spec, max_context_tokens, device)
             steps = steps_with(cache, cos_sin, group)
@@ -362,19 +359,27 @@ def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: 
     return checkpoint.fingerprint() + (f"+{quantize}" if quantize else "") + ("+long" if is_long else "")
 
 
-def _available_bytes(device: torch.device, ranks: RankProcesses | None) -> int:
-    """For the KV of all ranks."""
-    own = available_bytes(device)
-    return own if ranks is None else ranks.available_bytes(own)
-
-
-def _num_blocks(config: ModelRunnerConfig, layout: KVLayout, max_context_tokens: int, available: int) -> int:
-    """available: bytes that are free for all ranks."""
+def _cache(
+    config: ModelRunnerConfig,
+    layout: KVLayout,
+    max_context_tokens: int,
+    choice: Choice,
+    device: torch.device,
+    gpu: Device | None,
+    ranks: RankProcesses | None,
+) -> KVCache:
+    """As large as memory and settings allow; other ranks make theirs at the same time."""
+    available, shared = available_bytes(device), None
+    if ranks is not None:
+        available, shared = ranks.available_bytes(available), ranks.shared(gpu)
+    multiple = blocks_at_once(layout, shared.memory.granularity) if isinstance(shared, Joining) else 1
     wanted = config.kv_memory_bytes or int(available * config.kv_memory_fraction)
-    num_blocks = plan_num_blocks(layout, max_context_tokens, wanted)
+    num_blocks = plan_num_blocks(layout, max_context_tokens, wanted, multiple)
     if num_blocks * layout.block_bytes > available:
         raise ConfigError(f"kv_memory_bytes={wanted:,} exceeds the {available:,} bytes that are free: lower it")
-    return num_blocks
+    if ranks is not None:
+        ranks.begin(num_blocks)
+    return KVCache(layout, num_blocks, device, shared=shared, library=choice.library, gpu=gpu)
 
 
 def _max_context_tokens(config: ModelRunnerConfig, spec: ModelSpec) -> int:

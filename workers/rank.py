@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ from .cpu_kernels import choose, make_team
 from .errors import DiptychError, RankLost
 from .gpu.cuda_device import gpu_named
 from .gpu.device import Device
+from .gpu.joined_memory import Joining
 from .gpu.rank_steps import RankSteps
 from .gpu.upload import put_on
+from .gpu.virtual_memory import virtual_memory_of
 from .kv_cache import KVCache, available_bytes
 from .kv_plan import layout_of
 from .models.compiled import CompiledDecoder, read_weights
@@ -63,6 +66,7 @@ class RankSettings:
     graph_tokens: int | None = None  # there, see RankSteps
     rank: int = 0
     memory_fd: int = -1
+    link_fd: int = -1  # of a socket to rank 0
     sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
     meeting: str = ""
     parent_pid: int = 0
@@ -119,7 +123,9 @@ def follow(settings: RankSettings) -> None:
         tensor_parallel=settings.size,
         packing=settings.packing,
     )
-    cache = KVCache(layout, num_blocks, device, rank=settings.rank, shared=settings.memory_fd)
+    memory = virtual_memory_of(gpu) if gpu is not None else None
+    shared = settings.memory_fd if memory is None else Joining(memory, [socket.socket(fileno=settings.link_fd)])
+    cache = KVCache(layout, num_blocks, device, rank=settings.rank, shared=shared)
     compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, device), group)
     words.meet()  # everyone is here: rank 0 may serve
     for told in _heard(words) if gpu is None else _heard_ahead(words):

@@ -14,6 +14,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from .cores import openmp_settings, part_of
 from .errors import ConfigError, RankLost
 from .gpu.device import Device
 from .gpu.device_group import DeviceGroup
+from .gpu.joined_memory import Joining, make_link
+from .gpu.virtual_memory import virtual_memory_of
 from .parallel import GlooGroup, Group
 from .rank import READY, RankSettings, device_meeting
 from .step import Words, tell
@@ -51,7 +54,8 @@ class RankProcesses:
         Raises ConfigError."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("tensor_parallel > 1 needs Linux, whose memory files the ranks share: use 1")
-        self.memory_fd, self._sums_fd = os.memfd_create("diptych-kv"), os.memfd_create("diptych-sums")
+        self._memory_fd, self._sums_fd = os.memfd_create("diptych-kv"), os.memfd_create("diptych-sums")
+        self._links: list[socket.socket] = []  # to each of them
         os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
         self._library = library
         self._words: GlooGroup | None = None  # by which they are told
@@ -59,7 +63,7 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
         self._meeting = Path(self._folder) / "meeting"
         sums_fd = self._sums_fd if library is not None else None
-        ends = {"memory_fd": self.memory_fd, "sums_fd": sums_fd, "meeting": str(self._meeting)}
+        ends = {"memory_fd": self._memory_fd, "sums_fd": sums_fd, "meeting": str(self._meeting)}
         self._settings = replace(settings, **ends, parent_pid=os.getpid())
         self._on_loss = on_loss
         self._ready: Future[None] = Future()
@@ -92,6 +96,11 @@ class RankProcesses:
         assert self._words is not None
         said = self._words.gather(torch.tensor([own]), [(1,)] * self._settings.size)
         return self._settings.size * int(torch.cat(said).min())
+
+    def shared(self, gpu: Device | None) -> int | Joining:
+        """What makes the KV memory of all ranks one, see KVCache. After `join`."""
+        memory = virtual_memory_of(gpu) if gpu is not None else None
+        return self._memory_fd if memory is None else Joining(memory, self._links)
 
     def begin(self, num_blocks: int) -> None:
         """Have all make, or map, the KV memory."""
@@ -127,7 +136,7 @@ class RankProcesses:
         self._thread.join()
 
     def __del__(self) -> None:
-        for descriptor in (self.memory_fd, self._sums_fd, self._wake_read, self._wake_write):
+        for descriptor in (self._memory_fd, self._sums_fd, self._wake_read, self._wake_write):
             os.close(descriptor)
 
     # -- the thread -------------------------------------------------------------------------------------------------
@@ -150,12 +159,22 @@ class RankProcesses:
 
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         module = __name__.rpartition(".")[0] + ".rank"
-        command = [sys.executable, "-m", module, replace(self._settings, rank=rank).to_json()]
         cores = part_of(self._settings.cores, rank, self._settings.size)
         env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | openmp_settings(cores)  # as for the worker itself
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[self.memory_fd, self._sums_fd], env=env
-        )
+        ours, theirs = make_link()
+        self._links.append(ours)
+        with theirs:
+            settings, shared = (
+                replace(self._settings, rank=rank, link_fd=theirs.fileno()),
+                (self._memory_fd, self._sums_fd),
+            )
+            return subprocess.Popen(
+                [sys.executable, "-m", module, settings.to_json()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                pass_fds=[*shared, theirs.fileno()],
+                env=env,
+            )
 
     def _watch(self) -> RankLost | None:
         """Until `close` (None), `fail`, or the end of a process, which is the end of its output."""

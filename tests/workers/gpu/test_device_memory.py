@@ -81,7 +81,7 @@ def test_memory_that_cannot_be_pinned_is_told_likewise(llama: Path) -> None:
 def test_a_pool_that_does_not_fit_is_told_likewise() -> None:
     layout = KVLayout("float32", 16, 3, 2, 8, "m")
     with (
-        Scarce(lambda tensor: tensor.ndim == 1),
+        Scarce(lambda tensor: len(tensor) == 1),
         pytest.raises(ConfigError, match="5 KV blocks: lower kv_memory_fraction"),
     ):
         KVCache(layout, 5, torch.device("meta"))

@@ -13,17 +13,29 @@ MODEL ?= tiny
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --no-compile
+SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint unit e2e e2e-clusters e2e-workers soak bench proto clean
+.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers soak bench proto clean
+
+# A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
+unexport PYTHONDONTWRITEBYTECODE
 
 serve: $(VENV)/.installed
 	$(BIN)/diptych serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
 
-test: lint unit e2e
+# The type checker, which uses one core, beside the unit tests.
+test: ruff
+	$(MAKE) --jobs=2 types unit
+	$(MAKE) e2e
 
-lint: $(VENV)/.installed-dev
+lint: ruff types
+
+ruff: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	$(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
@@ -36,10 +48,10 @@ unit: $(VENV)/.installed-dev
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev
 	$(MAKE) --jobs=2 e2e-clusters e2e-workers
-	$(BIN)/pytest -q -m "e2e and not gpu and alone"
+	$(BIN)/pytest -q -m "not gpu and alone" tests/e2e
 
 e2e-clusters e2e-workers: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "e2e and not gpu and not alone and $(if $(filter %-workers,$@),not )cluster"
+	$(BIN)/pytest -q -m "not gpu and not alone and $(if $(filter %-workers,$@),not )cluster" tests/e2e
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)
@@ -57,11 +69,16 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py) | $(BIN)/python
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable .
+# The kernels are built while torch is fetched; without a compiler torch computes.
+define install
+	$(PYTHON) kernels/cpu/build.py & $(PIP) $(TORCH) && wait
+	$(PIP) --editable '$(1)'
+endef
+
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
+	$(call install,.)
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
+$(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
+	$(call install,.[dev])
+	touch $(VENV)/.installed $@

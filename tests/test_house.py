@@ -100,3 +100,11 @@ def test_generated_protobuf_modules_are_current(tmp_path: Path) -> None:
     generated = {p.name: p.read_text() for p in tmp_path.iterdir()}
     committed = {p.name: p.read_text() for p in (ROOT / "proto").glob("*_pb2*.py*")}
     assert generated == committed, "run `make proto` and commit the result"
+
+
+def test_end_to_end_tests_are_where_they_are_looked_for() -> None:
+    """All of tests/e2e is marked, and nothing else but what a GPU is for: `make e2e` collects no other folder."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        is_marked = "pytest.mark.e2e" in text.replace('"pytest.mark.e2e"', "")
+        assert is_marked == (path.parent.name == "e2e") or "pytest.mark.gpu" in text, path

@@ -1,15 +1,17 @@
 """Greedy float32 tokens equal transformers' `generate`, token for token, whatever path a request takes.
 
-For each checkpoint: 20 prompts of 1 to 1,000 tokens, 64 new tokens each; through one worker, 1P1D and 2P2D; over gRPC
-and NIXL; in chunks of 16, 64 and without limit; with the prefix cache cold and warm; alone and all at once.
+20 prompts of 1 to 1,000 tokens, 64 new tokens each; through one worker, 1P1D and 2P2D; over gRPC and NIXL; in chunks
+of 16, 64 and without limit; with the prefix cache cold and warm; alone and all at once. Each path is taken with each
+size of chunks, by one of three checkpoints: a Latin square, so that each of these, too, meets every path and size.
 
 Ties are excluded exactly: a prompt is used only if, in the reference, the best and the second-best logit differ by more
 than 1e-4 at each of its 64 positions (else the next seed's prompt takes its place). Every comparison is strict.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,18 +31,24 @@ LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 128, 200, 257, 4
 NEW_TOKENS = 64
 TOPOLOGIES = {"alone": ["mixed"], "1P1D": ["prefill", "decode"], "2P2D": ["prefill", "prefill", "decode", "decode"]}
 PATHS = [("alone", "grpc"), ("1P1D", "grpc"), ("1P1D", "nixl"), ("2P2D", "grpc"), ("2P2D", "nixl")]
+CHUNK_TOKENS = (16, 64, 0)
+CHECKPOINTS = ("llama", "qwen3", "tiny")
 Cases = list[tuple[list[int], list[int]]]
+Checkpoints = Callable[[str], tuple[Path, Cases]]
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "tiny"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
-    if request.param == "tiny":
-        path = TINY
-    else:
-        path = make_checkpoint(tmp_path_factory.mktemp("exact") / request.param, request.param, seed=3)
-    return path, untied_prompts(path, seed=11, lengths=LENGTHS, max_tokens=NEW_TOKENS)
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """By name, each made once."""
+
+    @cache
+    def make(name: str) -> tuple[Path, Cases]:
+        path = TINY if name == "tiny" else make_checkpoint(tmp_path_factory.mktemp("exact") / name, name, seed=3)
+        return path, untied_prompts(path, seed=11, lengths=LENGTHS, max_tokens=NEW_TOKENS)
+
+    return make
 
 
 async def answer(
@@ -97,12 +105,18 @@ async def services(
         yield infos
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
-@pytest.mark.parametrize(("topology", "transport"), PATHS)
+@pytest.mark.parametrize(
+    ("name", "topology", "transport", "chunk_tokens"),
+    [
+        (CHECKPOINTS[(row + column) % 3], *path, chunk_tokens)
+        for row, path in enumerate(PATHS)
+        for column, chunk_tokens in enumerate(CHUNK_TOKENS)
+    ],
+)
 def test_greedy_equals_transformers(
-    checkpoint: tuple[Path, Cases], topology: str, transport: str, chunk_tokens: int
+    checkpoints: Checkpoints, name: str, topology: str, transport: str, chunk_tokens: int
 ) -> None:
-    path, cases = checkpoint
+    path, cases = checkpoints(name)
 
     async def test() -> None:
         async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
@@ -124,9 +138,12 @@ def test_greedy_of_every_family_equals_transformers_through_two_workers(arch: st
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("transport", ["grpc", "nixl"])
-def test_greedy_equals_transformers_where_layers_go_in_groups(checkpoint: tuple[Path, Cases], transport: str) -> None:
-    path, cases = checkpoint
+def test_greedy_equals_transformers_where_layers_go_in_groups(
+    checkpoints: Checkpoints, name: str, transport: str
+) -> None:
+    path, cases = checkpoints(name)
 
     async def test() -> None:
         async with (
@@ -140,9 +157,9 @@ def test_greedy_equals_transformers_where_layers_go_in_groups(checkpoint: tuple[
     asyncio.run(test())
 
 
-def test_greedy_equals_transformers_between_processes(checkpoint: tuple[Path, Cases]) -> None:
+def test_greedy_equals_transformers_between_processes(checkpoints: Checkpoints) -> None:
     """Each of the two sinks has a transport of its own."""
-    path, cases = checkpoint
+    path, cases = checkpoints("tiny")
 
     async def test(infos: list[WorkerInfo]) -> None:
         async with routed(infos) as router:

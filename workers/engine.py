@@ -10,6 +10,7 @@ import heapq
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from ..proto import worker_pb2
 from .block_manager import BlockManager
@@ -18,15 +19,15 @@ from .engine_announcer import StepAnnouncer
 from .engine_events import (
     FailureEvent,
     HandoffEnded,
-    HandoffEvent,
     HandoffHeld,
     HandoffRefused,
     StepOutput,
-    StepTokens,
     TokenNote,
 )
-from .engine_handoff import HandoffLedger
+from .engine_incoming import IncomingHandoffs
 from .engine_load import EngineLoad
+from .engine_outbox import Outbox
+from .engine_outgoing import OutgoingHandoffs
 from .errors import (
     DeadlineExceeded,
     DiptychError,
@@ -42,8 +43,6 @@ from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
 from .sequence import Batch, Provisional, SampledToken, Sequence, SequenceStatus
 from .timings import PullTimes, SequenceClock, SequenceTimings
-
-LOAD_INTERVAL_S = 0.1
 
 
 class Engine:
@@ -63,15 +62,15 @@ class Engine:
         self.manager = BlockManager(runner.memory.num_blocks)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
         self.scheduler = Scheduler(config, self.manager, self.cache)
-        self.handoffs = HandoffLedger(self.manager, self.cache, self.scheduler, runner.layout.num_layers)
-        self.announcer = StepAnnouncer(self.handoffs, runner.layout, clock, layer_groups)
+        self.outgoing = OutgoingHandoffs(self.manager, self.cache, runner.layout.num_layers)
+        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
+        self.announcer = StepAnnouncer(self.outgoing, runner.layout, clock, layer_groups)
         self._sequences: dict[str, Sequence] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._output = StepOutput(0)
         self._num_submitted = 0
-        self._load = EngineLoad(runner, self.manager, self.scheduler, self.handoffs)
+        self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming)
         self.steps = LaunchedSteps(runner, self.scheduler, self.manager, self._load, clock)
-        self._load_due = 0.0
+        self._output = Outbox(self._load, self.cache, clock)
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +92,7 @@ class Engine:
         try:
             info = self._runner.info
             request.validate(info.vocab_size, info.max_context_tokens, output_token_ids)
-            if handoff_id is not None and self.handoffs.is_open(handoff_id):
+            if handoff_id is not None and self.outgoing.is_open(handoff_id):
                 raise InvalidRequest("the hand-off id is in use: ids are single-use")
         except InvalidRequest as error:
             self._output.failures.append(FailureEvent(key, error))
@@ -122,9 +121,9 @@ class Engine:
         self._sequences[key] = sequence
         heapq.heappush(self._deadlines, (sequence.deadline, key))
         if handoff_id is not None:
-            self.handoffs.open(handoff_id, sequence)
+            self.outgoing.open(handoff_id, sequence)
         if importing or (prefix and not self.cache.holds_most(sequence)):
-            self.handoffs.expect(sequence, is_prefix=prefix)
+            self.incoming.expect(sequence, is_prefix=prefix)
         else:
             self.scheduler.add(sequence)
 
@@ -134,12 +133,12 @@ class Engine:
         What cannot be handed off is refused by an event, and runs on.
         """
         sequence = self._sequences.get(key)
-        if self.handoffs.is_open(handoff_id):
+        if self.outgoing.is_open(handoff_id):
             why = "the hand-off id is in use: ids are single-use"
         elif sequence is None:
             why = "the sequence is not here (any more)"
         elif (why := sequence.why_not_offered) is None:
-            self._output.handoffs += self.handoffs.open_live(handoff_id, sequence)
+            self._output.handoffs += self.outgoing.open_live(handoff_id, sequence)
             return
         self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
 
@@ -152,12 +151,12 @@ class Engine:
             return
         known = token_ids[: self._runner.info.max_context_tokens]
         blocks = self.cache.find(block_hashes(known, self.cache.block_size, cache_salt))
-        if self.handoffs.is_open(handoff_id):
+        if self.outgoing.is_open(handoff_id):
             why = "the hand-off id is in use: ids are single-use"
         elif not blocks:
             why = "the prefix is not cached here (any more)"
         else:
-            self._output.handoffs += self.handoffs.open_prefix(handoff_id, blocks)
+            self._output.handoffs += self.outgoing.open_prefix(handoff_id, blocks)
             return
         self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
 
@@ -168,21 +167,21 @@ class Engine:
         if sequence is not None:
             self._drop(sequence, error)
         else:
-            self._output.handoffs += self.handoffs.end_sealed(key, error)
+            self._output.handoffs += self.outgoing.end_sealed(key, error)
 
     def end_lease(self, handoff_id: str) -> None:
         """The hand-off is over (released, expired or aborted): its leased blocks are free. Idempotent."""
-        sequence = self.handoffs.still_computing(handoff_id)
+        sequence = self.outgoing.still_computing(handoff_id)
         if sequence is not None:
             sequence.handoff_id, sequence.is_held = None, False
-            if self.handoffs.still_running(handoff_id) is None:
+            if self.outgoing.still_running(handoff_id) is None:
                 message = "no worker held the hand-off's lease while its prompt was being computed"
                 self._fail(sequence, LeaseLost(message))
-        self.handoffs.end_lease(handoff_id)
+        self.outgoing.end_lease(handoff_id)
 
     def caught_up(self, handoff_id: str) -> None:
         """The sink has all blocks that were announced: a running sequence that is handed off stops here. Idempotent."""
-        sequence = self.handoffs.still_running(handoff_id)
+        sequence = self.outgoing.still_running(handoff_id)
         if sequence is None or not sequence.is_decoding:
             return
         if self.steps:  # it may write into the last block still
@@ -194,20 +193,20 @@ class Engine:
         """The KV for `key` was read, and its source is asked whether it had held it: compute its next token, and keep
         that, and the KV, to ourselves until `commit`. What is wrong with it is for `commit` to say."""
         if self._knows(output_token_ids):
-            self.handoffs.begin(key, num_computed, output_token_ids, self._clock())
+            self.incoming.begin(key, num_computed, output_token_ids, self._clock())
 
     def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
         """The KV for `key` is here: it runs. Raises where the request is gone, or differs from what was sealed."""
         if not self._knows(output_token_ids):
             raise HandoffError("the source sealed tokens that are not in the vocabulary")
-        sequence = self.handoffs.commit(key, num_computed, output_token_ids)
+        sequence = self.incoming.commit(key, num_computed, output_token_ids)
         if sequence.provisional is not None:
             self._end_provisional(sequence, sequence.provisional, times)
         elif output_token_ids:  # a sequence that is computed here but for its prefix queues since it came
             now = self._clock()
             sequence.clock = SequenceClock(now, times.committed(now))
         if sequence.handoff_id is not None:
-            self._output.handoffs += self.handoffs.announce(sequence)
+            self._output.handoffs += self.outgoing.announce(sequence)
 
     def fail_all(self, error: DiptychError) -> None:
         """Fail every sequence that is not waiting for its KV (a step went wrong and left the cache in doubt)."""
@@ -225,12 +224,13 @@ class Engine:
         num_preemptions = self.scheduler.num_preemptions
         batch = self.steps.first or self.scheduler.schedule()
         if self.scheduler.num_preemptions != num_preemptions:
-            self._output.handoffs += self.handoffs.end_preempted()
+            self._output.handoffs += self.outgoing.end_preempted()
         if batch:
-            self._tell((), publish)
+            self._output.tell((), publish)
             try:
                 if not self.steps:
-                    self.steps.launch(batch, self.announcer.begin(batch, lambda events: self._tell(events, publish)))
+                    tell = partial(self._output.tell, publish=publish)
+                    self.steps.launch(batch, self.announcer.begin(batch, tell))
                 step = self.steps.finish(self._sequences)
             except OutOfDeviceMemory as error:
                 for sequence in self.steps.give_up(batch, error, self._sequences):
@@ -240,13 +240,13 @@ class Engine:
                 self._advance(step.batch, step.began)
                 self._accept(step.sampled)
             self.steps.run_deferred()
-        self.handoffs.grant_reservations()
-        return self._take_output(ran=bool(batch))
+        self.incoming.grant_reservations()
+        return self._output.take(ran=bool(batch))
 
     def fail_import(self, key: str, *, quarantine: bool) -> None:
         """The pull for `key` is over without its KV; whoever pulled reports it, unless only a prefix was to come: then
         the sequence is computed here. Idempotent."""
-        if self.handoffs.fail(key, quarantine=quarantine) is not None:
+        if self.incoming.fail(key, quarantine=quarantine) is not None:
             del self._sequences[key]
 
     def next_deadline(self) -> float | None:
@@ -255,13 +255,13 @@ class Engine:
     def check_integrity(self) -> worker_pb2.WorkerState:
         """Compare all bookkeeping; the counts in the answer are what is wrong, and what is held."""
         self.cache.check_integrity()
-        self.handoffs.check_integrity()
-        tables = [*self.scheduler.tables(), *self.handoffs.importing_tables()]
+        self.outgoing.check_integrity()
+        tables = [*self.scheduler.tables(), *self.incoming.waiting_tables()]
         return worker_pb2.WorkerState(
             load=self._load.report(),
             num_cached_blocks=self.manager.num_cached,
             num_unaccounted_blocks=self.manager.check_integrity(tables),
-            num_open_handoffs=self.handoffs.num_open,
+            num_open_handoffs=self.outgoing.num_open + self.incoming.num_open,
             experts=self._load.experts(),
         )
 
@@ -290,15 +290,7 @@ class Engine:
         if sequence.provisional is None:
             self.cache.insert(sequence, first_new_block)
         if sequence.handoff_id is not None:
-            self.handoffs.keep_replaced(sequence, first_new_block)
-
-    def _tell(self, events: SequenceOf[HandoffEvent], publish: Callable[[StepOutput], object] | None) -> None:
-        """While a step runs: `events`, after those that wait to be told, and tokens that were kept back until now."""
-        waiting = self._output
-        waiting.handoffs += events
-        if publish is not None and (waiting.handoffs or waiting.tokens):
-            publish(StepOutput(waiting.step, tokens=waiting.tokens, handoffs=waiting.handoffs))
-            waiting.tokens, waiting.handoffs = StepTokens(), []
+            self.outgoing.keep_replaced(sequence, first_new_block)
 
     def _end_provisional(self, sequence: Sequence, provisional: Provisional, times: PullTimes) -> None:
         """Its source had held its KV: what it made is true."""
@@ -342,7 +334,7 @@ class Engine:
         if finish is not None:
             sequence.status = SequenceStatus.FINISHED
             self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) before it was handed off"))
-        elif sequence.handoff_id is not None and self.handoffs.must_seal(sequence):
+        elif sequence.handoff_id is not None and self.outgoing.must_seal(sequence):
             self._seal(sequence)
         elif sequence.is_held and sequence.handoff_id is not None:
             self._output.handoffs.append(HandoffHeld(sequence.handoff_id))
@@ -350,7 +342,7 @@ class Engine:
     def _seal(self, sequence: Sequence) -> None:
         self.scheduler.detach(sequence)
         del self._sequences[sequence.key]
-        self._output.handoffs += self.handoffs.seal(sequence)
+        self._output.handoffs += self.outgoing.seal(sequence)
 
     def _stop_clock(self, sequence: Sequence) -> SequenceTimings | None:
         """With its first token here."""
@@ -378,23 +370,11 @@ class Engine:
     def _drop(self, sequence: Sequence, error: DiptychError) -> None:
         del self._sequences[sequence.key]
         if sequence.status is SequenceStatus.IMPORTING or sequence.provisional is not None:
-            self.handoffs.give_up(sequence.key, error)
+            self.incoming.give_up(sequence.key, error)
         else:
             self.scheduler.remove(sequence)
         if sequence.handoff_id is not None:
-            self._output.handoffs.append(self.handoffs.end(sequence.handoff_id, error))
+            self._output.handoffs.append(self.outgoing.end(sequence.handoff_id, error))
 
     def _knows(self, token_ids: SequenceOf[int]) -> bool:
         return all(0 <= token_id < self._runner.info.vocab_size for token_id in token_ids)
-
-    def _take_output(self, *, ran: bool) -> StepOutput:
-        output = self._output
-        output.ran = ran
-        now = self._clock()
-        if now >= self._load_due or not ran:
-            self._load_due = now + LOAD_INTERVAL_S
-            output.load = self._load.report()
-            # A busy worker fills a block every step or so: told each time, they would double the messages of a step.
-            output.stored, output.removed = self.cache.take_events()
-        self._output = StepOutput(output.step + 1)
-        return output

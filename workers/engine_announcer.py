@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from .engine_events import HandoffEvent, SegmentReady
-from .engine_handoff import HandoffLedger
+from .engine_outgoing import OutgoingHandoffs
 from .kv_layout import KVLayout
 from .runner import LayerWatch
 from .segment_cost import SegmentCost, group_ends
@@ -25,9 +25,9 @@ class StepAnnouncer:
     """`begin` and `end` around each step, on the engine's thread. `num_groups`: 0 to choose by measured cost."""
 
     def __init__(
-        self, ledger: HandoffLedger, layout: KVLayout, clock: Callable[[], float], num_groups: int = 0
+        self, handoffs: OutgoingHandoffs, layout: KVLayout, clock: Callable[[], float], num_groups: int = 0
     ) -> None:
-        self._ledger = ledger
+        self._handoffs = handoffs
         self._layout = layout
         self._clock = clock
         self._forced = min(num_groups, layout.num_layers)
@@ -43,13 +43,13 @@ class StepAnnouncer:
         """`tell` hears of what is readable, now and while the step runs. None where nothing is to be announced."""
         self._num_prefilled = 0
         self._began = self._clock()
-        if not self._ledger.has_outgoing:
+        if not self._handoffs.num_open:
             return None
         offered = [e for e in batch.entries if e.sequence.handoff_id is not None]
         if not offered:
             return None
-        tell([event for e in offered for event in self._ledger.announce(e.sequence)])
-        leased = [(entry, segment) for entry in offered if (segment := self._ledger.lease_next(entry)) is not None]
+        tell([event for e in offered for event in self._handoffs.announce(e.sequence)])
+        leased = [(entry, segment) for entry in offered if (segment := self._handoffs.lease_next(entry)) is not None]
         if not leased:
             return None
         prompts = [(entry, segment) for entry, segment in leased if not entry.sequence.is_decoding]

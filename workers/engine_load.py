@@ -5,7 +5,8 @@ import numpy.typing as npt
 
 from ..proto import worker_pb2
 from .block_manager import BlockManager
-from .engine_handoff import HandoffLedger
+from .engine_incoming import IncomingHandoffs
+from .engine_outgoing import OutgoingHandoffs
 from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Batch
@@ -13,11 +14,18 @@ from .wire import ROLE_TO_PROTO
 
 
 class EngineLoad:
-    def __init__(self, runner: Runner, manager: BlockManager, scheduler: Scheduler, handoffs: HandoffLedger) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        manager: BlockManager,
+        scheduler: Scheduler,
+        outgoing: OutgoingHandoffs,
+        incoming: IncomingHandoffs,
+    ) -> None:
         self._runner = runner
         self._manager = manager
         self._scheduler = scheduler
-        self._handoffs = handoffs
+        self._outgoing, self._incoming = outgoing, incoming
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
         self._prefill_s = 0.0
@@ -43,14 +51,14 @@ class EngineLoad:
 
     def report(self) -> worker_pb2.LoadReport:
         """O(sequences that run), and of a mixture of experts O(layers x experts)."""
-        manager, scheduler, handoffs = self._manager, self._scheduler, self._handoffs
+        manager, scheduler, outgoing, incoming = self._manager, self._scheduler, self._outgoing, self._incoming
         expert_tokens = self._runner.expert_tokens()
         of_experts, imbalance = ([], []) if expert_tokens is None else _of_experts(expert_tokens)
         return worker_pb2.LoadReport(
             expert_tokens=of_experts,
             expert_imbalance=imbalance,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + handoffs.num_importing,
+            num_waiting=scheduler.num_waiting + len(incoming.waiting_tables()),
             num_blocks=manager.num_blocks,
             num_free_blocks=manager.num_free,
             num_leased_blocks=manager.num_leased,
@@ -59,15 +67,15 @@ class EngineLoad:
             num_prefill_tokens=self._num_prefill_tokens,
             num_decode_tokens=self._num_decode_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_handoffs_sent=handoffs.num_sent,
-            num_handoffs_received=handoffs.num_received,
-            num_handoffs_failed=handoffs.num_failed,
+            num_handoffs_sent=outgoing.num_sent,
+            num_handoffs_received=incoming.num_received,
+            num_handoffs_failed=incoming.num_failed,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_waiting_tokens=scheduler.num_waiting_tokens,
             prefill_s=self._prefill_s,
-            num_migrated_out=handoffs.num_migrated_out,
-            num_prefixes_pulled=handoffs.num_prefixes_pulled,
+            num_migrated_out=outgoing.num_migrated_out,
+            num_prefixes_pulled=incoming.num_prefixes_pulled,
         )
 
 

@@ -95,7 +95,7 @@ class EngineThread:
                 granted.set_result(result)
 
         self.post(
-            lambda engine: engine.handoffs.reserve(
+            lambda engine: engine.incoming.reserve(
                 key, num_tokens, lambda result: loop.call_soon_threadsafe(settle, result)
             )
         )
@@ -111,7 +111,7 @@ class EngineThread:
         await self.call(lambda engine: engine.fail_import(key, quarantine=quarantine))
 
     async def settle(self, key: str) -> None:
-        await self.call(lambda engine: engine.handoffs.settle(key))
+        await self.call(lambda engine: engine.incoming.settle(key))
 
     # -- the thread -------------------------------------------------------------------------------------------------
 

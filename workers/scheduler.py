@@ -314,7 +314,7 @@ class Scheduler:
         block_size, manager = self._cache.block_size, self._manager
         # Sharing first keeps the allocation from evicting what was just found.
         manager.share(cached)
-        num_needed = -(-sequence.num_tokens // block_size) - len(cached)
+        num_needed = self._cache.num_blocks_for(sequence.num_tokens) - len(cached)
         if num_needed > manager.num_free:
             self._shared.drop_tails()
         if num_needed > manager.num_free:

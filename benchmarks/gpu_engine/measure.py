@@ -162,7 +162,7 @@ def _arrive(rig: Rig, case: DecodeCase, num_new: int) -> list[str]:
         keys.append(f"d/{n}")
         engine.submit(keys[-1], _request(prompt, num_new), [], importing=True)
         granted: list[Reservation | DiptychError] = []
-        engine.handoffs.reserve(keys[-1], case.context, granted.append)
+        engine.incoming.reserve(keys[-1], case.context, granted.append)
         assert granted and isinstance(granted[0], Reservation), granted
         engine.commit(keys[-1], case.context, [prompt[0]], PullTimes())
     return keys

@@ -67,7 +67,7 @@ def check_worker(world: "World", worker: "Worker") -> None:
 
 
 def _is_given_up(worker: "Worker", handoff_id: str) -> bool:
-    outgoing = worker.engine.handoffs._outgoing.get(handoff_id)
+    outgoing = worker.engine.outgoing._outgoing.get(handoff_id)
     return outgoing is not None and outgoing.has_ended
 
 
@@ -75,7 +75,7 @@ def check_end(world: "World") -> None:
     for client in world.clients:
         _check_client(world, client)
     if world.weather.name == "calm":
-        num_failed = sum(worker.engine.handoffs.num_failed for worker in world.living())
+        num_failed = sum(worker.engine.incoming.num_failed for worker in world.living())
         # A sink may hear of an end from its source before its router tells it.
         moves = world.num_drains or world.num_live_offers
         ends_early = moves or any(c.has_left or c.expected[-1] == 0 for c in world.clients)

@@ -15,7 +15,8 @@ from diptych.cluster.router import Router
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import SegmentReady
-from diptych.workers.engine_handoff import HandoffLedger
+from diptych.workers.engine_incoming import IncomingHandoffs
+from diptych.workers.engine_outgoing import OutgoingHandoffs
 from diptych.workers.handoff import SinkHandoff, SourceHandoff
 from diptych.workers.handoff_pull import Pull
 from diptych.workers.handoff_source import HandoffSource
@@ -180,25 +181,25 @@ def released_before_the_last_read_is_done() -> list[Replacement]:
 
 
 def leased_blocks_are_released_at_the_seal() -> list[Replacement]:
-    real = HandoffLedger.seal
+    real = OutgoingHandoffs.seal
 
-    def seal(self: HandoffLedger, sequence: Any) -> Any:
+    def seal(self: OutgoingHandoffs, sequence: Any) -> Any:
         sealed = real(self, sequence)
         outgoing = self._outgoing[sealed[-1].handoff_id]
         self._manager.end_lease(outgoing.leased)
         outgoing.leased = []
         return sealed
 
-    return [(HandoffLedger, "seal", seal)]
+    return [(OutgoingHandoffs, "seal", seal)]
 
 
 def a_lease_is_ended_twice() -> list[Replacement]:
-    def end_lease(self: HandoffLedger, handoff_id: str) -> None:
+    def end_lease(self: OutgoingHandoffs, handoff_id: str) -> None:
         outgoing = self._outgoing.get(handoff_id)
         if outgoing is not None:
             self._manager.end_lease(outgoing.leased)
 
-    return [(HandoffLedger, "end_lease", end_lease)]
+    return [(OutgoingHandoffs, "end_lease", end_lease)]
 
 
 def announced_blocks_are_not_leased() -> list[Replacement]:
@@ -217,9 +218,9 @@ def a_failed_pull_keeps_its_blocks() -> list[Replacement]:
 
 
 def commit_counts_a_block_too_many() -> list[Replacement]:
-    real = HandoffLedger.reserve
+    real = IncomingHandoffs.reserve
 
-    def reserve(self: HandoffLedger, key: str, num_tokens: int, grant: Any) -> None:
+    def reserve(self: IncomingHandoffs, key: str, num_tokens: int, grant: Any) -> None:
         def more(result: Any) -> object:
             if hasattr(result, "num_held_tokens"):
                 result = type(result)(result.block_ids, result.num_held_tokens + self._cache.block_size)
@@ -227,7 +228,7 @@ def commit_counts_a_block_too_many() -> list[Replacement]:
 
         real(self, key, num_tokens, more)
 
-    return [(HandoffLedger, "reserve", reserve)]
+    return [(IncomingHandoffs, "reserve", reserve)]
 
 
 def blocks_are_cached_before_they_are_computed() -> list[Replacement]:
@@ -267,18 +268,18 @@ def a_silent_source_counts_as_a_release() -> list[Replacement]:
 
 
 def what_is_provisional_is_cached() -> list[Replacement]:
-    real = HandoffLedger.begin
+    real = IncomingHandoffs.begin
 
-    def begin(self: HandoffLedger, key: str, *args: Any) -> None:
+    def begin(self: IncomingHandoffs, key: str, *args: Any) -> None:
         real(self, key, *args)
         if key in self._incoming and self._incoming[key].sequence.provisional is not None:
             self._cache.insert(self._incoming[key].sequence, 0)
 
-    return [(HandoffLedger, "begin", begin)]
+    return [(IncomingHandoffs, "begin", begin)]
 
 
 def what_has_begun_runs_on_after_its_pull_failed() -> list[Replacement]:
-    return [(HandoffLedger, "_stop", lambda self, sequence: None)]
+    return [(IncomingHandoffs, "_stop", lambda self, sequence: None)]
 
 
 # -- the worker's service ---------------------------------------------------------------------------------------------
@@ -347,12 +348,12 @@ def a_leg_is_not_aborted() -> list[Replacement]:
 
 
 def a_live_seal_forgets_the_partial_block() -> list[Replacement]:
-    real = HandoffLedger.seal
+    real = OutgoingHandoffs.seal
 
-    def seal(self: HandoffLedger, sequence: Any) -> Any:
+    def seal(self: OutgoingHandoffs, sequence: Any) -> Any:
         return [e for e in real(self, sequence) if not (isinstance(e, SegmentReady) and len(e.block_ids) == 1)]
 
-    return [(HandoffLedger, "seal", seal)]
+    return [(OutgoingHandoffs, "seal", seal)]
 
 
 def a_sequence_runs_on_after_its_seal() -> list[Replacement]:
@@ -378,18 +379,18 @@ def handed_off_names_a_token_too_few() -> list[Replacement]:
 
 
 def a_prefix_counts_a_block_too_many() -> list[Replacement]:
-    real = HandoffLedger._take_prefix
+    real = IncomingHandoffs._take_prefix
 
-    def take_prefix(self: HandoffLedger, incoming: Any, num_computed: int, outputs: Any) -> None:
+    def take_prefix(self: IncomingHandoffs, incoming: Any, num_computed: int, outputs: Any) -> None:
         real(self, incoming, num_computed, outputs)
         sequence = incoming.sequence
         sequence.num_computed = min(sequence.num_computed + 1, sequence.num_tokens - 1)
 
-    return [(HandoffLedger, "_take_prefix", take_prefix)]
+    return [(IncomingHandoffs, "_take_prefix", take_prefix)]
 
 
 def a_failed_migration_stops_its_source() -> list[Replacement]:
-    return [(HandoffLedger, "still_running", lambda self, handoff_id: None)]
+    return [(OutgoingHandoffs, "still_running", lambda self, handoff_id: None)]
 
 
 MUTATIONS: tuple[Callable[[], list[Replacement]], ...] = tuple(

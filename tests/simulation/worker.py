@@ -102,7 +102,7 @@ class SimEngineThread(EngineThread):
 
     def _check_provisional(self) -> None:
         engine = self._engine
-        for key, incoming in engine.handoffs._incoming.items():
+        for key, incoming in engine.incoming._incoming.items():
             own = incoming.sequence.block_table[incoming.num_held :]
             if incoming.sequence.provisional is not None and any(engine.manager._is_cached[b] for b in own):
                 self._world.bug(f"{self._process.name} shares the KV of {key}, which was not released to it yet")

@@ -82,7 +82,7 @@ def copy_blocks(source: Engine, sink: Engine, segment: SegmentReady, reservation
 
 def reserve(sink: Engine, key: str, num_tokens: int) -> Reservation | DiptychError | None:
     answers: list[Reservation | DiptychError] = []
-    sink.handoffs.reserve(key, num_tokens, answers.append)
+    sink.incoming.reserve(key, num_tokens, answers.append)
     return answers[0] if answers else None
 
 

@@ -172,7 +172,7 @@ def hand_off(source: Engine, sink: Engine, key: str, request: Request, resumed: 
             copy_blocks(source, sink, event, reservation)
     sealed = events[-1]
     assert isinstance(sealed, HandoffSealed)
-    sink.handoffs.commit(key, sealed.num_computed, list(sealed.output_token_ids))
+    sink.incoming.commit(key, sealed.num_computed, list(sealed.output_token_ids))
     source.end_lease(HANDOFF)
     return outputs + run(sink)
 
@@ -266,8 +266,8 @@ def test_a_reservation_waits_for_blocks_in_order() -> None:
     sink.submit("0/2", make_request([1] * 16, 5), [], importing=True)
     sink.submit("0/3", make_request([1] * 4, 5), [], importing=True)
     granted: list[str] = []
-    sink.handoffs.reserve("0/2", 16, lambda _: granted.append("0/2"))
-    sink.handoffs.reserve("0/3", 4, lambda _: granted.append("0/3"))
+    sink.incoming.reserve("0/2", 16, lambda _: granted.append("0/2"))
+    sink.incoming.reserve("0/3", 4, lambda _: granted.append("0/3"))
     assert granted == []
     run(sink)
     assert granted == ["0/2", "0/3"]
@@ -277,7 +277,7 @@ def test_a_reservation_waits_for_blocks_in_order() -> None:
     sink.fail_import("0/2", quarantine=False)
     sink.fail_import("0/3", quarantine=True)
     assert sink.check_integrity().load.num_quarantined_blocks == 1
-    sink.handoffs.settle("0/3")
+    sink.incoming.settle("0/3")
     assert_clean(sink)
 
 
@@ -290,7 +290,7 @@ def test_reserving_and_committing_check_what_the_source_says() -> None:
     assert isinstance(reserve(sink, "0/1", 5), Reservation)
     for num_computed, outputs in ((4, [7]), (5, []), (5, [7, 8])):
         with pytest.raises(DiptychError, match="the source sealed"):
-            sink.handoffs.commit("0/1", num_computed, outputs)
+            sink.incoming.commit("0/1", num_computed, outputs)
     sink.fail_import("0/1", quarantine=False)
     sink.fail_import("0/1", quarantine=False)
     assert_clean(sink)

@@ -161,7 +161,7 @@ def test_blocks_of_one_that_left_are_not_reserved_beneath_the_step() -> None:
     engine.submit("0/2", make_request([2] * 9, 5), [], importing=True)
     engine.abort("0/1")
     granted: list[object] = []
-    engine.handoffs.reserve("0/2", 9, granted.append)
+    engine.incoming.reserve("0/2", 9, granted.append)
     assert granted == []
     engine.step()
     assert [type(answer) for answer in granted] == [Reservation]

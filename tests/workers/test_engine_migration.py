@@ -4,7 +4,7 @@ import pytest
 
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffHeld
-from diptych.workers.engine_handoff import LIVE_SLACK_BLOCKS
+from diptych.workers.engine_outgoing import LIVE_SLACK_BLOCKS
 from diptych.workers.errors import HandoffError, InternalError, OutOfBlocks, RequestAborted
 from diptych.workers.fake_runner import fake_output
 from diptych.workers.sequence import FinishReason

@@ -117,7 +117,7 @@ def test_without_its_prefix_a_sequence_is_computed_here(reserved: bool, quaranti
     assert [e.token_id for e in tokens(outputs, "0/1")] == fake_output(PROMPT, 5)
     assert not any(o.failures for o in outputs)
     assert sink.check_integrity().load.num_quarantined_blocks == (6 if reserved and quarantine else 0)
-    sink.handoffs.settle("0/1")
+    sink.incoming.settle("0/1")
     assert_clean(sink)
 
 

@@ -122,7 +122,7 @@ def test_who_waits_for_the_same_blocks_waits_for_the_commit() -> None:
     sink.submit("0/2", make_request(prompt, 4), [], importing=True)
     assert reserve(sink, "0/2", len(prompt)) is None, "its blocks are on the way"
     granted = list[object]()
-    sink.handoffs.reserve("0/2", len(prompt), granted.append)
+    sink.incoming.reserve("0/2", len(prompt), granted.append)
     move.begin()
     sink.step()
     assert not granted

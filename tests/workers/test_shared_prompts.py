@@ -113,7 +113,7 @@ def test_n_completions_are_handed_off_and_their_prompt_travels_once() -> None:
     assert source.check_integrity().load.num_prefill_tokens == 15 + 2
     granted: dict[str, Reservation] = {}
     for key in keys:
-        sink.handoffs.reserve(key, len(prompt), lambda r, key=key: granted.__setitem__(key, r))
+        sink.incoming.reserve(key, len(prompt), lambda r, key=key: granted.__setitem__(key, r))
     assert list(granted) == ["0/0"]  # the others wait for what it brings
     for key in keys:
         segments[key] = moves[key].segments
@@ -124,7 +124,7 @@ def test_n_completions_are_handed_off_and_their_prompt_travels_once() -> None:
         assert sealed is not None
         source.end_lease(key)
         sink.commit(key, sealed.num_computed, list(sealed.output_token_ids), PullTimes())
-        sink.handoffs.grant_reservations()
+        sink.incoming.grant_reservations()
     outputs += run(sink)
     for key in keys:
         assert token_ids(outputs, key) == fake_output(prompt, 9)

@@ -1,0 +1,42 @@
+"""What an engine has to say: gathered while it works, told in the midst of a step or at its end."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from .engine_events import FailureEvent, HandoffEvent, StepOutput, StepTokens
+from .engine_load import EngineLoad
+from .prefix_cache import PrefixCache
+
+LOAD_INTERVAL_S = 0.1
+
+
+class Outbox:
+    """`tokens`, `failures`, `handoffs`: StepOutput's, of what is not told yet."""
+
+    def __init__(self, load: EngineLoad, cache: PrefixCache, clock: Callable[[], float]) -> None:
+        self.tokens = StepTokens()
+        self.failures: list[FailureEvent] = []
+        self.handoffs: list[HandoffEvent] = []
+        self._load, self._cache, self._clock = load, cache, clock
+        self._step = 0
+        self._load_due = 0.0
+
+    def tell(self, events: SequenceOf[HandoffEvent], publish: Callable[[StepOutput], object] | None) -> None:
+        """While a step runs: `events`, after those that wait to be told, and tokens that were kept back until now."""
+        self.handoffs += events
+        if publish is not None and (self.handoffs or self.tokens):
+            publish(StepOutput(self._step, tokens=self.tokens, handoffs=self.handoffs))
+            self.tokens, self.handoffs = StepTokens(), []
+
+    def take(self, *, ran: bool) -> StepOutput:
+        """At a step's end. ran: a batch was computed."""
+        output = StepOutput(self._step, ran, self.tokens, self.failures, self.handoffs)
+        now = self._clock()
+        if now >= self._load_due or not ran:
+            self._load_due = now + LOAD_INTERVAL_S
+            output.load = self._load.report()
+            # A busy worker fills a block every step or so: told each time, they would double the messages of a step.
+            output.stored, output.removed = self._cache.take_events()
+        self._step += 1
+        self.tokens, self.failures, self.handoffs = StepTokens(), [], []
+        return output

@@ -31,11 +31,17 @@ _WIDE = DecodeConfig(32, 4, 1, 2)
 TUNED = Tuned[DecodeConfig](
     generic=[((128, 2), DecodeConfig(32, 4, 2, 4)), ((ANY, ANY), _WIDE)],
     interpreter=[((ANY, ANY), DecodeConfig(16, 4, 1, 2))],
-    sm_80=[((128, 2), DecodeConfig(64, 4, 3, 4)), ((256, 2), DecodeConfig(32, 4, 3, 2)), ((ANY, ANY), _WIDE)],
+    sm_80=[
+        ((128, 2), DecodeConfig(64, 4, 3, 4)),
+        ((256, 2), DecodeConfig(32, 4, 3, 2)),
+        ((512, 2), DecodeConfig(16, 4, 2, 2)),
+        ((ANY, ANY), _WIDE),
+    ],
     cuda=[  # as many programs as registers leave room for
         ((128, 1), DecodeConfig(32, 4, 3, 3)),
         ((128, 2), DecodeConfig(64, 4, 3, 4)),
         ((256, 2), DecodeConfig(32, 4, 3, 3)),
+        ((512, 2), DecodeConfig(32, 8, 2, 2)),
         ((ANY, ANY), _WIDE),
     ],
     hip=[

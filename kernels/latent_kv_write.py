@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .lang import jit, kernel_for, next_power_of_2, tl
 from .rms_norm import rms_norm_twin
-from .rope_kv_write import load_rotated, rotate
+from .rope_kv_write import load_rotated, rotate_twin
 
 _TILE = 2048  # rotated numbers of queries of a program
 _NUM_WARPS = 4
@@ -33,8 +33,8 @@ def latent_kv_write_twin(
     q: Tensor, latent: Tensor, key: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> None:
     rope = q[..., q.shape[2] - key.shape[1] :]
-    rope.copy_(rotate(rope, cos_sin))
-    stored = torch.cat((rms_norm_twin(latent, norm, eps), rotate(key[:, None], cos_sin)[:, 0]), dim=1)
+    rope.copy_(rotate_twin(rope, cos_sin))
+    stored = torch.cat((rms_norm_twin(latent, norm, eps), rotate_twin(key[:, None], cos_sin)[:, 0]), dim=1)
     is_stored = slots >= 0
     if not bool(is_stored.all()):
         stored, slots = stored[is_stored], slots[is_stored]

@@ -38,6 +38,7 @@ TUNED = Tuned[PrefillConfig](
         ((128, 2, 1), PrefillConfig(64, 64, 4, 2, 2)),
         ((128, 2, 2), PrefillConfig(128, 64, 8, 2, 1)),
         ((256, 2, ANY), PrefillConfig(64, 32, 8, 2, 1)),
+        ((512, 2, 2), PrefillConfig(32, 32, 8, 2, 1)),
         ((ANY, ANY, ANY), _PLAIN),
     ],
     cuda=[
@@ -45,12 +46,14 @@ TUNED = Tuned[PrefillConfig](
         ((64, 2, 2), PrefillConfig(128, 128, 8, 3, 1)),
         ((128, 2, 2), PrefillConfig(128, 128, 8, 2, 1)),
         ((256, 2, ANY), PrefillConfig(128, 32, 8, 2, 1)),
+        ((512, 2, 2), PrefillConfig(32, 32, 8, 2, 1)),  # of more rows registers spill
         ((ANY, ANY, ANY), _PLAIN),
     ],
     hip=[
         ((128, 2, 1), PrefillConfig(64, 32, 4, 1, 2)),
         ((128, 2, 2), PrefillConfig(128, 64, 4, 1, 2)),
         ((256, 2, ANY), PrefillConfig(64, 32, 4, 1, 2)),
+        ((512, 2, 2), PrefillConfig(32, 16, 4, 1, 2)),
         ((ANY, ANY, ANY), _PLAIN),
     ],
 )

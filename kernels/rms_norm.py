@@ -12,11 +12,12 @@ _TILE = 2048  # numbers of a program at once, in several rows where they are sho
 _PER_WARP = 512  # 16 numbers a thread: two vectors of bfloat16 under way
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, computed in float32.
 
     x: [T, D] or [T, heads, D], last axis contiguous; weight: [D], of x's dtype, which x / rms(x) is rounded to before
-    the product with it (as Llama does), or float32: not rounded (as Gemma does). Returns a new contiguous tensor.
+    the product with it (as Llama does), or float32: not rounded (as Gemma does); None: 1. Returns a new contiguous
+    tensor.
     """
     return kernel_for(x, rms_norm_triton, rms_norm_twin)(x, weight, eps)
 
@@ -29,9 +30,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return kernel_for(x, add_rms_norm_triton, add_rms_norm_twin)(x, residual, weight, eps)
 
 
-def rms_norm_twin(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if weight.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+def rms_norm_twin(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None or weight.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
     return torch.nn.functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype).mul_(weight)
 
 
@@ -40,7 +41,7 @@ def add_rms_norm_twin(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     return rms_norm_twin(residual, weight, eps)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, out, eps)
     return out
@@ -52,12 +53,13 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return out
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, eps: float) -> None:
     """out: [rows..., D] contiguous, every element written."""
     dim = x.shape[-1]
     num_heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     assert x.dim() in (2, 3) and x.stride(-1) == 1 and out.is_contiguous()
-    assert weight.shape == (dim,) and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
+    if weight is not None:
+        assert weight.shape == (dim,) and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
     if residual is not None:
         assert x.dim() == 2 and residual.shape == x.shape and residual.stride(-1) == 1 and residual.dtype == x.dtype
     num_rows = x.shape[0] * num_heads
@@ -79,7 +81,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         dim,
         eps,
         HAS_RESIDUAL=residual is not None,
-        IS_WIDE=weight.dtype == torch.float32,
+        IS_WIDE=weight is None or weight.dtype == torch.float32,
         ROWS=rows,
         BLOCK=block,
         num_warps=num_warps,
@@ -90,7 +92,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
 def _rms_norm_kernel(
     x: tl.tensor,  # [T, num_heads, dim]
     residual: tl.tensor,  # [T, dim], read and written where HAS_RESIDUAL
-    weight: tl.tensor,  # [dim]
+    weight: tl.tensor | None,  # [dim], or None
     out: tl.tensor,  # [num_rows, dim] contiguous
     x_token_stride: int,
     x_head_stride: int,
@@ -107,7 +109,9 @@ def _rms_norm_kernel(
     """Grid: (programs that are resident at once, or fewer,): a program takes every so many-th group of ROWS rows, and
     the weight once."""
     d = tl.arange(0, BLOCK)[None, :]
-    scale_of = tl.load(weight + d, mask=d < dim, other=0.0).to(tl.float32)
+    scale_of = tl.full((1, BLOCK), 1.0, tl.float32)
+    if weight is not None:
+        scale_of = tl.load(weight + d, mask=d < dim, other=0.0).to(tl.float32)
     for group in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         index = (group * ROWS + tl.arange(0, ROWS))[:, None]
         row = index.to(tl.int64)

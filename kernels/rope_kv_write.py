@@ -26,10 +26,16 @@ def rope_kv_write(
     return run(q, k, v, cos_sin, cache, slots, scales)
 
 
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x: [T, heads, D]; cos_sin: [T, D] float32; as rope_kv_write has q, and last axes contiguous. The product is taken
+    in float32 and rounded once. Returns a new contiguous tensor."""
+    return kernel_for(x, rotate_triton, rotate_twin)(x, cos_sin)
+
+
 def rope_kv_write_twin(
     q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = None
 ) -> Tensor:
-    rotated = rotate(k, cos_sin)
+    rotated = rotate_twin(k, cos_sin)
     stored = slots >= 0
     if not bool(stored.all()):
         rotated, v, slots = rotated[stored], v[stored], slots[stored]
@@ -39,11 +45,10 @@ def rope_kv_write_twin(
             cache[blocks, which, offsets] = vectors
         else:
             cache[blocks, which, offsets], scales[blocks, which, offsets] = quantise(vectors, cache.dtype)
-    return rotate(q, cos_sin)
+    return rotate_twin(q, cos_sin)
 
 
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x: [T, heads, D]; cos_sin: [T, D] float32. The product is taken in float32 and rounded once."""
+def rotate_twin(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -91,6 +96,13 @@ def rope_kv_write_triton(
             num_warps=_NUM_WARPS,
         )
     return out
+
+
+def rotate_triton(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Queries beside no keys."""
+    no_keys, no_cache = x[:, :0], x.new_empty(1, 2, 1, 0, x.shape[2])
+    slots = torch.empty(len(x), dtype=torch.int64, device=x.device)  # which nobody reads
+    return rope_kv_write_triton(x, no_keys, no_keys, cos_sin, no_cache, slots)
 
 
 @jit

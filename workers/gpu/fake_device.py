@@ -192,6 +192,7 @@ _READS_OR_COPIES = {
     torch.Tensor.__float__,
     torch.Tensor.__index__,
     torch.Tensor.pin_memory,
+    torch.Tensor.new_tensor,
     torch.tensor,
     torch.Tensor.new_tensor,
     torch.as_tensor,
@@ -231,12 +232,16 @@ class _Operations(TorchDispatchMode):
         if func in _WAITS or _must_count(func, args, kwargs):
             raise CaptureError(f"{func} waits for the device")
         results = func(*args, **kwargs)
-        schema = func._schema
-        is_view = not schema.is_mutable and any(returned.alias_info is not None for returned in schema.returns)
-        if not is_view and func not in _MAKES_NO_NUMBERS:
-            new = [] if schema.is_mutable else _tensors(results)
-            self._record.append(_Step(func, args, kwargs, new))
+        is_mutable = func._schema.is_mutable
+        if is_mutable or not (func in _MAKES_NO_NUMBERS or _is_view(results, args)):
+            self._record.append(_Step(func, args, kwargs, [] if is_mutable else _tensors(results)))
         return results
+
+
+def _is_view(results: Any, args: Sequence[Any]) -> bool:
+    """By their memory: what may be a view by its schema, as `to` and `reshape`, may be a copy."""
+    given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+    return all(leaf.untyped_storage().data_ptr() in given for leaf in tree_leaves(results) if isinstance(leaf, Tensor))
 
 
 def _must_count(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

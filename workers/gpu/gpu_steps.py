@@ -12,7 +12,7 @@ Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the 
 with (Batch.fed_by).
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from ..kv_cache import KVCache
 from ..models import mla
 from ..models.decoder import Decoder
 from ..models.rope import Ropes
-from ..models.spec import KVShape, LatentSpec, LayerSpec, ModelSpec
+from ..models.spec import LatentSpec, ModelSpec
 from ..rank_processes import RankProcesses
 from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
@@ -220,19 +220,9 @@ def _decodes(rows: _Rows, num: int) -> Ints:
 
 def check_known(spec: ModelSpec) -> None:
     """Raise ConfigError for a decoder that the GPU's kernels cannot compute."""
-    for layer in spec.layers:
-        for what in _unknown(layer, spec.kv):
-            raise ConfigError(f"the CUDA engine does not know {what} yet ({spec.architecture}): use device cpu")
-
-
-def _unknown(layer: LayerSpec, kv: KVShape) -> Iterator[str]:
-    attention = layer.attention
-    if isinstance(attention, LatentSpec):
-        if not mla.has_kernels(attention):
-            yield "latents and heads of sizes other than powers of 2 from 16 on"
-    elif (attention.head_dim, attention.num_kv_heads) != (kv.dim, kv.num_heads):
-        yield "heads that differ from layer to layer"
-    yield from layer.by_torch_alone()
+    if any(isinstance(of := layer.attention, LatentSpec) and not mla.has_kernels(of) for layer in spec.layers):
+        what = "latents and heads of sizes other than powers of 2 from 16 on"
+        raise ConfigError(f"the CUDA engine does not know {what} yet ({spec.architecture}): use device cpu")
 
 
 class LaunchedStep:

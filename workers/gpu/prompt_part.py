@@ -31,7 +31,7 @@ class PromptRun:
 
     num_sampled: int
     logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there; on other ranks than 0: None
-    reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # layers stored, and when
+    reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # of the cache's layers, and when
 
 
 class PromptPart:
@@ -74,17 +74,18 @@ class PromptPart:
         self._buckets = buckets
 
     def run(self, numbers: Numbers, ends: Sequence[int] = (), *, is_alone: bool = True) -> PromptRun:
-        """`ends`: layers after which PromptRun.reached wants an event. `is_alone`: no other graph is under way beside
-        it, so that ours may be (see Device.capture)."""
+        """`ends`: of the cache's layers, those after which PromptRun.reached wants an event. `is_alone`: no other graph
+        is under way beside it, so that ours may be (see Device.capture)."""
         run, first = PromptRun(len(numbers.sampled)), 0
         bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
         work = _Work(self, numbers, run, _write(self._device, numbers, bucket))
         for end in ends:
-            self.lane.run(partial(work.layers, first, end))
+            through = self.pieces.through(end)
+            self.lane.run(partial(work.layers, first, through))
             self.lane.run(self.pieces.decoder.group.meet)
             run.reached.append((end, self.lane.record()))
-            first = end
-        self.lane.run(partial(work.layers, first, self.pieces.num_layers))
+            first = through
+        self.lane.run(partial(work.layers, first, work.num_layers))
         self.lane.run(work.head)
         return run
 
@@ -148,10 +149,12 @@ class _Work:
     def __init__(self, part: PromptPart, numbers: Numbers, run: PromptRun, written: _Written) -> None:
         self._part, self._run, self._written = part, run, written
         self._num_tokens = numbers.num_tokens
+        # Where nothing is sampled, nobody reads what layers after the last that stores KV would make.
+        self.num_layers = part.pieces.num_layers if run.num_sampled else part.pieces.decoder.num_for_all
         self._begun: _Begun | None = None
 
     def layers(self, first: int, end: int) -> None:
-        """After it the KV of layers [0, end) is stored."""
+        """After it layers [0, end) have stored their KV."""
         begun = self._begun = self._begun or self._part.begin(self._written)
         for index in range(first, end):
             self._part.compute(begun.flow, self._written.bucket, index)
@@ -160,7 +163,7 @@ class _Work:
     def head(self) -> None:
         begun, pieces = self._begun, self._part.pieces
         assert begun is not None
-        self._part.compute(begun.flow, self._written.bucket, pieces.num_layers)
+        self._part.compute(begun.flow, self._written.bucket, self.num_layers)
         if self._run.num_sampled:
             rows = begun.flow.hidden.index_select(0, begun.sampled)
             self._run.logits = pieces.decoder.whole_logits(rows)

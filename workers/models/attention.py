@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.functional import linear
 
 from ...kernels.paged_batch import AttentionOptions, PagedBatch
@@ -41,7 +40,7 @@ def project(
     num_kv_heads = spec.num_kv_heads if spec.kv_from is None else 0
     q, k, v = qkv.split((spec.num_heads, num_kv_heads, num_kv_heads), dim=1)
     if spec.v_norm:
-        v = functional.rms_norm(v.float(), v.shape[-1:], None, eps).to(v.dtype)
+        v = rms_norm(v, None, eps)
     if weights.q_norm is None:
         return q, k, v
     if weights.k_norm is None:

@@ -36,11 +36,18 @@ def _unknown(spec: ModelSpec, num_ranks: int) -> Iterator[str]:
             yield "latent attention"
         elif _sizes(attention) != _sizes(spec.layers[0].attention):
             yield "heads of other sizes from layer to layer"
+        elif attention.kv_from is not None:
+            yield "layers that read another one's keys and values"
         elif attention.scale <= 0:
             yield "scores that are not scaled by a number above 0"
         elif attention.qk_norm == "whole" and num_ranks > 1:
             yield "a norm of all heads that are spread over ranks"
-        yield from layer.by_torch_alone()
+        elif attention.v_norm:
+            yield "a norm of values"
+        if layer.token_input is not None or layer.is_scaled:
+            yield "layers with an input of each token or a scale of their own"
+        if layer.beside is not None:
+            yield "an MLP beside experts"
         if isinstance(mlp, MoeSpec):
             yield from _unknown_experts(mlp)
         elif mlp.activation not in ACTIVATIONS:

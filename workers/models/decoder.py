@@ -89,7 +89,7 @@ class Decoder:
         self.rope_dims = [dim for _, dim in spec.ropes]  # found by comparing layers: not once a step
         # Layers that store KV, and those whose experts are spread, which all who hold them meet in, are for all tokens.
         for_all = [i for i, of in enumerate(self.layers) if of.spec.kv_from is None or of.experts is not None]
-        self._num_for_all = for_all[-1] + 1
+        self.num_for_all = for_all[-1] + 1
 
     def compute(
         self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None
@@ -106,7 +106,7 @@ class Decoder:
 
         block_size, group = cache.layout.block_size, self.group
         token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
-        num = len(self.layers) if len(sampled) == len(token_ids) else self._num_for_all
+        num = len(self.layers) if len(sampled) == len(token_ids) else self.num_for_all
         residual, hidden, given = self._through(num, token_ids, cache, step.meta(cos_sin, block_size), stored)
         if not len(sampled):
             return None
@@ -148,9 +148,7 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: [T] int64. Returns [T, H]."""
         scale, found = self.spec.embedding_scale, self._looked_up(token_ids, self.weights.embed, self.spec.vocab_size)
-        return (
-            found if scale == 1.0 else found * found.new_full((), scale)
-        )  # the scale is rounded, as transformers does
+        return found if scale == 1.0 else found * found.new_full((), scale)  # is rounded, as transformers does
 
     def token_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
         """token_ids: [T] int64; embedded: [T, H], what `embed` returns. What layers are given of them, [T, layers, P];

@@ -4,7 +4,6 @@ families.py makes it of a Hugging Face config.json; everything else (names of te
 what computes) follows from it, so that no file knows a family by its name.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -185,17 +184,6 @@ class LayerSpec:
         if isinstance(of, MlpSpec):
             return (of,)
         return tuple(mlp for mlp in (of.expert, of.shared, self.beside) if mlp is not None)
-
-    def by_torch_alone(self) -> Iterator[str]:
-        """What of it no kernels but torch's compute, in the words of an error or a log's line."""
-        if self.kv_from is not None:
-            yield "layers that read another one's keys and values"
-        if isinstance(self.attention, AttentionSpec) and self.attention.v_norm:
-            yield "a norm of values"
-        if self.token_input is not None or self.is_scaled:
-            yield "layers with an input of each token or a scale of their own"
-        if self.beside is not None:
-            yield "an MLP beside experts"
 
 
 @dataclass(frozen=True, slots=True)

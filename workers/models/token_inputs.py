@@ -22,7 +22,7 @@ def token_inputs(spec: ModelSpec, weights: DecoderWeights, looked_up: Tensor, em
     assert own is not None and weights.token_mix is not None and weights.token_mix_norm is not None
     shape = (len(embedded), spec.num_layers, own.dim)
     projected = (linear(embedded, weights.token_mix) * spec.hidden_size**-0.5).view(shape)
-    scale = looked_up.new_tensor(own.dim**0.5)  # is rounded, as transformers does
+    scale = looked_up.new_full((), own.dim**0.5)  # is rounded, as transformers does
     return (rms_norm(projected, weights.token_mix_norm, spec.rms_norm_eps) + (looked_up * scale).view(shape)) * 0.5**0.5
 
 

@@ -31,9 +31,10 @@ def launch(
     dtype: torch.dtype = torch.bfloat16,
     stored: torch.dtype | None = None,
     options: AttentionOptions = NO_OPTIONS,
+    kv_heads: int = 8,
 ) -> None:
     decodes = Decodes(meta(64, 128, dtype=I32), meta(64, dtype=I32), meta(65, dtype=I32), queries)
-    cache = meta(256, 2, 16, 8, dim, dtype=stored or dtype)
+    cache = meta(256, 2, 16, kv_heads, dim, dtype=stored or dtype)
     scales = meta(256, 2, 8, 16, dtype=torch.float32).transpose(2, 3) if stored else None
     q = meta(64 * queries, 32, dim, dtype=dtype)
     decode_attention_triton(q, cache, decodes, plan_of(decodes, cache, options.window), options, scales)
@@ -60,6 +61,7 @@ LAUNCHES = [
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, dtype=torch.float16), is_gated=False),
+    Launch("bf16 d 512", lambda: launch(512, kv_heads=4, options=AttentionOptions(scale=1.0)), is_gated=False),
     Launch("fp8 e5m2 KV d 128", lambda: launch(stored=torch.float8_e5m2), spilled_bytes=16, is_gated=False),
     Launch("fp32 d 128", lambda: launch(128, dtype=torch.float32), is_gated=False),
 ]
@@ -91,7 +93,7 @@ def check(
 
 
 @pytest.mark.parametrize(("context_lens", "num_new"), BATCHES)
-@pytest.mark.parametrize("heads", [(4, 4, 16, 8), (6, 2, 20, 16), (20, 1, 16, 5)])
+@pytest.mark.parametrize("heads", [(4, 4, 16, 8), (6, 2, 20, 16), (20, 1, 16, 5), (8, 1, 260, 16)])
 def test_decode_attention(context_lens: list[int], num_new: list[int], heads: tuple[int, int, int, int]) -> None:
     check(context_lens, num_new, heads, DOT_DTYPES[0])
 

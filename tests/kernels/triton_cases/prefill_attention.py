@@ -16,9 +16,10 @@ def launch(
     dtype: torch.dtype = torch.bfloat16,
     stored: torch.dtype | None = None,
     options: AttentionOptions = NO_OPTIONS,
+    kv_heads: int = 8,
 ) -> None:
     batch = make_batch([3000, 700], [1000, 700], 16, 256, "meta")
-    cache = meta(256, 2, 16, 8, dim, dtype=stored or dtype)
+    cache = meta(256, 2, 16, kv_heads, dim, dtype=stored or dtype)
     scales = meta(256, 2, 8, 16, dtype=torch.float32).transpose(2, 3) if stored else None
     prefill_attention_triton(meta(1700, 32, dim, dtype=dtype), cache, batch, options, scales)
 
@@ -39,6 +40,7 @@ LAUNCHES = [
     Launch("fp8 KV d 128", lambda: launch(stored=FP8), is_gated=False),
     Launch("int8 KV d 128", lambda: launch(stored=torch.int8), is_gated=False),
     Launch("fp16 d 256", lambda: launch(256, torch.float16), spilled_bytes=160, is_gated=False),
+    Launch("bf16 d 512", lambda: launch(512, kv_heads=4, options=AttentionOptions(scale=1.0)), is_gated=False),
     Launch("fp8 e5m2 KV d 128", lambda: launch(stored=torch.float8_e5m2), is_gated=False),
     Launch("bf16 d 96", lambda: launch(96), is_gated=False),
     Launch("fp32 d 128", lambda: launch(128, torch.float32), is_gated=False),
@@ -69,7 +71,7 @@ def check(
 
 
 @pytest.mark.parametrize(("context_lens", "num_new"), BATCHES)
-@pytest.mark.parametrize("heads", [(4, 4, 16, 8), (6, 2, 20, 32)])
+@pytest.mark.parametrize("heads", [(4, 4, 16, 8), (6, 2, 20, 32), (8, 1, 260, 16)])
 def test_prefill_attention(context_lens: list[int], num_new: list[int], heads: tuple[int, int, int, int]) -> None:
     check(context_lens, num_new, heads, DOT_DTYPES[0])
 

@@ -9,6 +9,7 @@ LAUNCHES = [
     Launch("4096", lambda: rms_norm_triton(meta(64, 4096), meta(4096), 1e-5)),
     Launch("heads of 128", lambda: rms_norm_triton(meta(64, 32, 128), meta(128), 1e-5), is_gated=False),
     Launch("weight float32", lambda: rms_norm_triton(meta(64, 4096), meta(4096, dtype=torch.float32), 1e-5)),
+    Launch("no weight", lambda: rms_norm_triton(meta(64, 4, 512), None, 1e-5), is_gated=False),
     Launch("add 4096", lambda: add_rms_norm_triton(meta(64, 4096), meta(64, 4096), meta(4096), 1e-5)),
 ]
 
@@ -18,7 +19,8 @@ LAUNCHES = [
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = normal(*shape[:-1], shape[-1] + 5, dtype=dtype)[..., 2:-3]
     weight = normal(shape[-1], dtype=dtype, seed=1)
-    assert_near(rms_norm_triton(x, weight, 1e-5), rms_norm_twin(x, weight, 1e-5))
+    for by in (weight, None):
+        assert_near(rms_norm_triton(x, by, 1e-5), rms_norm_twin(x, by, 1e-5))
 
 
 def test_a_weight_of_float32_is_met_before_rounding() -> None:

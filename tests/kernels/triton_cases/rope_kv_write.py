@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from diptych.kernels.kv_scales import LARGEST
-from diptych.kernels.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin
+from diptych.kernels.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin, rotate_triton, rotate_twin
 
 from .common import DEVICE, DTYPES, Launch, assert_near, meta, normal
 
@@ -17,6 +17,7 @@ def launch(stored: torch.dtype) -> None:
 LAUNCHES = [
     Launch("d 128", lambda: launch(torch.bfloat16)),
     Launch("d 128, int8", lambda: launch(torch.int8)),
+    Launch("no keys", lambda: rotate_triton(meta(64, 8, 512), meta(64, 512, dtype=torch.float32)), is_gated=False),
     Launch("d 128, float8", lambda: launch(torch.float8_e4m3fn), ("sm_90", "sm_100", "gfx942"), is_gated=False),
 ]
 
@@ -56,6 +57,12 @@ def test_rope_kv_write(
         apart = (found[1].int() - expected[1].int()).abs()  # bfloat16 may have been rounded otherwise
         assert apart.max() <= (0 if dtype == torch.float32 else 2)
         torch.testing.assert_close(found[2], expected[2], rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_alone(dtype: torch.dtype) -> None:
+    x, cos_sin = normal(15, 5, 20, dtype=dtype)[:, 1:4], normal(15, 23, dtype=torch.float32, seed=1)[:, 3:]
+    assert_near(rotate_triton(x, cos_sin), rotate_twin(x, cos_sin))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

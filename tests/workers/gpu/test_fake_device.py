@@ -145,6 +145,14 @@ def test_a_graph_repeats_operations_views_and_changes_in_place() -> None:
         assert torch.equal(out, torch.cat((row[2:], row[:2])) * 2.0)
 
 
+def test_a_graph_repeats_copies_that_might_have_been_views() -> None:
+    x, out = torch.arange(6.0).view(2, 3), torch.zeros(6, dtype=torch.int64)
+    replay = graph_of(lambda: out.copy_(x.mT.reshape(6).to(torch.int64)))
+    x.add_(10.0)
+    replay()
+    assert out.tolist() == [10, 13, 11, 14, 12, 15]
+
+
 def test_a_graph_repeats_launches() -> None:
     x, residual, weight, out = (torch.randn(3, 8) for _ in range(4))
     weight, times = weight[0], list[int]()
@@ -178,6 +186,7 @@ def test_a_graph_repeats_launches() -> None:
         lambda x: x.nonzero(),
         lambda x: x[x > 0],
         lambda x: x + torch.tensor([1.0, 2.0]),
+        lambda x: x * x.new_tensor(2.0),
         lambda x: x.repeat_interleave(torch.ones(2, dtype=torch.int64)),
     ],
 )

@@ -93,11 +93,9 @@ def test_families(arch: str, checkpoint_of: Callable[[str], Path]) -> None:
 
 def test_what_the_kernels_do_not_know_is_refused(llama: Path) -> None:
     spec = load_spec(llama)
-    odd = LatentSpec(8, 0, 32, 16, 8, 16, RopeSpec(), 0.2)
-    wider = replace(spec.layers[0].attention, head_dim=32)
-    for attention, what in ((odd, "latents and heads of sizes"), (wider, "heads that differ")):
-        with pytest.raises(ConfigError, match=f"does not know {what}"):
-            check_known(replace(spec, layers=(*spec.layers[1:], replace(spec.layers[0], attention=attention))))
+    odd = replace(spec.layers[0], attention=LatentSpec(8, 0, 32, 16, 8, 16, RopeSpec(), 0.2))
+    with pytest.raises(ConfigError, match="does not know latents and heads of sizes"):
+        check_known(replace(spec, layers=(*spec.layers[1:], odd)))
 
 
 def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(

@@ -59,7 +59,7 @@ class CompiledWeights:
 
 
 def read_weights(team: Team, reader: Reader) -> CompiledWeights:
-    """Pack a rank's share. One tensor at a time is in memory beside its packed form."""
+    """Pack a rank's share. Of what is converted on its way one field at a time is in memory beside its packed form."""
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec), reader.layers(), strict=True)
     layers = [_packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]

@@ -135,6 +135,7 @@ class ModelRunner:
                 to_cpu = partial(_read_weights, choice=choice, share=share, doors=doors)
                 read = partial(_read_to_gpu, share=share, gpu=gpu) if gpu is not None else to_cpu
                 steps_with = read(config, reader, own, ranks=ranks)
+                del reader  # and the memory it converts in: KV takes of what is free
             group = ranks.join(gpu) if ranks is not None else Alone()
             cache = _cache(config, layout, max_context_tokens, choice, device, gpu, ranks)
             with needing_memory("the angles of all positions", "lower kv_memory_fraction or max_context_tokens"):

@@ -1,6 +1,8 @@
 """Experts over ranks: what each token gets is what one rank that holds all experts would give it, bit for bit."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from diptych.kernels.moe_combine import moe_combine
 from diptych.workers.errors import RankLost
+from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.models.dispatch import ExpertRanks
 from diptych.workers.models.expert_placement import Placement, by_load, contiguous, round_robin
 from diptych.workers.parallel import Alone, GlooGroup, Group
@@ -103,6 +106,28 @@ def test_alone(seed: int, num: int) -> None:
     found = ranks.over(*given_tokens, lambda rows, slots: experts_of(placement, 0, rows, slots))
     assert torch.equal(found, expected_of(*given_tokens))
     assert torch.equal(ranks.here(given_tokens[2]), given_tokens[2])
+
+
+@dataclass(frozen=True)
+class Seated:
+    """As much of a group as `here` asks for."""
+
+    rank: int
+    size: int = 3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_graph_holds_what_is_computed_here(name: str, rank: int) -> None:
+    device, experts = FakeDevice(), tokens(4, 9)[2]
+    ranks, slots = ExpertRanks(cast("Group", Seated(rank)), PLACEMENTS[name]), torch.empty_like(experts)
+    lane = device.lane("main")
+    replay = device.capture(lane, lambda: slots.copy_(ranks.here(experts)))
+    for seed in (5, 6):
+        experts.copy_(tokens(seed, 9)[2])
+        lane.run(replay)
+        device.synchronize()
+        assert torch.equal(slots, ranks.here(experts))
 
 
 def test_ranks_of_unlike_placements_are_refused(tmp_path: Path) -> None:

@@ -82,9 +82,10 @@ class Decoder:
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
         # All ranks send the same tokens to the same experts: the first alone counts.
-        self.expert_tokens = no_expert_tokens(spec, weights.embed.device) if self.group.rank == 0 else None
+        device = weights.embed.device
+        self.expert_tokens = no_expert_tokens(spec, device) if self.group.rank == 0 else None
         holders, is_over = (self.group, False) if peers is None else (peers, True)
-        ranks = {layer: ExpertRanks(holders, of, is_over=is_over) for layer, of in (experts or {}).items()}
+        ranks = {layer: ExpertRanks(holders, of, device, is_over=is_over) for layer, of in (experts or {}).items()}
         self.layers = layers_of(spec, weights.layers, self.expert_tokens, ranks)
         self.rope_dims = [dim for _, dim in spec.ropes]  # found by comparing layers: not once a step
         # Layers that store KV, and those whose experts are spread, which all who hold them meet in, are for all tokens.

@@ -31,20 +31,22 @@ Compute = Callable[[Tensor, Tensor], Tensor]  # rows [N, H], slot of each [N] in
 class ExpertRanks:
     """Of one rank, which holds `placement.held[group.rank]`. All ranks call the same, in the same order."""
 
-    def __init__(self, group: Group, placement: Placement, *, is_over: bool = False) -> None:
-        """is_over: each rank has tokens of its own."""
+    def __init__(
+        self, group: Group, placement: Placement, device: torch.device | None = None, *, is_over: bool = False
+    ) -> None:
+        """device: of the tokens; None: the CPU. is_over: each rank has tokens of its own."""
         assert placement.num_ranks == group.size
         self.is_over = is_over
         self._group, self._num_experts = group, placement.num_experts
         holders = placement.holders()
         most = max(map(len, holders))
-        self._holders = torch.tensor([(ranks * most)[:most] for ranks in holders])
-        self._num_holders = torch.tensor([len(ranks) for ranks in holders])
-        self._slots = torch.tensor(placement.slots(group.rank))
+        self._holders = torch.tensor([(ranks * most)[:most] for ranks in holders], device=device)
+        self._num_holders = torch.tensor([len(ranks) for ranks in holders], device=device)
+        self._slots = torch.tensor(placement.slots(group.rank), device=device)
 
     def here(self, experts: Tensor) -> Tensor:
         """experts: [T, top_k] int32 of tokens that all ranks have; -1 is none. Returns the slots of those that this
-        rank computes, [T, top_k] int32; -1 elsewhere: each is computed by one rank."""
+        rank computes, [T, top_k] int32; -1 elsewhere: each is computed by one rank. A graph may hold it."""
         is_ours = self._ranks_of(experts, first_row=0) == self._group.rank
         return torch.where(is_ours, self._slots[experts.long()], -1).int()
 
@@ -79,7 +81,8 @@ class ExpertRanks:
     def _ranks_of(self, experts: Tensor, first_row: int) -> Tensor:
         """Which computes each choice, [T, top_k] int64; -1 for none. Its holders take turns by row."""
         chosen = experts.long().clamp(min=0)
-        turn = (torch.arange(len(experts)) + first_row)[:, None] % self._num_holders[chosen]
+        rows = torch.arange(first_row, first_row + len(experts), device=experts.device)
+        turn = rows[:, None] % self._num_holders[chosen]
         return self._holders[chosen, turn].masked_fill(experts < 0, -1)
 
 

@@ -63,6 +63,12 @@ class Flow:
         given = None if self.given is None else self.given[:num_tokens]
         return Flow(*(part[:num_tokens] for part in parts), given=given, is_static=self.is_static)
 
+    def go_on_with(self, rows: Tensor, of: "Flow") -> None:
+        """What is left to do for some tokens of a flow that is not static, in this one, which was made for them. rows:
+        [n] int32 or int64."""
+        self.residual, self.attended = (part.index_select(0, rows) for part in (of.residual, of.attended))
+        self.given = None if of.given is None else of.given.index_select(0, rows)
+
     def queries(self, of: AttentionSpec | LatentSpec) -> Tensor:
         """A layer's, [T, N, D]."""
         return self._in_heads(self.q, of.num_heads, of.q_dim)

@@ -78,7 +78,7 @@ class PromptPart:
         is under way beside it, so that ours may be (see Device.capture)."""
         run, first = PromptRun(len(numbers.sampled)), 0
         bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
-        work = _Work(self, numbers, run, _write(self._device, numbers, bucket))
+        work = _Work(self, numbers, run, self.write(numbers, bucket))
         for end in ends:
             through = self.pieces.through(end)
             self.lane.run(partial(work.layers, first, through))
@@ -88,6 +88,24 @@ class PromptPart:
         self.lane.run(partial(work.layers, first, work.num_layers))
         self.lane.run(work.head)
         return run
+
+    def write(self, numbers: Numbers, bucket: int | None) -> "_Written":
+        """Into pinned memory, with idle tokens up to the bucket."""
+        num_idle = (bucket or numbers.num_tokens) - numbers.num_tokens
+
+        def padded(column: Ints, value: int) -> Ints:
+            return np.concatenate((column, np.full(num_idle, value, dtype=np.int32))) if num_idle else column
+
+        columns = [padded(numbers.token_ids, 0), padded(numbers.positions, 0), padded(numbers.slots, -1)]
+        starts = np.concatenate(([0], np.cumsum(numbers.num_new)))
+        columns += [numbers.context_lens, starts, numbers.table_rows, numbers.sampled]
+        if numbers.feeds is not None:
+            columns.append(padded(numbers.feeds, KNOWN))
+        sizes = [len(column) for column in columns]
+        words = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
+        for section, column in zip(_sections(words, sizes), columns, strict=True):
+            section.numpy()[:] = column
+        return _Written(words, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist())
 
     def begin(self, written: "_Written") -> "_Begun":
         """Device work: what the first piece needs."""
@@ -149,16 +167,27 @@ class _Work:
     def __init__(self, part: PromptPart, numbers: Numbers, run: PromptRun, written: _Written) -> None:
         self._part, self._run, self._written = part, run, written
         self._num_tokens = numbers.num_tokens
-        # Where nothing is sampled, nobody reads what layers after the last that stores KV would make.
-        self.num_layers = part.pieces.num_layers if run.num_sampled else part.pieces.decoder.num_for_all
+        # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
+        num_layers, self._num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
+        self.num_layers = num_layers if run.num_sampled else self._num_for_all
+        is_cut = self._num_for_all < self.num_layers and written.bucket is None
+        self._sampled_alone = part.write(numbers.sampled_alone(), None) if is_cut else None
         self._begun: _Begun | None = None
 
     def layers(self, first: int, end: int) -> None:
         """After it layers [0, end) have stored their KV."""
         begun = self._begun = self._begun or self._part.begin(self._written)
         for index in range(first, end):
+            if index == self._num_for_all and self._sampled_alone is not None:
+                begun = self._begun = self._cut(begun, self._sampled_alone)
             self._part.compute(begun.flow, self._written.bucket, index)
             self._part.pieces.attend(begun.flow, index, begun.paged, self._num_tokens)
+
+    def _cut(self, begun: _Begun, sampled_alone: _Written) -> _Begun:
+        cut = self._part.begin(sampled_alone)
+        cut.flow.go_on_with(begun.sampled, begun.flow)
+        self._num_tokens = self._run.num_sampled
+        return cut
 
     def head(self) -> None:
         begun, pieces = self._begun, self._part.pieces
@@ -167,24 +196,6 @@ class _Work:
         if self._run.num_sampled:
             rows = begun.flow.hidden.index_select(0, begun.sampled)
             self._run.logits = pieces.decoder.whole_logits(rows)
-
-
-def _write(device: Device, numbers: Numbers, bucket: int | None) -> _Written:
-    num_idle = (bucket or numbers.num_tokens) - numbers.num_tokens
-
-    def padded(column: Ints, value: int) -> Ints:
-        return np.concatenate((column, np.full(num_idle, value, dtype=np.int32))) if num_idle else column
-
-    columns = [padded(numbers.token_ids, 0), padded(numbers.positions, 0), padded(numbers.slots, -1)]
-    starts = np.concatenate(([0], np.cumsum(numbers.num_new)))
-    columns += [numbers.context_lens, starts, numbers.table_rows, numbers.sampled]
-    if numbers.feeds is not None:
-        columns.append(padded(numbers.feeds, KNOWN))
-    sizes = [len(column) for column in columns]
-    words = device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
-    for section, column in zip(_sections(words, sizes), columns, strict=True):
-        section.numpy()[:] = column
-    return _Written(words, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist())
 
 
 def _sections(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -40,6 +40,15 @@ class Numbers:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def sampled_alone(self) -> "Numbers":
+        """Its sampled tokens, each as a sequence whose one new token it is; tokens that the host does not know are
+        any."""
+        rows = self.sampled
+        owner = np.searchsorted(np.cumsum(self.num_new), rows, side="right")
+        positions, each = self.positions[rows], np.arange(len(rows), dtype=np.int32)
+        contexts, ones, tables = positions + 1, np.ones_like(each), self.table_rows[owner]
+        return Numbers(self.token_ids[rows], None, positions, self.slots[rows], contexts, ones, tables, each)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:

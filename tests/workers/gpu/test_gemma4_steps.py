@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from diptych.workers.device_kv import Staged
+from diptych.workers.gpu.flow import Flow, Pieces
 from diptych.workers.handoff_types import Segment
 from diptych.workers.kv_bridge import Bridge
 from diptych.workers.model_runner import ModelRunner
+from diptych.workers.models.families import load_spec
 from diptych.workers.runner import LayerWatch
 from diptych.workers.sequence import Batch, ScheduledSequence, Sequence
 
@@ -17,8 +19,8 @@ from ..conftest import CheckpointOf
 from .serving import GREEDY, early, generate, late, load
 from .test_gpu_steps import sequence_of
 
-# Layers that read the KV of others, and inputs of each token; experts beside an MLP; keys that are values.
-ARCHS = ["gemma4", "gemma4-moe", "gemma4-unified"]
+# Layers that read the KV of others, and inputs of each token; experts beside an MLP, and keys that are values.
+ARCHS = ["gemma4", "gemma4-moe"]
 LENGTHS = [1, 15, 17, 100]
 Cases = tuple[Path, list[list[int]], list[list[int]]]  # prompts and transformers' tokens
 
@@ -92,3 +94,26 @@ def test_a_prompt_is_gone_on_with_elsewhere(runner: ModelRunner, cases: Cases) -
         goes_on.block_table.reverse()
         copy_kv(runner, sequence.block_table, sink, goes_on.block_table)
         assert next_token(sink, goes_on) == second
+
+
+def test_layers_after_the_last_that_stores_compute_what_is_sampled_alone(
+    runner: ModelRunner, cases: Cases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chunk before a prompt's end nothing."""
+    path, prompts, expected = cases
+    compute, seen = Pieces.compute, list[tuple[int, int]]()
+
+    def spied(self: Pieces, flow: Flow, index: int) -> None:
+        seen.append((index, len(flow.slots)))
+        compute(self, flow, index)
+
+    monkeypatch.setattr(Pieces, "compute", spied)
+    kept = [layer.kv_from is None for layer in load_spec(path).layers]
+    num_kept, num_layers, sequence = sum(kept), len(kept), sequence_of(prompts[3], num_blocks=7)
+    assert runner.launch(Batch([ScheduledSequence(sequence, 60)])).tokens() == []
+    assert seen == [(index, 60) for index in range(num_kept + 1)]
+    sequence.num_computed = 60
+    seen.clear()
+    assert next_token(runner, sequence) == expected[3][0]
+    cut = num_kept if num_kept < num_layers else num_layers + 1
+    assert seen == [(index, 40 if index < cut else 1) for index in range(num_layers + 1)]

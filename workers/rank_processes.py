@@ -138,6 +138,8 @@ class RankProcesses:
     def __del__(self) -> None:
         for descriptor in (self._memory_fd, self._sums_fd, self._wake_read, self._wake_write):
             os.close(descriptor)
+        for link in self._links:
+            link.close()
 
     # -- the thread -------------------------------------------------------------------------------------------------
 

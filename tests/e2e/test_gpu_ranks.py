@@ -6,8 +6,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ..checkpoints import make_checkpoint, untied_prompts
+from ..workers.gpu.serving import GREEDY, generate, load
 from .harness import WorkerHandle, unlike_workers
 from .test_tensor_parallel import (
     FLAGS,
@@ -37,6 +39,20 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
         asyncio.run(killed_midway(devices, one, ranks, cases))
         assert devices.process.wait(END_S) == 1
         assert_ended(ranks)
+
+
+def test_ranks_on_devices_hold_experts_whole(tmp_path: Path) -> None:
+    """5 of them over two; which are one's own is found in the graphs."""
+    path = make_checkpoint(tmp_path / "mixtral", "mixtral", 4, num_local_experts=5)
+    cases = untied_prompts(path, seed=2, lengths=(5, 40), max_tokens=GREEDY.max_tokens)
+    before = torch.get_num_threads()
+    runner = load(path, None, device="fake", tensor_parallel=2, expert_parallel=2, max_running=2)
+    try:
+        run = generate(runner, [prompt for prompt, _ in cases], [GREEDY] * 2)
+        assert run.token_ids == [tokens for _, tokens in cases]
+    finally:
+        runner.close()
+        torch.set_num_threads(before)
 
 
 async def killed_midway(devices: WorkerHandle, other: WorkerHandle, ranks: list[psutil.Process], cases: Cases) -> None:

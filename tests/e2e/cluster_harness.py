@@ -57,20 +57,29 @@ class Served:
     process: "subprocess.Popen[str]"
     env: Mapping[str, str] | None = None
     output: list[str] = field(default_factory=list[str])
-    _is_ready: threading.Event = field(default_factory=threading.Event)
+    has_ended: bool = False  # the output
+    _grew: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
         """On a thread of its own, to the output's end."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.output.append(line.rstrip("\n"))
-            if line.startswith("Watch it"):
-                self._is_ready.set()
-        self._is_ready.set()
+            with self._grew:
+                self.output.append(line.rstrip("\n"))
+                self._grew.notify_all()
+        with self._grew:
+            self.has_ended = True
+            self._grew.notify_all()
 
-    def wait_until_ready(self) -> None:
-        assert self._is_ready.wait(READY_S), "\n".join(self.output)
-        assert any(line.startswith("Watch it") for line in self.output), "\n".join(self.output)
+    def wait_for(self, words: str) -> None:
+        """Until a line of the output has them."""
+
+        def is_there() -> bool:
+            return any(words in line for line in self.output)
+
+        with self._grew:
+            self._grew.wait_for(lambda: self.has_ended or is_there(), READY_S)
+        assert is_there(), "\n".join(self.output)
 
     def snippet(self, title: str) -> str:
         """The banner's lines under `# title`."""
@@ -141,7 +150,7 @@ def serving(
     family: list[psutil.Process] = []
     try:
         if wait:
-            served.wait_until_ready()
+            served.wait_for("Watch it")
         yield served
     finally:
         if process.poll() is None:

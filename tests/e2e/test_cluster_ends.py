@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ..checkpoints import make_checkpoint
-from .cluster_harness import MODEL, diptych, serving, survivors
+from .cluster_harness import END_S, MODEL, diptych, serving, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
@@ -85,12 +85,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("sharded") / "llama", "llama", seed=3, max_shard_size="200KB")
 
 
-@pytest.mark.parametrize("spoil", [without_a_shard, with_a_wrong_shape, of_an_unknown_kind])
-def test_a_checkpoint_that_cannot_be_served(tmp_path: Path, checkpoint: Path, spoil: Callable[[Path], str]) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "pools"),  # two workers that fail at once, and one
+    [(without_a_shard, ()), (with_a_wrong_shape, ("--mixed", "1")), (of_an_unknown_kind, ("--mixed", "1"))],
+)
+def test_a_checkpoint_that_cannot_be_served(
+    tmp_path: Path, checkpoint: Path, spoil: Callable[[Path], str], pools: tuple[str, ...]
+) -> None:
     spoiled = tmp_path / "model"
     shutil.copytree(checkpoint, spoiled)
     expected = spoil(spoiled)
-    code, message = refusal(tmp_path, str(spoiled), *ANY_PORTS)
+    code, message = refusal(tmp_path, str(spoiled), *ANY_PORTS, *pools)
     assert code == 1
     assert expected in message
     assert not list(tmp_path.glob("default.*"))
@@ -100,8 +105,7 @@ def test_a_checkpoint_that_cannot_be_served(tmp_path: Path, checkpoint: Path, sp
 def test_ctrl_c_while_it_starts(tmp_path: Path, moment: str) -> None:
     """Right after the phase was reported that names `moment`: in the middle of the next one."""
     with serving(tmp_path / "home", wait=False) as cluster:
-        while not any(moment in line for line in cluster.output):
-            assert cluster.process.poll() is None, cluster.output
+        cluster.wait_for(moment)
         family = cluster.family()
         assert cluster.end(signal.SIGINT) == 130
         assert not survivors(family)
@@ -125,5 +129,5 @@ def test_stop_from_another_terminal(tmp_path: Path) -> None:
         assert diptych(cluster.home, "status").returncode == 1
         run = diptych(cluster.home, "stop", "--name", "other")
         assert run.returncode == 0, run.stderr
-        assert cluster.process.wait(1) == 0
+        assert cluster.process.wait(END_S) == 0
         assert not survivors(family)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "llama", "llama", seed=6)
+    path = make_checkpoint(tmp_path / "gemma4", "gemma4", seed=6)
     cases = untied_prompts(path, seed=31, lengths=(1, 17, 130), max_tokens=NUM_TOKENS)
     with unlike_workers(path, [("mixed", FLAGS | ON_DEVICES), ("mixed", FLAGS)]) as [devices, one]:
         assert_kv_moves(devices, one, cases, "grpc")

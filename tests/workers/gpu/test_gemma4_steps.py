@@ -19,8 +19,8 @@ from ..conftest import CheckpointOf
 from .serving import GREEDY, early, generate, late, load
 from .test_gpu_steps import sequence_of
 
-# Layers that read the KV of others, and inputs of each token; experts beside an MLP, and keys that are values.
-ARCHS = ["gemma4", "gemma4-moe"]
+# Layers that read the KV of others, and inputs of each token; experts beside an MLP; keys that are values.
+ARCHS = ["gemma4", "gemma4-moe", "gemma4-unified"]
 LENGTHS = [1, 15, 17, 100]
 Cases = tuple[Path, list[list[int]], list[list[int]]]  # prompts and transformers' tokens
 

@@ -40,9 +40,10 @@ def compare(path: Path, device: Device, lengths: list[int], *, is_short: bool = 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf) -> None:
+def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf, checkpoint_of: CheckpointOf) -> None:
     device = CudaDevice(torch.device("cuda"))
-    for path in (llama, qwen3, latent_of("deepseek-v2"), latent_of("deepseek-v3")):
+    gemma4 = [checkpoint_of(arch) for arch in ("gemma4", "gemma4-moe")]
+    for path in (llama, qwen3, latent_of("deepseek-v2"), latent_of("deepseek-v3"), *gemma4):
         compare(path, device, [1, 2, 15, 16, 17, 33, 64, 100, 250])
 
 
@@ -50,9 +51,12 @@ def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf) -> N
 def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
     small = EVEN | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     latent = make_checkpoint(tmp_path / "latent", "deepseek-v3", seed=21, **small)
-    paths = [str(llama), str(latent)]
+    layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    gemma4 = make_checkpoint(tmp_path / "gemma4", "gemma4", seed=21, **small | layers | {"num_kv_shared_layers": 1})
+    paths = [str(llama), str(latent), str(gemma4)]
     code = f"import triton; from tests.workers.gpu import test_on_a_gpu as t; t.interpreted({paths!r})"
-    env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret"}
+    # Of one thread: what is interpreted is many small operations.
+    env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=ROOT)
 
 

@@ -188,8 +188,10 @@ def _read_to_gpu(
     settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share, gpu: Device
 ) -> Callable[[KVCache, Ropes, Group], Callable[[Words], object]]:
     """See _read_share. spec: of our share."""
-    with put_on(gpu, settings.quantize) as put:
-        weights = load_weights(checkpoint.reader(DTYPES[settings.dtype], gpu.torch_device, share=share, put=put))
+    dtype, quantize = DTYPES[settings.dtype], settings.quantize
+    with put_on(gpu, quantize) as put:
+        reader = checkpoint.reader(dtype, gpu.torch_device, share=share, quantize=quantize, put=put)
+        weights = load_weights(reader)
 
     def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Words], object]:
         decoder = Decoder(spec, weights, group, share.experts)

@@ -7,6 +7,7 @@ What rank 0 tells the others of a step goes another way (parallel.py's GlooGroup
 is computed.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +46,8 @@ class NcclGroup:
     def join(cls, rank: int, size: int, meeting: Path, device: torch.device) -> "NcclGroup":
         """Waits until all ranks are here. meeting: see GlooGroup.join. Raises RankLost."""
         torch_nccl: Any = distributed.ProcessGroupNCCL  # builds of torch for CPUs have none
+        # Or a thread of torch's ends this process when another rank's has ended: rank_processes.py sees to that.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         try:
             store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
             options = torch_nccl.Options()

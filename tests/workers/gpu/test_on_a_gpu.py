@@ -47,6 +47,38 @@ def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf, chec
         compare(path, device, [1, 2, 15, 16, 17, 33, 64, 100, 250])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+@pytest.mark.parametrize("config", [{}, {"expert_parallel": 2}, {"cuda_graphs": False}])
+def test_tokens_of_ranks_on_gpus(checkpoint_of: CheckpointOf, llama: Path, config: dict[str, Any]) -> None:
+    path = checkpoint_of("gptoss") if config.get("expert_parallel") else llama
+    compare(path, CudaDevice(torch.device("cuda", 0)), [1, 16, 17, 100, 250], tensor_parallel=2, **config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_graph_holds_what_ranks_say_to_each_other(tmp_path: Path) -> None:
+    """NCCL with one rank: two on one GPU it refuses."""
+    device = CudaDevice(torch.device("cuda"))
+    group, on = device.group(0, 1, tmp_path / "meeting"), device.torch_device
+    part, found = torch.zeros(3, 5, device=on), torch.zeros(3, 5, device=on)
+
+    def work() -> None:
+        group.broadcast(part)
+        [gathered] = group.gather(group.all_reduce(part + 1), [(3, 5)])
+        found.copy_(gathered)
+        group.meet()
+
+    lane = device.lane("main")
+    replay = device.capture(lane, work)
+    part.fill_(2)
+    device.synchronize()
+    lane.run(replay)
+    device.synchronize()
+    assert torch.equal(found, torch.full_like(found, 3))
+    group.close()
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
     small = EVEN | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}

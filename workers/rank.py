@@ -1,6 +1,6 @@
 """One rank of a worker, other than its first: `python -m diptych.workers.rank SETTINGS`, started by rank_processes.py.
 
-    read our share -> say READY -> join the others -> map the shared KV memory, or make our own GPU's
+    read our share -> say READY, and hear GO -> join the others -> map the shared KV memory, or make our own GPU's
         -> for ever: hear a step, embed our part of its tokens, run the layers, give rank 0 our part of the logits
 
 It serves nobody: it ends when it is killed, when the worker's own process is gone, or when a rank does not do its part.
@@ -13,10 +13,12 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import NoReturn
 
 import torch
 
@@ -26,6 +28,7 @@ from .cpu_kernels import choose, make_team
 from .errors import DiptychError, RankLost
 from .gpu.cuda_device import gpu_named
 from .gpu.device import Device
+from .gpu.device_group import device_meeting
 from .gpu.joined_memory import Joining
 from .gpu.rank_steps import RankSteps
 from .gpu.upload import put_on
@@ -44,7 +47,9 @@ from .parallel import GlooGroup, Group
 from .step import Step, StepLimits, Words, hear
 
 READY = b"ready\n"  # on standard output, once the weights are read
+GO = b"g"  # from rank 0, once all are ready: they may read their weights at very different speeds
 PR_SET_PDEATHSIG = 1
+CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,6 @@ class RankSettings:
         return json.dumps(asdict(self))
 
 
-def device_meeting(meeting: Path) -> Path:
-    """Where the group of devices meets, beside that of processes."""
-    return meeting.with_name(f"{meeting.name}-devices")
-
-
 def told_of(share: Share) -> dict[str, list[list[int]]] | None:
     """RankSettings.experts."""
     if share.experts is None:
@@ -105,6 +105,9 @@ def follow(settings: RankSettings) -> None:
     with Checkpoint(path, spec) as checkpoint:
         compute_with = _read_share(settings, spec, checkpoint, share, gpu)
     os.write(sys.stdout.fileno(), READY)
+    link = socket.socket(fileno=settings.link_fd)
+    if link.recv(len(GO)) != GO:
+        raise RankLost("the worker of this rank is gone")
     meeting = Path(settings.meeting)
     group = words = GlooGroup.join(settings.rank, settings.size, meeting)
     if settings.sums_fd is not None:
@@ -124,11 +127,12 @@ def follow(settings: RankSettings) -> None:
         packing=settings.packing,
     )
     memory = virtual_memory_of(gpu) if gpu is not None else None
-    shared = settings.memory_fd if memory is None else Joining(memory, [socket.socket(fileno=settings.link_fd)])
+    shared = settings.memory_fd if memory is None else Joining(memory, [link])
     cache = KVCache(layout, num_blocks, device, rank=settings.rank, shared=shared)
     compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, device), group)
+    link.close()
     words.meet()  # everyone is here: rank 0 may serve
-    for told in _heard(words) if gpu is None else _heard_ahead(words):
+    for told in _heard(words) if gpu is None else _heard_ahead(words, gpu):
         compute(told)
 
 
@@ -137,21 +141,26 @@ def _heard(words: Group) -> Iterator[Words]:
         yield hear(words)
 
 
-def _heard_ahead(words: Group) -> Iterator[Words]:
-    """Heard on a thread of its own: rank 0 tells a step before the one ahead of it is computed, and does not wait."""
-    told: SimpleQueue[Words | DiptychError] = SimpleQueue()
+def _heard_ahead(words: Group, gpu: Device) -> Iterator[Words]:
+    """Heard on a thread of its own: rank 0 tells a step before the one ahead of it is computed, and does not wait.
+    While nothing is told `gpu` is asked whether it still works: others may wait for it. Raises what it says."""
+    told: SimpleQueue[Words | Exception] = SimpleQueue()
 
     def listen() -> None:
         try:
             for each in _heard(words):
                 told.put(each)
-        except DiptychError as e:
+        except Exception as e:  # noqa: BLE001 - raised where it is heard
             told.put(e)
 
     threading.Thread(target=listen, name="diptych-told", daemon=True).start()
     while True:
-        each = told.get()
-        if isinstance(each, DiptychError):
+        try:
+            each = told.get(timeout=CHECK_S)
+        except Empty:
+            gpu.check()
+            continue
+        if isinstance(each, Exception):
             raise each
         yield each
 
@@ -209,7 +218,7 @@ def end_with_parent(parent_pid: int) -> None:
         raise RankLost("the worker of this rank is gone")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> NoReturn:
     # A signal to the whole process group is for rank 0 to act on, which then ends us.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -220,8 +229,11 @@ def main(argv: list[str]) -> int:
             follow(settings)
     except DiptychError as e:
         print(f"error: rank {settings.rank}: {e}", file=sys.stderr)
-    return 1
+    except Exception:  # noqa: BLE001 - whatever it is, the process ends
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # at once: communicators of GPUs end no sooner than the graphs that hold their calls
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    main(sys.argv)

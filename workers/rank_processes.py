@@ -1,6 +1,6 @@
 """Rank 0's side of the other ranks: their processes, and the memory and the meeting place that they share.
 
-    start -> join (each has read its weights) -> begin -> meet -> ... -> close
+    start -> join (each has read its weights) -> available_bytes, shared, begin (KV memory) -> meet -> ... -> close
       └────────┴────────┴── one ends, or `fail` ──> all are killed ──> on_loss(why)
 
 A worker is whole or it is not: the first rank that ends takes the others with it, and then the worker ends itself, so
@@ -21,7 +21,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,11 +34,11 @@ from ..kernels.cpu.ranks import RankSums
 from .cores import openmp_settings, part_of
 from .errors import ConfigError, RankLost
 from .gpu.device import Device
-from .gpu.device_group import DeviceGroup
+from .gpu.device_group import DeviceGroup, device_meeting
 from .gpu.joined_memory import Joining, make_link
 from .gpu.virtual_memory import virtual_memory_of
 from .parallel import GlooGroup, Group
-from .rank import READY, RankSettings, device_meeting
+from .rank import GO, READY, RankSettings
 from .step import Words, tell
 
 OnLoss = Callable[[RankLost], object]
@@ -80,14 +81,32 @@ class RankProcesses:
         """Waits until every rank has read its weights. Returns the group that computes: of GPUs, where ours is `gpu`.
         Raises RankLost if one ends instead."""
         self._ready.result()
+        for link in self._links:
+            with suppress(OSError):  # its end is heard of otherwise
+                link.send(GO)
         words = self._words = GlooGroup.join(0, self._settings.size, self._meeting)
         if self._library is not None:
             words.share(self._library, self._sums_fd)
         if gpu is not None:
-            self._device_group = gpu.group(0, self._settings.size, device_meeting(self._meeting))
-        if not self._thread.is_alive():  # a rank ended meanwhile, and whoever ended the others knew of no group
+            self._device_group = self._join_devices(gpu)
+        if self._lost is not None:  # meanwhile, and whoever ended the others knew of no group
             self._abandon()
         return self._device_group or words
+
+    def _join_devices(self, gpu: Device) -> DeviceGroup:
+        """NCCL would wait for ever for one that has ended."""
+        made: Future[DeviceGroup] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(gpu.group(0, self._settings.size, device_meeting(self._meeting)))
+            except RankLost as e:
+                made.set_exception(e)
+
+        threading.Thread(target=make, name="diptych-join", daemon=True).start()
+        while not wait([made], timeout=0.1).done:
+            self.check()
+        return made.result()
 
     def available_bytes(self, own: int) -> int:
         """For KV of all ranks: with a GPU each, as many times what the one with the least has free. own: of ours."""

@@ -2,14 +2,16 @@
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from ..checkpoints import make_checkpoint, untied_prompts
-from ..workers.gpu.serving import GREEDY, generate, load
+from ..workers.gpu.serving import DRAWN, GREEDY, Run, generate, load
 from .harness import WorkerHandle, unlike_workers
 from .test_tensor_parallel import (
     FLAGS,
@@ -41,20 +43,6 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
         assert_ended(ranks)
 
 
-def test_ranks_on_devices_hold_experts_whole(tmp_path: Path) -> None:
-    """5 of them over two; which are one's own is found in the graphs."""
-    path = make_checkpoint(tmp_path / "mixtral", "mixtral", 4, num_local_experts=5)
-    cases = untied_prompts(path, seed=2, lengths=(5, 40), max_tokens=GREEDY.max_tokens)
-    before = torch.get_num_threads()
-    runner = load(path, None, device="fake", tensor_parallel=2, expert_parallel=2, max_running=2)
-    try:
-        run = generate(runner, [prompt for prompt, _ in cases], [GREEDY] * 2)
-        assert run.token_ids == [tokens for _, tokens in cases]
-    finally:
-        runner.close()
-        torch.set_num_threads(before)
-
-
 async def killed_midway(devices: WorkerHandle, other: WorkerHandle, ranks: list[psutil.Process], cases: Cases) -> None:
     """A request goes on elsewhere."""
     prompt, tokens = cases[-1]
@@ -69,3 +57,27 @@ async def killed_midway(devices: WorkerHandle, other: WorkerHandle, ranks: list[
                 ranks[0].send_signal(signal.SIGKILL)
 
         assert await answer(router, prompt, b"killed", count) == tokens
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("gptoss", {"expert_parallel": 2}),
+        ("llama", {"quantize": "int8", "cuda_graphs": False}),
+    ],
+)
+def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """As ranks on CPU have them: rows that change their logits, prompts beside decodes, blocks that are copied."""
+    path = make_checkpoint(tmp_path / arch, arch, seed=3)
+    prompts = [prompt for prompt, _ in untied_prompts(path, seed=5, lengths=(1, 15, 60), max_tokens=12)]
+    prompts.append(prompts[-1][:55] + prompts[0])
+    samplings = [GREEDY, DRAWN, replace(DRAWN, seed=8, frequency_penalty=0.5, logprobs=2), GREEDY]
+    runs, num_threads = list[Run](), torch.get_num_threads()
+    for device in ("cpu", "fake"):
+        runner = load(path, None, device=device, tensor_parallel=2, **changes)
+        try:
+            runs.append(generate(runner, prompts, samplings, arrivals=[3, 0, 2, 9], chunk_tokens=24))
+        finally:
+            runner.close()
+            torch.set_num_threads(num_threads)
+    assert runs[0].token_ids == runs[1].token_ids

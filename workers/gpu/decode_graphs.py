@@ -42,6 +42,12 @@ class DecodeGraphs:
                 self._choose[bucket, room] = device.capture(lane, partial(self._sample, bucket, room))
         self._buckets = buckets
 
+    def close(self) -> None:
+        """There are none any more."""
+        self._buckets = ()
+        self._forward.clear()
+        self._choose.clear()
+
     def bucket(self, num_rows: int) -> int | None:
         return bucket_for(self._buckets, num_rows)
 

@@ -8,8 +8,9 @@ is computed.
 """
 
 import os
+import threading
 from collections.abc import Sequence
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,14 +20,27 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from ...kernels.lang import launched
-from ..errors import RankLost
-from ..parallel import GlooGroup, Group
+from ..errors import PeerLost, RankLost
+from ..parallel import STALL, GlooGroup, Group
 
-JOIN = timedelta(minutes=10)  # graphs are captured at other speeds; a rank that ends is seen elsewhere, and sooner
+SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set them
+    "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine, and nobody else is to reach them
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it asks the meeting's file for ever, which is gone
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    # Of a rank that is lost rank_processes.py hears, and ends the worker by name; torch would abort this process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+def device_meeting(meeting: Path) -> Path:
+    """Where the group of devices meets, beside that of processes."""
+    return meeting.with_name(f"{meeting.name}-devices")
 
 
 class DeviceGroup(Group, Protocol):
-    """A Group whose calls are device work: they return at once."""
+    """A Group whose calls are device work: they return at once, or raise PeerLost."""
 
     def abandon(self) -> None:
         """A rank is gone: no device waits for it any longer, and what it would have brought is missing. From any
@@ -46,12 +60,12 @@ class NcclGroup:
     def join(cls, rank: int, size: int, meeting: Path, device: torch.device) -> "NcclGroup":
         """Waits until all ranks are here. meeting: see GlooGroup.join. Raises RankLost."""
         torch_nccl: Any = distributed.ProcessGroupNCCL  # builds of torch for CPUs have none
-        # Or a thread of torch's ends this process when another rank's has ended: rank_processes.py sees to that.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
         try:
             store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
             options = torch_nccl.Options()
-            options._timeout = JOIN
+            options._timeout = STALL
             group = cls(rank, size, torch_nccl(store, rank, size, options), device)
             group.meet()  # its communicator is made by its first call, which no graph can hold
             torch.cuda.synchronize(device)
@@ -62,13 +76,13 @@ class NcclGroup:
     def all_reduce(self, part: Tensor) -> Tensor:
         part, options = part.contiguous(), AllreduceOptions()
         options.asyncOp = False  # on the current stream
-        self._nccl.allreduce([part], options)
+        self._call(self._nccl.allreduce, [part], options)
         return part
 
     def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
         options = BroadcastOptions()
         options.rootRank, options.asyncOp = 0, False
-        self._nccl.broadcast([tensor], options)
+        self._call(self._nccl.broadcast, [tensor], options)
 
     def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """shapes: [R, n] each. NCCL has one length for all: shorter parts are padded, by a token at most."""
@@ -77,23 +91,34 @@ class NcclGroup:
         padded = part if part.shape[1] == most else torch.nn.functional.pad(part, (0, most - part.shape[1]))
         gathered, options = part.new_empty(self.size, rows, most), AllgatherOptions()
         options.asyncOp = False
-        self._nccl._allgather_base(gathered, padded.contiguous(), options)
+        self._call(self._nccl._allgather_base, gathered, padded.contiguous(), options)
         return [of[:, :n] for of, (_, n) in zip(gathered, shapes, strict=True)] if self.rank == 0 else []
 
     def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
         received, options = rows.new_empty(sum(from_counts), *rows.shape[1:]), AllToAllOptions()
         options.asyncOp = False
-        self._nccl.alltoall_base(received, rows, [*from_counts], [*to_counts], options)
+        self._call(self._nccl.alltoall_base, received, rows, [*from_counts], [*to_counts], options)
         return received
 
     def meet(self) -> None:
         self.all_reduce(self._mark)
 
     def abandon(self) -> None:
-        self._nccl.abort()
+        # It returns once no graph holds a call of ours, and whoever waits for our calls is let go at once.
+        threading.Thread(target=self._abort, name="diptych-nccl-abort", daemon=True).start()
 
     def close(self) -> None:
-        self._nccl.shutdown()
+        self.abandon()
+
+    def _abort(self) -> None:
+        with suppress(RuntimeError):
+            self._nccl.abort()
+
+    def _call(self, call: Any, *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except RuntimeError as e:
+            raise PeerLost(f"rank {self.rank} of {self.size} lost another rank: {e}") from e
 
 
 class FakeGroup:

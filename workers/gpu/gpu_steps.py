@@ -12,9 +12,9 @@ Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the 
 with (Batch.fed_by).
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,14 +80,20 @@ class GpuSteps:
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
         """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
-        with self._recovering():
-            return self._launch(batch, watch)
+        with self.recovering(is_told=False):
+            index = self._num_launched % NUM_ROOMS
+            plan = self._plan(batch, watch, index)
+        with self.recovering():
+            if self._ranks is not None:
+                self._ranks.tell(plan.to_words())
+            run = self._own.run(plan, index)
+        return LaunchedStep(self, self._sampler, self._own.buffers.rooms[index], index, plan.num_sampled, run, watch)
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
         if not pairs:
             return
-        with self._recovering():
+        with self.recovering():
             if self._ranks is not None:
                 self._ranks.tell(copy_words(pairs))
             self._own.copy_blocks(np.array(pairs, dtype=np.int32).T)
@@ -107,13 +113,42 @@ class GpuSteps:
                 raise
 
     def close(self) -> None:
+        self._settle()
+        self._own.close()
+
+    def check_ranks(self) -> None:
+        """Raises RankLost where one is lost, whatever the device has made of that."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    @contextmanager
+    def recovering(self, *, is_told: bool = True) -> Generator[None]:
+        """What goes wrong within leaves nothing under way that has to be known of. Raises it by its name. is_told:
+        other ranks know of it."""
+        try:
+            yield
+            self.check_ranks()
+        except Exception as e:
+            if self._ranks is not None and (is_told or isinstance(e, RankLost)):
+                # They are in the middle of a step, of which nobody knows how far it came.
+                failed = self._ranks.fail(e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({e})"))
+                self._settle()
+                raise failed from e
+            self._tables.forget_all()
+            self._sampler.forget()
+            self._own.forget()
+            self._settle()
+            if (named := of_step(e)) is not None:
+                raise named from e
+            raise
+
+    def _settle(self) -> None:
         with suppress(RuntimeError, RankLost):  # a lost device, or rank, was told of already
             self._device.synchronize()
 
-    def _launch(self, batch: Batch, watch: LayerWatch | None) -> "LaunchedStep":
-        index = self._num_launched % NUM_ROOMS
-        room = self._own.buffers.rooms[index]
-        room.wait()
+    def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> StepPlan:
+        """Of a step in room `index`; how its rows are sampled is written there."""
+        self._own.buffers.rooms[index].wait()
         if len(batch.entries) > self._own.buffers.max_rows:
             raise InternalError(f"a step of {len(batch.entries)} sequences: there are buffers for max_running")
         self._num_launched += 1
@@ -122,7 +157,7 @@ class GpuSteps:
         self._sampler.write(index, sequences, [rows.context_lens[i] for i in rows.sampled])
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
-        plan = StepPlan(
+        return StepPlan(
             self._tables.take(),
             _decodes(rows, num_decodes),
             self._numbers(rows, num_decodes) if has_prompts else None,
@@ -130,10 +165,6 @@ class GpuSteps:
             len(sequences),
             self._sampler.is_capturable(sequences),
         )
-        if self._ranks is not None:
-            self._ranks.tell(plan.to_words())
-        run = self._own.run(plan, index)
-        return LaunchedStep(self._recovering, self._sampler, room, index, len(sequences), run, watch)
 
     def _rows(self, batch: Batch) -> _Rows:
         entries, fed_by = batch.entries, batch.fed_by
@@ -188,26 +219,6 @@ class GpuSteps:
             np.array([last[i] for i in rows.sampled if i >= first], dtype=np.int32),
         )
 
-    @contextmanager
-    def _recovering(self) -> Generator[None]:
-        """What goes wrong within leaves nothing under way that has to be known of. Raises it by its name."""
-        try:
-            yield
-            if self._ranks is not None:
-                self._ranks.check()
-        except Exception as e:
-            if self._ranks is not None:  # they are in the middle of a step, of which nobody knows how far it came
-                failed = self._ranks.fail(e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({e})"))
-                self.close()
-                raise failed from e
-            self._tables.forget_all()
-            self._sampler.forget()
-            self._own.forget()
-            self.close()
-            if (named := of_step(e)) is not None:
-                raise named from e
-            raise
-
 
 def _decodes(rows: _Rows, num: int) -> Ints:
     """Of the first `num` entries, see StepPlan."""
@@ -230,7 +241,7 @@ class LaunchedStep:
 
     def __init__(
         self,
-        recovering: Callable[[], AbstractContextManager[None]],
+        steps: GpuSteps,
         sampler: DeviceSampler,
         room: Room,
         index: int,
@@ -238,19 +249,20 @@ class LaunchedStep:
         run: PromptRun | None,
         watch: LayerWatch | None,
     ) -> None:
-        self._recovering, self._sampler, self._room = recovering, sampler, room
+        self._steps, self._sampler, self._room = steps, sampler, room
         self._index, self._num_sampled = index, num_sampled
         self._run, self._watch = run, watch  # the run is kept: lanes use its memory
 
     def tokens(self) -> list[SampledToken]:
-        """Raises OutOfDeviceMemory or DeviceLost."""
-        with self._recovering():
+        """Raises OutOfDeviceMemory, DeviceLost or RankLost."""
+        with self._steps.recovering():
             reached = dict(self._run.reached) if self._run is not None else dict[int, Event]()
             for end in self._watch.ends if self._watch is not None else ():
                 if end in reached:
                     reached[end].wait()
                 else:
                     self._room.wait()
+                self._steps.check_ranks()
                 assert self._watch is not None
                 self._watch.reached(end)
             self._room.wait()
@@ -259,5 +271,5 @@ class LaunchedStep:
     def abandon(self) -> None:
         try:
             self._room.wait()
-        except RuntimeError:
+        except (RuntimeError, RankLost):
             return  # nobody wants to know

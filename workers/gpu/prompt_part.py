@@ -73,6 +73,11 @@ class PromptPart:
                 self._graphs[bucket, index] = self._device.capture(self.lane, work)
         self._buckets = buckets
 
+    def close(self) -> None:
+        """There are no graphs any more."""
+        self._buckets = ()
+        self._graphs.clear()
+
     def run(self, numbers: Numbers, ends: Sequence[int] = (), *, is_alone: bool = True) -> PromptRun:
         """`ends`: of the cache's layers, those after which PromptRun.reached wants an event. `is_alone`: no other graph
         is under way beside it, so that ours may be (see Device.capture)."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.block_copy import copy_blocks
+from ..errors import InternalError
 from ..kv_cache import KVCache
 from ..models.decoder import Decoder
 from ..models.rope import Ropes
@@ -85,14 +86,15 @@ class RankSteps:
         if plan.tables.size:
             self.tables.change(self.main, plan.tables)
             self._gathered = None
-        before = self.main.record()
+        is_beside = self.group.size == 1
+        before = self.main.record() if plan.prompts is not None and is_beside else None
         bucket = self.graphs.bucket(num_decodes) if num_decodes else None
-        assert (bucket is None) == (num_decodes == 0)
+        if num_decodes and bucket is None:
+            raise InternalError(f"{num_decodes} rows are to be computed by a graph, of which there is none")
         if bucket is not None:
             self.main.run(self._decode(room, plan.decodes, bucket))
         if plan.prompts is not None:
-            is_beside = self.group.size == 1
-            self.prompts.lane.after(before if is_beside else self.main.record())
+            self.prompts.lane.after(before or self.main.record())
             run = self.prompts.run(plan.prompts, plan.ends, is_alone=bucket is None or not is_beside)
             self.main.after(self.prompts.lane.record())
         self.main.run(partial(self._finish, plan, index, run))
@@ -115,6 +117,11 @@ class RankSteps:
         ids = self._device.pinned(pairs.shape, torch.int64)
         ids.numpy()[:] = pairs
         self.main.run(partial(_copy, self._cache.by_block, ids))
+
+    def close(self) -> None:
+        """No more steps. A communicator does not end while graphs hold its calls."""
+        self.graphs.close()
+        self.prompts.close()
 
     def forget(self) -> None:
         """Nothing is relied on that steps have left: they may not have been computed."""

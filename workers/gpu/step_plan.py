@@ -66,11 +66,12 @@ class StepPlan:
         sizes = (of.num_tokens, len(of.num_new), len(of.sampled), of.feeds is not None) if of is not None else (0,) * 4
         num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
         header = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), *sizes)
-        parts = [np.array(header), self.tables.ravel(), self.decodes.ravel(), np.array(self.ends)]
+        ends = np.array(self.ends, dtype=np.int32)
+        parts = [np.array(header, dtype=np.int32), self.tables.ravel(), self.decodes.ravel(), ends]
         if of is not None:
             parts += [of.token_ids, of.positions, of.slots, of.context_lens, of.num_new, of.table_rows, of.sampled]
             parts += [] if of.feeds is None else [of.feeds]
-        return np.concatenate(parts).astype(np.int32)
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class PlanLimits:
         _check(min(num_changed, num_decodes, num_ends, *sizes) >= 0 and sizes[3] <= 1, "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
         num_tokens, num_seqs, num_last, is_fed = sizes
+        _check(is_plain in (0, 1) and num_sampled == num_decodes + num_last, f"{num_sampled} of its rows are sampled")
+        _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
         lengths = [2 * num_changed, 4 * num_decodes, num_ends]
         lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * is_fed
         _check(len(words) == HEADER + sum(lengths), f"it has {len(words)} words and announces others")

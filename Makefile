@@ -43,7 +43,7 @@ unit e2e e2e-clusters e2e-workers: export OMP_NUM_THREADS = 1
 
 # A file's tests run in one process, in order.
 unit: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not e2e and not gpu" -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -m "not e2e and not gpu" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev

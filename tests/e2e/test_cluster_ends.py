@@ -13,7 +13,7 @@ import pytest
 from ..checkpoints import make_checkpoint
 from .cluster_harness import END_S, MODEL, diptych, serving, survivors
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
+pytestmark = pytest.mark.e2e
 
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB")
 
@@ -51,6 +51,7 @@ def test_a_port_in_use(tmp_path: Path, flag: str) -> None:
     assert f"port {port} on 127.0.0.1 is in use. Choose another with {flag}" in message
 
 
+@pytest.mark.cluster
 def test_more_than_the_machine_has(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(f"model: {MODEL}\npools:\n  decode:\n    resources: {{tpu: 1}}\n")
     code, message = refusal(tmp_path, *ANY_PORTS, "--config", "cluster.yaml")
@@ -85,6 +86,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("sharded") / "llama", "llama", seed=3, max_shard_size="200KB")
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("spoil", "pools"),  # two workers that fail at once, and one
     [(without_a_shard, ()), (with_a_wrong_shape, ("--mixed", "1")), (of_an_unknown_kind, ("--mixed", "1"))],
@@ -101,6 +103,7 @@ def test_a_checkpoint_that_cannot_be_served(
     assert not list(tmp_path.glob("default.*"))
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("moment", ["checked", "Ray runs"])
 def test_ctrl_c_while_it_starts(tmp_path: Path, moment: str) -> None:
     """Right after the phase was reported that names `moment`: in the middle of the next one."""
@@ -112,6 +115,7 @@ def test_ctrl_c_while_it_starts(tmp_path: Path, moment: str) -> None:
         assert not list(cluster.home.iterdir())
 
 
+@pytest.mark.cluster
 def test_a_kill_of_the_command_ends_its_cluster(tmp_path: Path) -> None:
     with serving(tmp_path / "home", "--mixed", "1") as cluster:
         family = cluster.family()
@@ -123,6 +127,7 @@ def test_a_kill_of_the_command_ends_its_cluster(tmp_path: Path) -> None:
         assert "has ended" in run.stderr
 
 
+@pytest.mark.cluster
 def test_stop_from_another_terminal(tmp_path: Path) -> None:
     with serving(tmp_path / "home", "--mixed", "1", "--name", "other") as cluster:
         family = cluster.family()

@@ -191,6 +191,7 @@ def _launch_dense(
         HAS_BIAS=bias is not None,
         HAS_SCALES=has_scales,
         BLOCK_SCALED=has_blocks,
+        ONE_SCALE=SCALE_BLOCK % tile.block_n == 0 and (not constants["GATED"] or out.shape[1] % SCALE_BLOCK == 0),
         IS_INT=x.dtype == torch.int8,
         SWAP=order.block_m < 64,
         EVEN_K=k % tile.block_k == 0,

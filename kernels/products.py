@@ -50,6 +50,7 @@ def dense_product(
     k_from: int,  # a multiple of BLOCK_K
     k_to: int,
     BLOCK_SCALED: tl.constexpr,  # a scale for each 1 x 128 of x and 128 x 128 of the weight; then 128 % BLOCK_K == 0
+    ONE_SCALE: tl.constexpr,  # where BLOCK_SCALED: all n are of one 128
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,  # (k_to - k_from) % BLOCK_K == 0
     BLOCK_M: tl.constexpr,
@@ -66,6 +67,13 @@ def dense_product(
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32 if BLOCK_SCALED else ACC)
     x_at = x + x_rows[:, None] + i[None, :]
     weight_at = weight + n[:, None] * weight_stride + i[None, :]
+    first_n = tl.min(n, 0)
+    next_scale = tl.zeros((BLOCK_M,), tl.float32)
+    if BLOCK_SCALED:
+        # What is not copied ahead with the tiles is loaded a turn before it is needed.
+        next_scale = _scales_at(
+            x_scales, x_scale_rows, weight_scales, first_n, weight_scale_stride, k_from, k_to, ONE_SCALE
+        )
     for start in range(k_from, k_to, BLOCK_K):
         if EVEN_K:
             a = tl.load(x_at + start)
@@ -75,15 +83,20 @@ def dense_product(
             a = tl.load(x_at + start, mask=used, other=0.0)
             b = tl.load(weight_at + start, mask=used, other=0.0)
         if BLOCK_SCALED:
-            block = start // 128
-            x_scale = tl.load(x_scales + x_scale_rows + block)
-            weight_scale = tl.load(weight_scales + n // 128 * weight_scale_stride + block)
+            scale = next_scale
+            next_scale = _scales_at(
+                x_scales, x_scale_rows, weight_scales, first_n, weight_scale_stride, start + BLOCK_K, k_to, ONE_SCALE
+            )
             if SWAP:
-                part = tl.dot(b, tl.trans(a), input_precision="ieee", out_dtype=ACC)
-                acc += part.to(tl.float32) * weight_scale[:, None] * x_scale[None, :]
+                part = tl.dot(b, tl.trans(a), input_precision="ieee", out_dtype=ACC).to(tl.float32)
+                part *= scale[None, :]
             else:
-                part = tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC)
-                acc += part.to(tl.float32) * x_scale[:, None] * weight_scale[None, :]
+                part = tl.dot(a, tl.trans(b), input_precision="ieee", out_dtype=ACC).to(tl.float32)
+                part *= scale[:, None]
+            if not ONE_SCALE:
+                weight_scale = tl.load(weight_scales + n // 128 * weight_scale_stride + start // 128)
+                part *= weight_scale[:, None] if SWAP else weight_scale[None, :]
+            acc += part
         elif SWAP:
             acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee", out_dtype=ACC)
         else:
@@ -91,6 +104,25 @@ def dense_product(
     if SWAP:
         acc = tl.trans(acc)
     return acc
+
+
+@jit
+def _scales_at(
+    x_scales: tl.tensor,
+    x_scale_rows: tl.tensor,
+    weight_scales: tl.tensor,
+    first_n: tl.tensor,
+    weight_scale_stride: int,
+    k: int,
+    k_to: int,
+    ONE_SCALE: tl.constexpr,
+):
+    """[BLOCK_M] float32: of x at k, or at the last one below k_to; times the weight's where that has but one here."""
+    block = tl.minimum(k, k_to - 1) // 128
+    scale = tl.load(x_scales + x_scale_rows + block)
+    if ONE_SCALE:
+        scale *= tl.load(weight_scales + first_n // 128 * weight_scale_stride + block)
+    return scale
 
 
 @jit
@@ -125,9 +157,15 @@ def packed_product(
     # A byte holds the codes of k and k + 16, of each run of 32; or one code.
     k_of_byte = byte // 16 * 32 + byte % 16 if BITS == 4 else byte
     codes_at = codes + n[:, None] * codes_stride + byte[None, :]
+    # Scales are too small to be copied ahead with the tiles: they are loaded a turn before they are needed. (Zeros that
+    # pass from turn to turn would make codes pass through shared memory once more.)
+    next_scale = tl.load(scales + (tl.minimum(k_from, k_to - 1) // GROUP * scale_stride if GROUP else 0) + n)
     for start in range(k_from, k_to, BLOCK_K):
         group = start // GROUP if GROUP else 0
         zero = tl.load(zeros + group * scale_stride + n)[:, None] if HAS_ZEROS else tl.zeros((1, 1), tl.int16)
+        scale = next_scale
+        if GROUP:
+            next_scale = tl.load(scales + tl.minimum(start + BLOCK_K, k_to - 1) // GROUP * scale_stride + n)
         k = start + k_of_byte
         if EVEN_K:
             code = tl.load(codes_at + start * BITS // 8)
@@ -143,11 +181,11 @@ def packed_product(
         else:
             part = tl.dot(code.to(columns.dtype) - zero.to(columns.dtype), columns, part, input_precision="ieee")
         if GROUP:
-            acc += part * tl.load(scales + group * scale_stride + n).to(tl.float32)[:, None]
+            acc += part * scale.to(tl.float32)[:, None]
         else:
             acc = part
     if not GROUP:
-        acc *= tl.load(scales + n).to(tl.float32)[:, None]
+        acc *= next_scale.to(tl.float32)[:, None]
     return tl.trans(acc)
 
 

@@ -52,6 +52,12 @@ _PACKED = Tuned[Tile](  # weights of 4 or 8 bits, unpacked to 16
         ((16,), Tile(16, 64, 128, num_warps=4, num_stages=4, programs_per_core=3)),
         ((32,), Tile(32, 64, 128, num_warps=4, num_stages=4, programs_per_core=2)),
         ((64,), Tile(64, 64, 64, num_warps=4, num_stages=4, programs_per_core=2)),
+        ((ANY,), Tile(128, 128, 64, num_warps=8, num_stages=4)),
+    ],
+    sm_80=[
+        ((16,), Tile(16, 64, 128, num_warps=4, num_stages=4, programs_per_core=3)),
+        ((32,), Tile(32, 64, 128, num_warps=4, num_stages=4, programs_per_core=2)),
+        ((64,), Tile(64, 64, 64, num_warps=4, num_stages=4, programs_per_core=2)),
         ((ANY,), Tile(128, 64, 64, num_warps=8, num_stages=4)),
     ],
     hip=[((ANY,), Tile(128, 64, 64, num_warps=8, num_stages=2))],

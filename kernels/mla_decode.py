@@ -16,17 +16,23 @@ from .decode_plan import DecodeConfig, DecodePlan, Decodes, plan_decode
 from .lang import jit, next_power_of_2, tl
 from .tuning import ANY, Tuned, chip_of
 
-# By rank and bytes of a number: rows of a tile, and the rest.
+# By rank, bytes of a number and rows (heads times new tokens): rows of a tile, and the rest.
 TUNED = Tuned[tuple[int, DecodeConfig]](
-    generic=[((ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
-    sm_80=[((512, 2), (32, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
-    cuda=[((512, 2), (64, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
-    hip=[((512, 2), (32, DecodeConfig(32, 4, 1, 2))), ((ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
+    generic=[((ANY, ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
+    sm_80=[((512, 2, ANY), (32, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
+    sm_90=[
+        ((512, 2, 16), (16, DecodeConfig(32, 8, 5, 2))),  # five stages: two tiles under way, their table before them
+        ((512, 2, 32), (32, DecodeConfig(32, 8, 5, 1))),
+        ((512, 2, ANY), (64, DecodeConfig(64, 8, 2, 1))),
+        ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1))),
+    ],
+    cuda=[((512, 2, ANY), (64, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
+    hip=[((512, 2, ANY), (32, DecodeConfig(32, 4, 1, 2))), ((ANY, ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
 )
 
 
 def _tuned(cache: Tensor, rank: int, rows: int) -> tuple[int, DecodeConfig]:
-    block_m, config = TUNED.of(chip_of(cache.device), rank, cache.element_size())
+    block_m, config = TUNED.of(chip_of(cache.device), rank, cache.element_size(), rows)
     return min(block_m, max(16, next_power_of_2(rows))), config
 
 
@@ -94,11 +100,12 @@ def mla_decode_triton(
         decodes.query_starts,
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
-        *cache.stride()[:2],
+        cache.stride(0),
         decodes.block_tables.stride(0),
         scale * LOG2_E,
         NUM_HEADS=num_heads,
         MAX_QUERIES=decodes.max_queries,
+        SLOT_STRIDE=cache.stride(1),
         RANK=rank,
         ROPE=rope,
         BLOCK_SIZE=cache.shape[1],
@@ -120,31 +127,35 @@ def _walk_latents(
     q_rope: tl.tensor,  # [M, ROPE]
     position: tl.tensor,  # [M] int32
     start: int,
+    whole: int,  # slots below it are seen by every row
     stop: int,
     table: tl.tensor,
     cache: tl.tensor,
     cache_block_stride: int,
-    cache_slot_stride: int,
     scale: float,
+    SLOT_STRIDE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As attention_tiles.walk, masked, where a tile of latents is both keys and values."""
+    """As attention_tiles.walk, where a tile of latents is both keys and values."""
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         used = slot < stop
         block, place = find_slots(table, first, used, True, BLOCK_SIZE, BLOCK_N)
-        address = cache + (block * cache_block_stride + place * cache_slot_stride)[:, None]
+        address = cache + (block * cache_block_stride + place * SLOT_STRIDE)[:, None]
         latent = tl.load(address + tl.arange(0, RANK)[None, :], mask=used[:, None], other=0.0)
         rope = tl.load(address + RANK + tl.arange(0, ROPE)[None, :], mask=used[:, None], other=0.0)
-        score = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee")
-        score = tl.where(used[None, :] & (slot[None, :] <= position[:, None]), score, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(score, 1) * scale)  # pyright: ignore[reportOperatorIssue]
+        # The compiler deals rows to all warps where it sees a product flow into another, and of eight warps four would
+        # then repeat the others' scores of 64 rows. Scaled apart, and behind a condition, it does not see it.
+        score = tl.dot(q_latent, tl.trans(latent), input_precision="ieee") * scale
+        score += tl.dot(q_rope, tl.trans(rope), input_precision="ieee") * scale
+        if first + BLOCK_N > whole:
+            score = tl.where(used[None, :] & (slot[None, :] <= position[:, None]), score, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(score, 1))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weight = tl.exp2(score * scale - base[:, None])
+        weight = tl.exp2(score - base[:, None])
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weight, 1)
         acc = tl.dot(weight.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
@@ -171,11 +182,11 @@ def _mla_decode_kernel(
     q_rope_token_stride: int,
     q_rope_head_stride: int,
     cache_block_stride: int,
-    cache_slot_stride: int,
     table_stride: int,
     scale: float,  # times log2(e)
     NUM_HEADS: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,  # of the cache: addresses of a tile are then one register and constants
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -212,11 +223,11 @@ def _mla_decode_kernel(
         acc = tl.zeros((BLOCK_M, RANK), tl.float32)
         highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        # Masked throughout: beside 64 x RANK sums the registers have no room for a second loop, and masks cost little.
+        # One loop for tiles that are seen whole and others: beside 64 x RANK sums registers have no room for a second.
         acc, total, highest = _walk_latents(
-            acc, total, highest, latent_query, rope_query, position, start, stop,
-            block_tables + seq * table_stride, cache, cache_block_stride, cache_slot_stride, scale,
-            RANK, ROPE, BLOCK_SIZE, BLOCK_N,
+            acc, total, highest, latent_query, rope_query, position, start, tl.minimum(stop, history + 1), stop,
+            block_tables + seq * table_stride, cache, cache_block_stride, scale,
+            SLOT_STRIDE, RANK, ROPE, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         value = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if is_only:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -77,38 +78,48 @@ def launches_of(case: str) -> list[Any]:
     return importlib.import_module(f"tests.kernels.triton_cases.{case}").LAUNCHES
 
 
-def compile_launch(job: tuple[str, int, str]) -> list[Row]:
-    """job: (case, index of its launch, target). One row for each kernel that is launched, or one with the error."""
+def compile_each(job: tuple[str, int, str], found: Callable[[str, Any, str], None]) -> None:
+    """job: (case, index of its launch, target). found: told of each kernel that is launched: its name, what Triton has
+    compiled, and ptxas's log, empty if this process has compiled it before. Raises what compiling raises."""
     case, index, target = job
-    launch = launches_of(case)[index]
     gpu, device = DEVICES[target]
     os.environ[tuning.DEVICE_VARIABLE] = device
     tuning.chip_of.cache_clear()
     triton.runtime.driver.set_active(NoDevice(gpu, list(DEVICES).index(target)))
     triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
-    rows: list[Row] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         log = io.StringIO()
         with redirect_stdout(log):
             compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
-        used = used_on_amd(compiled) if target == "gfx942" else used_on_nvidia(log.getvalue())
-        if used is not None:
-            problem = excess(compiled.metadata.shared, used[1], tuning.CHIPS[device], launch.spilled_bytes)
-            metadata = compiled.metadata
-            rows.append(
-                Row(self.__name__, launch.name, target, used[0], metadata.shared, used[1], metadata.num_warps, problem)
-            )
+        found(self.__name__, compiled, log.getvalue())
 
     JITFunction.run = compile_only
     try:
-        launch.call()
+        launches_of(case)[index].call()
+    finally:
+        JITFunction.run = run
+
+
+def compile_launch(job: tuple[str, int, str]) -> list[Row]:
+    """One row for each kernel that is launched, or one with the error. job: as compile_each has it."""
+    case, index, target = job
+    launch = launches_of(case)[index]
+    rows: list[Row] = []
+
+    def add(kernel: str, compiled: Any, log: str) -> None:
+        used = used_on_amd(compiled) if target == "gfx942" else used_on_nvidia(log)
+        if used is not None:
+            shared, num_warps = compiled.metadata.shared, compiled.metadata.num_warps
+            problem = excess(shared, used[1], tuning.CHIPS[DEVICES[target][1]], launch.spilled_bytes)
+            rows.append(Row(kernel, launch.name, target, used[0], shared, used[1], num_warps, problem))
+
+    try:
+        compile_each(job, add)
     except Exception as error:
         problem = "\n".join(f"{type(e).__name__}: {e}" for e in (error, error.__cause__) if e is not None)
         return [*rows, Row(case, launch.name, target, problem=problem)]
-    finally:
-        JITFunction.run = run
     return rows
 
 

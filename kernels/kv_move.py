@@ -96,14 +96,14 @@ def move_kv_triton(source: KVSlots, target: KVSlots, first_token: int, num_token
             *_scale_strides(target),
             first_token - source.start,
             first_token - target.start,
-            block_size,
-            target.numbers.shape[3],
             num_tokens,
-            num_heads,
             num_vectors,
             dim,
             LARGEST=0.0 if is_same else largest_of(target.numbers, target.scales),
             IS_SAME=is_same,
+            SOURCE_BLOCK_SIZE=block_size,
+            TARGET_BLOCK_SIZE=target.numbers.shape[3],
+            NUM_HEADS=num_heads,
             KINDS=kinds,
             ROWS=rows,
             BLOCK=block,
@@ -122,7 +122,7 @@ def _offset(
     which: tl.tensor,  # 0: K, 1: V
     head: tl.tensor,
     block: tl.tensor,  # [ROWS, 1] int64
-    block_size: int,
+    block_size: tl.constexpr,
     block_stride: int,
     layer_stride: int,
     kv_stride: int,
@@ -136,11 +136,11 @@ def _offset(
 
 @jit
 def _move_kv_kernel(
-    source: tl.tensor,  # [blocks, layers, KINDS, source_block_size, num_heads, dim]
-    target: tl.tensor,  # [blocks, layers, KINDS, target_block_size, num_heads, dim]
+    source: tl.tensor,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS, dim]
+    target: tl.tensor,  # [blocks, layers, KINDS, TARGET_BLOCK_SIZE, NUM_HEADS, dim]
     source_table: tl.tensor,  # [n] int64
     target_table: tl.tensor,  # [n] int64
-    source_scales: tl.tensor | None,  # [blocks, layers, KINDS, source_block_size, num_heads] float32, or None
+    source_scales: tl.tensor | None,  # [blocks, layers, KINDS, SOURCE_BLOCK_SIZE, NUM_HEADS] float32, or None
     target_scales: tl.tensor | None,
     s_block: int,  # strides
     s_layer: int,
@@ -164,14 +164,14 @@ def _move_kv_kernel(
     ts_head: int,
     source_place: int,  # of the first token, from the table's start
     target_place: int,
-    source_block_size: int,
-    target_block_size: int,
     num_tokens: int,
-    num_heads: int,
-    num_vectors: int,  # layers * KINDS * num_tokens * num_heads
+    num_vectors: int,  # layers * KINDS * num_tokens * NUM_HEADS
     dim: int,
     LARGEST: tl.constexpr,  # magnitude that the target stores, 0 where nothing is scaled
     IS_SAME: tl.constexpr,  # dtypes
+    SOURCE_BLOCK_SIZE: tl.constexpr,  # these and NUM_HEADS are divided by: constants take few instructions
+    TARGET_BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     KINDS: tl.constexpr,  # vectors of a token in a layer and head
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -183,19 +183,19 @@ def _move_kv_kernel(
         row = (group * ROWS + tl.arange(0, ROWS))[:, None]
         is_row = row < num_vectors
         inside = is_row & (d < dim)
-        head = (row % num_heads).to(tl.int64)
-        token = row // num_heads % num_tokens
-        part = row // num_heads // num_tokens
+        head = (row % NUM_HEADS).to(tl.int64)
+        token = row // NUM_HEADS % num_tokens
+        part = row // NUM_HEADS // num_tokens
         layer, which = (part // KINDS).to(tl.int64), (part % KINDS).to(tl.int64)
         read, written = token + source_place, token + target_place
-        s = tl.load(source_table + read // source_block_size, mask=is_row, other=0)
-        t = tl.load(target_table + written // target_block_size, mask=is_row, other=0)
-        source_at = _offset(read, layer, which, head, s, source_block_size, s_block, s_layer, s_kv, s_slot, s_head)
-        target_at = _offset(written, layer, which, head, t, target_block_size, t_block, t_layer, t_kv, t_slot, t_head)
+        s = tl.load(source_table + read // SOURCE_BLOCK_SIZE, mask=is_row, other=0)
+        t = tl.load(target_table + written // TARGET_BLOCK_SIZE, mask=is_row, other=0)
+        source_at = _offset(read, layer, which, head, s, SOURCE_BLOCK_SIZE, s_block, s_layer, s_kv, s_slot, s_head)
+        target_at = _offset(written, layer, which, head, t, TARGET_BLOCK_SIZE, t_block, t_layer, t_kv, t_slot, t_head)
         numbers = tl.load(source + source_at + d, mask=inside, other=0.0)
         scale = tl.zeros((ROWS, 1), tl.float32)
         if source_scales is not None:
-            at = _offset(read, layer, which, head, s, source_block_size, ss_block, ss_layer, ss_kv, ss_slot, ss_head)
+            at = _offset(read, layer, which, head, s, SOURCE_BLOCK_SIZE, ss_block, ss_layer, ss_kv, ss_slot, ss_head)
             scale = tl.load(source_scales + at, mask=is_row, other=0.0)
         if not IS_SAME:
             numbers = numbers.to(tl.float32)
@@ -206,5 +206,5 @@ def _move_kv_kernel(
                 numbers = to_stored(numbers, inverse, LARGEST)
         tl.store(target + target_at + d, numbers, mask=inside)
         if target_scales is not None:
-            at = _offset(written, layer, which, head, t, target_block_size, ts_block, ts_layer, ts_kv, ts_slot, ts_head)
+            at = _offset(written, layer, which, head, t, TARGET_BLOCK_SIZE, ts_block, ts_layer, ts_kv, ts_slot, ts_head)
             tl.store(target_scales + at, scale, mask=is_row)

@@ -10,8 +10,12 @@ import psutil
 import pytest
 import torch
 
+from diptych.workers.errors import InternalError
+from diptych.workers.sequence import Batch, ScheduledSequence
+
 from ..checkpoints import make_checkpoint, untied_prompts
 from ..workers.gpu.serving import DRAWN, GREEDY, Run, generate, load
+from ..workers.gpu.test_gpu_steps import sequence_of
 from .harness import WorkerHandle, unlike_workers
 from .test_tensor_parallel import (
     FLAGS,
@@ -76,6 +80,9 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
     for device in ("cpu", "fake"):
         runner = load(path, None, device=device, tensor_parallel=2, **changes)
         try:
+            if device == "fake":  # ranks have not heard of it, and miss nothing
+                with pytest.raises(InternalError, match="there are buffers for max_running"):
+                    runner.launch(Batch([ScheduledSequence(sequence_of([1], 1), 1)] * 7))
             runs.append(generate(runner, prompts, samplings, arrivals=[3, 0, 2, 9], chunk_tokens=24))
         finally:
             runner.close()

@@ -74,7 +74,7 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
     """As ranks on CPU have them: rows that change their logits, prompts beside decodes, blocks that are copied."""
     path = make_checkpoint(tmp_path / arch, arch, seed=3)
     prompts = [prompt for prompt, _ in untied_prompts(path, seed=5, lengths=(1, 15, 60), max_tokens=12)]
-    prompts.append(prompts[-1][:55] + prompts[0])
+    prompts.append(prompts[-1])
     samplings = [GREEDY, DRAWN, replace(DRAWN, seed=8, frequency_penalty=0.5, logprobs=2), GREEDY]
     runs, num_threads = list[Run](), torch.get_num_threads()
     for device in ("cpu", "fake"):
@@ -83,8 +83,9 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
             if device == "fake":  # ranks have not heard of it, and miss nothing
                 with pytest.raises(InternalError, match="there are buffers for max_running"):
                     runner.launch(Batch([ScheduledSequence(sequence_of([1], 1), 1)] * 7))
-            runs.append(generate(runner, prompts, samplings, arrivals=[3, 0, 2, 9], chunk_tokens=24))
+            runs.append(generate(runner, prompts, samplings, arrivals=[3, 0, 2, 2], chunk_tokens=24))
         finally:
             runner.close()
             torch.set_num_threads(num_threads)
     assert runs[0].token_ids == runs[1].token_ids
+    assert any(batch.copies for batch in runs[1].batches)

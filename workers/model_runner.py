@@ -107,8 +107,8 @@ class ModelRunner:
         RankLost for a rank that ends.
         """
         config.validate()
-        gpu = gpu or gpu_named(config.device)
         check_num_gpus(config.device, config.tensor_parallel)
+        gpu = gpu or gpu_named(config.device)
         path, device = Path(config.model_path), gpu.torch_device if gpu is not None else torch.device(config.device)
         spec = load_spec(path)
         share = _share(config, spec)

@@ -100,7 +100,7 @@ class RankProcesses:
         def make() -> None:
             try:
                 made.set_result(gpu.group(0, self._settings.size, device_meeting(self._meeting)))
-            except RankLost as e:
+            except Exception as e:  # noqa: BLE001 - raised where it is waited for
                 made.set_exception(e)
 
         threading.Thread(target=make, name="diptych-join", daemon=True).start()

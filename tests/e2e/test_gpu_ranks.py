@@ -66,7 +66,7 @@ async def killed_midway(devices: WorkerHandle, other: WorkerHandle, ranks: list[
 @pytest.mark.parametrize(
     ("arch", "changes"),
     [
-        ("gptoss", {"expert_parallel": 2}),
+        ("gemma4-moe", {"expert_parallel": 2}),
         ("llama", {"quantize": "int8", "cuda_graphs": False}),
     ],
 )

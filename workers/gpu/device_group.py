@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from ...kernels.lang import launched
-from ..errors import PeerLost, RankLost
+from ..errors import ConfigError, PeerLost, RankLost
 from ..parallel import STALL, GlooGroup, Group
 
 SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set them
@@ -58,8 +58,11 @@ class NcclGroup:
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, device: torch.device) -> "NcclGroup":
-        """Waits until all ranks are here. meeting: see GlooGroup.join. Raises RankLost."""
-        torch_nccl: Any = distributed.ProcessGroupNCCL  # builds of torch for CPUs have none
+        """Waits until all ranks are here. meeting: see GlooGroup.join. Raises RankLost, or ConfigError where torch
+        has no NCCL."""
+        if not distributed.is_nccl_available():
+            raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need: install one that has it")
+        torch_nccl: Any = distributed.ProcessGroupNCCL
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         try:

@@ -5,7 +5,7 @@
 
     a step of decodes        one graph from tokens to logits, one that samples, each of the smallest bucket that fits
     a small one with prompts all of it on the prompt lane, the pieces between attention as graphs (prompt_part.py)
-    a large one              its decodes as a graph, its prompts beside them
+    a large one              its decodes as a graph, its prompts beside them (of several ranks: after them)
     without graphs           all on the prompt lane, launched kernel by kernel
 
 Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the devices as what the next step continues

@@ -175,7 +175,7 @@ class _Work:
         # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
         num_layers, self._num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
         self.num_layers = num_layers if run.num_sampled else self._num_for_all
-        is_cut = self._num_for_all < self.num_layers and written.bucket is None
+        is_cut = self._num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and written.bucket is None
         self._sampled_alone = part.write(numbers.sampled_alone(), None) if is_cut else None
         self._begun: _Begun | None = None
 

@@ -108,7 +108,7 @@ class PlanLimits:
             self._tables(tables.reshape(2, -1)),
             self._decodes(decodes.reshape(4, -1)),
             self._prompts(prompts) if num_tokens else None,
-            tuple(_within(ends, self.num_layers + 1, "a layer").tolist()),
+            tuple(_within(ends, self.num_layers + 1, "a layer", 1).tolist()),
             num_sampled,
             bool(is_plain),
         )

@@ -27,7 +27,7 @@ from .cores import part_of
 from .cpu_kernels import Choice, choose, make_team
 from .doors import Doors, meet
 from .errors import ConfigError, RankLost
-from .gpu.cuda_device import check_num_gpus, gpu_named
+from .gpu.cuda_device import gpu_named
 from .gpu.device import Device
 from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
@@ -107,8 +107,7 @@ class ModelRunner:
         RankLost for a rank that ends.
         """
         config.validate()
-        check_num_gpus(config.device, config.tensor_parallel)
-        gpu = gpu or gpu_named(config.device)
+        gpu = gpu or gpu_named(config.device, num_ranks=config.tensor_parallel)
         path, device = Path(config.model_path), gpu.torch_device if gpu is not None else torch.device(config.device)
         spec = load_spec(path)
         share = _share(config, spec)

@@ -99,9 +99,9 @@ class CudaDevice:
             graph.capture_end()
 
 
-def gpu_named(name: str, rank: int = 0) -> Device | None:
+def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
     """Of a rank, where rank 0 has the one of torch's name `name`, and each the next one; None: it is the CPU.
-    Raises ConfigError."""
+    Raises ConfigError, also where torch does not see as many as `num_ranks` need."""
     if name == FAKE:
         return FakeDevice(is_late=rank == 0)  # nobody waits for what others compute
     try:
@@ -116,6 +116,7 @@ def gpu_named(name: str, rank: int = 0) -> Device | None:
         raise ConfigError(
             f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
         )
+    check_num_gpus(name, num_ranks)
     if rank:
         device = torch.device("cuda", (device.index or 0) + rank)
     settle_products()

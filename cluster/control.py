@@ -1,6 +1,7 @@
 """Asks a running supervisor, from the CLI's process. Synchronous; every call has a deadline."""
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from .status import ClusterStatus
 REPLY_S = 30.0
 SHUTDOWN_S = 15.0
 RETRY_S = 0.2
+RESOURCE_DIGITS = 4  # that Ray counts amounts to
 
 
 class SupervisorClient:
@@ -81,7 +83,7 @@ class SupervisorClient:
 
 
 def check_placeable(config: ClusterConfig) -> None:
-    """Raises ConfigError for a pool whose workers the one machine of a local Ray could never take."""
+    """Raises ConfigError for pools whose workers the one machine of a local Ray could never take."""
     have: Mapping[str, float] = ray.cluster_resources()
     labels: dict[str, str] = ray.nodes()[0].get("Labels", {})
     for pool_name, pool in config.pools.items():
@@ -102,3 +104,22 @@ def check_placeable(config: ClusterConfig) -> None:
                     f"{key}.label_selector: this machine has no label {label}. "
                     "Leave it out, or set RAY_ADDRESS to join a Ray whose nodes have it"
                 )
+    _check_gpus(config, have.get("GPU", 0.0))
+
+
+def _check_gpus(config: ClusterConfig, num_here: float) -> None:
+    """Raises ConfigError where all workers together ask for more GPUs: those left over would wait for ever."""
+    asking = [(name, pool) for name, pool in config.pools.items() if pool.replicas and config.gpus_of(pool)]
+    wanted = sum(pool.replicas * pool.data_parallel * config.gpus_of(pool) for _, pool in asking)
+    if round(wanted, RESOURCE_DIGITS) <= num_here:
+        return
+    num_workers = sum(pool.replicas * pool.data_parallel for _, pool in asking)
+    names = " and ".join(f"pools.{name}" for name, _ in asking)
+    remedy = "start fewer (`--mixed 1` instead of pools is one worker that does both)"
+    if all(pool.tensor_parallel == 1 for _, pool in asking):  # ranks have whole ones
+        share = math.floor(100 / math.ceil(num_workers / num_here)) / 100
+        remedy = f"set num_gpus: {share:g} in {names} (--config), so that they share what is there, or {remedy}"
+    raise ConfigError(
+        f"{names}: {num_workers} workers need {wanted:g} GPU together and this machine has {num_here:g}: {remedy}, "
+        "or set RAY_ADDRESS to join a Ray that has more"
+    )

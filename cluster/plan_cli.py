@@ -100,9 +100,10 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     ranks = [rank for rank in (plan.first, plan.other) if rank is not None]
     tightest = min(ranks, key=lambda rank: rank.free_bytes)
     if tightest.free_bytes < 0:
+        packed = "" if how.on_gpus else "--quantize, "  # there weights stay at full size
         raise InsufficientMemory(
             f"the weights of a rank take {tightest.weight_bytes:,} bytes and it has {has.rank_bytes:,}: use more ranks "
-            "(--tensor-parallel), --quantize, or more memory"
+            f"(--tensor-parallel), {packed}or more memory"
         )
     longest = plan.max_context_tokens
     console.print(

@@ -169,3 +169,31 @@ def test_a_machine_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch)
     config["pools"] = {"decode": {"tensor_parallel": 4}}
     with pytest.raises(ConfigError, match=r"pools.decode: each worker needs 4 GPU and this machine has 2"):
         control.check_placeable(build(config))
+
+
+def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control.ray, "nodes", lambda: [{}])
+
+    def check(num_gpus: float, device: str = "cuda", **pools: dict[str, object]) -> None:
+        monkeypatch.setattr(control.ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": num_gpus})
+        config: dict[str, object] = {"model": "m", "device": device}
+        control.check_placeable(build(config | {"pools": pools} if pools else config))
+
+    def refused(num_gpus: float, **pools: dict[str, object]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check(num_gpus, **pools)
+        return caught.value.message
+
+    said = refused(1.0)  # the default pools
+    assert "pools.prefill and pools.decode: 2 workers need 2 GPU together and this machine has 1" in said
+    assert "num_gpus: 0.5 in pools.prefill and pools.decode" in said and "--mixed 1" in said
+    check(2.0)
+    check(1.0, mixed={"replicas": 1})
+    check(1.0, device="cpu")
+    check(1.0, prefill={"num_gpus": 0.5}, decode={"num_gpus": 0.5})
+    check(1.0, decode={"replicas": 10, "num_gpus": 0.1})
+    said = refused(2.0, prefill={"replicas": 2, "num_gpus": 0.6}, decode={"replicas": 3})
+    assert "5 workers need 4.2 GPU together and this machine has 2: set num_gpus: 0.33 in" in said
+    check(2.0, prefill={"replicas": 2, "num_gpus": 0.33}, decode={"replicas": 3, "num_gpus": 0.33})
+    said = refused(3.0, decode={"replicas": 2, "tensor_parallel": 2})
+    assert "pools.decode: 2 workers need 4 GPU together" in said and "num_gpus:" not in said

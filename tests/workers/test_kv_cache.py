@@ -50,6 +50,8 @@ def test_the_pool_is_as_large_as_asked_up_to_its_cap() -> None:
 def test_a_pool_that_cannot_hold_one_context_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"one context of 10 tokens needs .* lower max_context_tokens to 8 or less"):
         plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=3 * LAYOUT.block_bytes - 1)
+    with pytest.raises(ConfigError, match=r"raise kv_memory_bytes \(or the memory fraction\)$"):
+        plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=LAYOUT.block_bytes - 1)
 
 
 def test_a_pool_that_cannot_be_mapped_is_refused() -> None:

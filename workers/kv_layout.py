@@ -284,6 +284,15 @@ class Runs:
         starts = np.flatnonzero(np.diff(self.offsets, prepend=-1) != np.concatenate(([0], self.lengths[:-1])))
         return Runs(self.offsets[starts], np.add.reduceat(self.lengths, starts) if len(starts) else self.lengths)
 
+    def cut(self, num_bytes: int) -> "Runs":
+        """The same bytes; none goes on beyond a multiple of `num_bytes`."""
+        ends = self.offsets + self.lengths
+        pieces = -(-ends // num_bytes) - self.offsets // num_bytes  # that each lies in
+        nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = (np.repeat(self.offsets // num_bytes, pieces) + nth) * num_bytes
+        offsets = np.maximum(np.repeat(self.offsets, pieces), starts)
+        return Runs(offsets, np.minimum(np.repeat(ends, pieces), starts + num_bytes) - offsets)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:

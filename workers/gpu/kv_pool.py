@@ -48,6 +48,7 @@ class DevicePool:
         self.driver = driver
         self._device, self._layout = device, layout
         self._bytes = pool.view(torch.uint8)
+        self._rank_bytes = len(self._bytes) // layout.tensor_parallel
         self._rows = [of if layout.is_block_major else of.transpose(1, 2) for of in stretches]
         self._in, self._out = _Line(device, "kv in"), _Line(device, "kv out")
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -60,7 +61,8 @@ class DevicePool:
 
     def read(self, runs: Runs) -> bytes:
         parts: list[bytes] = []
-        for part in in_parts(runs, READ_BYTES):
+        # One copy stays within one rank's piece: the next may be another GPU's.
+        for part in in_parts(runs.cut(self._rank_bytes), READ_BYTES):
             buffer = self._buffers.get()
             try:
                 self._out.run(lambda part=part, buffer=buffer: self._gather(part, buffer))

@@ -10,17 +10,19 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.workers.errors import ConfigError, RankLost, TransportError
 from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.gpu.joined_memory import Joining, make_link, receive_piece, send_piece
 from diptych.workers.gpu.virtual_memory import Access, Properties, virtual_memory_of
 from diptych.workers.kv_cache import KVCache
-from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout
+from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout, Region
 from diptych.workers.kv_plan import blocks_at_once, plan_num_blocks
 from diptych.workers.transport.select import make_transports
 
@@ -184,6 +186,37 @@ def test_caches_of_ranks_are_one_pool_at_rank_0(ranks: Ranks, order: str) -> Non
     read = torch.frombuffer(bytearray(memory.device.read(runs)), dtype=torch.float32).view(3, -1)
     assert [row.unique().tolist() for row in read] == [[1], [2], [3]]
     assert [cache.tensor.count_nonzero().item() * 4 for cache in caches] == [layout.layer_bytes] * 3
+
+
+class CopiesSeen(TorchDispatchMode):
+    """Off a pool: bytes from its start, and how many, of each copy."""
+
+    def __init__(self, pool: Region) -> None:
+        super().__init__()
+        self.pool, self.seen = pool, list[tuple[int, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            offset = args[1].data_ptr() - self.pool.address
+            if 0 <= offset < self.pool.num_bytes:
+                self.seen.append((offset, args[1].nbytes))
+        return func(*args, **kwargs or {})
+
+
+def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: Ranks) -> None:
+    """The last block of one and the first of the next are neighbours."""
+    caches = ranks.caches(LAYOUT, 128)
+    for rank, cache in enumerate(caches):
+        cache.tensor[0], cache.tensor[127] = 10 + rank, 20 + rank
+    memory = caches[0].memory
+    assert memory.device is not None
+    runs = memory.runs([0, 127], 0, 3).merged()
+    assert runs.offsets.tolist() == [0, 195072, 391680, 588288] and runs.lengths.tolist() == [1536, 3072, 3072, 1536]
+    with CopiesSeen(memory.region) as copies:
+        read = memory.device.read(runs)
+    starts = [0, 195072, 196608, 391680, 393216, 588288]
+    assert copies.seen == [(start, 1536) for start in starts]
+    assert torch.frombuffer(bytearray(read), dtype=torch.float32)[::384].tolist() == [10, 20, 11, 21, 12, 22]
 
 
 def test_pools_of_several_gpus_are_read_by_way_of_the_host(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:

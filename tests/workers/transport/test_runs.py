@@ -27,6 +27,18 @@ def test_blocks_that_touch_are_one_run() -> None:
     ]
 
 
+def test_runs_are_cut_where_pieces_end() -> None:
+    runs = Runs(np.array([0, 25, 10, 8, 39, 20]), np.array([10, 3, 1, 25, 2, 20]))
+    assert pairs(runs.cut(10)) == [
+        *((0, 10), (25, 3), (10, 1)),
+        *((8, 2), (10, 10), (20, 10), (30, 3)),
+        *((39, 1), (40, 1)),
+        *((20, 10), (30, 10)),
+    ]
+    assert pairs(runs.cut(100)) == pairs(runs)
+    assert not pairs(Runs(runs.offsets[:0], runs.lengths[:0]).cut(10))
+
+
 def pairs(runs: Runs) -> list[tuple[int, int]]:
     return list(zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True))
 

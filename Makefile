@@ -69,9 +69,9 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The kernels are built while torch is fetched; without a compiler torch computes.
+# The kernels are built while torch is fetched; without a compiler torch computes, but what does not compile is an error.
 define install
-	$(PYTHON) kernels/cpu/build.py & $(PIP) $(TORCH) && wait
+	$(PYTHON) kernels/cpu/build.py & built=$$!; $(PIP) $(TORCH) && wait $$built
 	$(PIP) --editable '$(1)'
 endef
 

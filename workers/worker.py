@@ -24,13 +24,15 @@ from .cores import (
     part_of,
     usable_cores,
 )
-from .errors import DiptychError, RankLost, WorkerLost
+from .errors import DiptychError, InternalError, RankLost, WorkerLost
 from .event_loop import new_event_loop
 from .garbage import loading
 from .load_bar import load_bar
 from .runner import Runner
 from .service import WorkerAddress, WorkerService
 from .worker_config import WorkerConfig
+
+log = logging.getLogger("diptych.worker")
 
 
 @affinity_kept()
@@ -129,6 +131,10 @@ class WorkerProcess:
             self._loop.run_until_complete(run_worker(self._config, self._ready, self._stop))
         except DiptychError as e:
             reason = e  # while loading, `start_in_thread` raises it
+        except Exception as e:
+            # The thread's top loop: whoever waits for the end must learn that it was no stop.
+            log.exception("the worker failed by our own fault")
+            reason = InternalError(f"the worker failed ({type(e).__name__}: {e}); its log has the traceback")
         finally:
             self._loop.close()
             self.ended.set_result(reason)

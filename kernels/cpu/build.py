@@ -33,11 +33,15 @@ class CannotBuild(Exception):
     """Why there are no compiled kernels; Diptych computes with torch then."""
 
 
+class NoCompiler(CannotBuild):
+    """No fault of the sources."""
+
+
 def find_compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
-    raise CannotBuild("no C++ compiler was found: install g++ or clang++, or set CXX, and install Diptych again")
+    raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX, and install Diptych again")
 
 
 def fingerprint() -> str:
@@ -89,5 +93,7 @@ def _run(command: list[str]) -> None:
 if __name__ == "__main__":
     try:
         build(HERE / LIBRARY)
+    except NoCompiler as e:
+        print(f"notice: the compiled CPU kernels are left out: {e}", file=sys.stderr)
     except CannotBuild as e:
-        sys.exit(f"error: {e}")
+        sys.exit(f"error: {e}\n(a compiler that is too old: name a newer one in CXX)")

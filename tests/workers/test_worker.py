@@ -4,7 +4,9 @@ import pytest
 
 from diptych.workers import worker
 from diptych.workers.engine import Engine
+from diptych.workers.errors import InternalError
 from diptych.workers.fake_runner import FakeRunner
+from diptych.workers.service import WorkerService
 from diptych.workers.worker import WorkerProcess
 from diptych.workers.worker_config import WorkerConfig
 
@@ -32,3 +34,15 @@ def test_a_worker_whose_engine_breaks_ends_and_says_why(monkeypatch: pytest.Monk
     monkeypatch.setattr(Engine, "step", fault)
     monkeypatch.setattr(Engine, "fail_all", fault)
     assert "no such block" in start(monkeypatch).ended.result().message
+
+
+def test_a_worker_that_fails_by_our_own_fault_does_not_say_that_it_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fault(*_: object) -> None:
+        raise KeyError("no such stream")
+
+    monkeypatch.setattr(WorkerService, "run", fault)
+    reason = start(monkeypatch).ended.result()
+    assert isinstance(reason, InternalError) and "KeyError: 'no such stream'" in reason.message
+    assert any(record.exc_info and record.exc_info[0] is KeyError for record in caplog.records)

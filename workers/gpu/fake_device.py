@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -169,10 +170,16 @@ _ATEN = torch.ops.aten
 _WAITS = {  # for the device, to know a number or a size
     _ATEN._local_scalar_dense.default,
     _ATEN.nonzero.default,
+    _ATEN.nonzero_numpy.default,
+    _ATEN.argwhere.default,
+    _ATEN.where.default,  # of a condition alone
     _ATEN.masked_select.default,
     _ATEN.is_nonzero.default,
     _ATEN.equal.default,
+    _ATEN.allclose.default,
     _ATEN._unique2.default,
+    _ATEN.unique_dim.default,
+    _ATEN.unique_consecutive.default,
     _ATEN.bincount.default,
 }
 _MAKES_NO_NUMBERS = {
@@ -184,6 +191,7 @@ _MAKES_NO_NUMBERS = {
 }
 _READS_OR_COPIES = {
     torch.Tensor.cpu,
+    torch.Tensor.cuda,
     torch.Tensor.tolist,
     torch.Tensor.item,
     torch.Tensor.numpy,
@@ -192,7 +200,6 @@ _READS_OR_COPIES = {
     torch.Tensor.__float__,
     torch.Tensor.__index__,
     torch.Tensor.pin_memory,
-    torch.Tensor.new_tensor,
     torch.tensor,
     torch.Tensor.new_tensor,
     torch.as_tensor,
@@ -212,7 +219,7 @@ class _Launches(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS_OR_COPIES:
+        if func in _READS_OR_COPIES or _copies_by_its_arguments(func, args, kwargs):
             raise CaptureError(f"{func.__name__} waits for the device, or reads memory that is not pinned")
         if func is not launched:
             return func(*args, **kwargs)
@@ -220,6 +227,16 @@ class _Launches(TorchFunctionMode):
             results = args[0](*args[1:], **kwargs)
         self.record.append(_Step(args[0], args[1:], kwargs, _tensors(results)))
         return results
+
+
+def _copies_by_its_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it goes to another device, or by host numbers: a list (but a tuple is of axes)."""
+    if func is torch.Tensor.to:
+        return any(isinstance(of, str | torch.device) for of in (*args, kwargs.get("device")))
+    if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+        axes = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(of, Sequence | np.ndarray) for of in axes)
+    return False
 
 
 class _Operations(TorchDispatchMode):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -188,6 +189,20 @@ def test_a_graph_repeats_launches() -> None:
         lambda x: x + torch.tensor([1.0, 2.0]),
         lambda x: x * x.new_tensor(2.0),
         lambda x: x.repeat_interleave(torch.ones(2, dtype=torch.int64)),
+        lambda x: torch.where(x > 0),
+        lambda x: x.argwhere(),
+        lambda x: x.nonzero(as_tuple=True),
+        lambda x: x.unique(),
+        lambda x: x.unique(dim=0),
+        lambda x: x.unique_consecutive(),
+        lambda x: x.allclose(x),
+        lambda x: x[[0, 1]],
+        lambda x: x.view(1, 2)[:, [0, 1]],
+        lambda x: x[np.array([0, 1])],
+        lambda x: x.__setitem__([0, 1], 2.0),
+        lambda x: x.to("cpu", copy=True),
+        lambda x: x.to(torch.device("cpu")),
+        lambda x: x.to(device="cpu", dtype=torch.float64),
     ],
 )
 def test_a_graph_holds_nothing_that_waits(reads: Callable[[Tensor], object]) -> None:
@@ -195,6 +210,19 @@ def test_a_graph_holds_nothing_that_waits(reads: Callable[[Tensor], object]) -> 
     with pytest.raises(CaptureError):
         graph_of(lambda: reads(x))
     reads(x)  # outside of a capture it may
+
+
+def test_a_graph_may_index_by_tensors_and_choose() -> None:
+    x, index, out = torch.arange(6.0).view(2, 3), torch.tensor([1, 0]), torch.zeros(2)
+
+    def work() -> None:
+        picked = x[index, 1:][:, -1].to(torch.float32).to(x)
+        out[...] = torch.where(picked > 3, picked, 0.0)
+
+    replay = graph_of(work)
+    index.fill_(1)
+    replay()
+    assert out.tolist() == [5.0, 5.0]
 
 
 INTERPRETED = """

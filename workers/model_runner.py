@@ -128,6 +128,7 @@ class ModelRunner:
             ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss, gpu)
             if ranks is not None:
                 stack.callback(ranks.close)
+                stack.enter_context(ranks.naming())
             own = spec_of(spec, share)
             with put_on(gpu, config.quantize) as put:
                 reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize, put)

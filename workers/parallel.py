@@ -21,7 +21,7 @@ from torch.distributed import AllToAllOptions, BroadcastOptions
 
 from ..kernels.cpu.library import Library
 from ..kernels.cpu.ranks import Abandoned, RankSums
-from .errors import PeerLost, RankLost
+from .errors import PeerLost
 
 STALL = timedelta(seconds=60)  # the ranks of a step are milliseconds apart: one that is so late is stuck
 IDLE = timedelta(days=365)  # between two steps; the processes' own ends are watched elsewhere (rank_processes.py)
@@ -122,9 +122,10 @@ class GlooGroup:
         options._threads = 1  # one call at a time
         try:
             store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
+            store.set_timeout(STALL)  # without its file it would ask for minutes
             return cls(rank, size, torch_gloo(store, rank, size, options))
         except RuntimeError as e:
-            raise RankLost(f"rank {rank} of {size} could not join the others: {_first_line(e)}") from e
+            raise PeerLost(f"rank {rank} of {size} could not join the others: {_first_line(e)}") from e
 
     def all_reduce(self, part: Tensor) -> Tensor:
         # Parts in bfloat16 are added in float32 and rounded once.

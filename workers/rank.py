@@ -46,7 +46,7 @@ from .models.weights import DTYPES, Checkpoint, load_weights
 from .parallel import GlooGroup, Group
 from .step import Step, StepLimits, Words, hear
 
-READY = b"ready\n"  # on standard output, once the weights are read
+READY = b"ready\n"  # on the life line, once the weights are read
 GO = b"g"  # from rank 0, once all are ready: they may read their weights at very different speeds
 PR_SET_PDEATHSIG = 1
 CHECK_S = 1.0
@@ -94,8 +94,8 @@ def told_of(share: Share) -> dict[str, list[list[int]]] | None:
     return {str(layer): [list(held) for held in of.held] for layer, of in share.experts.items()}
 
 
-def follow(settings: RankSettings) -> None:
-    """Does not return. Raises RankLost, or what reading a checkpoint raises."""
+def follow(settings: RankSettings, life_line: int) -> None:
+    """life_line: of a pipe to rank 0. Does not return. Raises RankLost, or what reading a checkpoint raises."""
     torch.set_num_threads(settings.num_threads)
     bind_this_thread(part_of(settings.cores, settings.rank, settings.size))
     gpu = gpu_named(settings.device, settings.rank)
@@ -104,7 +104,7 @@ def follow(settings: RankSettings) -> None:
     spec = load_spec(path)
     with Checkpoint(path, spec) as checkpoint:
         compute_with = _read_share(settings, spec, checkpoint, share, gpu)
-    os.write(sys.stdout.fileno(), READY)
+    os.write(life_line, READY)
     link = socket.socket(fileno=settings.link_fd)
     if link.recv(len(GO)) != GO:
         raise RankLost("the worker of this rank is gone")
@@ -223,10 +223,12 @@ def main(argv: list[str]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     settings = RankSettings(**json.loads(argv[1]))
+    life_line = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL, for one, writes what it logs to standard output
     try:
         end_with_parent(settings.parent_pid)
         with torch.inference_mode():
-            follow(settings)
+            follow(settings, life_line)
     except DiptychError as e:
         print(f"error: rank {settings.rank}: {e}", file=sys.stderr)
     except Exception:  # noqa: BLE001 - whatever it is, the process ends

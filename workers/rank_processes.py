@@ -20,11 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,11 +38,13 @@ from .gpu.device import Device
 from .gpu.device_group import DeviceGroup, device_meeting
 from .gpu.joined_memory import Joining, make_link
 from .gpu.virtual_memory import virtual_memory_of
-from .parallel import GlooGroup, Group
+from .parallel import STALL, GlooGroup, Group
 from .rank import GO, READY, RankSettings
 from .step import Words, tell
 
 OnLoss = Callable[[RankLost], object]
+Joined = TypeVar("Joined")
+POLL_S = 1.0
 EXIT_S = 1.0  # between a rank's last sign of life and its exit status
 
 log = logging.getLogger("diptych.worker")
@@ -72,6 +75,7 @@ class RankProcesses:
         self._is_closing = False
         self._failure: RankLost | None = None
         self._lost: RankLost | None = None
+        self._since: float | None = None  # of what is under way that waits for the others
         self._error = RankLost("the worker is closing")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._thread = threading.Thread(target=self._run, name="diptych-ranks", daemon=True)
@@ -84,22 +88,23 @@ class RankProcesses:
         for link in self._links:
             with suppress(OSError):  # its end is heard of otherwise
                 link.send(GO)
-        words = self._words = GlooGroup.join(0, self._settings.size, self._meeting)
+        size, meeting = self._settings.size, self._meeting
+        words = self._words = self._unless_lost(lambda: GlooGroup.join(0, size, meeting))
         if self._library is not None:
             words.share(self._library, self._sums_fd)
         if gpu is not None:
-            self._device_group = self._join_devices(gpu)
+            self._device_group = self._unless_lost(lambda: gpu.group(0, size, device_meeting(meeting)))
         if self._lost is not None:  # meanwhile, and whoever ended the others knew of no group
             self._abandon()
         return self._device_group or words
 
-    def _join_devices(self, gpu: Device) -> DeviceGroup:
-        """NCCL would wait for ever for one that has ended."""
-        made: Future[DeviceGroup] = Future()
+    def _unless_lost(self, join: Callable[[], Joined]) -> Joined:
+        """What `join` gives. It would wait for long, or for ever, for a rank that has ended: it is left alone then."""
+        made: Future[Joined] = Future()
 
         def make() -> None:
             try:
-                made.set_result(gpu.group(0, self._settings.size, device_meeting(self._meeting)))
+                made.set_result(join())
             except Exception as e:  # noqa: BLE001 - raised where it is waited for
                 made.set_exception(e)
 
@@ -140,6 +145,23 @@ class RankProcesses:
         """Raises RankLost where a rank was lost, whatever a device has made of that."""
         if self._lost is not None:
             raise self._lost
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """What a device does within waits for the others, STALL at most: then they are ended."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    @contextmanager
+    def naming(self) -> Generator[None]:
+        """Raises what ended a rank for what that has led to within."""
+        try:
+            yield
+        except RankLost as e:
+            raise self.fail(e) from e
 
     def fail(self, error: RankLost) -> RankLost:
         """A rank does not do its part, as others see it: end them all. Returns what is to be said of it."""
@@ -198,7 +220,8 @@ class RankProcesses:
             )
 
     def _watch(self) -> RankLost | None:
-        """Until `close` (None), `fail`, or the end of a process, which is the end of its output."""
+        """Until `close` (None), `fail`, a step that does not end, or the end of a process, which is the end of its
+        life line."""
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         for process in self._processes:
@@ -206,7 +229,7 @@ class RankProcesses:
             poll.register(process.stdout, select.POLLIN)
         num_ready = 0
         while True:
-            for descriptor, _ in poll.poll():
+            for descriptor, _ in poll.poll(POLL_S * 1e3):
                 if descriptor == self._wake_read:
                     return None if self._is_closing else self._loss()
                 if os.read(descriptor, len(READY)) != READY:
@@ -214,6 +237,10 @@ class RankProcesses:
                 num_ready += 1
             if num_ready == len(self._processes) and not self._ready.done():
                 self._ready.set_result(None)
+            since, stall_s = self._since, STALL.total_seconds()
+            if since is not None and time.monotonic() - since > stall_s:
+                self._failure = RankLost(f"a step of the ranks has not ended within {stall_s:.0f} s")
+                return self._loss()
 
     def _loss(self) -> RankLost:
         """Who ended and how. Where one was killed, the others' own ends are its consequence."""
@@ -229,7 +256,7 @@ class RankProcesses:
             else f"rank {rank} ended with status {status}"
             for rank, status in (killed or ended).items()
         ]
-        why = ", ".join(how) or str(self._failure)
+        why = ", ".join(how) or str(self._failure or "a rank has said what none says")
         return RankLost(f"{why}: all {self._settings.size} ranks of the worker end with it")
 
     def _end(self) -> None:

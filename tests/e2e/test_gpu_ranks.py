@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import psutil
 import pytest
 import torch
 
-from diptych.workers.errors import InternalError
+from diptych.workers.errors import InternalError, RankLost
+from diptych.workers.parallel import GlooGroup
 from diptych.workers.sequence import Batch, ScheduledSequence
 
 from ..checkpoints import make_checkpoint, untied_prompts
@@ -88,4 +90,27 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
             runner.close()
             torch.set_num_threads(num_threads)
     assert runs[0].token_ids == runs[1].token_ids
+    logprobs = [[0.0 if each is None else each for of in run.logprobs for each in of] for run in runs]
+    assert any(logprobs[0]) and logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
     assert any(batch.copies for batch in runs[1].batches)
+
+
+def test_a_rank_that_is_killed_before_all_have_joined_ends_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for it may wait for ever."""
+    llama = make_checkpoint(tmp_path / "llama", "llama", seed=3)
+    num_threads, left = torch.get_num_threads(), threading.Event()
+
+    def join(*_: object) -> None:
+        [rank] = psutil.Process().children()
+        rank.kill()
+        left.wait()
+
+    monkeypatch.setattr(GlooGroup, "join", join)
+    try:
+        with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it"):
+            load(llama, None, tensor_parallel=2)
+    finally:
+        left.set()
+        torch.set_num_threads(num_threads)

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from ...kernels.lang import launched
-from ..errors import ConfigError, PeerLost, RankLost
+from ..errors import ConfigError, PeerLost
 from ..parallel import STALL, GlooGroup, Group
 
 SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set them
@@ -58,7 +58,7 @@ class NcclGroup:
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: Path, device: torch.device) -> "NcclGroup":
-        """Waits until all ranks are here. meeting: see GlooGroup.join. Raises RankLost, or ConfigError where torch
+        """Waits until all ranks are here. meeting: see GlooGroup.join. Raises PeerLost, or ConfigError where torch
         has no NCCL."""
         if not distributed.is_nccl_available():
             raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need: install one that has it")
@@ -67,13 +67,14 @@ class NcclGroup:
             os.environ.setdefault(name, value)
         try:
             store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
+            store.set_timeout(STALL)
             options = torch_nccl.Options()
             options._timeout = STALL
             group = cls(rank, size, torch_nccl(store, rank, size, options), device)
             group.meet()  # its communicator is made by its first call, which no graph can hold
             torch.cuda.synchronize(device)
         except RuntimeError as e:
-            raise RankLost(f"rank {rank} of {size} could not join the others by NCCL: {e}") from e
+            raise PeerLost(f"rank {rank} of {size} could not join the others by NCCL: {e}") from e
         return group
 
     def all_reduce(self, part: Tensor) -> Tensor:

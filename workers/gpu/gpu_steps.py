@@ -14,7 +14,7 @@ with (Batch.fed_by).
 
 from collections.abc import Generator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,12 +126,14 @@ class GpuSteps:
         """What goes wrong within leaves nothing under way that has to be known of. Raises it by its name. is_told:
         other ranks know of it."""
         try:
-            yield
+            with self._ranks.waiting() if self._ranks is not None else nullcontext():
+                yield
             self.check_ranks()
         except Exception as e:
             if self._ranks is not None and (is_told or isinstance(e, RankLost)):
                 # They are in the middle of a step, of which nobody knows how far it came.
-                failed = self._ranks.fail(e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({e})"))
+                why = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({of_step(e) or e})")
+                failed = self._ranks.fail(why)
                 self._settle()
                 raise failed from e
             self._tables.forget_all()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .lang import jit, kernel_for, next_power_of_2, tl
-from .tuning import ANY, Chip, Tuned, chip_of
+from .tuning import ANY, Chip, Row, Tuned, chip_of
 
 MAX_QUERIES = 16
 
@@ -27,6 +27,7 @@ class DecodeConfig:
 
 
 _WIDE = DecodeConfig(32, 4, 1, 2)
+_WIDE_FLOAT32: list[Row[DecodeConfig]] = [((128, ANY), _WIDE), ((512, 4), DecodeConfig(16, 8, 1, 2))]  # else it spills
 # By head_dim and bytes of a stored number.
 TUNED = Tuned[DecodeConfig](
     generic=[((128, 2), DecodeConfig(32, 4, 2, 4)), ((ANY, ANY), _WIDE)],
@@ -35,6 +36,7 @@ TUNED = Tuned[DecodeConfig](
         ((128, 2), DecodeConfig(64, 4, 3, 4)),
         ((256, 2), DecodeConfig(32, 4, 3, 2)),
         ((512, 2), DecodeConfig(16, 4, 2, 2)),
+        *_WIDE_FLOAT32,
         ((ANY, ANY), _WIDE),
     ],
     cuda=[  # as many programs as registers leave room for
@@ -42,6 +44,7 @@ TUNED = Tuned[DecodeConfig](
         ((128, 2), DecodeConfig(64, 4, 3, 4)),
         ((256, 2), DecodeConfig(32, 4, 3, 3)),
         ((512, 2), DecodeConfig(32, 8, 2, 2)),
+        *_WIDE_FLOAT32,
         ((ANY, ANY), _WIDE),
     ],
     hip=[

@@ -127,12 +127,8 @@ def grouped_product_triton(
     values = weight if isinstance(weight, Tensor) else _values_of(weight)
     num_experts, rows = values.shape[:2]
     columns = rows if gate is None else rows // 2
-    assert (
-        x.shape[0] == num_rows
-        and x.stride(1) == 1
-        and order.starts.shape == (num_experts + 1,)
-        and rows in (columns, 2 * columns)
-    )
+    assert x.shape[0] == num_rows and x.stride(1) == 1 and order.starts.shape == (num_experts + 1,)
+    assert gate is None or rows % 2 == 0
     assert bias is None or (bias.shape == (num_experts, rows) and bias.is_contiguous())
     out = torch.empty(order.pairs.numel(), columns, dtype=out_dtype, device=x.device)
     if not order.max_tiles:

@@ -16,7 +16,7 @@ from .attention_tiles import check_paged, output_for, scale_strides, stored_bits
 from .kv_scales import dequantise
 from .lang import jit, next_power_of_2, tl
 from .paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch, sent
-from .tuning import ANY, Chip, Tuned, chip_of
+from .tuning import ANY, Chip, Row, Tuned, chip_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class PrefillConfig:
 
 
 _PLAIN = PrefillConfig(16, 32, 4, 1, 1)  # what is neither bfloat16 nor float16 is computed without matrix units
+_PLAIN_FLOAT32: list[Row[PrefillConfig]] = [  # wide heads in _PLAIN's tiles and warps would spill
+    ((128, ANY, ANY), _PLAIN),
+    ((512, 4, 4), PrefillConfig(16, 16, 8, 1, 1)),
+]
 # By head_dim, bytes of a query's number and of a stored one: 8-bit ones pass through registers to be widened.
 TUNED = Tuned[PrefillConfig](
     generic=[((128, 2, ANY), PrefillConfig(64, 32, 4, 2, 2)), ((ANY, ANY, ANY), _PLAIN)],
@@ -39,6 +43,7 @@ TUNED = Tuned[PrefillConfig](
         ((128, 2, 2), PrefillConfig(128, 64, 8, 2, 1)),
         ((256, 2, ANY), PrefillConfig(64, 32, 8, 2, 1)),
         ((512, 2, 2), PrefillConfig(32, 32, 8, 2, 1)),
+        *_PLAIN_FLOAT32,
         ((ANY, ANY, ANY), _PLAIN),
     ],
     sm_90=[  # three stages: the block table comes a turn ahead of the blocks, and no turn waits for its entries
@@ -47,6 +52,7 @@ TUNED = Tuned[PrefillConfig](
         ((128, 2, 2), PrefillConfig(128, 128, 8, 3, 1)),
         ((256, 2, ANY), PrefillConfig(128, 32, 8, 3, 1)),
         ((512, 2, 2), PrefillConfig(32, 32, 8, 3, 1)),  # of more rows registers spill
+        *_PLAIN_FLOAT32,
         ((ANY, ANY, ANY), _PLAIN),
     ],
     cuda=[
@@ -55,6 +61,7 @@ TUNED = Tuned[PrefillConfig](
         ((128, 2, 2), PrefillConfig(128, 128, 8, 2, 1)),
         ((256, 2, ANY), PrefillConfig(128, 32, 8, 2, 1)),
         ((512, 2, 2), PrefillConfig(32, 32, 8, 2, 1)),  # of more rows registers spill
+        *_PLAIN_FLOAT32,
         ((ANY, ANY, ANY), _PLAIN),
     ],
     hip=[
@@ -62,6 +69,8 @@ TUNED = Tuned[PrefillConfig](
         ((128, 2, 2), PrefillConfig(128, 64, 4, 1, 2)),
         ((256, 2, ANY), PrefillConfig(64, 32, 4, 1, 2)),
         ((512, 2, 2), PrefillConfig(32, 16, 4, 1, 2)),
+        ((128, ANY, ANY), _PLAIN),
+        ((512, 4, 4), PrefillConfig(16, 16, 4, 1, 1)),
         ((ANY, ANY, ANY), _PLAIN),
     ],
 )

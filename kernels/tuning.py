@@ -33,6 +33,7 @@ class Chip:
 
 
 CHIPS = {
+    "l40s": Chip(("l40s", "sm_89", "sm_80"), 142, 99 * 1024),
     "a100": Chip(("a100", "sm_80", "cuda"), 108, 163 * 1024),
     "h100": Chip(("h100", "sm_90", "cuda"), 132, 227 * 1024),
     "h200": Chip(("h200", "h100", "sm_90", "cuda"), 132, 227 * 1024),
@@ -64,6 +65,12 @@ class Tuned(Generic[Config]):
         raise AssertionError("the last row has no limits")
 
 
+def nvidia_kinds(major: int, minor: int, shared_bytes: int) -> tuple[str, ...]:
+    """Of a GPU of no known name. The rows of "cuda" are for more shared memory than an A100 has, those of "sm_80" do
+    with the 99 KiB of the GPUs of workstations (sm_86, sm_89, sm_120)."""
+    return (f"sm_{major}{minor}", "cuda" if shared_bytes > CHIPS["a100"].shared_bytes else "sm_80")
+
+
 @cache
 def chip_of(device: torch.device) -> Chip:
     """Raises KeyError if DEVICE_VARIABLE names none of CHIPS."""
@@ -73,10 +80,11 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    general = ("hip",) if torch.version.hip else (f"sm_{properties.major}{properties.minor}", "cuda")
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
     if torch.version.hip:
-        general = (properties.gcnArchName.split(":")[0], *general)
+        general = (properties.gcnArchName.split(":")[0], "hip")
+    else:
+        general = nvidia_kinds(properties.major, properties.minor, shared_bytes)
     name = properties.name.lower().replace(" ", "")
     kinds = next((chip.kinds for known, chip in CHIPS.items() if known in name), general)
-    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
     return Chip(kinds, properties.multi_processor_count, shared_bytes)

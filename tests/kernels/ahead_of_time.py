@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "triton_cases"
 DEVICES = {  # of each target: what is compiled for, and the device whose tuned configurations are launched
     "sm_80": (GPUTarget("cuda", 80, 32), "a100"),
+    "sm_89": (GPUTarget("cuda", 89, 32), "l40s"),  # of small shared memory
     "sm_90": (GPUTarget("cuda", 90, 32), "h200"),
     "sm_100": (GPUTarget("cuda", 100, 32), "b200"),
     "gfx942": (GPUTarget("hip", "gfx942", 64), "mi300x"),
@@ -168,6 +169,7 @@ def main() -> int:
         for i, launch in enumerate(launches_of(case))
         if every or launch.is_gated
         for target in launch.targets
+        if every or target in launch.gated_targets
     ]
     processes = min(len(os.sched_getaffinity(0)), 4)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diptych.kernels.tuning import ANY, CHIPS, DEVICE_VARIABLE, INTERPRETER, Tuned, chip_of
+from diptych.kernels.tuning import ANY, CHIPS, DEVICE_VARIABLE, INTERPRETER, Tuned, chip_of, nvidia_kinds
 
 TABLE = Tuned[str](
     generic=[((ANY, ANY), "generic")],
@@ -33,6 +33,12 @@ def test_the_environment_names_the_device(monkeypatch: pytest.MonkeyPatch) -> No
         chip_of.cache_clear()
         assert chip_of(meta) is expected
     chip_of.cache_clear()
+
+
+def test_gpus_of_small_shared_memory_take_no_rows_made_for_large_ones() -> None:
+    assert nvidia_kinds(8, 9, 99 * 1024) == CHIPS["l40s"].kinds[1:] == ("sm_89", "sm_80")
+    assert nvidia_kinds(12, 0, 99 * 1024) == ("sm_120", "sm_80")
+    assert nvidia_kinds(9, 0, 227 * 1024) == CHIPS["h100"].kinds[1:]
 
 
 def test_a_persistent_grid_has_as_many_programs_as_a_device_holds() -> None:

@@ -27,9 +27,10 @@ class Launch:
 
     name: str  # what is particular: dtype, sizes, options
     call: Callable[[], object]  # the wrapper's, with tensors made by `meta`
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] = TARGETS  # or "sm_89", of small shared memory
     spilled_bytes: int = 0  # that a thread may at most spill, on any target
     is_gated: bool = True  # False: compiled by `ahead_of_time.py --all` alone
+    gated_targets: tuple[str, ...] = (*TARGETS, "sm_89")  # others: by --all alone, too
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -102,9 +102,35 @@ def test_generated_protobuf_modules_are_current(tmp_path: Path) -> None:
     assert generated == committed, "run `make proto` and commit the result"
 
 
+def marks(node: ast.AST) -> set[str]:
+    """Of what `@pytest.mark.x` or `pytestmark = ...` is written on: each x."""
+    found = (ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Attribute))
+    return {name.removeprefix("pytest.mark.") for name in found if name.startswith("pytest.mark.")}
+
+
+def marks_of_tests(path: Path) -> dict[str, set[str]]:
+    """Of each test, those of its class and its file with them."""
+    found: dict[str, set[str]] = {}
+
+    def gather(body: list[ast.stmt], inherited: set[str]) -> None:
+        for node in body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+                inherited = inherited | marks(node.value)
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                own = inherited.union(*map(marks, node.decorator_list))
+                if isinstance(node, ast.ClassDef):
+                    gather(node.body, own)
+                elif node.name.startswith("test_"):
+                    found[node.name] = own
+
+    gather(ast.parse(path.read_text()).body, set())
+    return found
+
+
 def test_end_to_end_tests_are_where_they_are_looked_for() -> None:
     """All of tests/e2e is marked, and nothing else but what a GPU is for: `make e2e` collects no other folder."""
     for path in (ROOT / "tests").rglob("test_*.py"):
-        text = path.read_text()
-        is_marked = "pytest.mark.e2e" in text.replace('"pytest.mark.e2e"', "")
-        assert is_marked == (path.parent.name == "e2e") or "pytest.mark.gpu" in text, path
+        for name, found in marks_of_tests(path).items():
+            is_right = "e2e" in found if path.parent.name == "e2e" else "e2e" not in found or "gpu" in found
+            assert is_right, f"{path}: {name}"

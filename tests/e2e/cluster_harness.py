@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -101,11 +102,13 @@ class Served:
 
     def assert_nothing_is_held(self) -> None:
         """Waits until every request has ended on its worker; then all blocks must be free, and the books right."""
-        busy = True
-        while busy:
+        deadline = time.monotonic() + END_S
+        while True:
             status = self.status("--check")
             workers = status["workers"]
-            busy = any(w["num_running"] or w["num_waiting"] or w["num_leased_blocks"] for w in workers)
+            if not any(w["num_running"] or w["num_waiting"] or w["num_leased_blocks"] for w in workers):
+                break
+            assert time.monotonic() < deadline, workers
         assert [w["num_free_blocks"] for w in workers] == [w["num_blocks"] for w in workers]
         assert status["problems"] == {}
 

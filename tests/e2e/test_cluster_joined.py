@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,10 @@ def test_a_pool_that_finds_no_room_says_what_it_waits_for(command: object, home:
     run = diptych(home, "scale", "decode=3", "--name", "joined", "--timeout", "1", env=nodes)
     assert run.returncode == 1
     assert "the pools are not there after 1 s" in run.stderr
-    waiting: list[str] = []
-    while not waiting:
-        waiting = [w["waiting_for"] for w in status(home, nodes)["workers"] if w["waiting_for"]]
-    assert waiting == ["a node with CPU: 1, decoder: 1, diptych.io/pool: decode"]
+    expected = ["a node with CPU: 1, decoder: 1, diptych.io/pool: decode"]
+    deadline = time.monotonic() + END_S
+    while (waiting := [w["waiting_for"] for w in status(home, nodes)["workers"] if w["waiting_for"]]) != expected:
+        assert time.monotonic() < deadline, waiting
     assert diptych(home, "scale", "decode=1", "--name", "joined", env=nodes).returncode == 0
 
 

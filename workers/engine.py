@@ -2,8 +2,8 @@
 
 It owns every Sequence of the worker and all block bookkeeping. It knows no socket and no event loop: commands come in
 as method calls (engine_thread.py makes them from other threads), events go out in a StepOutput. Moves of KV are
-announced in the StepOutput and carried out by handoff_source.py and handoff_sink.py, which come back through `reserve`,
-`begin`, `commit`, `fail_import`, `settle`, `caught_up` and `end_lease`.
+announced in the StepOutput and carried out by handoff_source.py and handoff_sink.py, which come back through `begin`,
+`commit`, `fail_import`, `caught_up` and `end_lease` here, and `reserve` and `settle` of `engine.incoming`.
 """
 
 import heapq

@@ -12,7 +12,7 @@ which is the back-pressure that a source sees.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .block_manager import BlockManager
+from .block_manager import BlockManager, blocks_for
 from .errors import DiptychError, HandoffError, RequestAborted
 from .handoff_types import Reservation
 from .prefix_cache import PrefixCache
@@ -92,7 +92,7 @@ class IncomingHandoffs:
             if names and names[0] in self._arriving:
                 continue
             self._manager.share(held)
-            num_needed = self._cache.num_blocks_for(max(num_tokens, sequence.num_tokens)) - len(held)
+            num_needed = blocks_for(max(num_tokens, sequence.num_tokens), self._cache.block_size) - len(held)
             headroom = min(self._scheduler.num_running, self._manager.num_blocks // 8)
             if num_needed + headroom > self._manager.num_free:
                 self._manager.release(held)
@@ -118,7 +118,7 @@ class IncomingHandoffs:
         if incoming is None or incoming.gone is not None or incoming.is_prefix:
             return
         sequence = incoming.sequence
-        num_missing = max(self._cache.num_blocks_for(num_computed + 1) - len(sequence.block_table), 0)
+        num_missing = max(blocks_for(num_computed + 1, self._cache.block_size) - len(sequence.block_table), 0)
         may_begin = sequence.handoff_id is None and num_missing <= self._manager.num_free  # it is announced to nobody
         if may_begin and self._take_all(incoming, num_computed, output_token_ids):
             sequence.block_table += self._manager.allocate(num_missing)

@@ -11,7 +11,7 @@ Block bookkeeping only: the protocol is in handoff.py.
 
 from dataclasses import dataclass, field
 
-from .block_manager import BlockManager
+from .block_manager import BlockManager, blocks_for
 from .engine_events import HandoffEnded, HandoffEvent, HandoffOpened, HandoffSealed, SegmentReady
 from .errors import DiptychError, OutOfBlocks
 from .prefix_cache import PrefixCache
@@ -83,7 +83,8 @@ class OutgoingHandoffs:
         outgoing = self._outgoing_of(entry.sequence)
         num_computed = entry.sequence.num_computed + entry.num_new
         is_whole = outgoing.max_computed is None and entry.samples
-        num_readable = self._cache.num_blocks_for(num_computed) if is_whole else num_computed // self._cache.block_size
+        block_size = self._cache.block_size
+        num_readable = blocks_for(num_computed, block_size) if is_whole else num_computed // block_size
         leased = self._lease(outgoing, entry.sequence.block_table[len(outgoing.leased) : num_readable])
         return leased[0] if leased else None
 
@@ -107,7 +108,7 @@ class OutgoingHandoffs:
         """All tokens but the last have their KV: from here on only the leases hold the blocks."""
         assert sequence.num_uncomputed == 1
         outgoing = self._outgoing_of(sequence)
-        num_blocks = self._cache.num_blocks_for(sequence.num_computed)
+        num_blocks = blocks_for(sequence.num_computed, self._cache.block_size)
         last = self._lease(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])
         assert len(outgoing.leased) == num_blocks
         is_live = outgoing.max_computed is not None

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..proto import kv_pb2
+from .block_manager import blocks_for
 from .errors import LayoutMismatch
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class KVLayout:
         return self.tensor_parallel * self.rank_block_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     def shape_of(self, layer: int) -> Shape:
         return self.layer_shapes[layer] if self.layer_shapes else (self.num_kv_heads, self.head_dim)

@@ -51,10 +51,6 @@ class PrefixCache:
         self._removed: list[bytes] = []
         manager.on_evict = self._forget
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """The last one may not be full."""
-        return -(-num_tokens // self.block_size)
-
     def match(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the longest cached prefix, not yet shared: call BlockManager.share on what is used.
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from .block_manager import BlockManager
+from .block_manager import BlockManager, blocks_for
 from .prefix_cache import PrefixCache
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from .shared_prompts import SharedPrompts
@@ -314,7 +314,7 @@ class Scheduler:
         block_size, manager = self._cache.block_size, self._manager
         # Sharing first keeps the allocation from evicting what was just found.
         manager.share(cached)
-        num_needed = self._cache.num_blocks_for(sequence.num_tokens) - len(cached)
+        num_needed = blocks_for(sequence.num_tokens, block_size) - len(cached)
         if num_needed > manager.num_free:
             self._shared.drop_tails()
         if num_needed > manager.num_free:

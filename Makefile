@@ -69,16 +69,17 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The kernels are built while torch is fetched; without a compiler torch computes, but what does not compile is an error.
+# The kernels are built while torch is fetched. Where that cannot be torch computes; to test, what does not compile is an
+# error. install(what, what to do then)
 define install
-	$(PYTHON) kernels/cpu/build.py & built=$$!; $(PIP) $(TORCH) && wait $$built
+	$(PYTHON) kernels/cpu/build.py & built=$$!; $(PIP) $(TORCH) && { wait $$built || $(2); }
 	$(PIP) --editable '$(1)'
 endef
 
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
-	$(call install,.)
+	$(call install,.,true)
 	touch $@
 
 $(VENV)/.installed-dev: $(SOURCES) | $(BIN)/python
-	$(call install,.[dev])
+	$(call install,.[dev],false)
 	touch $(VENV)/.installed $@

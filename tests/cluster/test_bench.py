@@ -115,7 +115,7 @@ def test_a_trace_is_sent_at_its_times(door: Served, tmp_path: Path) -> None:
     trace.write_text("\n".join(map(json.dumps, lines)))
     flags = ("--workload", "mooncake", "--file", str(trace), "--time-scale", "0.1")
     row = measured(door.url, tmp_path / "a.json", *flags)
-    assert row["requests"][1]["start_s"] >= 0.03
+    assert row["requests"][1]["start_s"] >= 0.03 - 0.001  # what an event loop's clock counts in
     assert prompts(door)[1] == prompts(door)[2]
 
 

@@ -109,8 +109,9 @@ class RankProcesses:
                 made.set_exception(e)
 
         threading.Thread(target=make, name="diptych-join", daemon=True).start()
-        while not wait([made], timeout=0.1).done:
-            self.check()
+        with self.waiting():
+            while not wait([made], timeout=0.1).done:
+                self.check()
         return made.result()
 
     def available_bytes(self, own: int) -> int:
@@ -148,7 +149,7 @@ class RankProcesses:
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """What a device does within waits for the others, STALL at most: then they are ended."""
+        """What is done within waits for the others, STALL at most: then they are ended."""
         self._since = time.monotonic()
         try:
             yield
@@ -161,7 +162,10 @@ class RankProcesses:
         try:
             yield
         except RankLost as e:
-            raise self.fail(e) from e
+            cause = self.fail(e)
+            if cause is e:
+                raise
+            raise cause from e
 
     def fail(self, error: RankLost) -> RankLost:
         """A rank does not do its part, as others see it: end them all. Returns what is to be said of it."""
@@ -239,7 +243,7 @@ class RankProcesses:
                 self._ready.set_result(None)
             since, stall_s = self._since, STALL.total_seconds()
             if since is not None and time.monotonic() - since > stall_s:
-                self._failure = RankLost(f"a step of the ranks has not ended within {stall_s:.0f} s")
+                self._failure = RankLost(f"what the ranks do together has not ended within {stall_s:.0f} s")
                 return self._loss()
 
     def _loss(self) -> RankLost:

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import psutil
 import pytest
 import torch
 
-from diptych.workers.errors import InternalError, RankLost
+from diptych.workers import rank_processes
+from diptych.workers.errors import InternalError, PeerLost, RankLost
 from diptych.workers.parallel import GlooGroup
 from diptych.workers.sequence import Batch, ScheduledSequence
 
@@ -95,21 +97,37 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
     assert any(batch.copies for batch in runs[1].batches)
 
 
+@pytest.mark.parametrize("is_told", [False, True])
 def test_a_rank_that_is_killed_before_all_have_joined_ends_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits for it may wait for ever."""
+    """Whoever waits for it may wait for ever, or hear that somebody is gone, and not why."""
     llama = make_checkpoint(tmp_path / "llama", "llama", seed=3)
     num_threads, left = torch.get_num_threads(), threading.Event()
 
     def join(*_: object) -> None:
         [rank] = psutil.Process().children()
         rank.kill()
+        if is_told:
+            raise PeerLost("somebody is gone")
         left.wait()
 
     monkeypatch.setattr(GlooGroup, "join", join)
     try:
         with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it"):
+            load(llama, None, tensor_parallel=2)
+    finally:
+        left.set()
+        torch.set_num_threads(num_threads)
+
+
+def test_ranks_that_do_not_come_to_an_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = make_checkpoint(tmp_path / "llama", "llama", seed=3)
+    num_threads, left = torch.get_num_threads(), threading.Event()
+    monkeypatch.setattr(rank_processes, "STALL", timedelta(seconds=0.1))
+    monkeypatch.setattr(GlooGroup, "join", lambda *_: left.wait())
+    try:
+        with pytest.raises(RankLost, match="what the ranks do together has not ended within 0 s: all 2 ranks"):
             load(llama, None, tensor_parallel=2)
     finally:
         left.set()

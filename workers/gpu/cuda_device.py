@@ -125,12 +125,13 @@ def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
 
 
 def check_num_gpus(name: str, num_ranks: int) -> None:
-    """Raise ConfigError where ranks would have no GPU, see gpu_named."""
-    if not name.startswith("cuda"):
-        return
+    """Raise ConfigError where ranks would have no GPU, see gpu_named. name: of a GPU."""
     first, num = torch.device(name).index or 0, torch.cuda.device_count()
+    more = "let more be seen (CUDA_VISIBLE_DEVICES; num_gpus of the pool)"
+    if first >= num:
+        raise ConfigError(f"device {name!r} is asked for and torch sees {num} GPUs: name one of those, or {more}")
     if first + num_ranks > num:
         raise ConfigError(
             f"tensor_parallel={num_ranks} needs a GPU for each rank from {name} on, and torch sees {num}: lower it, or "
-            "let more be seen (CUDA_VISIBLE_DEVICES; num_gpus of the pool)"
+            f"{more}"
         )

@@ -14,7 +14,7 @@ with (Batch.fed_by).
 
 from collections.abc import Generator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,7 +126,7 @@ class GpuSteps:
         """What goes wrong within leaves nothing under way that has to be known of. Raises it by its name. is_told:
         other ranks know of it."""
         try:
-            with self._ranks.waiting() if self._ranks is not None else nullcontext():
+            with self.waiting():
                 yield
             self.check_ranks()
         except Exception as e:
@@ -135,6 +135,8 @@ class GpuSteps:
                 why = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({of_step(e) or e})")
                 failed = self._ranks.fail(why)
                 self._settle()
+                if failed is e:
+                    raise
                 raise failed from e
             self._tables.forget_all()
             self._sampler.forget()
@@ -144,8 +146,12 @@ class GpuSteps:
                 raise named from e
             raise
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """What is done within waits for other ranks, if there are any: not for ever."""
+        return self._ranks.waiting() if self._ranks is not None else nullcontext()
+
     def _settle(self) -> None:
-        with suppress(RuntimeError, RankLost):  # a lost device, or rank, was told of already
+        with suppress(RuntimeError, RankLost), self.waiting():  # a lost device, or rank, was told of already
             self._device.synchronize()
 
     def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> StepPlan:
@@ -271,7 +277,5 @@ class LaunchedStep:
         return self._sampler.sampled(self._index, self._room.tokens[: self._num_sampled].tolist())
 
     def abandon(self) -> None:
-        try:
+        with suppress(RuntimeError, RankLost), self._steps.waiting():  # nobody wants to know
             self._room.wait()
-        except (RuntimeError, RankLost):
-            return  # nobody wants to know

@@ -47,6 +47,7 @@ class PromptPart:
 
     def warm_up(self) -> None:
         """Before the first step: kernels that a prompt needs are compiled by it. Nothing is stored."""
+        self._warm_up(1, 1)
         sizes = [min(num_tokens, len(self._cos_sin)) for num_tokens in _WARM_UP]
         for num_new, context_len in (*zip(sizes, sizes, strict=True), (sizes[0], min(_LONG, len(self._cos_sin)))):
             self._warm_up(num_new, context_len)

@@ -33,7 +33,7 @@ from .gpu.device_errors import needing_memory
 from .gpu.device_sampler import DeviceSampler
 from .gpu.gpu_steps import GpuSteps, check_known
 from .gpu.joined_memory import Joining
-from .gpu.rank_steps import GRAPH_TOKENS
+from .gpu.rank_steps import GRAPH_TOKENS, RankSteps
 from .gpu.upload import put_on
 from .kv_cache import KVCache, available_bytes
 from .kv_layout import AXIS_ORDERS, KVLayout, KVMemory
@@ -300,7 +300,8 @@ def _read_to_gpu(
     def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> GpuSteps:
         decoder = Decoder(spec, weights, group, share.experts)
         rows, graph_tokens = config.max_running, _graph_tokens(config)
-        return GpuSteps(gpu, decoder, cache, cos_sin, sampler, rows, graph_tokens=graph_tokens, ranks=ranks)
+        own = RankSteps(gpu, decoder, cache, cos_sin, sampler, rows, graph_tokens=graph_tokens)
+        return GpuSteps(own, sampler, ranks)
 
     return steps_with
 

@@ -6,8 +6,9 @@ import torch
 
 from diptych.workers.engine import Engine
 from diptych.workers.gpu.device_sampler import DeviceSampler
-from diptych.workers.gpu.gpu_steps import GRAPH_TOKENS, GpuSteps
+from diptych.workers.gpu.gpu_steps import GpuSteps
 from diptych.workers.gpu.precision import settle_products
+from diptych.workers.gpu.rank_steps import GRAPH_TOKENS, RankSteps
 from diptych.workers.kv_cache import KVCache, available_bytes
 from diptych.workers.kv_plan import layout_of, plan_num_blocks
 from diptych.workers.model_runner import ModelRunner
@@ -60,7 +61,8 @@ def make_rig(spec: ModelSpec, settings: Settings, device: TimedDevice) -> Rig:
     cos_sin = rope_tables(spec, settings.max_context_tokens, where)
     graph_tokens = GRAPH_TOKENS if settings.cuda_graphs else None
     decoder = Decoder(spec, weights)
-    steps = GpuSteps(device, decoder, cache, cos_sin, sampler, settings.max_running, graph_tokens=graph_tokens)
+    own = RankSteps(device, decoder, cache, cos_sin, sampler, settings.max_running, graph_tokens=graph_tokens)
+    steps = GpuSteps(own, sampler)
     info = ModelInfo(
         name="random",
         architecture=spec.architecture,

@@ -1,8 +1,8 @@
 """Workers whose ranks have a device each: real processes, fake devices."""
 
 import asyncio
-import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,18 +20,8 @@ from diptych.workers.sequence import Batch, ScheduledSequence
 from ..checkpoints import make_checkpoint, untied_prompts
 from ..workers.gpu.serving import DRAWN, GREEDY, Run, generate, load
 from ..workers.gpu.test_gpu_steps import sequence_of
-from .harness import WorkerHandle, unlike_workers
-from .test_tensor_parallel import (
-    FLAGS,
-    NUM_TOKENS,
-    Cases,
-    answer,
-    assert_ended,
-    assert_kv_moves,
-    info,
-    ranks_of,
-    routed,
-)
+from .harness import unlike_workers
+from .test_tensor_parallel import FLAGS, NUM_TOKENS, assert_ended, assert_kv_moves, killed_midway, ranks_of
 
 END_S = 20.0  # for a process that must end; generous, and no test passes by waiting
 ON_DEVICES = {"device": "fake", "tensor_parallel": 2, "max_running": 8}
@@ -49,22 +39,6 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
         asyncio.run(killed_midway(devices, one, ranks, cases))
         assert devices.process.wait(END_S) == 1
         assert_ended(ranks)
-
-
-async def killed_midway(devices: WorkerHandle, other: WorkerHandle, ranks: list[psutil.Process], cases: Cases) -> None:
-    """A request goes on elsewhere."""
-    prompt, tokens = cases[-1]
-    async with routed(devices) as router:
-        num_out = 0
-
-        def count() -> None:
-            nonlocal num_out
-            num_out += 1
-            if num_out == NUM_TOKENS // 3:
-                router.update_fleet([info(devices), info(other)])
-                ranks[0].send_signal(signal.SIGKILL)
-
-        assert await answer(router, prompt, b"killed", count) == tokens
 
 
 @pytest.mark.parametrize(
@@ -97,13 +71,20 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
     assert any(batch.copies for batch in runs[1].batches)
 
 
+@pytest.fixture
+def left() -> Iterator[threading.Event]:
+    """Set in the end; then as many threads compute as before."""
+    num_threads, event = torch.get_num_threads(), threading.Event()
+    yield event
+    event.set()
+    torch.set_num_threads(num_threads)
+
+
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_rank_that_is_killed_before_all_have_joined_ends_the_load(
-    is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_told: bool, tmp_path: Path, left: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever waits for it may wait for ever, or hear that somebody is gone, and not why."""
-    llama = make_checkpoint(tmp_path / "llama", "llama", seed=3)
-    num_threads, left = torch.get_num_threads(), threading.Event()
 
     def join(*_: object) -> None:
         [rank] = psutil.Process().children()
@@ -113,22 +94,14 @@ def test_a_rank_that_is_killed_before_all_have_joined_ends_the_load(
         left.wait()
 
     monkeypatch.setattr(GlooGroup, "join", join)
-    try:
-        with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it"):
-            load(llama, None, tensor_parallel=2)
-    finally:
-        left.set()
-        torch.set_num_threads(num_threads)
+    with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it"):
+        load(make_checkpoint(tmp_path / "llama", "llama", seed=3), None, tensor_parallel=2)
 
 
-def test_ranks_that_do_not_come_to_an_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llama = make_checkpoint(tmp_path / "llama", "llama", seed=3)
-    num_threads, left = torch.get_num_threads(), threading.Event()
+def test_ranks_that_do_not_come_to_an_end_are_ended(
+    tmp_path: Path, left: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_processes, "STALL", timedelta(seconds=0.1))
     monkeypatch.setattr(GlooGroup, "join", lambda *_: left.wait())
-    try:
-        with pytest.raises(RankLost, match="what the ranks do together has not ended within 0 s: all 2 ranks"):
-            load(llama, None, tensor_parallel=2)
-    finally:
-        left.set()
-        torch.set_num_threads(num_threads)
+    with pytest.raises(RankLost, match="what the ranks do together has not ended within 0 s: all 2 ranks"):
+        load(make_checkpoint(tmp_path / "llama", "llama", seed=3), None, tensor_parallel=2)

@@ -96,6 +96,22 @@ def ranks_of(handle: WorkerHandle) -> list[psutil.Process]:
     return sorted(psutil.Process(handle.process.pid).children(), key=lambda p: p.pid)
 
 
+async def killed_midway(worker: WorkerHandle, other: WorkerHandle, ranks: list[psutil.Process], cases: Cases) -> None:
+    """A rank of the worker that answers a request is killed: it is answered by the other."""
+    prompt, tokens = cases[-1]
+    async with routed(worker) as router:
+        num_out = 0
+
+        def count() -> None:
+            nonlocal num_out
+            num_out += 1
+            if num_out == NUM_TOKENS // 3:
+                router.update_fleet([info(worker), info(other)])
+                ranks[0].kill()
+
+        assert await answer(router, prompt, b"killed", count) == tokens
+
+
 def assert_ended(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=END_S)
     assert not alive
@@ -124,24 +140,9 @@ def test_greedy_equals_transformers(kind: str, size: int, request: pytest.Fixtur
 def test_a_rank_that_is_killed_ends_its_worker_and_the_request_goes_on_elsewhere(
     grouped: tuple[Path, Cases], worker: WorkerHandle
 ) -> None:
-    prompt, tokens = grouped[1][-1]
     ranks = ranks_of(worker)
-
-    async def test(other: WorkerHandle) -> None:
-        async with routed(worker) as router:
-            num_out = 0
-
-            def count() -> None:
-                nonlocal num_out
-                num_out += 1
-                if num_out == NUM_TOKENS // 3:
-                    router.update_fleet([info(worker), info(other)])
-                    ranks[0].kill()
-
-            assert await answer(router, prompt, b"killed", count) == tokens
-
     with workers(grouped[0], ["mixed"], **FLAGS) as [other]:
-        asyncio.run(test(other))
+        asyncio.run(killed_midway(worker, other, ranks, grouped[1]))
         assert worker.process.wait(END_S) == 1
         assert_ended(ranks)
 

@@ -21,21 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, InternalError, RankLost
-from ..kv_cache import KVCache
 from ..models import mla
-from ..models.decoder import Decoder
-from ..models.rope import Ropes
 from ..models.spec import LatentSpec, ModelSpec
 from ..rank_processes import RankProcesses
 from ..runner import LayerWatch
 from ..sequence import Batch, SampledToken, ScheduledSequence
-from .device import Device, Event
+from .device import Event
 from .device_errors import is_full, lost, of_step
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
 from .expert_tokens import ExpertTokens
 from .prompt_part import PromptRun
-from .rank_steps import GRAPH_TOKENS, RankSteps
+from .rank_steps import RankSteps
 from .step_buffers import NUM_ROOMS, Room
 from .step_plan import KNOWN, Ints, Numbers, StepPlan, copy_words
 
@@ -56,25 +53,13 @@ class _Rows:
 
 
 class GpuSteps:
-    def __init__(
-        self,
-        device: Device,
-        decoder: Decoder,
-        cache: KVCache,
-        ropes: Ropes,
-        sampler: DeviceSampler,
-        max_sequences: int,
-        *,
-        graph_tokens: int | None = GRAPH_TOKENS,
-        ranks: RankProcesses | None = None,
-    ) -> None:
-        """As RankSteps. ranks: the others, which do that together with us."""
-        self._own = RankSteps(device, decoder, cache, ropes, sampler, max_sequences, graph_tokens=graph_tokens)
-        self._device, self._sampler, self._ranks = device, sampler, ranks
-        self._block_size = cache.layout.block_size
-        self._tables = ChangedTables(self._block_size, self._own.tables.tensor.shape[1], max_sequences)
-        counts = decoder.expert_tokens
-        self._expert_tokens = ExpertTokens(device, self._own.main, counts) if counts is not None else None
+    def __init__(self, own: RankSteps, sampler: DeviceSampler, ranks: RankProcesses | None = None) -> None:
+        """own: rank 0's, which samples with `sampler`. ranks: the others."""
+        self._own, self._device, self._sampler, self._ranks = own, own.device, sampler, ranks
+        limits, counts = own.limits, own.expert_tokens
+        self._block_size = limits.block_size
+        self._tables = ChangedTables(self._block_size, limits.table_shape[1], limits.max_rows)
+        self._expert_tokens = ExpertTokens(own.device, own.main, counts) if counts is not None else None
         self._num_launched = 0
         self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
 

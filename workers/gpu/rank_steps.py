@@ -49,7 +49,8 @@ class RankSteps:
         Raises ConfigError where the device has too little memory.
         """
         layout, cos_sin = cache.layout, torch.cat(ropes, dim=1)
-        self.group, self._device, self._cache = decoder.group, device, cache
+        self.group, self.device, self._cache = decoder.group, device, cache
+        self.expert_tokens = decoder.expert_tokens
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
         pieces = Pieces(decoder, cache)
         vocab_size = decoder.spec.vocab_size
@@ -114,7 +115,7 @@ class RankSteps:
 
     def copy_blocks(self, pairs: Ints) -> None:
         """pairs: [2, P], from and to, of this rank's blocks; in the order of steps."""
-        ids = self._device.pinned(pairs.shape, torch.int64)
+        ids = self.device.pinned(pairs.shape, torch.int64)
         ids.numpy()[:] = pairs
         self.main.run(partial(_copy, self._cache.by_block, ids))
 

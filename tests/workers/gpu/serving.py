@@ -18,6 +18,7 @@ from diptych.workers.runner import Launched, LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
 from diptych.workers.sequence import Batch
 
+from ...checkpoints import untied_prompts
 from ..engines import assert_clean, tokens
 
 GRAPH_TOKENS = 32
@@ -31,6 +32,27 @@ def load(path: Path, gpu: Device | None, **changes: Any) -> ModelRunner:
     )
     with patch.object(model_runner, "GRAPH_TOKENS", GRAPH_TOKENS):  # what was to capture takes time
         return ModelRunner.load(replace(config, **changes), gpu=gpu)
+
+
+Cases = tuple[Path, list[list[int]], list[list[int]]]  # prompts and transformers' greedy tokens
+ALL_SORTS_OF_STEPS: list[dict[str, Any]] = [
+    {},
+    {"chunk_tokens": 7, "arrivals": [0, 1, 2, 3]},
+    {"max_batch_tokens": 40, "arrivals": [3, 0, 2, 9]},
+]
+
+
+def cases_of(path: Path) -> Cases:
+    found = untied_prompts(path, seed=5, lengths=[1, 15, 17, 100], max_tokens=GREEDY.max_tokens)
+    return path, [prompt for prompt, _ in found], [tokens for _, tokens in found]
+
+
+def assert_tokens(runner: ModelRunner, cases: Cases, config: dict[str, Any]) -> None:
+    """config: one of ALL_SORTS_OF_STEPS."""
+    _, prompts, expected = cases
+    run = generate(runner, prompts, [GREEDY] * len(prompts), **config)
+    assert run.token_ids == expected
+    assert run.num_ahead > 5 and any(batch.fed_by for batch in run.batches)
 
 
 def steps_of(runner: ModelRunner) -> GpuSteps:

@@ -1,7 +1,6 @@
 """Latent attention on the CUDA engine, on a fake device: transformers' tokens, in graphs and without, in any batch."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,20 +11,15 @@ from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.model_runner import ModelRunner
 from diptych.workers.models import mla
 
-from ...checkpoints import untied_prompts
 from ..conftest import CheckpointOf
-from .serving import GREEDY, early, generate, late, load
+from .serving import ALL_SORTS_OF_STEPS, GREEDY, Cases, assert_tokens, cases_of, early, generate, late, load
 
 ARCHS = ["deepseek-v2", "deepseek-v3"]
-LENGTHS = [1, 15, 17, 100]
-Cases = tuple[Path, list[list[int]], list[list[int]]]  # prompts and transformers' tokens
 
 
 @pytest.fixture(scope="module", params=ARCHS)
 def cases(latent_of: CheckpointOf, request: pytest.FixtureRequest) -> Cases:
-    path = latent_of(request.param)
-    found = untied_prompts(path, seed=5, lengths=LENGTHS, max_tokens=GREEDY.max_tokens)
-    return path, [prompt for prompt, _ in found], [tokens for _, tokens in found]
+    return cases_of(latent_of(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +27,9 @@ def runner(cases: Cases) -> ModelRunner:
     return load(cases[0], late())
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"chunk_tokens": 7, "arrivals": [0, 1, 2, 3]},
-        {"max_batch_tokens": 40, "arrivals": [3, 0, 2, 9]},
-    ],
-)
-def test_tokens(runner: ModelRunner, cases: Cases, config: Any) -> None:
-    _, prompts, expected = cases
-    run = generate(runner, prompts, [GREEDY] * len(prompts), **config)
-    assert run.token_ids == expected
-    assert run.num_ahead > 5 and any(batch.fed_by for batch in run.batches)
+@pytest.mark.parametrize("config", ALL_SORTS_OF_STEPS)
+def test_tokens(runner: ModelRunner, cases: Cases, config: dict[str, Any]) -> None:
+    assert_tokens(runner, cases, config)
 
 
 def test_each_form_is_taken(runner: ModelRunner, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..workers.errors import InvalidRequest, PromptTooLong, UnknownModel
-from ..workers.request import Request, SamplingParams
+from ..workers.errors import InvalidRequest, UnknownModel
+from ..workers.request import Request, SamplingParams, context_exceeded
 from ..workers.runner import ModelInfo
 from .chat_template import Message
 from .generation import Completion, Generation, TokenSource
@@ -124,10 +124,10 @@ class FrontDoor:
         if not text:
             raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
         if len(text) > info.max_context_tokens * self.tokenizer.max_token_chars:
-            raise PromptTooLong(
-                f"the prompt's {len(text)} characters cannot fit the context of {info.max_context_tokens} tokens: "
-                "shorten it",
-                param="prompt",
+            raise context_exceeded(
+                info.max_context_tokens,
+                f"the prompt's {len(text)} characters are more than so many tokens can hold",
+                "Please reduce the length of the prompt",
             )
         # A rendered conversation holds its special tokens already.
         return await self.tokenizer.encode_async(text, special=isinstance(prompt, str))

@@ -78,15 +78,17 @@ class Request:
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
         if num_prompt >= max_context_tokens:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens, but the context holds {max_context_tokens} and at least one must "
-                "be left for the answer: shorten the prompt",
-                param="prompt",
+            raise context_exceeded(
+                max_context_tokens,
+                f"the prompt has {num_prompt} tokens and at least one must be left for the answer",
+                "Please reduce the length of the prompt",
             )
         if num_prompt + self.sampling.max_tokens > max_context_tokens:
-            raise PromptTooLong(
-                f"{num_prompt} prompt tokens and max_tokens={self.sampling.max_tokens} exceed the context of "
-                f"{max_context_tokens} tokens: ask for at most {max_context_tokens - num_prompt}",
+            raise context_exceeded(
+                max_context_tokens,
+                f"you requested {num_prompt + self.sampling.max_tokens} tokens ({num_prompt} in the prompt, "
+                f"{self.sampling.max_tokens} in the completion)",
+                f"Please reduce the length of the prompt, or ask for at most {max_context_tokens - num_prompt}",
                 param="max_tokens",
             )
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
@@ -97,6 +99,13 @@ class Request:
         check_token_ids(output_token_ids, vocab_size, "output_token_ids")
         if len(output_token_ids) >= self.sampling.max_tokens:
             raise InvalidRequest("output_token_ids already hold max_tokens tokens: nothing is left to compute")
+
+
+def context_exceeded(max_context_tokens: int, cause: str, remedy: str, *, param: str = "prompt") -> PromptTooLong:
+    """The error in OpenAI's words: clients such as litellm know it by its first sentence."""
+    return PromptTooLong(
+        f"This model's maximum context length is {max_context_tokens} tokens. However, {cause}. {remedy}.", param=param
+    )
 
 
 def check_cache_salt(salt: bytes) -> None:

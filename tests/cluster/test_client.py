@@ -107,7 +107,7 @@ def test_leaving_a_stream_cancels_it(client: Client, server: Served) -> None:
 
 
 def test_errors_are_the_servers(client: Client, server: Served) -> None:
-    with pytest.raises(PromptTooLong, match="shorten") as caught:
+    with pytest.raises(PromptTooLong, match="reduce the length") as caught:
         client.generate("x" * CONTEXT)
     assert caught.value.param == "prompt" and "request id: gen-" in caught.value.message
     with pytest.raises(UnknownModel):

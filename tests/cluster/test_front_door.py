@@ -96,7 +96,7 @@ def test_what_is_out_of_bounds_is_named(spec: dict[str, Any], param: str, words:
 
 @pytest.mark.parametrize("prompt", ["x" * CONTEXT, "x" * 100_000, tuple(b"x" * CONTEXT)])
 def test_a_prompt_beyond_the_context(prompt: str | tuple[int, ...]) -> None:
-    with pytest.raises(PromptTooLong, match="shorten"):
+    with pytest.raises(PromptTooLong, match="reduce the length"):
         start(prompts=(prompt,))
 
 

@@ -1,15 +1,17 @@
 """What a client asked for: Request and SamplingParams. Frozen; knows neither torch nor the wire."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .errors import InvalidRequest, PromptTooLong
+from .logit_bias import LogitBias
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
+NO_BIAS = LogitBias({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,22 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output (CTRL, Keskar et al. 2019)
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
-    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: NO_BIAS)  # kept as a LogitBias
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.logit_bias, LogitBias):
+            object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
+
+    @property
+    def bias(self) -> LogitBias:
+        assert isinstance(self.logit_bias, LogitBias)
+        return self.logit_bias
 
     @property
     def is_greedy(self) -> bool:
@@ -55,9 +66,10 @@ class SamplingParams:
             )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries", param="stop_token_ids")
-        for token_id, bias in self.logit_bias.items():
-            _within("logit_bias", bias, -100.0, 100.0)
-            check_token_ids((token_id,), vocab_size, "logit_bias")
+        for bias in self.logit_bias.values():
+            if not -100.0 <= bias <= 100.0:
+                _within("logit_bias", bias, -100.0, 100.0)
+        check_token_ids(self.logit_bias, vocab_size, "logit_bias")
         check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
 
 
@@ -114,7 +126,7 @@ def check_cache_salt(salt: bytes) -> None:
         raise InvalidRequest(f"cache_salt has {len(salt)} bytes; at most {MAX_CACHE_SALT_BYTES}", param="cache_salt")
 
 
-def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest where an id is outside [0, vocab_size)."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.cpu.sample import RowSampler
 from .choice import choose, choose_compiled, draw_of
+from .logit_bias import LogitBias
 from .request import SamplingParams
 from .sequence import SampledToken, Sequence
 
@@ -87,20 +88,28 @@ class Sampler:
     def _ban_and_bias(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
         """-inf for end-of-sequence and stop ids before min_tokens, and the logit bias."""
         banned: list[tuple[int, int]] = []
-        biased: list[tuple[int, int, float]] = []
+        biased: list[tuple[int, LogitBias]] = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.request.sampling
             if sequence.num_output < sampling.min_tokens:
                 banned += [(row, token) for token in (*self._eos_token_ids, *sampling.stop_token_ids)]
             if sampling.logit_bias:
-                biased += [(row, token, bias) for token, bias in sampling.logit_bias.items()]
-        if biased:
-            rows, ids, biases = zip(*biased, strict=True)
-            index = (_indices(rows, logits), _indices(ids, logits))
-            logits[index] += torch.tensor(biases, dtype=torch.float32, device=logits.device)
+                biased.append((row, sampling.bias))
+        _add(biased, logits)
         if banned:
             rows, ids = zip(*banned, strict=True)
             logits[_indices(rows, logits), _indices(ids, logits)] = -torch.inf
+
+
+def _add(biased: SequenceOf[tuple[int, LogitBias]], logits: Tensor) -> None:
+    """Add each bias to its row of logits."""
+    if not biased:
+        return
+    rows = torch.tensor([row for row, _ in biased]).repeat_interleave(torch.tensor([len(bias) for _, bias in biased]))
+    ids = torch.cat([torch.frombuffer(bias.token_ids, dtype=torch.int64) for _, bias in biased])
+    biases = torch.cat([torch.frombuffer(bias.biases, dtype=torch.float32) for _, bias in biased])
+    # No row has a token twice.
+    logits[rows.to(logits.device), ids.to(logits.device)] += biases.to(logits.device)
 
 
 def _penalise(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:

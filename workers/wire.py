@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..proto import inference_pb2, worker_pb2
+from .logit_bias import LogitBias
 from .request import Request, SamplingParams
 from .scheduler import Role
 from .sequence import FinishReason
@@ -62,7 +63,7 @@ def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) 
     """Fields absent on the wire take `defaults`, then SamplingParams' own."""
     given: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(
-        **(defaults | given), logit_bias=dict(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids)
+        **(defaults | given), logit_bias=LogitBias(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids)
     )
 
 

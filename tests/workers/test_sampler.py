@@ -2,8 +2,10 @@
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +176,46 @@ def test_a_draw_depends_on_seed_and_position() -> None:
 def test_logit_bias() -> None:
     row = adjusted([0.0, 1.0, 2.0, 3.0], sequence(SamplingParams(temperature=0.0, logit_bias={1: 10.0, 3: -2.5})))
     assert row.tolist() == [0.0, 11.0, 2.0, 0.5]
+
+
+class ReadOnce(dict[int, float]):
+    """A bias that may be read until it is `closed`."""
+
+    closed = False
+
+    def _check(self) -> None:
+        assert not self.closed, "entries were read again"
+
+    def __iter__(self) -> Iterator[int]:
+        self._check()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._check()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._check()
+        return super().values()
+
+    def items(self) -> Any:
+        self._check()
+        return super().items()
+
+
+def test_a_step_reads_no_logit_bias_entry_by_entry() -> None:
+    """1,024 entries of 64 siblings are 65,536 a step: they are made into arrays once, with the request."""
+    generator = torch.Generator().manual_seed(3)
+    rows, given = torch.randn(64, 4096, generator=generator), torch.rand(1024, generator=generator) * 20 - 10
+    entries = ReadOnce({4 * i: bias for i, bias in enumerate(given.tolist())})
+    sampling = SamplingParams(temperature=0.0, logit_bias=entries)
+    entries.closed = True
+    # As the front door makes siblings: each with its own seed.
+    siblings = [sequence(replace(sampling, seed=i)) for i in range(64)]
+    biased = rows.clone()
+    biased[:, ::4] += given
+    for _ in range(3):
+        assert [t.token_id for t in sample(rows, siblings)] == biased.argmax(dim=-1).tolist()
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_all_seen_tokens() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..logit_bias import LogitBias
 from ..request import SamplingParams
 from ..sequence import Sequence
 
@@ -152,12 +153,13 @@ class ChangedRows:
                     self._free.append(row.slot)
 
     def _set_biases(self, row: _Row, sampling: SamplingParams, is_banning: bool) -> None:
-        biases = dict(sampling.logit_bias)
-        if is_banning:
-            biases.update(dict.fromkeys((*self._eos_token_ids, *sampling.stop_token_ids), -np.inf))
+        bias = sampling.bias
         row.bias_of = is_banning
-        row.bias_ids = np.array(list(biases), dtype=np.int32)
-        row.biases = np.array(list(biases.values()), dtype=np.float32)
+        if is_banning:
+            banned = dict.fromkeys((*self._eos_token_ids, *sampling.stop_token_ids), -np.inf)
+            bias = LogitBias({**bias, **banned})
+        row.bias_ids = np.array(bias.token_ids, dtype=np.int32)
+        row.biases = np.array(bias.biases, dtype=np.float32)
 
     @staticmethod
     def _count(sequences: SequenceOf[Sequence], rows: SequenceOf[_Row]) -> tuple[list[int], _Counted, _Counted]:

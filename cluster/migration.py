@@ -4,8 +4,9 @@
     relief   a worker short of KV blocks would preempt its youngest sequence, and compute it again later: where it is
              cheaper to carry its KV to a worker with room for all of it, it moves
 
-A leg that fits nowhere stays where it is. No ping-pong: a relief leaves the target with room to spare, and a leg moves
-for relief once in a while only.
+A leg that fits nowhere stays where it is. A leg that may end before a move is done is not moved for relief: it frees
+its blocks as soon itself. No ping-pong: a relief leaves the target with room to spare, and a leg moves for relief once
+in a while only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,8 +62,10 @@ def drain_move(
 
 def relief(workers: Sequence[WorkerView], source: WorkerView, legs: Iterable[MovableLeg], now: float) -> Move | None:
     """The leg that `source`, short of blocks, is best rid of; None where preempting is as good."""
+    most = BLOCKS_AHEAD * source.block_size  # tokens that a leg may make while it moves
     rested = [g for g in legs if g.worker == source.incarnation and now - g.moved_at >= REST_S]
-    for leg in sorted(rested, key=lambda g: (-g.began_at, g.handle)):
+    lasting = [g for g in rested if g.num_remaining > most]
+    for leg in sorted(lasting, key=lambda g: (-g.began_at, g.handle)):
         able = [w for w in _able(workers, leg) if _has_room_for_all(w, leg)]
         if able:
             target = min(able, key=lambda w: (pull_s(source, w, leg.num_tokens), _use(w, leg), w.incarnation))

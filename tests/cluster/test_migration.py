@@ -88,6 +88,14 @@ def test_the_youngest_goes_where_there_is_room_for_all_of_it() -> None:
     assert relief([source, worker("p", "prefill")], source, [leg(1)], NOW) is None
 
 
+def test_what_may_end_before_its_move_is_done_stays() -> None:
+    source = worker("a", free=2, num_running=4)
+    workers = [source, worker("b")]
+    assert relief(workers, source, [leg(1, num_remaining=8)], NOW) is None
+    assert relief(workers, source, [leg(1, num_remaining=9)], NOW) == Move(1, "b")
+    assert relief(workers, source, [leg(1), leg(2, num_remaining=1)], NOW) == Move(1, "b")
+
+
 def test_what_is_cheaper_to_compute_again_is_not_moved() -> None:
     source, slow, fast = worker("a", free=2, num_running=4), worker("b"), worker("c", free=50)
     slow.load.links.add(incarnation="a", num_bytes=10**7, read_s=1e3)

@@ -171,7 +171,7 @@ def test_migration_can_be_switched_off() -> None:
 def test_a_worker_short_of_blocks_is_relieved_of_its_youngest() -> None:
     async def test() -> None:
         async with scripted("mixed", "mixed") as (full, free), routing(full) as router:
-            first, second = await running_at(full, router), await running_at(full, router)
+            first, second = [await running_at(full, router, max_tokens=20) for _ in range(2)]
             await settled(router, lambda: metric(router, "generation_tokens_total 4.0"))
             router.update_fleet([full.info, free.info])
             await settled(router, lambda: router.health().num_mixed_workers == 2)

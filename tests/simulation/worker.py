@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from diptych.proto import kv_pb2
 from diptych.workers.engine import Engine
-from diptych.workers.engine_events import HandoffOpened, StepOutput
+from diptych.workers.engine_events import StepOutput
 from diptych.workers.engine_thread import IDLE_WAIT_S, EngineThread
 from diptych.workers.errors import TransportError, WorkerLost
 from diptych.workers.handoff_pull import Errand, Pull
@@ -84,6 +84,12 @@ class SimEngineThread(EngineThread):
         self._check_released(self._errand_of(key), "commits")
         await super().commit(key, *args, **kwargs)
 
+    async def fail(self, key: str, quarantine: bool) -> None:
+        incoming = self._engine.incoming._incoming.get(key)
+        if incoming is not None and incoming.gone is None and not incoming.is_prefix:
+            self._world.on_failed_handoff(incoming.sequence.request.request_id, self._errand_of(key).source)
+        await super().fail(key, quarantine)
+
     def _errand_of(self, key: str) -> Errand:
         worker = self._world.workers[self._process.name]
         assert worker is not None
@@ -97,7 +103,6 @@ class SimEngineThread(EngineThread):
         for key in output.tokens.keys:
             if key in self._begun:
                 self._check_released(self._begun[key], "tells a token of")
-        self._world.num_live_offers += sum(isinstance(e, HandoffOpened) and e.is_live for e in output.handoffs)
         self._real_listener(output)
 
     def _check_provisional(self) -> None:

@@ -27,7 +27,7 @@ from diptych.workers.worker_config import WorkerConfig
 from .clients import Client, forge_a_pull, plan_clients
 from .clock import Clock, ProcessLoop, dispose
 from .faults import Fault, Weather, choose_weather, drain, plan
-from .invariants import check_end, check_worker, what_is_held
+from .invariants import check_end, check_worker, may_fail_on_a_calm_day, what_is_held
 from .memory import CheckedRunner, PoisonedList, layer_sizes, plan_layout, vary
 from .network import Network
 from .rpc import SimChannel
@@ -56,8 +56,6 @@ class World:
         self.workers: dict[str, Worker | None] = {}
         self.processes: list[ProcessLoop] = []
         self.supervisor_back_at = 0.0
-        self.num_drains = 0
-        self.num_live_offers = 0
         self.stall_s = 0.0  # of the router
         self.prefill_tokens_s = rng.choice((50.0, 50.0, 1e6))  # for the policy: moving KV is cheap, or is not
         self.has_fabric = rng.random() < 0.5  # RDMA has a network of its own
@@ -185,7 +183,6 @@ class World:
         if worker is None:
             return
         self.note(f"drain {worker.incarnation}")
-        self.num_drains += 1
 
         async def tell() -> None:
             channel = SimChannel(self.network, Weather(), worker.address)
@@ -236,6 +233,12 @@ class World:
         first = self.released.setdefault(handoff_id, sink)
         if first != sink:
             self.bug(f"{handoff_id} was released to {first} and to {sink}")
+
+    def on_failed_handoff(self, request_id: str, source: worker_pb2.HandoffSource) -> None:
+        """A sink that still wanted it had to give it up."""
+        self.note(f"{request_id}: its hand-off {source.handoff_id} failed")
+        if self.weather.name == "calm" and not may_fail_on_a_calm_day(self, request_id, source):
+            self.bug(f"{request_id}: the hand-off {source.handoff_id} failed on a calm day")
 
     # -- clients ----------------------------------------------------------------------------------------------------
 

@@ -72,15 +72,21 @@ class ChatTemplate:
             raise CheckpointError(f"the checkpoint's chat template does not compile: {e}. Mend or remove it") from e
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> str:
         """The prompt that asks for the assistant's next words. `options` are the template's own switches
-        ("enable_thinking"). Raises InvalidRequest with the template's own words, where it has some."""
+        ("enable_thinking"), `tools` are shown to the model. Raises InvalidRequest with the template's own words, where
+        it has some."""
         if reserved := _RESERVED & (options or {}).keys():
             raise InvalidRequest(f"chat_template_kwargs must not set {sorted(reserved)}", param="chat_template_kwargs")
         values = self._special_tokens | dict(options or {})
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **values
+                messages=messages, add_generation_prompt=True, tools=tools or None, documents=None, **values
             )
         except _Refused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}", param="messages") from e

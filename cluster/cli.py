@@ -85,6 +85,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     api_key: Annotated[
         str | None, typer.Option(envvar="DIPTYCH_API_KEY", help="Asked of every client; needed for another host.")
     ] = None,
+    strict: Annotated[bool | None, typer.Option(help="Refuse requests with unknown fields.  [default: ignore]")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.  [default: bfloat16]")] = None,
     quantize: Annotated[str | None, typer.Option(help="Weights at load: int8 or int4.")] = None,
@@ -113,7 +114,13 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         "transports": transport or None,
         "verify_kv": verify_kv,
         "dashboard": dashboard,
-        "router": {"host": host, "http_port": http_port, "grpc_port": grpc_port, "api_key": api_key},
+        "router": {
+            "host": host,
+            "http_port": http_port,
+            "grpc_port": grpc_port,
+            "api_key": api_key,
+            "strict": strict,
+        },
     }
     shared = {
         "chunk_tokens": chunk_tokens,

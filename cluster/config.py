@@ -150,6 +150,7 @@ class RouterConfig(_Settings):
     pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than computing them
     worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker silent for that long is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
+    strict: bool = False  # requests with unknown fields are refused
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:

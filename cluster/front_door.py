@@ -30,12 +30,14 @@ class Limits:
     max_stop_chars: int = 1024  # of one stop string
     max_timeout_s: float = 600.0  # also the time-out of a call that names none
     max_body_bytes: int = 16 << 20
+    strict: bool = False  # refuse fields that nobody knows
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     messages: Sequence[Message]
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tools: Sequence[Mapping[str, object]] = ()  # that the template shows to the model
 
 
 Prompt = str | tuple[int, ...] | Chat
@@ -118,7 +120,7 @@ class FrontDoor:
         if isinstance(prompt, Chat):
             if not prompt.messages:
                 raise InvalidRequest("messages is empty: send at least one", param="messages")
-            text = self.tokenizer.render_chat(prompt.messages, prompt.template_options)
+            text = self.tokenizer.render_chat(prompt.messages, prompt.template_options, prompt.tools)
         else:
             text = prompt
         if not text:

@@ -28,8 +28,9 @@ from .auth import ApiKey
 from .front_door import FrontDoor, GenerationSpec
 from .generation import Generation, TextDelta
 from .http_stream import SEND, EventStream, read_json, while_connected
+from .openai_fields import HEADER, UnknownFields, header_value
 from .openai_format import ChatFormat, CompletionFormat, Format, to_event
-from .openai_types import ChatBody, CompletionBody, parse
+from .openai_types import Body, Call, ChatBody, CompletionBody, parse
 from .timings import server_timing
 
 OPEN_PATHS = frozenset({"/health", "/version"})  # asked by orchestrators, which hold no key
@@ -58,21 +59,21 @@ class HttpApi:
     def __init__(self, door: FrontDoor) -> None:
         self._door = door
         self._started = int(time.time())
+        self._unknown_fields = UnknownFields(door.limits.strict)
 
     async def completions(self, request: Request) -> Response | EventStream:
-        body = parse(CompletionBody, await read_json(request, self._door.limits.max_body_bytes))
-        spec = body.spec()
-        generation = await self._door.start(spec, f"cmpl-{_call_id(request)}")
-        echo = self._echo(spec, generation) if body.echo else ()
+        call = await self._call(CompletionBody, request)
+        generation = await self._door.start(call.spec, f"cmpl-{_call_id(request)}")
+        echo = self._echo(call.spec, generation) if call.echo else ()
         name = self._door.model().name
-        form = CompletionFormat(generation, self._door.tokenizer, name, body.include, echo)
-        return await self._answer(request, generation, form, bool(body.stream))
+        form = CompletionFormat(generation, self._door.tokenizer, name, call.include, echo)
+        return await self._answer(request, generation, form, call.stream)
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
-        body = parse(ChatBody, await read_json(request, self._door.limits.max_body_bytes))
-        generation = await self._door.start(body.spec(), f"chatcmpl-{_call_id(request)}")
-        form = ChatFormat(generation, self._door.tokenizer, self._door.model().name, body.include)
-        return await self._answer(request, generation, form, bool(body.stream))
+        call = await self._call(ChatBody, request)
+        generation = await self._door.start(call.spec, f"chatcmpl-{_call_id(request)}")
+        form = ChatFormat(generation, self._door.tokenizer, self._door.model().name, call.include)
+        return await self._answer(request, generation, form, call.stream)
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card(self._door.model())]})
@@ -98,6 +99,13 @@ class HttpApi:
 
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def _call(self, kind: type[Body], request: Request) -> Call:
+        """Read what is asked for. Unknown fields are named in a header of whatever is answered."""
+        call = parse(kind, await read_json(request, self._door.limits.max_body_bytes)).call()
+        self._unknown_fields.note(call.unknown)
+        request.state.ignored = header_value(call.unknown)
+        return call
 
     async def _answer(
         self, request: Request, generation: Generation, form: Format, stream: bool
@@ -143,7 +151,7 @@ def _server_timing(generation: Generation) -> dict[str, str]:
 
 
 class _Edge:
-    """What surrounds every call: its id, and the check of its key."""
+    """What surrounds every call: its id, the names of its unknown fields, and the check of its key."""
 
     def __init__(self, app: ASGIApp, key: ApiKey) -> None:
         self._app = app
@@ -159,7 +167,9 @@ class _Edge:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), header]
+                ignored: str = scope["state"].get("ignored", "")
+                named = [(HEADER.encode(), ignored.encode())] if ignored else []
+                message["headers"] = [*message.get("headers", ()), header, *named]
             await send(message)
 
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..workers.errors import InvalidRequest
 from .generation import Generation, TextDelta, TokenLogprob, Usage
 from .tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
 MIN_LOGPROB = -9999.0  # OpenAI's word for "never": JSON has no infinity
+MAX_PROMPT_TOKEN_IDS = 1 << 18  # that one answer repeats, over its choices
 _TEXT = "\0"  # stands for the text in a chunk that is made once
 
 Json = dict[str, Any]
@@ -26,7 +28,10 @@ class Include:
     """What an answer tells besides, because it was asked for. A whole answer always has its usage."""
 
     usage: bool = False
+    continuous_usage: bool = False  # in every chunk: of its choice, so far
     timings: bool = False
+    token_ids: bool = False  # of the prompt and of the answer
+    tokens_as_ids: bool = False  # log-probabilities name tokens "token_id:5"
 
 
 class Format:
@@ -36,13 +41,24 @@ class Format:
     chunk_kind: str
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
+        """Raises InvalidRequest where the answer would repeat too many tokens of prompts."""
         self._generation = generation
-        self._tokenizer = tokenizer
         self._created = int(time.time())
         self._model = model
         self._include = include
-        self._indices = range(len(generation.completions))
+        self._prompts = [c.request.prompt_token_ids for c in generation.completions]
+        self._indices = range(len(self._prompts))
+        self._num_tokens = [0 for _ in self._indices]  # in the chunks so far
+        self._names = TokenNames(tokenizer, include.tokens_as_ids)
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
+        # Chunks differ in more than their text.
+        self._varies = include.continuous_usage or include.token_ids
+        if include.token_ids and (num := sum(map(len, self._prompts))) > MAX_PROMPT_TOKEN_IDS:
+            raise InvalidRequest(
+                f"return_token_ids would repeat {num} tokens of prompts, at most {MAX_PROMPT_TOKEN_IDS}: lower n, or "
+                "leave it out",
+                param="return_token_ids",
+            )
 
     def events(self, batch: Sequence[TextDelta]) -> str:
         """Server-sent events of what is new: one for each delta, also where its text is held back or empty, so that a
@@ -61,7 +77,7 @@ class Format:
         own: list[list[TextDelta]] = [[] for _ in self._indices]
         for delta in deltas:
             own[delta.index].append(delta)
-        choices = [self._choice(i, own[i]) for i in self._indices]
+        choices = [self._whole_choice(i, own[i]) for i in self._indices]
         usage = _usage(self._generation.usage)
         return self._head(self.kind) | {"choices": choices, "usage": usage} | self._timings()
 
@@ -73,9 +89,20 @@ class Format:
     def _head(self, kind: str) -> Json:
         return {"id": self._generation.request_id, "object": kind, "created": self._created, "model": self._model}
 
-    def _chunk(self, choice: Json) -> str:
-        usage = {"usage": None} if self._include.usage else {}
-        return to_event(self._head(self.chunk_kind) | {"choices": [choice]} | usage)
+    def _chunk(self, choice: Json, besides: Json | None = None) -> str:
+        return to_event(
+            self._head(self.chunk_kind) | {"choices": [choice]} | self._chunk_usage(choice["index"]) | (besides or {})
+        )
+
+    def _chunk_usage(self, index: int) -> Json:
+        if not self._include.continuous_usage:
+            return {"usage": None} if self._include.usage else {}
+        prompt, completion = len(self._prompts[index]), self._num_tokens[index]
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {"usage": counts}
+
+    def _token_ids(self, deltas: Sequence[TextDelta]) -> list[int]:
+        return [token_id for delta in deltas for token_id in delta.token_ids]
 
     def _around_text(self, choice: Json) -> tuple[str, str]:
         """The chunk's event before and after the JSON of its text, which `choice` marks with _TEXT."""
@@ -86,7 +113,7 @@ class Format:
     def _event(self, delta: TextDelta) -> str: ...
 
     @abstractmethod
-    def _choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         """A whole choice, of its deltas (one at least)."""
         ...
 
@@ -101,22 +128,39 @@ class CompletionFormat(Format):
     ) -> None:
         super().__init__(generation, tokenizer, model, include)
         self._echo = list(echo) or [""] * len(self._indices)
+        self._has_begun = [False for _ in self._indices]
         plain: Json = {"text": _TEXT, "logprobs": None, "finish_reason": None}
         self._around = [self._around_text({"index": i} | plain) for i in self._indices]
 
     def _event(self, delta: TextDelta) -> str:
-        if delta.logprobs or delta.finish_reason is not None or self._echo[delta.index]:
-            event = self._chunk(self._choice(delta.index, (delta,)))
-            self._echo[delta.index] = ""
-            return event
-        before, after = self._around[delta.index]
-        return f"{before}{json.dumps(delta.text)}{after}"
+        index = delta.index
+        if not (self._varies or delta.logprobs or delta.finish_reason is not None or self._echo[index]):
+            before, after = self._around[index]
+            return f"{before}{json.dumps(delta.text)}{after}"
+        choice = self._choice(index, (delta,))
+        if self._include.token_ids:
+            if not self._has_begun[index]:
+                choice["prompt_token_ids"] = self._prompts[index]
+            choice["token_ids"] = delta.token_ids
+        self._has_begun[index] = True
+        self._num_tokens[index] += len(delta.token_ids)
+        self._echo[index] = ""
+        return self._chunk(choice)
+
+    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+        # null where they are not asked for, as vLLM answers.
+        asked = self._include.token_ids
+        ids = self._token_ids(deltas) if asked else None
+        return self._choice(index, deltas) | {
+            "token_ids": ids,
+            "prompt_token_ids": self._prompts[index] if asked else None,
+        }
 
     def _choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         return {
             "index": index,
             "text": self._echo[index] + "".join(d.text for d in deltas),
-            "logprobs": _completion_logprobs(self._tokenizer, deltas) if self._wants_logprobs else None,
+            "logprobs": _completion_logprobs(self._names, deltas) if self._wants_logprobs else None,
             "finish_reason": _finish_reason(deltas[-1]),
         }
 
@@ -130,28 +174,58 @@ class ChatFormat(Format):
     def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
         super().__init__(generation, tokenizer, model, include)
         self._around = [self._around_text(_chat_chunk(i, {"content": _TEXT})) for i in self._indices]
-        self._opening = [self._chunk(_chat_chunk(i, {"role": "assistant", "content": ""})) for i in self._indices]
+        first = {"role": "assistant", "content": ""}
+        self._opening = [self._chunk(_chat_chunk(i, first), self._prompt_ids(i)) for i in self._indices]
+
+    def whole(self, deltas: Sequence[TextDelta]) -> Json:
+        return super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
+
+    def _prompt_ids(self, index: int) -> Json:
+        return {"prompt_token_ids": self._prompts[index]} if self._include.token_ids else {}
 
     def _event(self, delta: TextDelta) -> str:
         index = delta.index
-        event, self._opening[index] = self._opening[index], ""
-        if delta.logprobs:
-            logprobs = _chat_logprobs(self._tokenizer, (delta,))
-            event += self._chunk(_chat_chunk(index, {"content": delta.text}, logprobs))
-        elif delta.text or delta.finish_reason is None:
+        opening, self._opening[index] = self._opening[index], ""
+        if not (self._varies or delta.logprobs or delta.finish_reason is not None):
             before, after = self._around[index]
-            event += f"{before}{json.dumps(delta.text)}{after}"
-        if delta.finish_reason is not None:
-            event += self._chunk(_chat_chunk(index, {}, finish_reason=_finish_reason(delta)))
-        return event
+            return f"{opening}{before}{json.dumps(delta.text)}{after}"
+        self._num_tokens[index] += len(delta.token_ids)
+        logprobs = _chat_logprobs(self._names, (delta,)) if delta.logprobs else None
+        choice = _chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta))
+        if self._include.token_ids:
+            choice["token_ids"] = delta.token_ids
+        return opening + self._chunk(choice)
 
-    def _choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         return {
             "index": index,
             "message": {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None},
-            "logprobs": _chat_logprobs(self._tokenizer, deltas) if self._wants_logprobs else None,
+            "logprobs": _chat_logprobs(self._names, deltas) if self._wants_logprobs else None,
             "finish_reason": _finish_reason(deltas[-1]),
+            "token_ids": self._token_ids(deltas) if self._include.token_ids else None,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How log-probabilities name tokens: by their text, or by their ids."""
+
+    tokenizer: Tokenizer
+    as_ids: bool
+
+    def legacy(self, token_id: int) -> str:
+        """A token's text; where it is none by itself, its bytes as OpenAI writes them: "bytes:\\xe2\\x82"."""
+        if self.as_ids:
+            return f"token_id:{token_id}"
+        raw = self.tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def chat(self, token_id: int) -> Json:
+        raw = self.tokenizer.token_bytes(token_id)
+        return {"token": f"token_id:{token_id}" if self.as_ids else raw.decode(errors="replace"), "bytes": list(raw)}
 
 
 def to_event(value: Json) -> str:
@@ -175,35 +249,25 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def _completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TextDelta]) -> Json:
+def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
     entries = [entry for d in deltas for entry in d.logprobs]
 
     def top(entry: TokenLogprob) -> Json:
         # The sampled token is always among them, as OpenAI has it: up to k + 1 entries.
         both = (*entry.top, (entry.token_id, entry.logprob))
-        return {_legacy_name(tokenizer, token_id): _finite(logprob) for token_id, logprob in both}
+        return {names.legacy(token_id): _finite(logprob) for token_id, logprob in both}
 
     return {
-        "tokens": [_legacy_name(tokenizer, e.token_id) for e in entries],
+        "tokens": [names.legacy(e.token_id) for e in entries],
         "token_logprobs": [_finite(e.logprob) for e in entries],
         "top_logprobs": [top(e) for e in entries],
         "text_offset": [offset for d in deltas for offset in d.offsets],
     }
 
 
-def _legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text; where it is none by itself, its bytes as OpenAI writes them: "bytes:\\xe2\\x82"."""
-    raw = tokenizer.token_bytes(token_id)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TextDelta]) -> Json:
+def _chat_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
     def token(token_id: int, logprob: float) -> Json:
-        raw = tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+        return names.chat(token_id) | {"logprob": _finite(logprob)}
 
     content = [
         token(entry.token_id, entry.logprob) | {"top_logprobs": [token(i, p) for i, p in entry.top]}

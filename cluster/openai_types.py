@@ -1,11 +1,11 @@
-"""OpenAI's request bodies: JSON -> GenerationSpec.
+"""OpenAI's request bodies: JSON -> Call.
 
-Parameters that nobody knows are ignored, as OpenAI-compatible servers do; parameters that clients may rely on and that
-are not served get an error that names them. vLLM's extra sampling parameters are understood. Every error is an
-InvalidRequest whose `param` names the field.
+Fields that are not read here follow the rule of openai_fields.py. vLLM's extra sampling parameters are understood.
+Every error is an InvalidRequest whose `param` names the field.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,48 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..workers.errors import InvalidRequest
 from ..workers.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from .front_door import Chat, GenerationSpec, Prompt
+from .openai_fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField
 from .openai_format import Include
+from .openai_messages import ChatMessage, Many, Tool
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
-# What clients may send without harm; any other value would change the answer in a way that is not served.
-_HARMLESS: dict[str, tuple[object, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "suffix": (None, ""),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "logits_processors": (None, []),
-    "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
-    "prompt_embeds": (None,),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "truncate_prompt_tokens": (None,),
-    "include_stop_str_in_output": (None, False),
-    "skip_special_tokens": (None, True),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "chat_template": (None,),
-    "documents": (None, []),
-    "echo": (None, False),
-    "best_of": (None,),
-}
 # A union's own errors name its arms, not what the client should send.
 _EXPECTED = {
     "prompt": "a string, an array of strings, an array of token ids, or an array of arrays of token ids",
     "stop": "a string or an array of strings",
     "logit_bias": "an object of token ids (as strings) and numbers",
+    "tool_choice": "a string or an object",
 }
 _SAMPLING = (
     "temperature",
@@ -67,16 +37,31 @@ _SAMPLING = (
     "ignore_eos",
 )
 
-T = TypeVar("T")
-# One error is reported, so a million are not collected.
-Many = Annotated[list[T], Field(fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request as it was understood."""
+
+    spec: GenerationSpec
+    include: Include
+    stream: bool
+    echo: bool
+    unknown: tuple[UnknownField, ...]
+
+
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    type: str
 
 
 class _Body(BaseModel):
@@ -96,6 +81,7 @@ class _Body(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's
     top_k: int | None = None  # 0 or -1: off
     min_p: float | None = None
@@ -104,21 +90,36 @@ class _Body(BaseModel):
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None  # prefixes are shared among those who send the same
+    return_token_ids: bool | None = None  # of the prompt and of the answer
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
     # Diptych's
     timeout_s: float | None = None
     timings: bool | None = None  # tell where the time went
 
     @property
     def include(self) -> Include:
-        return Include(bool(self.stream_options and self.stream_options.include_usage), bool(self.timings))
+        options = self.stream_options or StreamOptions()
+        return Include(
+            usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            timings=bool(self.timings),
+            token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+        )
 
-    def check(self) -> None:
+    def check(self, fields: FieldCheck) -> None:
         """Raise InvalidRequest for what is known and not served, and for what contradicts itself."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _HARMLESS and value not in _HARMLESS[name]:
-                raise InvalidRequest(f"{name} is not supported: leave it out", param=name)
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+        fields.check(self.model_extra or {}, _KNOWN[type(self)])
+        if (options := self.stream_options) is not None:
+            if options.model_fields_set and not self.stream:
+                raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+            fields.check(options.model_extra or {}, _STREAM_OPTIONS, "stream_options.")
+        if (form := self.response_format) is not None:
+            if form.type != "text":
+                raise InvalidRequest(
+                    f"response_format {form.type[:40]!r} is not supported: leave it out", param="response_format"
+                )
+            fields.check(form.model_extra or {}, _RESPONSE_FORMAT, "response_format.")
         if self.cache_salt == "":
             raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
 
@@ -144,8 +145,8 @@ class CompletionBody(_Body):
     logprobs: int | None = None
     best_of: int | None = None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, fields: FieldCheck) -> None:
+        super().check(fields)
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of is not supported beyond n: leave it out", param="best_of")
         if self.echo and self.logprobs is not None:
@@ -158,9 +159,13 @@ class CompletionBody(_Body):
             return (_token_ids(self.prompt),)
         return [entry if isinstance(entry, str) else _token_ids(entry) for entry in self.prompt]
 
-    def spec(self) -> GenerationSpec:
+    def call(self) -> Call:
         """Raises InvalidRequest."""
-        self.check()
+        fields = FieldCheck()
+        self.check(fields)
+        return Call(self._spec(), self.include, bool(self.stream), bool(self.echo), fields.unknown)
+
+    def _spec(self) -> GenerationSpec:
         return GenerationSpec(
             prompts=self.prompts(),
             sampling=self.sampling(self.logprobs),
@@ -175,25 +180,6 @@ class CompletionBody(_Body):
         )
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Many[dict[str, Any]] | None = None
-    name: str | None = None
-
-    def plain(self, where: str) -> dict[str, str]:
-        """As chat templates know it. `where` names the message in errors."""
-        if (self.model_extra or {}).get("tool_calls"):
-            raise InvalidRequest(f"{where}.tool_calls: tools are not supported", param=f"{where}.tool_calls")
-        if self.content is None:
-            raise InvalidRequest(f"{where}.content is missing: send a string", param=f"{where}.content")
-        parts = [self.content] if isinstance(self.content, str) else _text_parts(self.content, f"{where}.content")
-        # "developer" is what OpenAI's newer models call "system"; templates know the older word.
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(parts)} | ({"name": self.name} if self.name else {})
-
-
 class ChatBody(_Body):
     """POST /v1/chat/completions."""
 
@@ -202,9 +188,12 @@ class ChatBody(_Body):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Many[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, fields: FieldCheck) -> None:
+        super().check(fields)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
@@ -212,12 +201,26 @@ class ChatBody(_Body):
                 f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", param="top_logprobs"
             )
 
-    def spec(self) -> GenerationSpec:
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest('this tool_choice is not supported: send "none"', param="tool_choice")
+        if self.tools and self.tool_choice != "none":
+            raise InvalidRequest(
+                'calling tools is not supported: send tool_choice="none", which shows them to the model alone, or '
+                "leave them out",
+                param="tools",
+            )
+
+    def call(self) -> Call:
         """Raises InvalidRequest."""
-        self.check()
-        messages = [message.plain(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        fields = FieldCheck()
+        self.check(fields)
+        return Call(self._spec(fields), self.include, bool(self.stream), echo=False, unknown=fields.unknown)
+
+    def _spec(self, fields: FieldCheck) -> GenerationSpec:
+        messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages)]
+        tools = [tool.plain(f"tools[{i}]", fields) for i, tool in enumerate(self.tools or ())]
         return GenerationSpec(
-            prompts=(Chat(messages, self.chat_template_kwargs or {}),),
+            prompts=(Chat(messages, self._template_options(), tools),),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
             n=1 if self.n is None else self.n,
             stop=self.stops(),
@@ -228,6 +231,23 @@ class ChatBody(_Body):
             cache_salt=self.cache_salt or "",
         )
 
+    def _template_options(self) -> Mapping[str, Any]:
+        options = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return options
+        # Templates know the effort, or only whether to think.
+        thinks = {"enable_thinking": self.reasoning_effort != "none"}
+        return thinks | options | {"reasoning_effort": self.reasoning_effort}
+
+
+_STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
+_RESPONSE_FORMAT = Known(tuple(ResponseFormat.model_fields), {"json_schema": ()})
+_KNOWN: Mapping[type[_Body], Known] = {
+    CompletionBody: Known(tuple(CompletionBody.model_fields), {**NOT_SERVED, "add_special_tokens": (True,)}, NO_EFFECT),
+    ChatBody: Known(
+        tuple(ChatBody.model_fields), {**NOT_SERVED, "add_special_tokens": (False,), "echo": (False,)}, NO_EFFECT
+    ),
+}
 
 Body = TypeVar("Body", CompletionBody, ChatBody)
 
@@ -252,9 +272,10 @@ def _invalid(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"{param} is missing", param=param)
     if param in _EXPECTED:
         return InvalidRequest(f"{param} must be {_EXPECTED[param]}", param=param)
-    if param == "messages":
-        # messages[2].role; what follows a field of the message names the arm of a union.
-        param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:3])
+    if param in ("messages", "tools", "stream_options", "response_format"):
+        # messages[2].role; what follows a message's content names the arm of a union.
+        end = 3 if "content" in loc else len(loc)
+        param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])
     return InvalidRequest(f"{param}: {problem['msg']}", param=param)
 
 
@@ -270,20 +291,6 @@ def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
             raise InvalidRequest("a logit_bias must be in [-100, 100]", param="logit_bias")
         bias[int(key)] = float(value)
     return bias
-
-
-def _text_parts(parts: list[dict[str, Any]], where: str) -> list[str]:
-    texts: list[str] = []
-    for i, part in enumerate(parts):
-        kind, text = part.get("type"), part.get("text")
-        if kind != "text":
-            raise InvalidRequest(
-                f"{where}[{i}].type: only text parts are supported, got {str(kind)[:40]!r}", param=f"{where}[{i}].type"
-            )
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{where}[{i}].text must be a string", param=f"{where}[{i}].text")
-        texts.append(text)
-    return texts
 
 
 def _token_ids(entry: object) -> tuple[int, ...]:

@@ -51,7 +51,9 @@ class RouterProcess:
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
-        door = FrontDoor(self._router, tokenizer, Limits(max_timeout_s=settings.request_timeout_s))
+        door = FrontDoor(
+            self._router, tokenizer, Limits(max_timeout_s=settings.request_timeout_s, strict=settings.strict)
+        )
         self._grpc = InferenceServer(door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port)
         await self._router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)

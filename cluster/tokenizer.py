@@ -76,11 +76,16 @@ class Tokenizer:
         """The text of the tokens, special ones left out."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
-    def render_chat(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> str:
         """The prompt of a conversation; it already holds its special tokens. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("the model has no chat template: send a plain prompt instead", param="messages")
-        return self._template.render(messages, options)
+        return self._template.render(messages, options, tools)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, a special one its name; b"" for an id that no token has."""

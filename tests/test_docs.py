@@ -15,6 +15,7 @@ from diptych.cluster.bench_stats import summarise
 from diptych.cluster.bench_types import Reply
 from diptych.cluster.config import ClusterConfig, PoolConfig, RouterConfig, ServiceLevel
 from diptych.cluster.config_file import build
+from diptych.cluster.openai_types import ChatBody, CompletionBody, StreamOptions
 from diptych.cluster.timings import RequestTimings
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +27,12 @@ def test_every_setting_is_documented(settings: type[BaseModel]) -> None:
     rows = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "configuration.md").read_text()))
     missing = set(settings.model_fields) - rows - {"pools", "router", "service_level"}
     assert not missing
+
+
+@pytest.mark.parametrize("body", [CompletionBody, ChatBody, StreamOptions])
+def test_every_served_field_is_documented(body: type[BaseModel]) -> None:
+    words = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "openai.md").read_text()))
+    assert words >= set(body.model_fields)
 
 
 def test_every_phase_of_a_request_is_documented() -> None:

@@ -22,7 +22,9 @@ from diptych.workers.runner import ModelInfo
 from diptych.workers.sequence import FinishReason
 
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

@@ -101,6 +101,12 @@ def test_a_flag_wins_over_the_file_and_leaves_the_rest(settings: list[ClusterCon
     assert (config.pools.prefill.num_cpus, config.pools.prefill.chunk_tokens) == (4, 8)
 
 
+@pytest.mark.parametrize(("flags", "strict"), [([], False), (["--strict"], True), (["--no-strict"], False)])
+def test_strict_is_a_flag_of_serve(settings: list[ClusterConfig], flags: list[str], strict: bool) -> None:
+    assert call("serve", "tiny", *flags).exit_code == 0
+    assert settings[0].router.strict is strict
+
+
 def test_tiny_is_the_model_that_ships(settings: list[ClusterConfig]) -> None:
     call("serve", "tiny")
     assert Path(settings[0].model) == Path(diptych.__file__).parent / "examples" / "tiny"

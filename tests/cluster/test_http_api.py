@@ -190,14 +190,14 @@ def test_streamed_chat(client: openai.OpenAI) -> None:
     for i in range(2):
         deltas = [c.choices[0] for c in chunks if c.choices[0].index == i]
         assert [d.delta.role for d in deltas] == ["assistant", None, None, None]
-        assert [d.delta.content for d in deltas] == ["", "h", "i", None]
+        assert [d.delta.content for d in deltas] == ["", "h", "i", ""]
         assert [d.finish_reason for d in deltas] == [None, None, None, "stop"]
 
 
 def test_a_streamed_chat_has_a_chunk_for_each_token(client: openai.OpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "€!"}]
     chunks = client.chat.completions.create(model="echo", messages=messages, stream=True)
-    assert [c.choices[0].delta.content for c in chunks] == ["", "", "", "€", "!", None]
+    assert [c.choices[0].delta.content for c in chunks] == ["", "", "", "€", "!", ""]
 
 
 def test_streamed_chat_with_log_probabilities_and_usage(client: openai.OpenAI) -> None:

@@ -13,6 +13,14 @@ from diptych.workers.errors import InvalidRequest
 from diptych.workers.request import SamplingParams
 
 USER = [{"role": "user", "content": "hi"}]
+CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def calling(arguments: object) -> dict[str, Any]:
+    """An assistant's turn that is one call of a tool."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": function}]}
 
 
 def completion(**body: Any) -> CompletionBody:
@@ -35,14 +43,14 @@ def chat(**body: Any) -> ChatBody:
     ],
 )
 def test_the_four_kinds_of_prompt(prompt: object, prompts: list[object]) -> None:
-    assert list(completion(prompt=prompt).spec().prompts) == prompts
+    assert list(completion(prompt=prompt).call().spec.prompts) == prompts
 
 
 def test_defaults_are_openais() -> None:
-    spec = completion().spec()
+    spec = completion().call().spec
     assert spec.sampling == SamplingParams()
     assert (spec.n, spec.stop, spec.seed, spec.max_tokens, spec.default_max_tokens) == (1, (), None, None, 16)
-    assert chat().spec().default_max_tokens is None
+    assert chat().call().spec.default_max_tokens is None
 
 
 def test_sampling_parameters() -> None:
@@ -50,28 +58,28 @@ def test_sampling_parameters() -> None:
         temperature=0, top_p=0.5, presence_penalty=1, frequency_penalty=-1, logit_bias={"5": -100, "6": 1.5}, seed=-3,
         n=2, stop="x", top_k=4, min_p=0.1, repetition_penalty=1.2, min_tokens=2, stop_token_ids=[7], ignore_eos=True,
         logprobs=True, top_logprobs=3, timeout_s=4.5, model="m", cache_salt="Ann",
-    ).spec()  # fmt: skip
+    ).call().spec  # fmt: skip
     assert spec.sampling == SamplingParams(
         temperature=0, top_k=4, top_p=0.5, min_p=0.1, repetition_penalty=1.2, presence_penalty=1, frequency_penalty=-1,
         logit_bias={5: -100.0, 6: 1.5}, min_tokens=2, stop_token_ids=(7,), ignore_eos=True, logprobs=3,
     )  # fmt: skip
     assert (spec.n, spec.stop, spec.seed, spec.timeout_s, spec.model) == (2, ("x",), -3, 4.5, "m")
-    assert (spec.cache_salt, completion(cache_salt="Bob").spec().cache_salt) == ("Ann", "Bob")
+    assert (spec.cache_salt, completion(cache_salt="Bob").call().spec.cache_salt) == ("Ann", "Bob")
 
 
 def test_null_means_not_given() -> None:
     names = [name for name in ChatBody.model_fields if name != "messages"]
-    assert chat(**dict.fromkeys(names)).spec() == chat().spec()
+    assert chat(**dict.fromkeys(names)).call().spec == chat().call().spec
 
 
 @pytest.mark.parametrize("top_k", [0, -1, None])
 def test_top_k_off(top_k: int | None) -> None:
-    assert completion(top_k=top_k).spec().sampling.top_k == 0
+    assert completion(top_k=top_k).call().spec.sampling.top_k == 0
 
 
 def test_the_newer_name_of_max_tokens_wins() -> None:
-    assert chat(max_tokens=5).spec().max_tokens == 5
-    assert chat(max_tokens=5, max_completion_tokens=7).spec().max_tokens == 7
+    assert chat(max_tokens=5).call().spec.max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).call().spec.max_tokens == 7
 
 
 def test_messages() -> None:
@@ -80,7 +88,7 @@ def test_messages() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
     ]
-    (prompt,) = chat(messages=messages, chat_template_kwargs={"enable_thinking": False}).spec().prompts
+    (prompt,) = chat(messages=messages, chat_template_kwargs={"enable_thinking": False}).call().spec.prompts
     assert isinstance(prompt, Chat)
     assert list(prompt.messages) == [
         {"role": "system", "content": "be brief"},
@@ -90,10 +98,72 @@ def test_messages() -> None:
     assert prompt.template_options == {"enable_thinking": False}
 
 
+def test_histories_with_tool_calls() -> None:
+    turns = [calling('{"city": "Bonn", "days": [1]}'), calling(""), calling({"a": 1}), calling(None)]
+    messages = [*USER, *turns, {"role": "tool", "tool_call_id": "c1", "content": "sun"}]
+    (prompt,) = chat(messages=messages).call().spec.prompts
+    assert isinstance(prompt, Chat)
+    *_, answer = prompt.messages
+    calls = [m["tool_calls"] for m in prompt.messages if m["role"] == "assistant"]
+    expected: list[object] = [{"city": "Bonn", "days": [1]}, {}, {"a": 1}, {}]
+    assert calls == [[CALL | {"function": {"name": "f", "arguments": arguments}}] for arguments in expected]
+    assert prompt.messages[1]["content"] == ""
+    assert answer == {"role": "tool", "tool_call_id": "c1", "content": "sun"}
+
+
+def test_other_parts_and_fields_of_histories() -> None:
+    messages = [
+        {"role": "function", "name": "f", "content": "1"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "reasoning_content": "hm"},
+        {
+            "role": "assistant",
+            "content": "x",
+            "tool_calls": [],
+            "audio": None,
+            "annotations": [],
+            "function_call": None,
+        },
+    ]
+    call = chat(messages=messages).call()
+    (prompt,) = call.spec.prompts
+    assert isinstance(prompt, Chat)
+    assert list(prompt.messages) == [
+        {"role": "function", "name": "f", "content": "1"},
+        {"role": "assistant", "content": "no", "reasoning": "hm", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "x"},
+    ]
+    assert call.unknown == ()
+
+
+def test_tools_that_are_not_called_are_shown_to_the_template() -> None:
+    function = {"parameters": {"type": "object"}, "description": None, "name": "f", "strict": True}
+    call = chat(tools=[{"function": function, "type": "function"}], tool_choice="none").call()
+    (prompt,) = call.spec.prompts
+    assert isinstance(prompt, Chat)
+    (tool,) = prompt.tools
+    # In the order that templates print, whatever the client's.
+    assert json.dumps(tool) == json.dumps(
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+    )
+
+
+def test_the_effort_of_reasoning_is_told_to_the_template() -> None:
+    def options(**body: Any) -> object:
+        (prompt,) = chat(**body).call().spec.prompts
+        assert isinstance(prompt, Chat)
+        return prompt.template_options
+
+    assert options() == {}
+    assert options(reasoning_effort="high") == {"reasoning_effort": "high", "enable_thinking": True}
+    assert options(reasoning_effort="none") == {"reasoning_effort": "none", "enable_thinking": False}
+    given = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}
+    assert options(**given) == {"reasoning_effort": "none", "enable_thinking": True}
+
+
 def test_what_nobody_knows_is_ignored_and_what_does_no_harm_accepted() -> None:
-    harmless = {"user": "me", "store": True, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
-    assert chat(**harmless, frobnicate={"a": [1]}, modalities=["text"]).spec() == chat().spec()
-    assert completion(suffix=None, best_of=2, n=2).spec() == completion(n=2).spec()
+    harmless = {"user": "me", "store": False, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    assert chat(**harmless, frobnicate={"a": [1]}, modalities=["text"]).call().spec == chat().call().spec
+    assert completion(suffix=None, best_of=2, n=2).call().spec == completion(n=2).call().spec
 
 
 @pytest.mark.parametrize(
@@ -136,14 +206,20 @@ def test_what_nobody_knows_is_ignored_and_what_does_no_harm_accepted() -> None:
 )
 def test_what_is_wrong_with_a_completion_is_named(body: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        completion(**body).spec()
+        completion(**body).call()
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": TOOLS}, "tools", "not supported"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tools", "not supported"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "custom"}], "tool_choice": "none"}, "tools[0].type", "'function'"),
+        ({"response_format": {}}, "response_format.type", "required"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "'high'"),
         ({"tool_choice": "required"}, "tool_choice", "not supported"),
         ({"functions": [{}]}, "functions", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -158,18 +234,22 @@ def test_what_is_wrong_with_a_completion_is_named(body: dict[str, Any], param: s
         ({"messages": "hi"}, "messages", "valid array"),
         ({"messages": [5]}, "messages[0]", "object"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
-        ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role", "'user'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "text"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "string"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content", "messages"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls", "tools"),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "obj"),
+        ({"messages": [calling("{")]}, "messages[0].tool_calls[0].function.arguments", "not valid JSON"),
+        ({"messages": [calling("[" * 100_000)]}, "messages[0].tool_calls[0].function.arguments", "not valid JSON"),
+        ({"messages": [{**USER[0], "refusal": "no"}]}, "messages[0].refusal", "not supported"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "missing"),
     ],
 )
 def test_what_is_wrong_with_a_chat_is_named(body: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        chat(**body).spec()
+        chat(**body).call()
     assert caught.value.param == param
 
 
@@ -205,6 +285,6 @@ def test_any_values_are_understood_or_refused(data: st.DataObject, kind: type[Co
     names = [*kind.model_fields, "tools", "response_format", "suffix", "audio", "unheard_of"]
     body = data.draw(st.dictionaries(st.sampled_from(names), JSON, max_size=4))
     try:
-        parse(kind, json.dumps({"prompt": "x", "messages": USER} | body).encode()).spec()
+        parse(kind, json.dumps({"prompt": "x", "messages": USER} | body).encode()).call()
     except InvalidRequest as e:
         assert e.message

@@ -15,7 +15,7 @@ from ..workers.request import Request, SamplingParams, context_exceeded
 from ..workers.runner import ModelInfo
 from .chat_template import Message
 from .generation import Completion, Generation, TokenSource
-from .stop_strings import StopStrings
+from .stop_strings import StopStrings, StopTable
 from .tokenizer import Tokenizer
 
 _MASK = (1 << 64) - 1
@@ -77,6 +77,7 @@ class FrontDoor:
         info = self.model(spec.model)
         self._check_counts(spec)
         self.source.admit(len(spec.prompts) * spec.n)
+        stops = StopTable(spec.stop)
         completions: list[Completion] = []
         for prompt in spec.prompts:
             token_ids = await self._encode(prompt, info)
@@ -90,7 +91,7 @@ class FrontDoor:
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                 detokenizer = self.tokenizer.detokenizer(token_ids)
-                completions.append(Completion(index, request, detokenizer, StopStrings(spec.stop)))
+                completions.append(Completion(index, request, detokenizer, StopStrings(stops)))
         return Generation(self.source, request_id, completions, spec.n)
 
     def _check_counts(self, spec: GenerationSpec) -> None:

@@ -1,5 +1,8 @@
 """Stop strings over streamed text. Pure: text in, text that may be shown out.
 
+    StopTable     the strings and their automata: made once for a call, read by all its completions
+    StopStrings   where one completion's text stands in them
+
 What is shown does not depend on how the text was cut: the match that ends first wins, of those that end together the
 longest, and no part of it is shown. Each stop string is followed by a Knuth-Morris-Pratt automaton, so that a character
 costs the same however long the strings are.
@@ -8,11 +11,19 @@ costs the same however long the strings are.
 from collections.abc import Sequence
 
 
-class StopStrings:
+class StopTable:
+    """Takes time and memory linear in the strings' characters."""
+
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string matches everywhere"
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._failures = [_failures(stop) for stop in self._stops]
+        self.stops = sorted(set(stops), key=len, reverse=True)
+        self.failures = [_failures(stop) for stop in self.stops]
+
+
+class StopStrings:
+    def __init__(self, table: StopTable) -> None:
+        self._stops = table.stops
+        self._failures = table.failures
         self._matched = [0] * len(self._stops)  # characters of each that the text's end matches
         self._held = ""  # the text's end that may be the start of a match
 

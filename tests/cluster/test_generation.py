@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.cluster.generation import Completion, Generation, TextDelta, TokenDelta, TokenLogprob
-from diptych.cluster.stop_strings import StopStrings
+from diptych.cluster.stop_strings import StopStrings, StopTable
 from diptych.cluster.timings import RequestTimings
 from diptych.workers.errors import (
     DeadlineExceeded,
@@ -30,7 +30,7 @@ def completion(
     prompt: str = "abc", *, index: int = 0, stop: tuple[str, ...] = (), timeout_s: float = 60, **sampling: int
 ) -> Completion:
     request = Request(f"r-{index}", tuple(prompt.encode()), SamplingParams(**{"max_tokens": 6} | sampling), timeout_s)
-    return Completion(index, request, TOKENIZER.detokenizer(), StopStrings(stop))
+    return Completion(index, request, TOKENIZER.detokenizer(), StopStrings(StopTable(stop)))
 
 
 def delta(text: str, finish: FinishReason | None = None, extra: tuple[int, ...] = ()) -> TokenDelta:
@@ -119,7 +119,7 @@ def test_merges_choices_and_counts_usage() -> None:
 
 def test_a_stop_string_closes_the_token_stream_and_leaves_the_others() -> None:
     source = Echo()
-    stopped = Completion(0, completion("abc").request, TOKENIZER.detokenizer(), StopStrings(["c"]))
+    stopped = Completion(0, completion("abc").request, TOKENIZER.detokenizer(), StopStrings(StopTable(["c"])))
     got = asyncio.run(read(Generation(source, "r", [stopped, completion("xyz", index=1)], n=1)))
     assert "".join(d.text for d in got if d.index == 0) == "ab"
     assert "".join(d.text for d in got if d.index == 1) == "xyzxyz"

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.cluster.stop_strings import StopStrings
+from diptych.cluster.stop_strings import StopStrings, StopTable
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    machine = StopStrings(stops)
+    machine = StopStrings(StopTable(stops))
     shown: list[str] = []
     for piece in pieces:
         text, found = machine.push(piece)
@@ -59,7 +59,7 @@ def test_any_cut_shows_the_same(stops: list[str], pieces: list[str]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(stop=st.text("ab", min_size=1, max_size=6), text=st.text("ab", max_size=20))
 def test_holds_back_no_more_than_may_become_the_stop_string(stop: str, text: str) -> None:
-    machine = StopStrings([stop])
+    machine = StopStrings(StopTable([stop]))
     shown = ""
     for n, char in enumerate(text, start=1):
         piece, found = machine.push(char)
@@ -68,3 +68,12 @@ def test_holds_back_no_more_than_may_become_the_stop_string(stop: str, text: str
         shown += piece
         held = text[len(shown) : n]
         assert stop.startswith(held) and held != stop
+
+
+def test_completions_of_one_call_share_a_table_and_nothing_else() -> None:
+    table = StopTable(["END", "END"])
+    first, second = StopStrings(table), StopStrings(table)
+    assert table.stops == ["END"]
+    assert first.push("aEN") == second.push("aEN") == ("a", None)
+    assert first.push("D") == ("", "END")
+    assert second.push("x") == ("ENx", None)

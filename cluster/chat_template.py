@@ -2,11 +2,11 @@
 
 Found in this order: `chat_template.jinja`, `chat_template.json`, `chat_template` in `tokenizer_config.json` (a text, or
 a list of named ones of which "default" is taken). A template is a program that came with the checkpoint: it runs in
-jinja2's immutable sandbox.
+jinja2's immutable sandbox, which bounds neither time nor memory: a router renders in prompt_process.py.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..workers.errors import CheckpointError, InvalidRequest
 
 Message = Mapping[str, object]  # role, content, and what else the template knows
-_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS})
 
 
 class _Generation(Extension):
@@ -71,30 +72,53 @@ class ChatTemplate:
         except jinja2.TemplateError as e:
             raise CheckpointError(f"the checkpoint's chat template does not compile: {e}. Mend or remove it") from e
         self._special_tokens = dict(special_tokens)
+        self._reserved = _RESERVED | special_tokens.keys() | env.globals.keys() | _GLOBALS.keys()
 
     def render(
         self,
         messages: Sequence[Message],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
+        *,
+        max_chars: int | None = None,
     ) -> str:
         """The prompt that asks for the assistant's next words. `options` are the template's own switches
-        ("enable_thinking"), `tools` are shown to the model. Raises InvalidRequest with the template's own words, where
-        it has some."""
-        if reserved := _RESERVED & (options or {}).keys():
+        ("enable_thinking"), `tools` are shown to the model. Rendering stops where the text has more than `max_chars`.
+        Raises InvalidRequest with the template's own words, where it has some."""
+        if reserved := self._reserved & (options or {}).keys():
             raise InvalidRequest(f"chat_template_kwargs must not set {sorted(reserved)}", param="chat_template_kwargs")
         values = self._special_tokens | dict(options or {})
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 messages=messages, add_generation_prompt=True, tools=tools or None, documents=None, **values
             )
+            return _join(pieces, max_chars)
         except _Refused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}", param="messages") from e
         # A template is a program that came with the model: on messages it does not foresee it fails in its own ways.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as e:
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {type(e).__name__}: {e}", param="messages"
             ) from e
+
+
+def _join(pieces: Iterable[str], max_chars: int | None) -> str:
+    kept: list[str] = []
+    num_chars = 0
+    for piece in pieces:
+        kept.append(piece)
+        num_chars += len(piece)
+        if max_chars is not None and num_chars > max_chars:
+            break
+    return "".join(kept)
 
 
 def find_source(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -6,15 +6,15 @@ Here a request gets its seed, its deadline and the ids of its completions; what 
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..workers.errors import InvalidRequest, UnknownModel
-from ..workers.request import Request, SamplingParams, context_exceeded
+from ..workers.request import Request, SamplingParams
 from ..workers.runner import ModelInfo
-from .chat_template import Message
 from .generation import Completion, Generation, TokenSource
+from .prompt_encoder import ProcessLimits, PromptEncoder
+from .prompt_encoding import Chat
 from .stop_strings import StopStrings, StopTable
 from .tokenizer import Tokenizer
 
@@ -31,13 +31,7 @@ class Limits:
     max_timeout_s: float = 600.0  # also the time-out of a call that names none
     max_body_bytes: int = 16 << 20
     strict: bool = False  # refuse fields that nobody knows
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    messages: Sequence[Message]
-    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    tools: Sequence[Mapping[str, object]] = ()  # that the template shows to the model
+    process: ProcessLimits = field(default_factory=ProcessLimits)  # of what encodes prompts
 
 
 Prompt = str | tuple[int, ...] | Chat
@@ -64,6 +58,15 @@ class FrontDoor:
         self.source = source
         self.tokenizer = tokenizer
         self.limits = limits or Limits()
+        self._encoder = PromptEncoder(tokenizer, self.limits.process)
+
+    async def open(self) -> None:
+        """Start what the first call would wait for."""
+        await self._encoder.start()
+
+    async def close(self) -> None:
+        """End the processes that it started. Idempotent."""
+        await self._encoder.close()
 
     def model(self, name: str | None = None) -> ModelInfo:
         """The served model. Raises UnknownModel where `name` is another, Unavailable before a worker is known."""
@@ -119,21 +122,8 @@ class FrontDoor:
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, Chat):
-            if not prompt.messages:
-                raise InvalidRequest("messages is empty: send at least one", param="messages")
-            text = self.tokenizer.render_chat(prompt.messages, prompt.template_options, prompt.tools)
-        else:
-            text = prompt
-        if not text:
-            raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
-        if len(text) > info.max_context_tokens * self.tokenizer.max_token_chars:
-            raise context_exceeded(
-                info.max_context_tokens,
-                f"the prompt's {len(text)} characters are more than so many tokens can hold",
-                "Please reduce the length of the prompt",
-            )
-        # A rendered conversation holds its special tokens already.
-        return await self.tokenizer.encode_async(text, special=isinstance(prompt, str))
+            return await self._encoder.encode_chat(prompt, info.max_context_tokens)
+        return await self._encoder.encode_text(prompt, info.max_context_tokens)
 
     def _request(
         self, spec: GenerationSpec, request_id: str, token_ids: tuple[int, ...], seed: int, info: ModelInfo

@@ -51,9 +51,9 @@ class RouterProcess:
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
-        door = FrontDoor(
-            self._router, tokenizer, Limits(max_timeout_s=settings.request_timeout_s, strict=settings.strict)
-        )
+        limits = Limits(max_timeout_s=settings.request_timeout_s, strict=settings.strict)
+        self._door = door = FrontDoor(self._router, tokenizer, limits)
+        await door.open()
         self._grpc = InferenceServer(door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port)
         await self._router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
@@ -66,3 +66,4 @@ class RouterProcess:
         self._stop.set()
         await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
         await self._router.stop()
+        await self._door.close()

@@ -4,7 +4,6 @@ Encoding equals Hugging Face's fast tokenizers, without importing transformers (
 `tokenizer.json` alone says which special tokens a text gets: add_bos_token of the config is not read.
 """
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,11 +13,8 @@ from typing import Any
 import tokenizers
 
 from ..workers.errors import CheckpointError, InvalidRequest
-from .chat_template import ChatTemplate, Message, find_source, read_json
+from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message, find_source, read_json
 from .detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
-
-MIN_THREAD_CHARS = 16_384  # about 5 ms of encoding: what takes longer leaves the event loop
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -27,10 +23,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        special = {name: text for name in _NAMED if (text := _content(config.get(name))) is not None}
+        self._config, self._source = config, template
+        special = {name: text for name in SPECIAL_TOKENS if (text := _content(config.get(name))) is not None}
         _mark_special(backend, [*special.values(), *_extra_special(config)])
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self._template = ChatTemplate(template, special) if template is not None else None
+        self._special = special
+        self._template: ChatTemplate | None = None
         # A text of more than n times as many characters has more than n tokens.
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self._decoders = _decoder_types(backend)
@@ -53,6 +51,17 @@ class Tokenizer:
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         return cls(backend, config, find_source(folder, config))
 
+    @classmethod
+    def from_state(cls, state: bytes) -> "Tokenizer":
+        """What `state` wrote, in another process."""
+        given = json.loads(state)
+        return cls(tokenizers.Tokenizer.from_str(given["backend"]), given["config"], given["template"])
+
+    def state(self) -> bytes:
+        return json.dumps(
+            {"backend": self._backend.to_str(), "config": dict(self._config), "template": self._source}
+        ).encode()
+
     @property
     def vocab_size(self) -> int:
         """How many tokens have a name, added ones included; an id may be larger where ids have gaps."""
@@ -60,17 +69,18 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._source is not None
+
+    def compile_template(self) -> None:
+        """Make the chat template, if any, ready to render. Takes what time and memory it takes: a hostile one may be
+        large, or hold constants that are. Raises CheckpointError."""
+        if self._template is None and self._source is not None:
+            self._template = ChatTemplate(self._source, self._special)
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids; `special` adds what the tokenizer's post-processor puts around a text (a first bos token, say)."""
         # The batch call lets other threads run meanwhile, and keeps no offsets.
         return tuple(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
-
-    async def encode_async(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        if len(text) < MIN_THREAD_CHARS:
-            return self.encode(text, special=special)
-        return await asyncio.to_thread(self.encode, text, special=special)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, special ones left out."""
@@ -81,11 +91,15 @@ class Tokenizer:
         messages: Sequence[Message],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
+        *,
+        max_chars: int | None = None,
     ) -> str:
-        """The prompt of a conversation; it already holds its special tokens. Raises InvalidRequest."""
+        """The prompt of a conversation; it already holds its special tokens. Takes what time and memory the template
+        does, and stops beyond `max_chars`. Raises InvalidRequest."""
+        self.compile_template()
         if self._template is None:
             raise InvalidRequest("the model has no chat template: send a plain prompt instead", param="messages")
-        return self._template.render(messages, options, tools)
+        return self._template.render(messages, options, tools, max_chars=max_chars)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, a special one its name; b"" for an id that no token has."""

@@ -32,9 +32,9 @@ END, CONTEXT = 256, 512
 TIMINGS = RequestTimings(0.25, 0.5, 0.25, 0.125, 0.25, 0.5, 0.125, 0.0625, 0.5, 0.0, 4096, "nixl")
 
 
-def byte_tokenizer() -> DiptychTokenizer:
+def byte_tokenizer(template: str = TEMPLATE) -> DiptychTokenizer:
     """Ids 0..255 are the bytes themselves (so text is its UTF-8), 256 ends, 257..259 are the roles."""
-    return DiptychTokenizer(byte_backend(), {"eos_token": "<|end|>"}, TEMPLATE)
+    return DiptychTokenizer(byte_backend(), {"eos_token": "<|end|>"}, template)
 
 
 def byte_backend() -> Tokenizer:
@@ -143,8 +143,8 @@ def _logprobs(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprob, ..
     return tuple(TokenLogprob(t, -t / 100, tuple((t + i, -(t + i) / 100) for i in range(k))) for t in tokens)
 
 
-def front_door(source: Echo, limits: Limits | None = None) -> FrontDoor:
-    return FrontDoor(source, byte_tokenizer(), limits)
+def front_door(source: Echo, limits: Limits | None = None, template: str = TEMPLATE) -> FrontDoor:
+    return FrontDoor(source, byte_tokenizer(template), limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,12 @@ class Served:
 
 @contextmanager
 def served(
-    source: Echo, *, api_key: str | None = None, limits: Limits | None = None, tls: TlsConfig | None = None
+    source: Echo,
+    *,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    tls: TlsConfig | None = None,
+    template: str = TEMPLATE,
 ) -> Generator[Served]:
     """Both doors on real sockets, on an event loop of their own."""
     ready = threading.Event()
@@ -176,7 +181,7 @@ def served(
     stop = asyncio.Event()
 
     async def main() -> None:
-        door = front_door(source, limits)
+        door = front_door(source, limits, template)
         grpc_server = InferenceServer(door, api_key, tls=tls)
         grpc_port = await grpc_server.start("127.0.0.1", 0)
         sock = bind("127.0.0.1", 0)
@@ -184,6 +189,7 @@ def served(
         ready.set()
         await serve_http(make_app(door, api_key), sock, stop, grace_s=1, tls=tls)
         await grpc_server.stop(0)
+        await door.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()

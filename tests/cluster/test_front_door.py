@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from diptych.cluster.front_door import Chat, GenerationSpec, Limits, choice_seed
+from diptych.cluster.front_door import GenerationSpec, Limits, choice_seed
 from diptych.cluster.generation import Generation
+from diptych.cluster.prompt_encoding import Chat
 from diptych.workers.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable, UnknownModel
 from diptych.workers.request import SamplingParams
 
@@ -15,7 +16,15 @@ from .front import CONTEXT, Echo, front_door
 
 def start(source: Echo | None = None, limits: Limits | None = None, **spec: Any) -> Generation:
     given = {"prompts": ("hello",), "sampling": SamplingParams()} | spec
-    return asyncio.run(front_door(source or Echo(), limits).start(GenerationSpec(**given), "call"))
+
+    async def main() -> Generation:
+        door = front_door(source or Echo(), limits)
+        try:
+            return await door.start(GenerationSpec(**given), "call")
+        finally:
+            await door.close()
+
+    return asyncio.run(main())
 
 
 def test_what_is_not_given_is_chosen() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.cluster.front_door import Chat
 from diptych.cluster.openai_types import ChatBody, CompletionBody, parse
+from diptych.cluster.prompt_encoding import Chat
 from diptych.workers.errors import InvalidRequest
 from diptych.workers.request import SamplingParams
 

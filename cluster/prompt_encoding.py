@@ -1,0 +1,40 @@
+"""Prompts to token ids, bounded by the context. Synchronous: whoever calls it decides on which process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..workers.errors import InvalidRequest
+from ..workers.request import context_exceeded
+from .chat_template import Message
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: Sequence[Message]
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tools: Sequence[Mapping[str, object]] = ()  # that the template shows to the model
+
+
+def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, special: bool = True) -> tuple[int, ...]:
+    """Raises InvalidRequest, PromptTooLong."""
+    if not text:
+        raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
+    if len(text) > max_context_tokens * tokenizer.max_token_chars:
+        raise context_exceeded(
+            max_context_tokens,
+            f"the prompt has at least {len(text)} characters, more than so many tokens can hold",
+            "Please reduce the length of the prompt",
+        )
+    return tokenizer.encode(text, special=special)
+
+
+def encode_chat(tokenizer: Tokenizer, chat: Chat, max_context_tokens: int) -> tuple[int, ...]:
+    """Render and encode. Raises InvalidRequest, PromptTooLong."""
+    if not chat.messages:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    most = max_context_tokens * tokenizer.max_token_chars
+    text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, max_chars=most)
+    # It holds its special tokens already.
+    return encode_text(tokenizer, text, max_context_tokens, special=False)

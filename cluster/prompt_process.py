@@ -1,0 +1,126 @@
+"""A process of its own for what prompts make a router compute: templates rendered, texts encoded.
+
+    the tokenizer's state -> ready, or an error -> task -> token ids, or an error -> task ...
+
+A template is a program, and its input a stranger's: it may take any time and memory. Here that ends this process, not
+the router: one task has so many seconds of processor time (ITIMER_PROF), all of them so much memory (RLIMIT_DATA).
+
+Both directions carry frames: the bytes of a JSON head and of a body (two uint32), the head, the body. The end of the
+socket ends the process, as does its parent's end. Imports no Ray, no torch.
+
+    python -m diptych.cluster.prompt_process      (a socket is its standard input; prompt_encoder.py starts it)
+"""
+
+import json
+import logging
+import resource
+import signal
+import socket
+import struct
+import sys
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..workers.errors import DiptychError, InternalError, InvalidRequest
+from .prompt_encoding import Chat, encode_chat, encode_text
+from .ray_agent import end_with_parent
+from .tokenizer import Tokenizer
+
+FRAME = struct.Struct("<II")
+CHAT, TEXT = "chat", "text"
+
+Head = dict[str, Any]
+log = logging.getLogger("diptych.prompts")
+
+
+def to_frame(head: Head, body: bytes = b"") -> bytes:
+    text = json.dumps(head).encode()
+    return FRAME.pack(len(text), len(body)) + text + body
+
+
+def serve(stream: BinaryIO, sock: socket.socket) -> None:
+    """Answer task after task until the stream ends."""
+    head, state = _read(stream) or ({}, b"")
+    tokenizer = Tokenizer.from_state(state)
+    del state
+    _bound_memory(head["max_memory_bytes"])
+    signal.setitimer(signal.ITIMER_PROF, head["cpu_s"])
+    sock.sendall(_begin(tokenizer))
+    while (frame := _read(stream)) is not None:
+        task, body = frame
+        signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])
+        sock.sendall(_reply(tokenizer, task, body))
+        del frame, body
+
+
+def _begin(tokenizer: Tokenizer) -> bytes:
+    try:
+        tokenizer.compile_template()
+    except DiptychError as e:
+        return _of_error(e)
+    return to_frame({})
+
+
+def _read(stream: BinaryIO) -> tuple[Head, bytes] | None:
+    sizes = stream.read(FRAME.size)
+    if len(sizes) < FRAME.size:
+        return None
+    num_head, num_body = FRAME.unpack(sizes)
+    return json.loads(stream.read(num_head)), stream.read(num_body)
+
+
+def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> bytes:
+    try:
+        return _of_prompts(_compute(tokenizer, task, body))
+    except DiptychError as e:
+        error = e
+    except MemoryError:
+        error = InvalidRequest("the prompt needs more memory to read than this server allows: send less")
+    except Exception:
+        # The process's top loop: one task's bug is not the next one's.
+        log.exception("a prompt was not read")
+        error = InternalError("the prompt could not be read: please report this")
+    return _of_error(error)
+
+
+def _of_error(error: DiptychError) -> bytes:
+    return to_frame({"error": type(error).__name__, "message": error.message, "param": error.param})
+
+
+def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> list[tuple[int, ...]]:
+    most = task["max_context_tokens"]
+    match task["kind"]:
+        case "chat":
+            return [encode_chat(tokenizer, Chat(**json.loads(body)), most)]
+        case "text":
+            return [encode_text(tokenizer, body.decode(), most)]
+        case kind:
+            raise InternalError(f"no task is called {kind}")
+
+
+def _of_prompts(prompts: Iterable[tuple[int, ...]]) -> bytes:
+    columns = [array("I", ids) for ids in prompts]
+    return to_frame({"num_tokens": [len(ids) for ids in columns]}, b"".join(ids.tobytes() for ids in columns))
+
+
+def _bound_memory(more: int) -> None:
+    """Data that this process may hold: what it has now, and so many bytes."""
+    status = Path("/proc/self/status").read_text()
+    held = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + more, held + more))
+
+
+def main() -> None:
+    end_with_parent()
+    # A signal to the whole process group is for the router to act on, which then hangs up.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=sys.stdin.fileno())
+    with sock, sock.makefile("rb") as stream:
+        serve(stream, sock)
+
+
+if __name__ == "__main__":
+    main()

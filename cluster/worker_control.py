@@ -37,6 +37,7 @@ class WorkerControl:
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._is_known = asyncio.Event()
         self._is_closed = False
+        self._knows_draining = False  # and has said so on this stream
         self._call: Any = None
         self._task = asyncio.create_task(self._run())
 
@@ -75,11 +76,11 @@ class WorkerControl:
             raise WorkerLost(f"the worker at {self.address} did not tell its state: {e.code().name}") from e
 
     async def is_drained(self) -> bool:
-        """Drains, computes nothing and holds no KV for anybody. Raises InternalError, WorkerLost."""
+        """Drains, as every router knows, computes nothing, holds no KV for others. Raises InternalError, WorkerLost."""
         state = await self.state()
         load = state.load
         busy = load.num_running + load.num_waiting + load.num_leased_blocks + load.num_quarantined_blocks
-        return load.draining and busy + state.num_open_handoffs == 0
+        return load.draining and busy + state.num_open_handoffs + state.num_unaware_links == 0
 
     async def close(self) -> None:
         """Idempotent."""
@@ -95,6 +96,7 @@ class WorkerControl:
         """One stream after the other."""
         while not self._is_closed:
             call = self._call = self._stub.Link(metadata=self._metadata)
+            self._knows_draining = False
             writer = asyncio.create_task(self._write(call))
             try:
                 await self._read(call)
@@ -123,6 +125,9 @@ class WorkerControl:
         except InternalError as e:
             log.warning("a report of %s is dropped: %s", self.address, e.message)
             return
+        if load.draining and not self._knows_draining:
+            self._knows_draining = True
+            self._outbox.put_nowait(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen()))
         self.load = load
 
     async def _write(self, call: Any) -> None:

@@ -71,6 +71,7 @@ class WorkerLink:
         self._greeted = asyncio.Event()
         self._vocab_size = 0
         self._answered = 0  # the ping that was answered last
+        self._knows_draining = False  # and has said so on this stream
         self._is_up = False
         self._reason = ""
         self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
@@ -129,6 +130,7 @@ class WorkerLink:
         channel = open_channel(self.info.address)
         call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(self._token))
         self._greeted = asyncio.Event()
+        self._knows_draining = False
         tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
         reason = HUNG_UP
         try:
@@ -189,7 +191,7 @@ class WorkerLink:
                 case "step":
                     self._on_step(message.step)
                 case "load":
-                    self._owner.on_load(self.info, message.load)
+                    self._on_load(message.load)
                 case "blocks":
                     self._owner.on_blocks(self.info, message.blocks)
                 case "failed":
@@ -244,6 +246,13 @@ class WorkerLink:
         self._is_up, self._reason = True, ""
         self._greeted.set()
         self._owner.on_up(self.info)
+
+    def _on_load(self, load: worker_pb2.LoadReport) -> None:
+        self._owner.on_load(self.info, load)
+        if load.draining and not self._knows_draining:
+            # The owner chooses this worker no more: what was submitted before is on the stream already.
+            self._knows_draining = True
+            self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen()))
 
     def _on_step(self, step: worker_pb2.StepEvents) -> None:
         """Hands each token to its request. Raises InternalError for columns that do not fit together."""

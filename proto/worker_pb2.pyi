@@ -53,6 +53,7 @@ class RouterMessage(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     OFFER_PREFIX_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    DRAIN_SEEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
@@ -67,6 +68,8 @@ class RouterMessage(_message.Message):
     def offer_prefix(self) -> Global___OfferPrefix: ...
     @_builtins.property
     def ping(self) -> Global___Ping: ...
+    @_builtins.property
+    def drain_seen(self) -> Global___DrainSeen: ...
     def __init__(
         self,
         *,
@@ -77,12 +80,13 @@ class RouterMessage(_message.Message):
         offer: Global___Offer | None = ...,
         offer_prefix: Global___OfferPrefix | None = ...,
         ping: Global___Ping | None = ...,
+        drain_seen: Global___DrainSeen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_role", "drain", "offer", "offer_prefix", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_role", "drain", "offer", "offer_prefix", "ping", "drain_seen"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -325,6 +329,25 @@ class Drain(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class DrainSeen(_message.Message):
+    """Answers the first load report that says `draining`: nothing new follows on this stream. Until then the worker takes what
+    comes, so that a planned drain refuses nothing that was already sent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainSeen: _TypeAlias = DrainSeen  # noqa: Y015
 
 @_typing.final
 class WorkerMessage(_message.Message):
@@ -889,11 +912,14 @@ class WorkerState(_message.Message):
     NUM_UNACCOUNTED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_OPEN_HANDOFFS_FIELD_NUMBER: _builtins.int
     EXPERTS_FIELD_NUMBER: _builtins.int
+    NUM_UNAWARE_LINKS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     num_cached_blocks: _builtins.int
     num_unaccounted_blocks: _builtins.int
     """0, or a bug"""
     num_open_handoffs: _builtins.int
+    num_unaware_links: _builtins.int
+    """streams whose other end may still submit, while the worker drains"""
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
     @_builtins.property
@@ -909,10 +935,11 @@ class WorkerState(_message.Message):
         num_unaccounted_blocks: _builtins.int = ...,
         num_open_handoffs: _builtins.int = ...,
         experts: _abc.Iterable[Global___LayerExperts] | None = ...,
+        num_unaware_links: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks", "num_unaware_links", b"num_unaware_links"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ from .errors import (
     LeaseLost,
     OutOfDeviceMemory,
     RequestAborted,
+    SequenceEnded,
 )
 from .prefix_cache import PrefixCache, block_hashes
 from .request import Request, check_cache_salt
@@ -134,13 +135,15 @@ class Engine:
         """
         sequence = self._sequences.get(key)
         if self.outgoing.is_open(handoff_id):
-            why = "the hand-off id is in use: ids are single-use"
+            error = HandoffError("the hand-off id is in use: ids are single-use")
         elif sequence is None:
-            why = "the sequence is not here (any more)"
-        elif (why := sequence.why_not_offered) is None:
+            error = SequenceEnded("the sequence is not here (any more)")
+        elif (why := sequence.why_not_offered) is not None:
+            error = HandoffError(why)
+        else:
             self._output.handoffs += self.outgoing.open_live(handoff_id, sequence)
             return
-        self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
+        self._output.handoffs.append(HandoffRefused(handoff_id, error))
 
     def offer_prefix(self, handoff_id: str, token_ids: SequenceOf[int], cache_salt: bytes) -> None:
         """Hand off what the prefix cache holds of these tokens: the longest run of full blocks."""

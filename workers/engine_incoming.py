@@ -43,8 +43,7 @@ class IncomingHandoffs:
         self._waiting: dict[str, tuple[int, Grant]] = {}  # reservations (tokens) in order of arrival
         self._quarantined: dict[str, list[int]] = {}
         self._arriving: dict[bytes, str] = {}  # block name -> key of the sequence that brings it
-        self.num_received = 0  # sequences, as are failed
-        self.num_failed = 0
+        self.num_received = 0  # sequences
         self.num_prefixes_pulled = 0
 
     @property
@@ -200,7 +199,6 @@ class IncomingHandoffs:
             return None
         is_over = incoming.gone is None and not incoming.is_prefix
         self._arrived(key, incoming)
-        self.num_failed += is_over
         self._stop(incoming.sequence)
         table, incoming.sequence.block_table = incoming.sequence.block_table, []
         if quarantine:

@@ -19,6 +19,7 @@
     ├── HandoffError                 500        the router (prefills again)
     │   ├── UnknownHandoff           500
     │   ├── LeaseLost                500
+    │   ├── SequenceEnded            500        nobody: it finished, or was aborted, where it ran
     │   ├── LayoutMismatch           500        the operator (the pools' settings)
     │   └── TransportError           500
     │       └── ChecksumMismatch     500        the router; the operator (a link or memory that corrupts)
@@ -126,6 +127,10 @@ class UnknownHandoff(HandoffError):
 
 class LeaseLost(HandoffError):
     code = "lease_lost"
+
+
+class SequenceEnded(HandoffError):
+    code = "sequence_ended"
 
 
 class LayoutMismatch(HandoffError):

@@ -5,7 +5,16 @@ import grpc.aio
 
 from ..proto import kv_pb2
 from .channel import ERROR_KEY
-from .errors import DeadlineExceeded, DiptychError, HandoffError, Unavailable, WorkerLost, from_wire
+from .errors import (
+    DeadlineExceeded,
+    DiptychError,
+    HandoffError,
+    RequestAborted,
+    SequenceEnded,
+    Unavailable,
+    WorkerLost,
+    from_wire,
+)
 
 
 def error_of(e: grpc.aio.AioRpcError) -> DiptychError:
@@ -29,4 +38,5 @@ def error_of_abort(message: kv_pb2.Aborted) -> DiptychError:
     error = from_wire(message.error, message.message)
     if isinstance(error, HandoffError | Unavailable):
         return error
-    return HandoffError(f"the source gave the hand-off up: {message.message}")
+    kind = SequenceEnded if isinstance(error, RequestAborted) else HandoffError
+    return kind(f"the source gave the hand-off up: {message.message}")

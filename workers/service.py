@@ -165,6 +165,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Unavailable as e:
             return await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         state.incarnation = self.incarnation
+        state.num_unaware_links = sum(self._is_draining and not link.knows_draining for link in self._links)
         self._complete(state.load)
         return state
 
@@ -182,7 +183,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     if role is not None:
                         self._engine.post(lambda engine, role=role: engine.set_role(role))
                 case "drain":
-                    self._is_draining = True
+                    self._drain(link)
+                case "drain_seen":
+                    link.knows_draining = self._is_draining
                 case "offer":
                     self._handoffs.offer(link.key(message.offer.handle), message.offer.handoff_id)
                 case "offer_prefix":
@@ -198,7 +201,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if key in link.keys:
             log.warning("a router used a handle twice: the second request is ignored")
             return
-        if self._is_draining:
+        if link.knows_draining:
             self._links.send_failure(key, WorkerDraining("the worker takes nothing new: it is draining"))
             return
         if is_sink and has_prefix:
@@ -224,6 +227,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._handoffs.pull(key, submit.source, request.timeout_s)
         elif has_prefix:
             self._handoffs.pull_prefix(key, submit.prefix, request.timeout_s)
+
+    def _drain(self, link: RouterLink) -> None:
+        """Every router is told at once; what it had sent before it heard of it is taken all the same."""
+        link.knows_draining = self._is_draining = True
+        self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
 
     def _abort(self, link: RouterLink, key: str) -> None:
         link.keys.pop(key, None)

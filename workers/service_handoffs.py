@@ -23,7 +23,7 @@ from .engine_events import (
     SegmentReady,
 )
 from .engine_thread import EngineThread
-from .errors import DiptychError, HandoffError
+from .errors import DiptychError, HandoffError, SequenceEnded
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
 from .service_links import Links, handle_of
@@ -52,6 +52,7 @@ class ServiceHandoffs:
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._offered: dict[str, _Offered] = {}  # by hand-off id
         self._num_bytes = 0  # pulled
+        self._num_failed = 0  # pulls of sequences that were still wanted
 
     def attach(self, source: HandoffSource, sink: HandoffSink) -> None:
         self._source = source
@@ -102,6 +103,7 @@ class ServiceHandoffs:
         except DiptychError as e:
             await self._engine.fail(key, quarantine=False)
             if self._links.has(key):
+                self._num_failed += not isinstance(e, SequenceEnded)
                 self._links.forget(key)
                 self._links.send_failure(key, e, handoff=True)
         finally:
@@ -121,6 +123,7 @@ class ServiceHandoffs:
     def complete(self, load: worker_pb2.LoadReport) -> None:
         """Add what the pulls know."""
         load.handoff_bytes = self._num_bytes
+        load.num_handoffs_failed = self._num_failed
         load.num_checksum_failures = self._sink.num_checksum_failures
         del load.links[:]  # it may be a report that is sent again
         load.links.extend(self._sink.links())

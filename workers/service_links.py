@@ -21,6 +21,7 @@ class RouterLink:
         default_factory=asyncio.Queue[worker_pb2.WorkerMessage | None]
     )  # None ends the stream
     keys: dict[str, None] = field(default_factory=dict[str, None])  # in order: a run can be replayed
+    knows_draining: bool = False  # its other end submits nothing any more
 
     def key(self, handle: int) -> str:
         return f"{self.number}/{handle}"

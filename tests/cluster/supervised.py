@@ -26,10 +26,10 @@ TIMEOUT_S = 60.0
 class FakeProcess:
     """A worker that serves in this process, and can be made to die."""
 
-    def __init__(self, pool: str, error: DiptychError | None, step_s: float) -> None:
+    def __init__(self, pool: str, error: DiptychError | None, runner: Callable[[], FakeRunner]) -> None:
         self._error = error
         self._config = WorkerConfig(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
-        self._step_s = step_s
+        self._runner = runner
         self._started: asyncio.Task[WorkerStarted] | None = None
         self._death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
 
@@ -41,8 +41,8 @@ class FakeProcess:
         return await asyncio.shield(self._started)
 
     async def _serve(self) -> WorkerStarted:
-        self._service = WorkerService(self._config, FakeRunner(step_s=self._step_s))
-        at = await self._service.start()
+        self.service = WorkerService(self._config, self._runner())
+        at = await self.service.start()
         return WorkerStarted(at.address, at.incarnation, at.pid, "here")
 
     @property
@@ -60,7 +60,7 @@ class FakeProcess:
             self._death.set_result(error)
             if self._started:
                 await self._started
-                await self._service.stop(grace_s=0.0)
+                await self.service.stop(grace_s=0.0)
 
     async def kill(self) -> None:
         await self.die(WorkerLost("killed"))
@@ -84,6 +84,7 @@ class FakeRouter:
 @dataclass
 class FakeLauncher:
     step_s: float = 0.0
+    num_blocks: int = 256
     errors: list[DiptychError | None] = field(default_factory=list[DiptychError | None])  # of the next starts
     processes: dict[str, FakeProcess] = field(default_factory=dict[str, FakeProcess])
     places: set[str] = field(default_factory=set[str])  # by gang: what Ray has reserved
@@ -96,8 +97,11 @@ class FakeLauncher:
         if worker_id not in self.processes:
             self.num_started += 1
             error = self.errors.pop(0) if self.errors else None
-            self.processes[worker_id] = FakeProcess(pool, error, self.step_s)
+            self.processes[worker_id] = FakeProcess(pool, error, self._runner)
         return self.processes[worker_id]
+
+    def _runner(self) -> FakeRunner:
+        return FakeRunner(num_blocks=self.num_blocks, step_s=self.step_s)
 
     def vacate(self, gang_id: str) -> None:
         assert all(each.is_dead for name, each in self.processes.items() if gang_of(name) == gang_id)

@@ -91,7 +91,7 @@ def test_without_a_positive_release_nothing_is_left_of_it(has_stepped: bool) -> 
     sink.fail_import(KEY, quarantine=False)
     outputs += run(sink)
     assert not any(output.tokens or output.stored or output.failures for output in outputs)
-    assert sink.check_integrity().load.num_handoffs_failed == 1
+    assert sink.check_integrity().load.num_handoffs_received == 0
     assert sink.manager.num_cached == 0
     assert_clean(sink)
 

@@ -14,6 +14,7 @@ from diptych.workers.errors import (
     LayoutMismatch,
     LeaseLost,
     RequestAborted,
+    SequenceEnded,
     TransportError,
     Unavailable,
     UnknownHandoff,
@@ -213,7 +214,7 @@ def test_the_opening_is_checked_before_anything_is_reserved(
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (RequestAborted("the client left"), HandoffError),
+        (RequestAborted("the client left"), SequenceEnded),
         (Unavailable("stopping"), Unavailable),
         (LeaseLost("x"), LeaseLost),
     ],

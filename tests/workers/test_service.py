@@ -153,6 +153,30 @@ def test_bad_requests_and_draining_are_told_by_name() -> None:
     run(test)
 
 
+def test_a_drain_refuses_nothing_from_a_router_that_has_not_heard_of_it() -> None:
+    """What such a router sends is served; once it says that it knows, the worker can be drained for good."""
+
+    async def test() -> None:
+        async with worker() as (_, address):
+            router, supervisor = Router(address), Router(address)
+            await router.read("load")
+            await supervisor.send(drain=worker_pb2.Drain())
+            while not (await router.read("load")).load.draining:
+                pass
+            assert (await router.idle_state()).num_unaware_links == 1
+            await router.submit(1, make_request([1, 2], 3))
+            assert [token for _, token in await router.tokens(1)] == fake_output([1, 2], 3)
+            await router.send(drain_seen=worker_pb2.DrainSeen())
+            await router.submit(2, make_request([1], 3))
+            failed = (await router.read("failed")).failed
+            assert (failed.handle, failed.error) == (2, "WorkerDraining")
+            assert (await router.idle_state()).num_unaware_links == 0
+            await router.close()
+            await supervisor.close()
+
+    run(test)
+
+
 def test_abort_and_a_broken_link_free_the_blocks() -> None:
     async def test() -> None:
         async with worker(step_s=0.002) as (_, address):

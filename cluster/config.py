@@ -151,6 +151,13 @@ class RouterConfig(_Settings):
     worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker silent for that long is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
     strict: bool = False  # requests with unknown fields are refused
+    max_connections: Annotated[int, Field(ge=1)] = 4096  # here and for the next: of each port of each router
+    max_connections_per_address: Annotated[int, Field(ge=1)] = 2048
+    max_header_bytes: Annotated[int, Field(ge=1024, le=1 << 20)] = 16 << 10
+    header_timeout_s: Annotated[float, Field(gt=0)] = 10.0  # for the TLS handshake, and for a request's headers
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    idle_timeout_s: Annotated[float, Field(gt=0)] = 75.0  # of a connection without a request
+    send_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # of a client that does not read
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:

@@ -32,6 +32,7 @@ class Limits:
     max_body_bytes: int = 16 << 20
     strict: bool = False  # refuse fields that nobody knows
     process: ProcessLimits = field(default_factory=ProcessLimits)  # of what encodes prompts
+    body_timeout_s: float = 60.0
 
 
 Prompt = str | tuple[int, ...] | Chat

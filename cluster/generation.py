@@ -8,14 +8,14 @@ The front door owns everything above the seam (text, ids, seeds, stop strings, n
 everything below (workers, routes, resumption). This file knows neither HTTP nor gRPC.
 
 Life of a Generation:  made by FrontDoor.start -> batches() runs one task a completion -> the last finishes | an error
-of any ends all | the caller closes batches(). However it ends, every token stream is closed before batches() returns.
+of any ends all | the caller closes batches(). However it ends, every token stream is closed before batches() returns,
+and when the deadline comes, whether the caller reads or not.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..workers.errors import DeadlineExceeded, InternalError, RequestAborted
@@ -27,6 +27,8 @@ from .stop_strings import StopStrings
 from .timings import RequestTimings
 
 T = TypeVar("T")
+
+MAX_UNREAD_DELTAS = 1024  # of a generation whose reader is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class Generation:
         self.completions = completions
         self._source = source
         self._firsts = completions[::n]
-        self._timeout_s = completions[0].request.timeout_s
+        self.timeout_s = completions[0].request.timeout_s
 
     @property
     def usage(self) -> Usage:
@@ -206,14 +208,14 @@ class Generation:
                     yield batch
             return
         news = _News()
-        timer = asyncio.get_running_loop().call_later(self._timeout_s, news.put_nowait, self._deadline_exceeded())
         tasks = [asyncio.create_task(self._receive(completion, news)) for completion in self.completions]
         for task in tasks:
-            task.add_done_callback(partial(_report, news))
+            task.add_done_callback(news.report)
+        timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, tasks, news)
         try:
             num_running = len(tasks)
             while num_running:
-                batch, error = _take(await news.get(), news)
+                batch, error = await news.take()
                 if batch:
                     yield batch
                 num_running -= sum(delta.finish_reason is not None for delta in batch)
@@ -227,9 +229,11 @@ class Generation:
 
     async def _alone(self, completion: Completion) -> AsyncGenerator[list[TextDelta], None]:
         """The same of a single completion, without a task beside the caller's."""
-        deadline = _Deadline(self._timeout_s)
         try:
-            async with aclosing(self._source.stream(completion.request)) as deltas:
+            async with (
+                aclosing(self._source.stream(completion.request)) as deltas,
+                aclosing(_Deadline(self.timeout_s, deltas.aclose)) as deadline,
+            ):
                 while (delta := await deadline.keep(anext(deltas, None))) is not None:
                     text = completion.push(delta)
                     yield [text]
@@ -243,31 +247,37 @@ class Generation:
             if task is not None and task.cancelling():
                 raise
             raise _given_up() from e
-        finally:
-            deadline.close()
 
     async def _receive(self, completion: Completion, news: "_News") -> None:
         async with aclosing(self._source.stream(completion.request)) as deltas:
             async for delta in deltas:
                 text = completion.push(delta)
-                news.put_nowait(text)
+                await news.put(text)
                 if text.finish_reason is not None:
                     return
         raise _unfinished()
 
+    def _expire(self, tasks: Sequence[asyncio.Task[None]], news: "_News") -> None:
+        news.fail(self._deadline_exceeded())
+        for task in tasks:
+            task.cancel()
+
     def _deadline_exceeded(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the request did not finish within {self._timeout_s:g} s: ask for fewer tokens, or for a longer timeout_s"
+            f"the request did not finish within {self.timeout_s:g} s: ask for fewer tokens, or for a longer timeout_s"
         )
 
 
 class _Deadline:
-    """asyncio.timeout over several awaits of one task, between which other code runs that it must not interrupt."""
+    """asyncio.timeout over several awaits of one task, between which other code runs that it must not interrupt. That
+    may wait for a client who does not read: `end` is called for it when the deadline comes meanwhile."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
         self._has_expired = False
         self._waiting: asyncio.Task[Any] | None = None
+        self._end = end
+        self._ending: asyncio.Task[None] | None = None
 
     async def keep(self, awaitable: Awaitable[T]) -> T:
         """What it gives. Raises TimeoutError if the deadline comes first."""
@@ -283,13 +293,17 @@ class _Deadline:
         finally:
             self._waiting = None
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self._timer.cancel()
+        if self._ending is not None:
+            await self._ending
 
     def _expire(self) -> None:
         self._has_expired = True
         if self._waiting is not None:
             self._waiting.cancel()
+        else:
+            self._ending = asyncio.create_task(self._end())
 
 
 def _given_up() -> RequestAborted:
@@ -300,23 +314,36 @@ def _unfinished() -> InternalError:
     return InternalError("the token stream ended without a finish reason: please report this")
 
 
-class _News(asyncio.Queue[TextDelta | BaseException]):
-    """What the tasks of a Generation tell it."""
+class _News:
+    """What the tasks of a Generation tell its reader: deltas, and the error that ends it."""
 
+    def __init__(self) -> None:
+        self._deltas: list[TextDelta] = []
+        self._error: BaseException | None = None
+        self._has_news, self._has_room = asyncio.Event(), asyncio.Event()
 
-def _report(news: _News, task: asyncio.Task[None]) -> None:
-    error = _given_up() if task.cancelled() else task.exception()
-    if error is not None:
-        news.put_nowait(error)
+    async def put(self, delta: TextDelta) -> None:
+        """Waits while the reader has much to read: what a source has meanwhile, it gives in one piece."""
+        while len(self._deltas) >= MAX_UNREAD_DELTAS:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._deltas.append(delta)
+        self._has_news.set()
 
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._has_news.set()
 
-def _take(first: TextDelta | BaseException, news: _News) -> tuple[list[TextDelta], BaseException | None]:
-    """What has come: deltas, and the error that followed them, if any."""
-    batch: list[TextDelta] = []
-    item = first
-    while isinstance(item, TextDelta):
-        batch.append(item)
-        if news.empty():
-            return batch, None
-        item = news.get_nowait()
-    return batch, item
+    def report(self, task: asyncio.Task[None]) -> None:
+        """How a task ended."""
+        error = _given_up() if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)
+
+    async def take(self) -> tuple[list[TextDelta], BaseException | None]:
+        """What has come: one of the two at least."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        self._has_room.set()
+        batch, self._deltas = self._deltas, []
+        return batch, self._error

@@ -5,7 +5,7 @@ Cancelling a call closes its token streams, which aborts its requests on the wor
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -21,6 +21,8 @@ from ..workers.channel import bind, make_server
 from ..workers.errors import ConfigError, DiptychError, InvalidRequest
 from ..workers.wire import FINISH_TO_PROTO, sampling_from_proto
 from .config import TlsConfig
+from .connection_limits import ConnectionLimits
+from .delivery import Delivery
 from .front_door import FrontDoor, GenerationSpec, Prompt
 from .generation import Generation, TextDelta
 from .grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
@@ -30,6 +32,8 @@ from .tokenizer import Tokenizer
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 1.0
 MIN_TIMEOUT_S = 0.001
+MAX_AGE_S = 3600.0  # of a connection: then its client is asked to open another one
+MAX_STREAMS = 1024  # calls that one connection may have open
 
 if TYPE_CHECKING:  # the class is generic in its stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,17 +43,33 @@ class InferenceServer:
     """`start` and `stop` on one running event loop. Where there is an `api_key`, all services but health ask for it."""
 
     def __init__(
-        self, door: FrontDoor, api_key: str | None = None, *, tls: TlsConfig | None = None, reuse_port: bool = False
+        self,
+        door: FrontDoor,
+        api_key: str | None = None,
+        *,
+        tls: TlsConfig | None = None,
+        reuse_port: bool = False,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._door = door
         self._credentials = _credentials(tls) if tls else None
         refusal = "the API key is missing or wrong: send it as metadata 'authorization: Bearer KEY'"
-        self._server = make_server(api_key, refusal=refusal, options=_options(door.limits.max_body_bytes, reuse_port))
+        limits = limits or ConnectionLimits()
+        options = [
+            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.max_receive_message_length", door.limits.max_body_bytes),
+            # A call that its client does not read ends with its connection at last.
+            ("grpc.max_connection_age_ms", round(MAX_AGE_S * 1e3)),
+            ("grpc.max_connection_age_grace_ms", round((door.limits.max_timeout_s + limits.send_timeout_s) * 1e3)),
+            *_bounds(limits),
+        ]
+        self._service = InferenceService(door, limits.send_timeout_s)
+        self._server = make_server(api_key, refusal=refusal, options=options)
         self._health = health.aio.HealthServicer()
 
     async def start(self, host: str, port: int) -> int:
         """Listen on host:port (0: the kernel chooses) and return the port. Raises PortInUse, ConfigError."""
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(self._door), self._server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         bound = bind(self._server, host, port, self._credentials)
@@ -77,26 +97,29 @@ class InferenceServer:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, door: FrontDoor) -> None:
+    def __init__(self, door: FrontDoor, send_timeout_s: float) -> None:
         self._door = door
+        self._send_timeout_s = send_timeout_s
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # the stubs know no handler that writes by its context
         self, request: inference_pb2.GenerateRequest, context: "Context"
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> None:
         request_id = f"gen-{uuid.uuid4().hex}"
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         try:
             generation = await self._door.start(self._spec(request, context), request_id)
-            num_running = len(generation.completions)
-            async with aclosing(generation.batches()) as batches:
-                async for batch in batches:
-                    for delta in batch:
-                        num_running -= delta.finish_reason is not None
-                        response = _response(request_id, delta, self._door.tokenizer)
-                        if num_running == 0:
-                            _conclude(response, generation)
-                        yield response
+            async with Delivery(generation.timeout_s, self._send_timeout_s) as delivery:
+                num_running = len(generation.completions)
+                async with aclosing(generation.batches()) as batches:
+                    async for batch in batches:
+                        for delta in batch:
+                            num_running -= delta.finish_reason is not None
+                            response = _response(request_id, delta, self._door.tokenizer)
+                            if num_running == 0:
+                                _conclude(response, generation)
+                            await delivery.of(context.write(response))
         except DiptychError as e:
+            # Where the client does not read, this ends when it does, or when its connection is closed.
             await _abort(context, e, request_id)
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: "Context") -> inference_pb2.ModelInfo:
@@ -175,13 +198,20 @@ def _credentials(tls: TlsConfig) -> grpc.ServerCredentials:
         raise ConfigError(f"cannot read {e.filename}: {e.strerror}. Check grpc_tls") from e
 
 
-def _options(max_bytes: int, reuse_port: bool) -> Sequence[tuple[str, Any]]:
+def _bounds(limits: ConnectionLimits) -> Sequence[tuple[str, Any]]:
     return (
-        ("grpc.max_receive_message_length", max_bytes),
-        ("grpc.so_reuseport", int(reuse_port)),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+        # For the TLS handshake and the client's settings; then without a call.
+        ("grpc.server_handshake_timeout_ms", round(limits.header_timeout_s * 1e3)),
+        ("grpc.http2.settings_timeout", round(limits.header_timeout_s * 1e3)),
+        ("grpc.max_connection_idle_ms", round(limits.idle_timeout_s * 1e3)),
         # A client that is gone without a FIN (power, a cut cable) is noticed by these pings.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # the least that clients may ping
+        ("grpc.http2.max_ping_strikes", 2),
     )

@@ -102,7 +102,8 @@ class HttpApi:
 
     async def _call(self, kind: type[Body], request: Request) -> Call:
         """Read what is asked for. Unknown fields are named in a header of whatever is answered."""
-        call = parse(kind, await read_json(request, self._door.limits.max_body_bytes)).call()
+        limits = self._door.limits
+        call = parse(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s)).call()
         self._unknown_fields.note(call.unknown)
         request.state.ignored = header_value(call.unknown)
         return call
@@ -112,7 +113,8 @@ class HttpApi:
     ) -> Response | EventStream:
         if stream:
             request_id = _request_id(request)
-            return EventStream(_events(generation, form), lambda e: to_event(error_object(e, request_id)))
+            events = _events(generation, form)
+            return EventStream(events, lambda e: to_event(error_object(e, request_id)), generation.timeout_s)
         deltas = await while_connected(request.receive, _collect(generation))
         return JSONResponse(form.whole(deltas), headers=_server_timing(generation))
 

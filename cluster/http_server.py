@@ -1,4 +1,4 @@
-"""The HTTP listener: bound early, so that a port in use is known before anything starts; served in the running loop."""
+"""The HTTP port: bound early, so that a port in use is known before anything starts; served in the running loop."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,11 @@ from starlette.types import ASGIApp
 
 from ..workers.errors import ConfigError, PortInUse
 from .config import TlsConfig
+from .connection_limits import ConnectionLimits
+from .http_listener import Listener, OnRefused
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close first
+SEND_BUFFER_BYTES = 256 << 10  # of the kernel, a connection: by itself it takes 4 MiB for a client that does not read
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -28,6 +30,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of what it accepts, too
         sock.bind(address)
         sock.listen(BACKLOG)
     except OSError as e:
@@ -42,15 +45,41 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
+    """uvicorn's, which finishes open calls, over a Listener of ours."""
+
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, on_refused: OnRefused) -> None:
+        super().__init__(config)
+        self._limits = limits
+        self._on_refused = on_refused
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield  # signals belong to the process, not to one of its listeners
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        self.servers = []  # uvicorn's own
+        (sock,) = sockets
+        self._listener = Listener(sock, self.config, self.server_state, self._limits, self._on_refused)
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._listener.stop()
+        await super().shutdown(sockets)
+
 
 async def serve_http(
-    app: ASGIApp, sock: socket.socket, stop: asyncio.Event, *, grace_s: float = 10.0, tls: TlsConfig | None = None
+    app: ASGIApp,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    *,
+    grace_s: float = 10.0,
+    tls: TlsConfig | None = None,
+    limits: ConnectionLimits | None = None,
+    on_refused: OnRefused = lambda _: None,
 ) -> None:
-    """Serve until `stop` is set; then take no new call, give open ones `grace_s` to end, and close the socket."""
+    """Serve until `stop` is set; then take no new call, give open ones `grace_s` to end, and close the socket.
+    `on_refused`: told the status of each answer that did not come from `app`."""
     config = uvicorn.Config(
         app,
         ssl_certfile=tls.cert if tls else None,
@@ -61,10 +90,9 @@ async def serve_http(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
-    server = _Server(config)
+    server = _Server(config, limits or ConnectionLimits(), on_refused)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from ..workers.errors import DiptychError, InvalidRequest, RequestAborted
+from ..workers.errors import BodyTooLarge, BodyTooSlow, DiptychError, InvalidRequest, RequestAborted
+from .delivery import GRACE_S
+from .http_connection import CUT
 
-BODY_TIMEOUT_S = 60.0
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -26,23 +27,23 @@ SEND = "send"  # in a call's state: the server's own `send`, without what the ap
 T = TypeVar("T")
 
 
-async def read_json(request: Request, max_bytes: int) -> bytes:
-    """The body of a POST that says it is JSON. Raises InvalidRequest."""
+async def read_json(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """The body of a POST that says it is JSON. Raises InvalidRequest, BodyTooLarge, BodyTooSlow."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest(f"send the body as content-type: application/json, got {media_type[:100] or 'none'!r}")
-    too_large = InvalidRequest(f"the body is larger than {max_bytes} bytes: send several calls")
+    too_large = BodyTooLarge(f"the body is larger than {max_bytes} bytes: send several calls")
     if int(request.headers.get("content-length", "0")) > max_bytes:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for piece in request.stream():
                 body += piece
                 if len(body) > max_bytes:
                     raise too_large
     except TimeoutError as e:
-        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s: send it faster") from e
+        raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s: send it faster") from e
     except ClientDisconnect as e:
         raise RequestAborted("the client left while it sent the body") from e
     return bytes(body)
@@ -68,20 +69,27 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream:
-    """An answer of server-sent events. The status is sent with the first of them: an error before it has its own."""
+    """An answer of server-sent events. The status is sent with the first of them: an error before it has its own. A
+    client who has not read it all a moment after `timeout_s` is cut off."""
 
-    def __init__(self, events: AsyncGenerator[str, None], error_event: Callable[[DiptychError], str]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[str, None], error_event: Callable[[DiptychError], str], timeout_s: float
+    ) -> None:
         self._events = events
         self._error_event = error_event
+        self._timeout_s = timeout_s
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        timer = asyncio.get_running_loop().call_later(self._timeout_s + GRACE_S, scope["state"][CUT])
         try:
             # Whatever wraps `send` looks at the answer's start alone, and costs as much as the event for each of them.
             await while_connected(receive, self._send_events(send, scope["state"].get(SEND, send)))
         except RequestAborted:
             if not self._started:
                 raise
+        finally:
+            timer.cancel()
 
     async def _send_events(self, start: Send, send: Send) -> None:
         try:

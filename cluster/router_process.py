@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..workers.garbage import loading
+from .config import RouterConfig
+from .connection_limits import ConnectionLimits
 from .deployment import Deployment
 from .fleet import WorkerInfo
 from .front_door import FrontDoor, Limits
@@ -51,14 +53,21 @@ class RouterProcess:
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
-        limits = Limits(max_timeout_s=settings.request_timeout_s, strict=settings.strict)
+        limits = Limits(
+            max_timeout_s=settings.request_timeout_s, strict=settings.strict, body_timeout_s=settings.body_timeout_s
+        )
         self._door = door = FrontDoor(self._router, tokenizer, limits)
         await door.open()
-        self._grpc = InferenceServer(door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port)
+        bounds = _connection_limits(settings)
+        self._grpc = InferenceServer(
+            door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds
+        )
         await self._router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
         app = make_app(door, settings.api_key)
-        self._http = asyncio.create_task(serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=settings.http_tls))
+        self._http = asyncio.create_task(
+            serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=settings.http_tls, limits=bounds)
+        )
         return RouterStarted(settings.host, sock.getsockname()[1], grpc_port, os.getpid())
 
     async def stop(self) -> None:
@@ -67,3 +76,14 @@ class RouterProcess:
         await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
         await self._router.stop()
         await self._door.close()
+
+
+def _connection_limits(settings: RouterConfig) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=settings.max_connections,
+        max_connections_per_address=settings.max_connections_per_address,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_s=settings.header_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
+    )

@@ -3,7 +3,9 @@
     DiptychError                     code       who can mend it
     ├── InvalidRequest               400        the client
     │   ├── PromptTooLong            400
-    │   └── UnknownModel             404
+    │   ├── UnknownModel             404
+    │   ├── BodyTooSlow              408
+    │   └── BodyTooLarge             413
     ├── Unauthenticated              401        the client
     ├── Overloaded                   429        time (retry_after_s)
     ├── RequestAborted               499        nobody: the client left
@@ -59,6 +61,14 @@ class PromptTooLong(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     status, code = 404, "model_not_found"
+
+
+class BodyTooSlow(InvalidRequest):
+    status = 408
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
 
 
 class Unauthenticated(DiptychError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diptych.cluster.config import TlsConfig
+from diptych.cluster.connection_limits import ConnectionLimits
 from diptych.cluster.front_door import FrontDoor, Limits
 from diptych.cluster.generation import Health, TokenDelta, TokenLogprob
 from diptych.cluster.grpc_api import InferenceServer
@@ -17,6 +18,7 @@ from diptych.cluster.http_server import bind, serve_http
 from diptych.cluster.timings import RequestTimings
 from diptych.cluster.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.errors import DiptychError, Overloaded
+from diptych.workers.event_loop import new_event_loop
 from diptych.workers.request import Request
 from diptych.workers.runner import ModelInfo
 from diptych.workers.sequence import FinishReason
@@ -70,6 +72,7 @@ class Echo:
         self.model_error: DiptychError | None = None
         self.ready = True
         self.tokens_a_delta = 1
+        self.context = CONTEXT
 
     def all_started(self, num: int) -> threading.Event:
         """Set as soon as so many streams have begun."""
@@ -85,7 +88,7 @@ class Echo:
     def model(self) -> ModelInfo:
         if self.model_error:
             raise self.model_error
-        return ModelInfo("echo", "EchoForCausalLM", 260, CONTEXT, (END,), "float32")
+        return ModelInfo("echo", "EchoForCausalLM", 260, self.context, (END,), "float32")
 
     def admit(self, num_sequences: int) -> None:
         if self.admit_error:
@@ -174,6 +177,7 @@ def served(
     limits: Limits | None = None,
     tls: TlsConfig | None = None,
     template: str = TEMPLATE,
+    connections: ConnectionLimits | None = None,
 ) -> Generator[Served]:
     """Both doors on real sockets, on an event loop of their own."""
     ready = threading.Event()
@@ -182,16 +186,20 @@ def served(
 
     async def main() -> None:
         door = front_door(source, limits, template)
-        grpc_server = InferenceServer(door, api_key, tls=tls)
+        grpc_server = InferenceServer(door, api_key, tls=tls, limits=connections)
         grpc_port = await grpc_server.start("127.0.0.1", 0)
         sock = bind("127.0.0.1", 0)
         found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
         ready.set()
-        await serve_http(make_app(door, api_key), sock, stop, grace_s=1, tls=tls)
+        await serve_http(make_app(door, api_key), sock, stop, grace_s=1, tls=tls, limits=connections)
         await grpc_server.stop(0)
         await door.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    def run() -> None:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=run)
     thread.start()
     assert ready.wait(30)
     try:

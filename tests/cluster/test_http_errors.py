@@ -101,7 +101,7 @@ def test_a_body_too_large(chunked: bool) -> None:
         content = (body[i : i + 100] for i in range(0, len(body), 100)) if chunked else body
         headers = {"content-type": "application/json; charset=utf-8"}
         response = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
-        assert response.status_code == 400 and "larger than 1000 bytes" in error(response)["message"]
+        assert response.status_code == 413 and "larger than 1000 bytes" in error(response)["message"]
         assert post(server, prompt="x").status_code == 200
 
 

@@ -1,0 +1,13 @@
+"""What clients may do to each of a router's two ports, before and after they have shown a key."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    max_connections: int = 4096
+    max_connections_per_address: int = 2048  # HTTP alone: gRPC's library counts none
+    max_header_bytes: int = 16 << 10
+    header_timeout_s: float = 10.0  # for the TLS handshake, and then for the head of a request
+    idle_timeout_s: float = 75.0  # without a request; longer than clients keep connections, so that they close first
+    send_timeout_s: float = 30.0  # in which a client has to take something of what waits for it

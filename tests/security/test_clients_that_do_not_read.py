@@ -1,0 +1,106 @@
+"""A client with a key that sends a request and reads nothing: it holds a slot no longer than its deadline, and little
+memory."""
+
+import json
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from diptych.cluster.connection_limits import ConnectionLimits
+from diptych.cluster.generation import MAX_UNREAD_DELTAS
+from diptych.proto import inference_pb2 as pb
+from diptych.proto import inference_pb2_grpc
+
+from ..cluster.front import Echo, Served, served
+
+NUM_TOKENS = 20_000
+WAIT_S = 60.0  # for what must come; a test that passes waits for none of it
+LOGPROBS = 20  # so that a token is some kB of text
+SHORT = ConnectionLimits(send_timeout_s=0.5)
+
+
+def endless() -> Echo:
+    source = Echo()
+    source.context = 2 * NUM_TOKENS
+    return source
+
+
+@contextmanager
+def asked(server: Served, **body: object) -> Generator[socket.socket]:
+    """A socket on which a completion was asked for. It has little room for an answer."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(WAIT_S)
+        sock.connect(("127.0.0.1", server.http_port))
+        content = json.dumps({"prompt": "abc", "max_tokens": NUM_TOKENS, "logprobs": LOGPROBS} | body).encode()
+        head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + content)
+        yield sock
+
+
+def is_cut_off(sock: socket.socket) -> bool:
+    """Whether what there is to read ends before the answer does."""
+    got = b""
+    try:
+        while piece := sock.recv(1 << 20):
+            got = got[-100:] + piece
+    except ConnectionResetError:
+        return True
+    return not got.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_is_not_read_ends_at_its_deadline(n: int) -> None:
+    with served(endless()) as server, asked(server, stream=True, n=n, timeout_s=0.5) as sock:
+        assert server.source.all_started(n).wait(WAIT_S)
+        assert server.source.all_closed.wait(WAIT_S)
+        assert server.source.num_delivered < n * NUM_TOKENS  # it was the deadline
+        sock.close()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_is_not_read_ends_before_a_deadline_that_is_far(n: int) -> None:
+    with served(endless(), connections=SHORT) as server, asked(server, stream=True, n=n) as sock:
+        assert server.source.all_started(n).wait(WAIT_S)
+        assert server.source.all_closed.wait(WAIT_S)
+        assert is_cut_off(sock)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_call_that_is_not_read_ends_at_its_deadline(n: int) -> None:
+    with served(endless()) as server, grpc.insecure_channel(server.address) as channel:
+        call = generate(channel, n=n, timeout_s=0.5)
+        assert server.source.all_started(n).wait(WAIT_S)
+        assert server.source.all_closed.wait(WAIT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)  # it is told so, where it reads at last
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_call_that_is_not_read_ends_before_a_deadline_that_is_far(n: int) -> None:
+    with served(endless(), connections=SHORT) as server, grpc.insecure_channel(server.address) as channel:
+        call = generate(channel, n=n)
+        assert server.source.all_started(n).wait(WAIT_S)
+        assert server.source.all_closed.wait(WAIT_S)
+        call.cancel()
+
+
+def generate(channel: grpc.Channel, **fields: object) -> grpc.Call:
+    """A call that nothing is read of until someone iterates it."""
+    sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, logprobs=LOGPROBS)
+    request = pb.GenerateRequest(text="abc", sampling=sampling, **fields)  # type: ignore[arg-type]
+    return inference_pb2_grpc.InferenceStub(channel).Generate(request)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_waits_for_a_reader_is_bounded(n: int) -> None:
+    """Sockets, one event, and so many deltas of several completions."""
+    with served(endless(), connections=SHORT) as server, asked(server, stream=True, n=n):
+        assert server.source.all_closed.wait(WAIT_S)
+        event_bytes = 1000  # at least
+        in_sockets = (1 << 20) // event_bytes
+        assert server.source.num_delivered < in_sockets + (n > 1) * 2 * (MAX_UNREAD_DELTAS + n)

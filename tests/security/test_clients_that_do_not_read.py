@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -89,7 +90,7 @@ def test_a_call_that_is_not_read_ends_before_a_deadline_that_is_far(n: int) -> N
         call.cancel()
 
 
-def generate(channel: grpc.Channel, **fields: object) -> grpc.Call:
+def generate(channel: grpc.Channel, **fields: object) -> Any:
     """A call that nothing is read of until someone iterates it."""
     sampling = pb.SamplingParams(max_tokens=NUM_TOKENS, logprobs=LOGPROBS)
     request = pb.GenerateRequest(text="abc", sampling=sampling, **fields)  # type: ignore[arg-type]

@@ -1,14 +1,18 @@
 """What can be found wrong before anything is started: the model's folder, the ports, the files named. No torch."""
 
 import errno
-import json
 import socket
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..workers.errors import CheckpointError, ConfigError, PortInUse
+from ..workers.models.families import load_spec
+from ..workers.models.shards import read_index, shards
+from ..workers.models.spec import ModelSpec
+from .chat_template import read_json
 from .config import ClusterConfig
+from .tokenizer_files import find_sources
 
 SHIPPED_MODEL = "tiny"
 
@@ -20,22 +24,25 @@ def resolve_model(model: str) -> str:
     return str(Path(model).expanduser().absolute())
 
 
-def check_model(folder: Path) -> None:
-    """Raises ConfigError or CheckpointError unless `folder` looks like a Hugging Face checkpoint."""
-    remedy = "Give the folder of a Hugging Face checkpoint, or `tiny` for the model that ships with Diptych"
+def check_model(folder: Path) -> ModelSpec:
+    """What the config.json of a Hugging Face checkpoint in `folder` says. Raises ConfigError or CheckpointError."""
+    remedy = f"Give the folder of a Hugging Face checkpoint, or `{SHIPPED_MODEL}` for the model that ships with Diptych"
     if not folder.exists():
         raise ConfigError(f"{folder} does not exist. {remedy}")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is a file. {remedy}")
-    path = folder / "config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise CheckpointError(f"{folder} has no config.json. {remedy}") from e
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path} cannot be read: {e}. Fetch the checkpoint again") from e
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} holds no JSON object. Fetch the checkpoint again")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json. {remedy}")
+    return load_spec(folder)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises ConfigError or CheckpointError where config.json, the tokenizer's files or the index of the weights say
+    that `folder` cannot be served."""
+    check_model(folder)
+    shards(folder, read_index(folder))
+    find_sources(folder)
+    read_json(folder / "tokenizer_config.json")
 
 
 def check_ports(config: ClusterConfig) -> None:

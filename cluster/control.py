@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ..workers.errors import ConfigError, Unavailable, from_wire
 from .config import ClusterConfig
 from .deployment import Deployment
-from .placement import Refused, find_supervisor, start_ahead, start_supervisor
+from .placement import Refused, find_supervisor, last_line, start_ahead, start_supervisor
 from .status import ClusterStatus
 
 REPLY_S = 30.0
@@ -76,7 +76,7 @@ class SupervisorClient:
                     raise Unavailable(f"the supervisor did not come back within {REPLY_S:g} s") from e
                 time.sleep(RETRY_S)
             except RayError as e:
-                raise Unavailable(f"the supervisor is gone ({type(e).__name__})") from e
+                raise Unavailable(f"the supervisor is gone: {last_line(e)}") from e
         if isinstance(answer, Refused):
             raise from_wire(answer.error, answer.message)
         return answer

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..workers.errors import DiptychError
 
@@ -24,15 +24,20 @@ class RouterStarted:
     pid: int
 
 
-class WorkerHandle(Protocol):
-    async def start(self) -> WorkerStarted:
-        """Returns once the worker serves, at once if it already does. Raises DiptychErrors."""
+Started_co = TypeVar("Started_co", WorkerStarted, RouterStarted, covariant=True)
+
+
+class Startable(Protocol[Started_co]):
+    async def start(self) -> Started_co:
+        """Returns once the process serves, at once if it already does. Raises DiptychErrors."""
         ...
 
     async def waiting_for(self) -> str:
         """What must come before it can be placed; nothing once it is."""
         ...
 
+
+class WorkerHandle(Startable[WorkerStarted], Protocol):
     async def wait(self) -> DiptychError:
         """Returns when the process has died, saying why."""
         ...
@@ -42,11 +47,7 @@ class WorkerHandle(Protocol):
         ...
 
 
-class RouterHandle(Protocol):
-    async def start(self) -> RouterStarted:
-        """Returns once the router listens. Raises DiptychErrors."""
-        ...
-
+class RouterHandle(Startable[RouterStarted], Protocol):
     async def wait(self) -> DiptychError: ...
     async def kill(self) -> None:
         """End the process and give its place back. Idempotent."""

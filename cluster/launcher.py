@@ -16,16 +16,20 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
-from ..workers.errors import ConfigError, Unavailable, from_wire
+from ..workers.errors import CheckpointError, ConfigError, Unavailable
 from . import address_file
 from .address_file import ClusterAddress
 from .banner import banner
-from .checks import check_dashboard, check_model, check_ports, check_tls
+from .checks import check_checkpoint, check_dashboard, check_ports, check_tls
 from .config import ClusterConfig
 from .deployment import Deployment
-from .progress import Progress
+from .plurals import count
+from .progress import Phase, Progress
 from .ray_session import RaySession, join, make_token, start_ours
+from .startup import losses, missing, why_it_fails
 from .status import ClusterStatus
+from .tokenizer_conversion import needs_conversion, tokenizer_folder
+from .tokenizer_files import find_sources
 
 if TYPE_CHECKING:
     from .control import SupervisorClient
@@ -33,7 +37,6 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 WATCH_S = 1.0
 LOST_S = 30.0  # without an answer of the supervisor; Ray starts it again within seconds
-YOUNG_FAILURES = 3  # in a row, before the cluster was ever ready: more tries would fail alike
 
 
 class Stopped(BaseException):
@@ -47,6 +50,8 @@ def serve(config: ClusterConfig, console: Console) -> None:
     progress = Progress(console)
     with progress.phase("checked the settings"):
         check(config)
+    if not os.environ.get("RAY_ADDRESS"):
+        _convert_tokenizer(Path(config.model), progress)
     launcher = _Launcher(config, console, progress)
     try:
         # Ray prints pages about a worker that died; `news` says it in a line.
@@ -66,7 +71,7 @@ def check(config: ClusterConfig) -> None:
     """Whatever can be found wrong before a process is started. Raises DiptychErrors."""
     if not os.environ.get("RAY_ADDRESS"):
         # On a Ray of many machines the model and the ports are another machine's matter.
-        check_model(Path(config.model))
+        check_checkpoint(Path(config.model))
         check_tls(config)
         check_dashboard(config)
         check_ports(config)
@@ -76,6 +81,15 @@ def check(config: ClusterConfig) -> None:
             f"a cluster named {config.name!r} already runs (process {running.pid}): "
             f"stop it with `diptych stop --name {config.name}`, or choose another --name"
         )
+
+
+def _convert_tokenizer(folder: Path, progress: Progress) -> None:
+    """Here already, so that one that cannot be converted is told before Ray starts; routers find it in the cache."""
+    if needs_conversion(folder):
+        names = " and ".join(path.name for path in find_sources(folder))
+        phase = progress.phase("converting the tokenizer", f"transformers reads {names}")
+        with phase as shown, tokenizer_folder(folder) as kept:
+            shown.done = f"converted {names} to a tokenizer.json, kept in {kept}"
 
 
 class _Launcher:
@@ -91,8 +105,9 @@ class _Launcher:
 
     def run(self) -> None:
         self._start_ray()
-        self._start_supervisor()
-        status = self._wait_until_ready()
+        with self._progress.phase("starting workers", "the supervisor starts") as phase:
+            self._start_supervisor()
+            status = self._wait_until_ready(phase)
         self.is_ready = True
         self._console.print()
         text = banner(self._config, status, self._progress.elapsed_s)
@@ -114,7 +129,8 @@ class _Launcher:
     def _start_ray(self) -> None:
         config, address = self._config, os.environ.get("RAY_ADDRESS")
         path = None
-        with self._progress.phase("joining Ray" if address else "starting Ray") as phase:
+        title, waits_for = ("joining Ray", f"{address} to answer") if address else ("starting Ray", "its processes")
+        with self._progress.phase(title, waits_for) as phase:
             if address:
                 path = os.environ.get("RAY_AUTH_TOKEN_PATH")
                 self._session = join(address, Path(path) if path else None)
@@ -141,22 +157,23 @@ class _Launcher:
             check_placeable(self._config)
         self._supervisor = SupervisorClient.start(deployment)
 
-    def _wait_until_ready(self) -> ClusterStatus:
+    def _wait_until_ready(self, phase: Phase) -> ClusterStatus:
         assert self._supervisor
-        with self._progress.phase("starting workers") as phase:
-            while True:
-                status = self._supervisor.status()
-                if status.failure:
-                    self.keep_logs = False
-                    raise from_wire(status.failure.error, status.failure.message)
-                for pool in status.pools:
-                    if pool.num_failures >= YOUNG_FAILURES:
-                        raise Unavailable(f"the {pool.name} workers do not start: {pool.last_error}")
-                if status.state == "ready":
-                    phase.done = f"{len(status.workers)} workers and {len(status.routers)} routers are ready"
-                    return status
-                phase.note(_missing(status))
-                time.sleep(POLL_S)
+        before = None
+        while True:
+            status = self._supervisor.status()
+            for line in losses(before, status):
+                self._console.print(Text(line), soft_wrap=True)
+            before = status
+            if error := why_it_fails(status):
+                self.keep_logs = not isinstance(error, ConfigError | CheckpointError)  # they say nothing more of these
+                raise error
+            if status.state == "ready":
+                workers, routers = count(len(status.workers), "worker"), count(len(status.routers), "router")
+                phase.done = f"{workers} and {routers} are ready"
+                return status
+            phase.note(missing(status))
+            time.sleep(POLL_S)
 
     def _watch(self, status: ClusterStatus) -> None:
         """Say what changes until a signal ends it. Raises Unavailable when nobody supervises any more."""
@@ -178,30 +195,18 @@ class _Launcher:
 
 def news(before: ClusterStatus, now: ClusterStatus) -> list[str]:
     """What a person who watches the terminal should hear of."""
-    lines: list[str] = []
+    lines = losses(before, now)
     old = {p.name: p for p in before.pools}
     for pool in now.pools:
         was = old[pool.name]
-        if pool.last_error and (pool.last_error, pool.num_failures) != (was.last_error, was.num_failures):
-            lines.append(f"{pool.name}: lost {pool.last_error}")
         if (pool.target, pool.num_ready) != (was.target, was.num_ready):
             lines.append(f"{pool.name}: {pool.num_ready} of {pool.target} ready")
     routers = {r.router_id: r for r in before.routers}
     for router in now.routers:
         was_router = routers.get(router.router_id)
         if was_router and was_router.phase != router.phase:
-            lines.append(f"{router.router_id}: {router.phase} {router.last_error}".rstrip())
+            lines.append(f"{router.router_id}: {router.phase}")
     return lines
-
-
-def _missing(status: ClusterStatus) -> str:
-    ready = sum(p.num_ready for p in status.pools)
-    wanted = sum(p.target for p in status.pools)
-    routers = sum(r.phase == "ready" for r in status.routers)
-    parts = [f"{ready} of {wanted} ready, {routers} of {len(status.routers)} routers"]
-    parts += [p.last_error for p in status.pools if p.last_error]
-    parts += [f"{w.worker_id} waits for {w.waiting_for}" for w in status.workers if w.waiting_for]
-    return "; ".join(parts)
 
 
 def _address(name: str, session: RaySession, token_path: str | None) -> ClusterAddress:

@@ -56,8 +56,9 @@ class Refused:
     message: str
 
     @classmethod
-    def because(cls, error: DiptychError) -> "Refused":
-        return cls(type(error).__name__, error.message)
+    def because(cls, error: DiptychError, node: str = "") -> "Refused":
+        """`node`: the machine where it happened, if it may be another one than the reader's."""
+        return cls(type(error).__name__, f"{error.message} (on {node})" if node else error.message)
 
 
 class WorkerActor:
@@ -65,6 +66,7 @@ class WorkerActor:
 
     def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
         logging.basicConfig(level=logging.INFO)
+        self._node = "" if deployment.is_local else platform.node()
         self._claim = CoreClaim()
         cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
         self._config = replace(deployment.worker_config(pool, get_node_ip_address(), worker_id), cores=cores)
@@ -85,7 +87,7 @@ class WorkerActor:
         try:
             at = self._process.start_in_thread()
         except DiptychError as e:
-            return Refused.because(e)
+            return Refused.because(e, self._node)
         return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores)
 
     async def run_until_stopped(self) -> Refused:
@@ -119,7 +121,7 @@ class RouterActor:
         try:
             started = await self._process.start()
         except DiptychError as e:
-            return Refused.because(e)
+            return Refused.because(e, "" if self._deployment.is_local else platform.node())
         self._follower = asyncio.create_task(self._follow())
         if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
             return replace(started, host=get_node_ip_address())
@@ -135,7 +137,7 @@ class RouterActor:
                     version, workers = await supervisor.watch_fleet.remote(version)
                     self._process.update_fleet(workers)
             except (RayError, Unavailable) as e:
-                log.warning("no supervisor answers: %s", _last_line(e))
+                log.warning("no supervisor answers: %s", last_line(e))
                 await asyncio.sleep(RETRY_S)
 
     async def run_until_stopped(self) -> None:
@@ -163,10 +165,12 @@ class SupervisorActor:
     async def _run(self) -> None:
         try:
             await self._supervisor.run()
-        except Exception:
+        except Exception as e:
             # The process's top loop: Ray starts a new supervisor in the place of one that cannot go on.
             log.exception("the supervisor failed")
-            os._exit(1)
+            error = InternalError(f"it failed ({type(e).__name__}: {e}); its log has the traceback")
+            if not self._supervisor.note_failure("the supervisor", error):
+                os._exit(1)
 
     async def status(self) -> "ClusterStatus":
         await self._supervisor.adopted()
@@ -225,7 +229,7 @@ class _Placed:
         try:
             answer = await getattr(self._actor, method).remote()
         except RayTaskError as e:
-            raise InternalError(_last_line(e)) from e
+            raise InternalError(last_line(e)) from e
         except RayError as e:
             raise WorkerLost(f"its process died: {_cause_of_death(e)}") from e
         if isinstance(answer, Refused):
@@ -359,12 +363,12 @@ def _cause_of_death(error: RayError) -> str:
     """Ray tells it in a page: a type, a detail, and guesses."""
     found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes|$)", str(error))
     if found is None:
-        return _last_line(error)
+        return last_line(error)
     kind, detail = found.groups()
     return "it was killed, ran out of memory or crashed" if kind == "SYSTEM_ERROR" else detail
 
 
-def _last_line(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

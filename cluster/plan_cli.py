@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ..workers.errors import ConfigError, InsufficientMemory
 from ..workers.kv_layout import DTYPE_BYTES
-from ..workers.models.families import load_spec
 from ..workers.models.spec import ModelSpec
 from ..workers.quant.formats import QUANTIZE
 from .checks import check_model, resolve_model
@@ -56,8 +55,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     if device == "cuda" and rank_memory is None:
         raise ConfigError("--device cuda needs --rank-memory: what each GPU has free (nvidia-smi), as 79GiB")
     folder = Path(resolve_model(model))
-    check_model(folder)
-    spec = load_spec(folder)
+    spec = check_model(folder)
     sizes = tensor_parallel, block_size, expert_parallel, data_parallel
     how = Parallelism(dtype, quantize, *sizes, on_gpus=device == "cuda")
     here = psutil.virtual_memory().available // (tensor_parallel * data_parallel)

@@ -70,6 +70,8 @@ class RouterStatus:
     grpc_port: int | None = None
     pid: int | None = None
     last_error: str = ""
+    num_failures: int = 0  # in a row; 0 once it is ready
+    waiting_for: str = ""  # what must come before Ray can place it
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from ..proto.worker_pb2 import LoadReport
 from ..workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, PeerLost
@@ -78,6 +79,17 @@ class Supervisor:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
+
+    def note_failure(self, who: str, error: DiptychError) -> bool:
+        """Whether `error` of process `who` ends the start: one that would come again, before the cluster was ever
+        ready. The first is kept for `status`, and nothing more is started."""
+        if self._was_ready or error.retryable:
+            return False
+        is_the_users = isinstance(error, CheckpointError | ConfigError)  # then it does not matter who read it
+        message = error.message if is_the_users else f"{who}: {error.message}"
+        self._failure = self._failure or Failure(type(error).__name__, message)
+        self._wake.set()
+        return True
 
     async def stop(self) -> None:
         """End every worker and router, with what they still run."""
@@ -164,7 +176,7 @@ class Supervisor:
         error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
-            worker.started = await until_started(worker, handle)
+            worker.started = await until_started(handle, worker.wait_for)
             worker.control = await WorkerControl.open(worker.started.address, self._token)
             worker.ready_at = time.monotonic()
             worker.enter(Phase.READY)
@@ -206,8 +218,7 @@ class Supervisor:
         """The first of a gang counts as its pool's failure; what it says, until another one says more."""
         message = f"{worker.worker_id}: {error.message}"
         log.warning("lost %s", message)
-        if not self._was_ready and isinstance(error, CheckpointError | ConfigError):
-            self._failure = Failure(type(error).__name__, error.message)
+        self.note_failure(worker.worker_id, error)
         gang_id, before = gang_of(worker.worker_id), self._failures.get(worker.pool, Failures())
         if worker.phase in (Phase.STARTING, Phase.READY):
             now = time.monotonic()
@@ -233,15 +244,14 @@ class Supervisor:
             ready_at = None
             try:
                 handle = await self._launcher.router(router_id, started)
-                started = await handle.start()
+                started = await until_started(handle, partial(self._on_router_wait, router_id))
                 self._routers[router_id] = _router_status(router_id, started, failures.last_error)
                 ready_at = time.monotonic()
                 self._publish()
                 error = (await handle.wait()).message
             except DiptychError as e:
                 error = e.message
-                if not self._was_ready and isinstance(e, ConfigError):
-                    self._failure = Failure(type(e).__name__, e.message)
+                self.note_failure(router_id, e)
             finally:
                 if handle:
                     burial = self._keep(self._burials, handle.kill())
@@ -250,9 +260,16 @@ class Supervisor:
             now = time.monotonic()
             log.warning("lost %s: %s", router_id, error)
             failures = after_failure(failures, error, lived_s=now - ready_at if ready_at else 0.0, now=now)
-            self._routers[router_id] = RouterStatus(router_id, "starting", last_error=error)
+            self._routers[router_id] = RouterStatus(
+                router_id, "starting", last_error=error, num_failures=failures.count
+            )
             self._publish()
+            if self._failure:
+                return
             await asyncio.sleep(max(failures.retry_at - now, 0.0))
+
+    def _on_router_wait(self, router_id: str, waiting_for: str) -> None:
+        self._routers[router_id] = replace(self._routers[router_id], waiting_for=waiting_for)
 
     # -- the fleet, for routers -------------------------------------------------------------------------------------
 

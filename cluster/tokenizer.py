@@ -1,4 +1,4 @@
-"""Text <-> token ids, from a checkpoint's `tokenizer.json` and `tokenizer_config.json`.
+"""Text <-> token ids, from a checkpoint's `tokenizer.json`, or what is converted to it, and `tokenizer_config.json`.
 
 Encoding equals Hugging Face's fast tokenizers, without importing transformers (which would import torch). As there,
 `tokenizer.json` alone says which special tokens a text gets: add_bos_token of the config is not read.
@@ -15,6 +15,10 @@ import tokenizers
 from ..workers.errors import CheckpointError, InvalidRequest
 from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message, find_source, read_json
 from .detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from .tokenizer_conversion import tokenizer_folder
+from .tokenizer_files import TOKENIZER_FILE
+
+_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 
 
 class Tokenizer:
@@ -37,18 +41,21 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read a checkpoint's tokenizer. Raises CheckpointError."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{folder} holds no tokenizer.json: save the tokenizer with transformers' "
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...), which writes it, or name another checkpoint"
-            )
+        """Read a checkpoint's tokenizer, converted first where it is no tokenizer.json. Raises CheckpointError."""
+        with tokenizer_folder(folder) as home:
+            return cls._read(folder, home)
+
+    @classmethod
+    def _read(cls, folder: Path, home: Path) -> "Tokenizer":
+        """`home`: where tokenizer.json is."""
+        path = home / TOKENIZER_FILE
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises no narrower class
             raise CheckpointError(f"cannot read {path}: {e}. Download the checkpoint again") from e
-        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        # What the checkpoint says itself wins over what a conversion adds.
+        settings = (place / name for place in dict.fromkeys((home, folder)) for name in _SETTINGS)
+        config = {key: value for path in settings for key, value in read_json(path).items()}
         return cls(backend, config, find_source(folder, config))
 
     @classmethod

@@ -29,6 +29,9 @@ class WorkerRecord:
     def enter(self, phase: Phase) -> None:
         self.phase, self.since = phase, time.monotonic()
 
+    def wait_for(self, what: str) -> None:
+        self.waiting_for = what
+
     @property
     def load(self) -> LoadReport:
         return self.control.load if self.control else LoadReport()

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ..workers.errors import DiptychError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
-from .handles import WorkerHandle, WorkerStarted
+from .handles import RouterStarted, Startable, WorkerHandle, WorkerStarted
 from .plan import Phase
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord
@@ -21,16 +22,18 @@ LAST_WORDS_S = 2.0  # between the ends of a gang's members, of which each notice
 # when this whole process was stopped for a while, its workers are not to blame.
 SILENT_TICKS = 15
 
+Started = TypeVar("Started", WorkerStarted, RouterStarted)
+
 log = logging.getLogger("diptych.supervisor")
 
 
-async def until_started(worker: WorkerRecord, handle: WorkerHandle) -> WorkerStarted:
-    """Raises what its start raises. Keeps `worker.waiting_for` true meanwhile."""
+async def until_started(handle: Startable[Started], on_wait: Callable[[str], None]) -> Started:
+    """Raises what its start raises. `on_wait` is told what must come before it can be placed, or nothing."""
     start = asyncio.ensure_future(handle.start())
     try:
         while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
-            worker.waiting_for = await handle.waiting_for()
-        worker.waiting_for = ""
+            on_wait(await handle.waiting_for())
+        on_wait("")
         return start.result()
     finally:
         start.cancel()

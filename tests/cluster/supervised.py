@@ -67,12 +67,18 @@ class FakeProcess:
 
 
 class FakeRouter:
-    def __init__(self, before: RouterStarted | None) -> None:
+    def __init__(self, before: RouterStarted | None, error: DiptychError | None) -> None:
         self.before = before
+        self._error = error
         self.death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> RouterStarted:
+        if self._error:
+            raise self._error
         return RouterStarted("127.0.0.1", 1, 2, 3)
+
+    async def waiting_for(self) -> str:
+        return ""
 
     async def wait(self) -> DiptychError:
         return await asyncio.shield(self.death)
@@ -86,6 +92,7 @@ class FakeLauncher:
     step_s: float = 0.0
     num_blocks: int = 256
     errors: list[DiptychError | None] = field(default_factory=list[DiptychError | None])  # of the next starts
+    router_errors: list[DiptychError] = field(default_factory=list[DiptychError])
     processes: dict[str, FakeProcess] = field(default_factory=dict[str, FakeProcess])
     places: set[str] = field(default_factory=set[str])  # by gang: what Ray has reserved
     routers: list[FakeRouter] = field(default_factory=list[FakeRouter])
@@ -108,7 +115,7 @@ class FakeLauncher:
         self.places.discard(gang_id)
 
     async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
-        self.routers.append(FakeRouter(before))
+        self.routers.append(FakeRouter(before, self.router_errors.pop(0) if self.router_errors else None))
         return self.routers[-1]
 
     def existing(self) -> list[tuple[str, str]]:

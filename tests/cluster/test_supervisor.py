@@ -6,7 +6,8 @@ import pytest
 
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import first_worker_ids, make_router_id
-from diptych.workers.errors import CheckpointError, ConfigError, WorkerLost
+from diptych.cluster.status import Failure
+from diptych.workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
 from diptych.workers.fake_runner import fake_output
 
 from .supervised import FakeLauncher, World, generate, is_ready, run
@@ -62,6 +63,54 @@ def test_a_start_that_fails_by_its_settings_is_final_before_the_cluster_was_read
         assert world.launcher.num_started == 1
 
     run(test, launcher, mixed={"replicas": 1})
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (CheckpointError("no tokenizer"), "no tokenizer"),
+        (InternalError("a bug"), "router-1: a bug"),  # of what is nobody's fault but ours, who met it
+    ],
+)
+def test_a_router_that_fails_while_starting_ends_the_start(error: DiptychError, message: str) -> None:
+    async def test(world: World) -> None:
+        status = await world.until(lambda s: s.failure is not None)
+        assert status.failure == Failure(type(error).__name__, message)
+        assert status.state == "failed"
+        assert len(world.launcher.routers) == 1
+
+    run(test, FakeLauncher(router_errors=[error]), mixed={"replicas": 1})
+
+
+def test_a_router_that_is_lost_while_starting_is_counted() -> None:
+    async def test(world: World) -> None:
+        status = await world.until(lambda s: any(r.num_failures == 2 for r in s.routers))
+        assert (status.failure, status.routers[0].last_error) == (None, "killed again")
+        status = await world.until(is_ready)
+        assert status.routers[0].num_failures == 0
+
+    run(test, FakeLauncher(router_errors=[WorkerLost("killed"), WorkerLost("killed again")]), mixed={"replicas": 1})
+
+
+def test_a_supervisor_that_fails_before_the_cluster_was_ready_tells_the_start() -> None:
+    async def test(world: World) -> None:
+        first, second = InternalError("a bug"), InternalError("its echo")
+        assert world.supervisor.note_failure("the supervisor", first)
+        assert world.supervisor.note_failure("the supervisor", second)
+        assert world.supervisor.status().failure == Failure("InternalError", "the supervisor: a bug")
+
+    run(test, mixed={"replicas": 1})
+
+
+def test_a_failure_after_the_cluster_was_ready_ends_nothing() -> None:
+    async def test(world: World) -> None:
+        await world.until(is_ready)
+        await world.until(lambda s: s.state == "ready")
+        world.launcher.routers[0].death.set_result(CheckpointError("the disk is gone"))
+        status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
+        assert status.failure is None
+
+    run(test, mixed={"replicas": 1})
 
 
 def test_a_crash_loop_backs_off_and_shows_its_error() -> None:

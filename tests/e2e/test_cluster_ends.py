@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from diptych.cluster.checks import resolve_model
+
 from ..checkpoints import make_checkpoint
 from .cluster_harness import END_S, MODEL, diptych, serving, survivors
 
@@ -59,21 +61,14 @@ def test_more_than_the_machine_has(tmp_path: Path) -> None:
     assert "each worker needs 1 tpu and this machine has 0" in message
 
 
-def without_a_shard(checkpoint: Path) -> str:
-    shards = sorted(checkpoint.glob("*.safetensors"))
-    assert len(shards) > 1
-    shards[-1].unlink()
-    return shards[-1].name
-
-
 def with_a_wrong_shape(checkpoint: Path) -> str:
     edit_config(checkpoint, intermediate_size=168)
     return "shape"
 
 
-def of_an_unknown_kind(checkpoint: Path) -> str:
-    edit_config(checkpoint, architectures=["NobodyForCausalLM"], model_type="nobody")
-    return "NobodyForCausalLM"
+def with_a_damaged_tokenizer(checkpoint: Path) -> str:
+    (checkpoint / "tokenizer.json").write_text("{}")
+    return "tokenizer.json"
 
 
 def edit_config(checkpoint: Path, **changes: object) -> None:
@@ -83,13 +78,15 @@ def edit_config(checkpoint: Path, **changes: object) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("sharded") / "llama", "llama", seed=3, max_shard_size="200KB")
+    folder = make_checkpoint(tmp_path_factory.mktemp("sharded") / "llama", "llama", seed=3, max_shard_size="200KB")
+    shutil.copy(Path(resolve_model(MODEL)) / "tokenizer.json", folder)
+    return folder
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("spoil", "pools"),  # two workers that fail at once, and one
-    [(without_a_shard, ()), (with_a_wrong_shape, ("--mixed", "1")), (of_an_unknown_kind, ("--mixed", "1"))],
+    ("spoil", "pools"),  # two workers that fail at once, and a router beside a worker that does not
+    [(with_a_wrong_shape, ()), (with_a_damaged_tokenizer, ("--mixed", "1"))],
 )
 def test_a_checkpoint_that_cannot_be_served(
     tmp_path: Path, checkpoint: Path, spoil: Callable[[Path], str], pools: tuple[str, ...]

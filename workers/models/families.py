@@ -56,7 +56,10 @@ def load_spec(model_path: Path) -> ModelSpec:
     config = _decoder_of(whole, architecture, family.section) if family.section else whole
     for of in (whole, config):
         if (section := of.section("quantization_config")) is not None:
-            need = "must be absent (quantised checkpoints are not supported: convert it to bfloat16)"
+            need = (
+                "must be absent (quantised checkpoints are not supported: fetch or convert it to bfloat16; "
+                "--quantize int8 or int4 quantises at load)"
+            )
             raise of.error("quantization_config", need, section.get("quant_method"))
     config = config.with_defaults(family.defaults)
     vocab_size = config.size("vocab_size")

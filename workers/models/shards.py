@@ -12,6 +12,7 @@ from .config import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 SAMPLE_BYTES = 128
 CHUNK_BYTES = 4 << 20  # of tensors that are compared
 MAX_SHARDS = 4096
@@ -38,9 +39,20 @@ def shards(model_path: Path, index: dict[str, str]) -> list[Path]:
         raise CheckpointError(f"{model_path / INDEX_FILE} names {len(paths)} files; at most {MAX_SHARDS} are served")
     for path in paths:
         if not path.is_file():
+            if not index and (other := _other_format(model_path)):
+                raise CheckpointError(
+                    f"{model_path} holds its weights as {other}, and safetensors alone is read: convert it with "
+                    "transformers (AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)), or fetch the "
+                    "checkpoint's safetensors files"
+                )
             source = f"{INDEX_FILE} names it" if index else f"there is no {INDEX_FILE} either"
             raise CheckpointError(f"{path} does not exist, and {source}: fetch the missing file")
     return paths
+
+
+def _other_format(model_path: Path) -> str | None:
+    """Name of the first file that seems to hold weights in another format, if any. Most are pickles: these run code."""
+    return next((p.name for p in sorted(model_path.iterdir()) if p.suffix in OTHER_FORMATS), None)
 
 
 def samples(path: Path) -> dict[str, bytes]:

@@ -77,7 +77,7 @@ NOT_SERVED: Mapping[str, Values] = {
     "media_io_kwargs": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
     "priority": (0,),
-    "prompt_embeds": _NONE,
+    "prompt_embeds": _EMPTY,
     "prompt_logprobs": _NONE,
     "repetition_detection": _NONE,
     "request_id": _NONE,

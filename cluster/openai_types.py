@@ -274,8 +274,8 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     if param in _EXPECTED:
         return InvalidRequest(f"{param} must be {_EXPECTED[param]}", param=param)
     if param in ("messages", "tools", "stream_options", "response_format"):
-        # messages[2].role; what follows a message's content names the arm of a union.
-        end = 3 if "content" in loc else len(loc)
+        # messages[2].role; what follows one of these names the arm of a union.
+        end = next((i + 1 for i, part in enumerate(loc) if part in ("content", "arguments")), len(loc))
         param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])
     return InvalidRequest(f"{param}: {problem['msg']}", param=param)
 

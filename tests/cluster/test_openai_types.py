@@ -241,6 +241,7 @@ def test_what_is_wrong_with_a_completion_is_named(body: dict[str, Any], param: s
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content", "messages"),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]}, "messages[0].tool_calls", "assistant"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "obj"),
+        ({"messages": [calling(5)]}, "messages[0].tool_calls[0].function.arguments", "string"),
         ({"messages": [calling("{")]}, "messages[0].tool_calls[0].function.arguments", "not valid JSON"),
         ({"messages": [calling("[" * 100_000)]}, "messages[0].tool_calls[0].function.arguments", "not valid JSON"),
         ({"messages": [{**USER[0], "refusal": "no"}]}, "messages[0].refusal", "not supported"),

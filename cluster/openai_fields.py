@@ -188,11 +188,10 @@ class FieldCheck:
             elif value is not None and value not in known.not_served[name]:
                 raise InvalidRequest(f"{where}{name} is not supported: leave it out", param=f"{where}{name}")
 
-    def check_word(self, word: str, words: Collection[str], param: str) -> None:
-        """Note a field's value that is none of its known words."""
-        if word not in words:
-            where, dot, name = param.rpartition(".")
-            self._add(where + dot, name, shorten(word), words)
+    def add_word(self, word: str, words: Collection[str], param: str) -> None:
+        """Note that the value of the field `param` is none of the `words` known there."""
+        where, dot, name = param.rpartition(".")
+        self._add(where + dot, name, shorten(word), words)
 
     def _add(self, where: str, name: str, own: str, served: Collection[str]) -> None:
         if len(self._unknown) < MAX_NAMES:

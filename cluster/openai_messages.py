@@ -85,35 +85,37 @@ class ChatMessage(_Part):
 
     def plain(self, where: str, fields: FieldCheck) -> Message:
         """As chat templates know it. `where` names the message in errors."""
-        fields.check(self.extra, _MESSAGE, f"{where}.")
-        fields.check_word(self.role, ROLES, f"{where}.role")
-        calls = [c.plain(f"{where}.tool_calls[{i}]", fields) for i, c in enumerate(self.tool_calls or ())]
-        if calls and self.role != "assistant":
-            raise InvalidRequest(
-                f"{where}.tool_calls: only an assistant's message has them", param=f"{where}.tool_calls"
-            )
+        if self.model_extra:
+            fields.check(self.model_extra, _MESSAGE, f"{where}.")
+        if self.role not in ROLES:
+            fields.add_word(self.role, ROLES, f"{where}.role")
+        # "developer" is what OpenAI's newer models call "system"; templates know the older word.
+        role = "system" if self.role == "developer" else self.role
+        plain: dict[str, object] = {"role": role, "content": self._text(where, fields)}
+        if self.name:
+            plain["name"] = self.name
+        if self.tool_calls:
+            if role != "assistant":
+                raise InvalidRequest(
+                    f"{where}.tool_calls: only an assistant's message has them", param=f"{where}.tool_calls"
+                )
+            plain["tool_calls"] = [c.plain(f"{where}.tool_calls[{i}]", fields) for i, c in enumerate(self.tool_calls)]
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        given: dict[str, object | None] = {
-            # "developer" is what OpenAI's newer models call "system"; templates know the older word.
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self._text(where, fields, may_be_missing=bool(calls)),
-            "name": self.name or None,
-            "tool_calls": calls or None,
-            "tool_call_id": self.tool_call_id,
-            "reasoning": reasoning,  # templates know the one name or the other
-            "reasoning_content": reasoning,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        if reasoning is not None:
+            plain["reasoning"] = plain["reasoning_content"] = reasoning  # templates know the one name or the other
+        return plain
 
-    def _text(self, where: str, fields: FieldCheck, may_be_missing: bool) -> str:
-        where = f"{where}.content"
-        if self.content is None:
-            if may_be_missing:
-                return ""
-            raise InvalidRequest(f"{where} is missing: send a string", param=where)
+    def _text(self, where: str, fields: FieldCheck) -> str:
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(_text_of(part, f"{where}[{i}]", fields) for i, part in enumerate(self.content))
+        where = f"{where}.content"
+        if self.content is not None:
+            return "\n".join(_text_of(part, f"{where}[{i}]", fields) for i, part in enumerate(self.content))
+        if self.tool_calls:
+            return ""
+        raise InvalidRequest(f"{where} is missing: send a string", param=where)
 
 
 def _text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:

@@ -99,10 +99,10 @@ class _Body(BaseModel):
 
     @property
     def include(self) -> Include:
-        options = self.stream_options or StreamOptions()
+        usage = bool(self.stream_options and self.stream_options.include_usage)
         return Include(
-            usage=bool(options.include_usage),
-            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            usage=usage,
+            continuous_usage=usage and bool(self.stream_options and self.stream_options.continuous_usage_stats),
             timings=bool(self.timings),
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),

@@ -44,6 +44,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_prompt_tokens", "Prompt tokens of sequences that were admitted", lambda w: w.load.num_prompt_tokens),
     ("worker_cached_tokens", "Of those, found in the prefix cache", lambda w: w.load.num_cached_tokens),
     ("worker_preemptions", "Sequences preempted", lambda w: w.load.num_preemptions),
+    ("worker_failed_steps", "Steps that raised, and ended their sequences", lambda w: w.load.num_failed_steps),
     ("worker_handoffs_sent", "Hand-offs sealed", lambda w: w.load.num_handoffs_sent),
     ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),
     ("worker_handoffs_failed", "Hand-offs that failed at the sink", lambda w: w.load.num_handoffs_failed),

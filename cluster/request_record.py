@@ -29,6 +29,8 @@ The two speak over different streams, so anything may overtake anything:
     B's first token before A's last, then B or A lost
                                                 B: wait for A's tokens, then resume; A: resume
     B's first token before "handed off"         if no token misses between, it says so itself
+    a step fails                                resume; from then on it is computed alone at first, so that a second
+                                                step that fails shows whose fault it is: RequestFailsSteps
     a token twice, or of a closed leg           dropped
     a token after a gap                         InternalError: no answer is better than a wrong one
 
@@ -43,15 +45,15 @@ from ..workers.errors import (
     HandoffError,
     InternalError,
     LayoutMismatch,
-    TransportError,
+    StepFailed,
     Unavailable,
     WorkerDraining,
-    WorkerLost,
 )
 from ..workers.request import Request
 from ..workers.sequence import FinishReason
 from ..workers.timings import SequenceTimings
 from .generation import TokenDelta, TokenLogprob
+from .leg_failures import fails_steps, is_on_the_way
 from .leg_handoff import Gap, LegHandoff
 from .legs import (
     Abort,
@@ -85,6 +87,7 @@ class RequestRecord:
         self.excluded: set[str] = set()  # workers that failed this request
         self.failed_pairs: set[tuple[str, str]] = set()  # source and sink between which a hand-off failed
         self.num_failures = 0
+        self.failed_steps: list[str] = []  # the workers on which a step with it raised
         self.num_attempts = 0  # begun, and offers that another sink was sent to
         self.num_migrations = 0
         self.num_failed_migrations = 0
@@ -317,6 +320,11 @@ class RequestRecord:
         moving = self._handoff
         if moving is not None and leg is moving.source and moving.is_sealed:
             return [Forget(leg)]
+        if isinstance(error, StepFailed) and not handoff:
+            self.failed_steps.append(leg.worker)
+            end = fails_steps(self.request.request_id, self.failed_steps, error)
+            if end is not None:
+                return [Forget(leg), *self.fail(end)]
         if moving is not None and leg is moving.sink:
             return [Forget(leg), *self._sink_failed(moving, leg, error, handoff)]
         return [Forget(leg), *self._leg_failed(leg, error, handoff)]
@@ -338,7 +346,7 @@ class RequestRecord:
         handoff.sink, handoff.wound = None, error
         if is_handoff:
             self.failed_pairs.add((handoff.source.worker, sink.worker))
-        handoff.may_send_another_sink &= not sink.has_spoken and (not is_handoff or _is_on_the_way(error))
+        handoff.may_send_another_sink &= not sink.has_spoken and (not is_handoff or is_on_the_way(error))
         if handoff.runs_on:
             self.failed_pairs.add((handoff.source.worker, sink.worker))
             self.num_failed_migrations += not isinstance(error, WorkerDraining)
@@ -388,8 +396,3 @@ class RequestRecord:
         leg = Leg(handle, worker, part)
         self._legs[handle] = leg
         return leg
-
-
-def _is_on_the_way(error: DiptychError) -> bool:
-    """Source and sink could not reach each other: what is offered may be had by another."""
-    return isinstance(error, TransportError | WorkerLost)

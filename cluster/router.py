@@ -191,6 +191,7 @@ class Router:
         assert facts is not None
         message = submit_from_request(leg.handle, run.record.request, list(submit.output_token_ids))
         message.timeout_s = run.remaining_s
+        message.num_step_failures = len(run.record.failed_steps)
         if submit.prefix is not None:
             message.prefix.CopyFrom(self._source(submit.prefix.worker, submit.prefix.handoff_id))
         if submit.source is not None:

@@ -106,6 +106,7 @@ class Submit(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    NUM_STEP_FAILURES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -114,6 +115,10 @@ class Submit(_message.Message):
     """from receipt"""
     cache_salt: _builtins.bytes
     """prefix-cache namespace"""
+    num_step_failures: _builtins.int
+    """compute all, if it cannot be had); never together with source
+    steps that failed with it so far: where there are any, it is computed alone
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -149,10 +154,11 @@ class Submit(_message.Message):
         offer: Global___HandoffOffer | None = ...,
         source: Global___HandoffSource | None = ...,
         prefix: Global___HandoffSource | None = ...,
+        num_step_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "handle", b"handle", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "handle", b"handle", "num_step_failures", b"num_step_failures", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -736,6 +742,7 @@ class LoadReport(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     EXPERT_TOKENS_FIELD_NUMBER: _builtins.int
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_STEPS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_blocks: _builtins.int
@@ -768,6 +775,8 @@ class LoadReport(_message.Message):
     """cached prefixes that came from another worker"""
     num_prompt_tokens: _builtins.int
     """of sequences admitted; num_cached_tokens of these"""
+    num_failed_steps: _builtins.int
+    """counter: steps that raised, and ended their sequences with StepFailed"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerLink]:
         """pulls by this worker, by source"""
@@ -808,10 +817,11 @@ class LoadReport(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         expert_tokens: _abc.Iterable[_builtins.int] | None = ...,
         expert_imbalance: _abc.Iterable[_builtins.float] | None = ...,
+        num_failed_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_failed_steps", b"num_failed_steps", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

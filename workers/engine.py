@@ -32,6 +32,7 @@ from .errors import (
     DeadlineExceeded,
     DiptychError,
     HandoffError,
+    InternalError,
     InvalidRequest,
     LeaseLost,
     OutOfDeviceMemory,
@@ -42,7 +43,9 @@ from .prefix_cache import PrefixCache, block_hashes
 from .request import Request, check_cache_salt
 from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
+from .self_test import compute_two_tokens
 from .sequence import Batch, Provisional, SampledToken, Sequence, SequenceStatus
+from .suspects import ALONE_TOKENS
 from .timings import PullTimes, SequenceClock, SequenceTimings
 
 
@@ -117,6 +120,7 @@ class Engine:
             is_fed=self._runner.feeds(sampling),
             num_resumed=len(output_token_ids),
             clock=SequenceClock(now),
+            num_alone=ALONE_TOKENS if request.num_step_failures else 0,
         )
         self._num_submitted += 1
         self._sequences[key] = sequence
@@ -211,12 +215,18 @@ class Engine:
         if sequence.handoff_id is not None:
             self._output.handoffs += self.outgoing.announce(sequence)
 
-    def fail_all(self, error: DiptychError) -> None:
-        """Fail every sequence that is not waiting for its KV (a step went wrong and left the cache in doubt)."""
-        self.steps.abandon()
-        for sequence in list(self.scheduler.sequences()):
-            self._fail(sequence, error)
-        self.cache.clear()
+    def step_failed(self, error: Exception) -> list[str]:
+        """`step` raised: end the sequences that it computed. The next step tells. Returns the ids of their requests.
+
+        Raises InternalError, or whatever the books or the runner raise, where this worker is of no more use.
+        """
+        ended = self.steps.failed(error, self._sequences)
+        for sequence, failure in ended.items():
+            self._fail(sequence, failure)
+        if num := self.check_integrity().num_unaccounted_blocks:
+            raise InternalError(f"{num} KV blocks are unaccounted for after a step that failed") from error
+        compute_two_tokens(self._runner, self.manager)
+        return [sequence.request_id for sequence in ended]
 
     def step(self, publish: Callable[[StepOutput], object] | None = None) -> StepOutput:
         """Compute one batch and return everything that happened since the last call. The next may be launched already.

@@ -17,15 +17,15 @@ cached may be taken.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .block_manager import BlockManager
 from .engine_load import EngineLoad
-from .errors import OutOfDeviceMemory
+from .errors import OutOfDeviceMemory, StepFailed, StepFailedAlone
 from .runner import Launched, LayerWatch, Runner
 from .scheduler import Scheduler
-from .sequence import Batch, SampledToken, Sequence
+from .sequence import Batch, SampledToken, ScheduledSequence, Sequence
 
 log = logging.getLogger("diptych.engine")
 
@@ -61,6 +61,7 @@ class LaunchedSteps:
         self._steps: deque[_UnderWay] = deque()
         self._deferred: list[Callable[[], object]] = []
         self._last_end = 0.0
+        self._computing: Batch | None = None  # that the runner may raise for
 
     def __bool__(self) -> bool:
         return bool(self._steps)
@@ -73,6 +74,7 @@ class LaunchedSteps:
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> None:
         """Nothing is under way."""
         assert not self._steps
+        self._computing = batch
         began = self._clock()
         try:
             if batch.copies:
@@ -84,9 +86,10 @@ class LaunchedSteps:
     def finish(self, here: Mapping[str, Sequence]) -> Finished:
         """Launch what may follow the first step, and wait for that. `here`: by key, those that are on this worker.
 
-        Raises what the runner raises; `abandon` then.
+        Raises what the runner raises; `failed` or `give_up` then.
         """
-        ahead = self._scheduler.schedule_ahead(self._steps[0].batch)
+        self._computing = self._steps[0].batch
+        ahead = self._scheduler.schedule_ahead(self._computing)
         if ahead is not None:
             self._launch(ahead, None, self._clock())
         step = self._steps.popleft()
@@ -94,6 +97,7 @@ class LaunchedSteps:
             sampled = step.launched.tokens()
         finally:
             self._manager.end_step()
+        self._computing = None
         # A step's time is its own: what the one before it took is not in it.
         began, self._last_end = max(step.began, self._last_end), self._clock()
         self._scheduler.measured(step.batch, self._last_end - began)
@@ -111,6 +115,26 @@ class LaunchedSteps:
             self._steps.popleft().launched.abandon()
             self._manager.end_step()
 
+    def failed(self, error: Exception, here: Mapping[str, Sequence]) -> dict[Sequence, StepFailed]:
+        """A step raised: who is to be ended by that. What the others hold was computed before, and stands; where it was
+        not the runner that raised, nobody knows who is the cause, and all are."""
+        self._load.num_failed_steps += 1
+        batch, self._computing = self._computing, None
+        self.abandon()
+        ended = list(self._scheduler.sequences()) if batch is None else self._affected(batch.entries, batch, here)
+        is_alone = batch is not None and len(batch.entries) == len(ended) == 1
+        why = f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback"
+        return {sequence: StepFailedAlone(why) if is_alone else StepFailed(why) for sequence in ended}
+
+    def _affected(
+        self, entries: Iterable[ScheduledSequence], batch: Batch, here: Mapping[str, Sequence]
+    ) -> list[Sequence]:
+        """Of those here: those of `entries`, and who has a block that was to be copied for the batch."""
+        targets = {target for _, target in batch.copies}  # nobody knows what is there
+        ended = {e.sequence: None for e in entries}
+        ended |= {s: None for s in self._scheduler.sequences() if not targets.isdisjoint(s.block_table)}
+        return [s for s in ended if here.get(s.key) is s]
+
     def give_up(self, batch: Batch, error: OutOfDeviceMemory, here: Mapping[str, Sequence]) -> list[Sequence]:
         """A step could not be computed, and all books are as they were before it: the sequences to be ended by that.
 
@@ -118,12 +142,11 @@ class LaunchedSteps:
         compute their tokens again, in a smaller step.
         """
         log.warning("%s", error)
+        self._computing = None
         self.abandon()
-        ended = {e.sequence: None for e in batch.entries[batch.num_decodes :]}
-        ended |= {e.sequence: None for e in batch.entries if e.sequence.handoff_id is not None}
-        targets = {target for _, target in batch.copies}  # nobody knows what is there
-        ended |= {s: None for s in self._scheduler.sequences() if not targets.isdisjoint(s.block_table)}
-        return [s for s in ended or [e.sequence for e in batch.entries] if here.get(s.key) is s]
+        prompts, decodes = batch.entries[batch.num_decodes :], batch.entries[: batch.num_decodes]
+        announced = [e for e in decodes if e.sequence.handoff_id is not None]
+        return self._affected([*prompts, *announced], batch, here) or self._affected(batch.entries, batch, here)
 
     def check_runner(self) -> None:
         """There is nothing to compute. Raises RankLost where nothing could be."""

@@ -29,6 +29,7 @@ class EngineLoad:
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
         self._prefill_s = 0.0
+        self.num_failed_steps = 0
 
     def count(self, batch: Batch, elapsed_s: float) -> None:
         """A step's time is shared out by tokens."""
@@ -75,6 +76,7 @@ class EngineLoad:
             prefill_s=self._prefill_s,
             num_migrated_out=outgoing.num_migrated_out,
             num_prefixes_pulled=incoming.num_prefixes_pulled,
+            num_failed_steps=self.num_failed_steps,
         )
 
 

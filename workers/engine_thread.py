@@ -119,7 +119,7 @@ class EngineThread:
         bind_this_thread(self._cores[:1] if self._cores else None)  # where the first of a team computes
         try:
             self._run_until_stopped()
-        except RankLost as e:
+        except (RankLost, InternalError) as e:
             self._is_stopping = True  # nobody answers any more
             self._on_broken(e)
         except Exception as e:
@@ -137,8 +137,11 @@ class EngineThread:
                 raise  # no further step is possible
             except Exception as e:
                 # The top loop: one bad batch must not take the worker's other requests with it.
-                log.exception("a step failed; its sequences are failed")
-                self._engine.fail_all(_internal(e))
+                log.exception("a step failed")
+                ended = self._engine.step_failed(e)
+                log.error(
+                    "the step that failed ends %s here; routers try them once more", ", ".join(ended) or "nothing"
+                )
                 idle = False  # the next step tells them
                 continue
             if output:
@@ -164,4 +167,4 @@ class EngineThread:
 
 def _internal(error: BaseException) -> InternalError:
     """A bug of ours, as the peer gets to see it."""
-    return InternalError(f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback")
+    return InternalError(f"the engine failed ({type(error).__name__}: {error}); the worker's log has the traceback")

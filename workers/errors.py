@@ -17,7 +17,10 @@
     │   │       └── DeviceLost       503        the same; the operator (a GPU that fails again)
     │   ├── WorkerDraining           503        the router (submits elsewhere)
     │   ├── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
-    │   └── OutOfDeviceMemory        503        the same (more memory beside the KV cache)
+    │   ├── OutOfDeviceMemory        503        the same (more memory beside the KV cache)
+    │   └── StepFailed               503        the router (submits elsewhere; computed alone there at first)
+    │       └── StepFailedAlone      503        the same; a second time it is the request's fault:
+    ├── RequestFailsSteps            500        us (the workers' logs have the tracebacks)
     ├── HandoffError                 500        the router (prefills again)
     │   ├── UnknownHandoff           500
     │   ├── LeaseLost                500
@@ -125,6 +128,24 @@ class OutOfDeviceMemory(Unavailable):
     """A step was not computed for it; what is in the KV cache stands."""
 
     code = "out_of_device_memory"
+
+
+class StepFailed(Unavailable):
+    """The step that computed the sequence raised; whichever of its sequences is the cause."""
+
+    code = "step_failed"
+
+
+class StepFailedAlone(StepFailed):
+    """No other sequence was in the step, and the worker can compute: the sequence itself is the likely cause."""
+
+    code = "step_failed_alone"
+
+
+class RequestFailsSteps(DiptychError):
+    """Steps raised with it on several workers: it is tried no more."""
+
+    code = "request_fails_steps"
 
 
 class HandoffError(DiptychError):

@@ -83,6 +83,7 @@ class Request:
     timeout_s: float
     cache_salt: bytes = b""  # prefix-cache namespace: other salts never share blocks
     group: str = ""  # requests of one prompt that came together, and go to the same workers; "": alone
+    num_step_failures: int = 0  # steps that failed with it on the way here
 
     def validate(self, vocab_size: int, max_context_tokens: int, output_token_ids: Sequence[int] = ()) -> None:
         """Raise InvalidRequest or PromptTooLong for what the model cannot compute. `output_token_ids`: made before."""

@@ -5,9 +5,10 @@
 
 One budget a step: running decodes first (one token each), then prefill chunks of admitted sequences, then admission of
 waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside decodes, in seconds, by what steps
-were measured to cost (step_cost.py): see `_target_s`. A sequence gets the blocks of all its tokens
-when it is admitted and one more whenever a decode crosses a block's end; where none is left, the youngest sequence is
-preempted: its blocks are freed, its tokens kept, and it is computed again later (recompute, PagedAttention §4.5).
+were measured to cost (step_cost.py). Where steps failed with a sequence before, it is computed alone (suspects.py). A
+sequence gets the blocks of all its tokens when it is admitted and one more whenever a decode crosses a block's end;
+where none is left, the youngest sequence is preempted: its blocks are freed, its tokens kept, and it is computed again
+later (recompute, PagedAttention §4.5).
 
 A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py). Work per step is
 O(sequences that run), with a small constant: decodes keep their entries from step to step.
@@ -22,15 +23,13 @@ from .block_manager import BlockManager, blocks_for
 from .prefix_cache import PrefixCache
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from .shared_prompts import SharedPrompts
-from .step_cost import StepCost, StepWork
+from .step_cost import Budget, StepCost, StepWork, target_s
+from .suspects import Suspects
 from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
 TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
-TARGET_DECODE_STEPS = 3.0  # where decodes alone take long: prompts have two thirds of the time, or more, see _target_s
-WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
-ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
 
 
 class Role(Enum):
@@ -47,22 +46,9 @@ class SchedulerConfig:
     chunk_tokens: int = 0  # a sequence's share of it while prefilling; 0: no limit but the budget
     max_running: int = 256
     decode_role_prefill_tokens: int = 256  # prefill tokens a step beside running decodes, in the decode role
-    target_step_s: float | None = None  # with running decodes; 0: no matter; None: see Scheduler._target_s
+    target_step_s: float | None = None  # with running decodes; 0: no matter; None: see step_cost.target_s
     tpot_s: float = TPOT_S  # what that aims at
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Of one step's prefill. `work` is what the step has to do so far."""
-
-    num_tokens: int
-    work: StepWork
-    target_s: float = math.inf  # with prefill
-
-    @property
-    def is_spent(self) -> bool:
-        return self.num_tokens <= 0
 
 
 class Scheduler:
@@ -77,6 +63,7 @@ class Scheduler:
         self._cache = cache
         self._queue = WaitingQueue()
         self._shared = SharedPrompts(manager, cache, self._queue)
+        self._suspects = Suspects()
         # Dicts as ordered sets: O(1) removal. The last to run is the youngest.
         self._running: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
@@ -124,6 +111,7 @@ class Scheduler:
         assert not sequence.block_table and sequence.num_computed == 0
         self._shared.stopped(sequence)
         sequence.status = SequenceStatus.WAITING
+        self._suspects.add(sequence)
         self._queue.enter(sequence)
         self._queue.add(sequence)
 
@@ -140,6 +128,7 @@ class Scheduler:
     def add_running(self, sequence: Sequence) -> None:
         """Take a sequence whose KV arrived with its blocks (the sink side of a hand-off)."""
         assert sequence.num_uncomputed >= 1
+        self._suspects.add(sequence)
         self._queue.enter(sequence)
         self._run(sequence)
 
@@ -150,6 +139,7 @@ class Scheduler:
 
     def detach(self, sequence: Sequence) -> None:
         """Forget a sequence and leave its blocks with the caller."""
+        self._suspects.discard(sequence)
         if self._queue.discard(sequence):
             self._shared.forget(sequence)
         else:
@@ -163,6 +153,7 @@ class Scheduler:
 
     def measured(self, batch: Batch, seconds: float) -> None:
         """The batch took so long; call it before what was computed is counted."""
+        self._suspects.computed(batch)
         if self.config.target_step_s != 0:
             work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
             for entry in batch.entries[batch.num_decodes :]:
@@ -174,7 +165,25 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's batch; empty when nothing can run."""
         self._end_prefills()
-        entries = self._schedule_decodes()
+        if self._suspects.take_turn():
+            return self._alone() or self._together()
+        return self._together() or self._alone()
+
+    def _alone(self) -> Batch:
+        """The next step of a sequence that is computed alone; empty where none of them can run."""
+        sequence, budget = self._suspects.first(self._running), Budget(self.config.max_batch_tokens, StepWork())
+        entries = [entry for entry in self._schedule_decodes() if entry.sequence is sequence]
+        num_decodes = len(entries)
+        copies: list[tuple[int, int]] = []
+        if sequence in self._prefilling:
+            self._add_chunk(sequence, entries, budget)
+        elif sequence is None and self._queue.peek() in self._suspects:
+            self._admit(entries, budget, copies)
+        return Batch(entries, num_decodes, copies)
+
+    def _together(self) -> Batch:
+        """A step of all that are not computed alone."""
+        entries = self._suspects.left_out_of(self._schedule_decodes())
         num_decodes = len(entries)
         budget = self._prefill_budget(entries)
         self._schedule_prefills(entries, budget)
@@ -249,39 +258,31 @@ class Scheduler:
         for sequence in list(self._decoding)[:limit]:
             self._decoding[sequence] = self._decoding.pop(sequence)
 
-    def _prefill_budget(self, decodes: list[ScheduledSequence]) -> _Budget:
+    def _prefill_budget(self, decodes: list[ScheduledSequence]) -> Budget:
         config = self.config
         num_tokens = config.max_batch_tokens - len(decodes)
         if decodes and self.role is Role.DECODE:
             num_tokens = min(num_tokens, config.decode_role_prefill_tokens)
         may_admit = len(self._queue) and len(self._running) < config.max_running
         if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
-            return _Budget(num_tokens, StepWork())
-        sequences = [e.sequence for e in decodes]
-        work = self._decode_work(sequences)
-        num_left = sum([s.end for s in sequences]) - work.num_context
-        return _Budget(num_tokens, work, self._target_s(work, num_left))
-
-    def _target_s(self, decodes: StepWork, num_left: int) -> float:
-        """How long a step may take that computes prompts beside these, which may make so many tokens yet. Where nothing
-        is set, the longer the more prompt tokens wait for each of those: what waits hardly holds up long answers, and
-        the last tokens of short ones do not hold up many prompts."""
-        target_s = self.config.target_step_s
-        if target_s is not None:
-            return target_s or math.inf
+            return Budget(num_tokens, StepWork())
+        work = self._decode_work([e.sequence for e in decodes])
+        if config.target_step_s is not None:
+            return Budget(num_tokens, work, config.target_step_s or math.inf)
         if self.role is Role.PREFILL:
-            return math.inf
-        num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
-        num_steps = TARGET_DECODE_STEPS + self.num_waiting_tokens / (WAITING_PER_LEFT * num_left)
-        return max(self.config.tpot_s, num_steps * self.cost.seconds(decodes))
+            return Budget(num_tokens, work)
+        num_left = sum([e.sequence.end for e in decodes]) - work.num_context
+        target = target_s(self.cost, work, self.num_waiting_tokens, num_left)
+        return Budget(num_tokens, work, max(config.tpot_s, target))
 
-    def _schedule_prefills(self, entries: list[ScheduledSequence], budget: _Budget) -> None:
+    def _schedule_prefills(self, entries: list[ScheduledSequence], budget: Budget) -> None:
         for sequence in self._prefilling:
             if budget.is_spent or len(entries) >= self.config.max_running:
                 break
-            self._add_chunk(sequence, entries, budget)
+            if sequence not in self._suspects:
+                self._add_chunk(sequence, entries, budget)
 
-    def _admit(self, entries: list[ScheduledSequence], budget: _Budget, copies: list[tuple[int, int]]) -> None:
+    def _admit(self, entries: list[ScheduledSequence], budget: Budget, copies: list[tuple[int, int]]) -> None:
         for _ in range(MAX_LOOKED_AT):
             if budget.is_spent or len(self._running) >= self.config.max_running:
                 return
@@ -296,7 +297,10 @@ class Scheduler:
             self._queue.pop(sequence.num_uncomputed)
             self._run(sequence)
             self._shared.computes(sequence)
-            self._add_chunk(sequence, entries, budget)
+            if sequence not in self._suspects or not entries:
+                self._add_chunk(sequence, entries, budget)
+            if entries and entries[0].sequence in self._suspects:
+                return
 
     def _is_stuck(self, sequence: Sequence) -> bool:
         """There were not enough blocks for it, and neither have some come free nor can it share one more: a sequence
@@ -333,7 +337,7 @@ class Scheduler:
             self.count_prompt(sequence.num_tokens, sequence.num_computed)
         return True
 
-    def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: _Budget) -> None:
+    def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: Budget) -> None:
         num_left, start = sequence.num_uncomputed, sequence.num_computed
         num_new = min(num_left, budget.num_tokens, self.config.chunk_tokens or num_left)
         if budget.target_s < math.inf:

@@ -49,6 +49,7 @@ class Sequence:
     handoff_id: str | None = None  # the source side of a hand-off
     is_held: bool = False  # it has made what was offered, or what it may make provisionally: it waits for its peer
     provisional: "Provisional | None" = None  # a sink, until the release is answered
+    num_alone: int = 0  # tokens that it makes yet in steps of its own: see suspects.py
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission

@@ -16,6 +16,9 @@ NUM_ROUNDS = 2  # of descent, a step
 NUM_NEEDED = 8  # steps, before anything is said
 NUM_NEEDED_WITH_PREFILL = 2  # of those
 FORGOTTEN = 1e-200  # a faded sum this small says nothing any more: the weight stays
+TARGET_DECODE_STEPS = 3.0  # where decodes alone take long: prompts have two thirds of the time, or more, see target_s
+WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
+ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
 OUTLIER = 4.0  # a step counts as having taken so many times what was expected, at most
 
 
@@ -32,6 +35,19 @@ class StepWork:
         """A chunk more: `num_new` tokens, from position `start` on."""
         pairs = num_new * (start + (num_new + 1) / 2)
         return StepWork(self.num_decodes, self.num_context, self.num_prefill + num_new, self.num_pairs + pairs)
+
+
+@dataclass(slots=True)
+class Budget:
+    """Of one step's prefill. `work` is what the step has to do so far."""
+
+    num_tokens: int
+    work: StepWork
+    target_s: float = math.inf  # with prefill
+
+    @property
+    def is_spent(self) -> bool:
+        return self.num_tokens <= 0
 
 
 class StepCost:
@@ -87,3 +103,11 @@ class StepCost:
 
 def _features(work: StepWork) -> tuple[float, float, float, float, float]:
     return 1.0, work.num_decodes, work.num_context, work.num_prefill, work.num_pairs
+
+
+def target_s(cost: StepCost, decodes: StepWork, num_waiting: int, num_left: int) -> float:
+    """How long a step may take that computes prompts beside these, which may make `num_left` tokens yet: the longer the
+    more of `num_waiting` prompt tokens there are for each of those. What waits hardly holds up long answers, and the
+    last tokens of short ones do not hold up many prompts."""
+    num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
+    return (TARGET_DECODE_STEPS + num_waiting / (WAITING_PER_LEFT * num_left)) * cost.seconds(decodes)

@@ -74,6 +74,7 @@ def request_from_submit(message: worker_pb2.Submit) -> Request:
         sampling=sampling_from_proto(message.sampling),
         timeout_s=message.timeout_s,
         cache_salt=message.cache_salt,
+        num_step_failures=message.num_step_failures,
     )
 
 

@@ -12,7 +12,6 @@ from diptych.workers.engine_events import HandoffEnded, HandoffSealed, SegmentRe
 from diptych.workers.errors import (
     DeadlineExceeded,
     DiptychError,
-    InternalError,
     InvalidRequest,
     LeaseLost,
     RequestAborted,
@@ -147,7 +146,7 @@ def test_a_failed_step_fails_its_sequences_and_leaves_the_engine_usable() -> Non
     engine.submit("0/1", make_request([1, 2, 3], 9), [])
     engine.submit("0/2", make_request([4, 5, 6], 9), [], handoff_id=HANDOFF)
     engine.step()
-    engine.fail_all(InternalError("the runner raised"))
+    engine.step_failed(RuntimeError("a kernel"))
     output = engine.step()
     assert [f.key for f in output.failures] == ["0/1"]  # the other was sealed before
     engine.end_lease(HANDOFF)

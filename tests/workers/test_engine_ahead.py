@@ -8,7 +8,7 @@ import pytest
 
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffEnded, StepOutput
-from diptych.workers.errors import DeadlineExceeded, InternalError
+from diptych.workers.errors import DeadlineExceeded
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.fake_stream import FakeStep
 from diptych.workers.handoff_types import Reservation
@@ -324,7 +324,7 @@ def test_a_step_that_fails_takes_the_one_after_it_along(num_steps: int) -> None:
     with pytest.raises(RuntimeError):
         engine.step()
     assert engine.steps
-    engine.fail_all(InternalError("a step failed"))
+    engine.step_failed(RuntimeError("a kernel"))
     assert not engine.steps
     assert [f.key for f in engine.step().failures] == ["0/1"]
     assert_clean(engine)

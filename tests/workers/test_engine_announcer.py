@@ -6,7 +6,6 @@ import pytest
 
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffEnded, HandoffRefused, HandoffSealed, SegmentReady, StepOutput
-from diptych.workers.errors import InternalError
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.fake_stream import FakeStep
 from diptych.workers.scheduler import SchedulerConfig
@@ -185,7 +184,7 @@ def test_a_step_that_fails_aborts_its_handoffs_and_frees_their_blocks() -> None:
     with pytest.raises(RuntimeError):
         engine.step(early.append)
     assert [segments(output) for output in early] == [[(0, 3, 0, 1)], [(0, 3, 1, 1)]]
-    engine.fail_all(InternalError("a step failed"))
+    engine.step_failed(RuntimeError("a kernel"))
     output = engine.step()
     assert [f.key for f in output.failures] == ["0/1"]
     assert [type(e) for e in output.handoffs] == [HandoffEnded]

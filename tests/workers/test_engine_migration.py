@@ -5,7 +5,7 @@ import pytest
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffHeld
 from diptych.workers.engine_outgoing import LIVE_SLACK_BLOCKS
-from diptych.workers.errors import HandoffError, InternalError, OutOfBlocks, RequestAborted
+from diptych.workers.errors import HandoffError, OutOfBlocks, RequestAborted, StepFailed
 from diptych.workers.fake_runner import fake_output
 from diptych.workers.sequence import FinishReason
 
@@ -167,10 +167,10 @@ def test_a_failed_step_ends_the_handoff_of_what_it_fails() -> None:
     source = make()
     decode(source, 4)
     source.offer("0/1", HANDOFF)
-    source.fail_all(InternalError("the runner raised"))
+    source.step_failed(RuntimeError("a kernel"))
     move = Move(source, make())
     move.hear([source.step()])
-    assert isinstance(move.over, InternalError)
+    assert isinstance(move.over, StepFailed)
     source.end_lease(HANDOFF)
     assert_clean(source)
 

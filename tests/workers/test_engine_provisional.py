@@ -168,7 +168,7 @@ def test_a_step_that_fails_takes_it_along() -> None:
     sink = make()
     move = hand_over(sink, [1, 2, 3])
     move.begin()
-    sink.fail_all(HandoffError("the cache is in doubt"))
+    sink.step_failed(RuntimeError("a kernel"))
     assert [f.key for f in sink.step().failures] == [KEY]
     sink.fail_import(KEY, quarantine=False)
     assert_clean(sink)

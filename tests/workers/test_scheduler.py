@@ -3,16 +3,13 @@ import pytest
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.prefix_cache import PrefixCache
 from diptych.workers.scheduler import (
-    ANSWER_TOKENS,
     LEAST_PREFILL_TOKENS,
-    TARGET_DECODE_STEPS,
-    WAITING_PER_LEFT,
     Role,
     Scheduler,
     SchedulerConfig,
 )
 from diptych.workers.sequence import Batch, Sequence, SequenceStatus
-from diptych.workers.step_cost import StepWork
+from diptych.workers.step_cost import ANSWER_TOKENS, TARGET_DECODE_STEPS, WAITING_PER_LEFT, StepWork
 
 from .sequences import make_sequence
 

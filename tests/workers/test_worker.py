@@ -32,7 +32,7 @@ def test_a_worker_whose_engine_breaks_ends_and_says_why(monkeypatch: pytest.Monk
         raise KeyError("no such block")
 
     monkeypatch.setattr(Engine, "step", fault)
-    monkeypatch.setattr(Engine, "fail_all", fault)
+    monkeypatch.setattr(Engine, "step_failed", fault)
     assert "no such block" in start(monkeypatch).ended.result().message
 
 

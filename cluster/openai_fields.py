@@ -159,7 +159,7 @@ class UnknownField:
     name: str  # "messages[].color", or "messages[].role=robot" where it is the value that is unknown
     param: str  # "messages[3].color", "messages[3].role"
     own: str  # "color", "robot"
-    served: Collection[str]  # what might stand instead of `own`
+    served: tuple[str, ...]  # what might stand instead of `own`
 
     @property
     def meant(self) -> str | None:
@@ -184,20 +184,21 @@ class FieldCheck:
             if name in known.no_effect:
                 continue
             if name not in known.not_served:
-                self._add(where, shorten(name), shorten(name), known.served)
+                self._add(where, name, None, known.served)
             elif value is not None and value not in known.not_served[name]:
                 raise InvalidRequest(f"{where}{name} is not supported: leave it out", param=f"{where}{name}")
 
     def add_word(self, word: str, words: Collection[str], param: str) -> None:
         """Note that the value of the field `param` is none of the `words` known there."""
         where, dot, name = param.rpartition(".")
-        self._add(where + dot, name, shorten(word), words)
+        self._add(where + dot, name, word, words)
 
-    def _add(self, where: str, name: str, own: str, served: Collection[str]) -> None:
-        if len(self._unknown) < MAX_NAMES:
-            shown = name if own == name else f"{name}={own}"
-            general = re.sub(r"\[\d+\]", "[]", where) + shown
-            self._unknown.setdefault(general, UnknownField(general, where + name, own, served))
+    def _add(self, where: str, name: str, word: str | None, served: Collection[str]) -> None:
+        if len(self._unknown) < MAX_NAMES:  # first: a body may have a million names
+            name = shorten(name)
+            own = name if word is None else shorten(word)
+            general = re.sub(r"\[\d+\]", "[]", where) + (name if word is None else f"{name}={own}")
+            self._unknown.setdefault(general, UnknownField(general, where + name, own, tuple(served)))
 
 
 class UnknownFields:

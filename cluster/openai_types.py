@@ -201,7 +201,6 @@ class ChatBody(_Body):
             raise InvalidRequest(
                 f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", param="top_logprobs"
             )
-
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest('this tool_choice is not supported: send "none"', param="tool_choice")
         if self.tools and self.tool_choice != "none":

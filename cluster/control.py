@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 from ..workers.errors import ConfigError, Unavailable, from_wire
 from .config import ClusterConfig
@@ -20,6 +20,10 @@ REPLY_S = 30.0
 SHUTDOWN_S = 15.0
 RETRY_S = 0.2
 RESOURCE_DIGITS = 4  # that Ray counts amounts to
+
+
+class SupervisorGone(Unavailable):
+    """Ray has ended it, and will not start it again."""
 
 
 class SupervisorClient:
@@ -39,9 +43,14 @@ class SupervisorClient:
     def find(cls, cluster: str) -> Self:
         return cls(find_supervisor(cluster))
 
-    def status(self) -> ClusterStatus:
-        """Raises Unavailable."""
-        return self._ask("status")
+    def status(self, within_s: float = REPLY_S) -> ClusterStatus:
+        """Raises Unavailable, SupervisorGone."""
+        return self._ask("status", within_s=within_s)
+
+    def restart(self) -> None:
+        """Kill it: Ray starts another in its place, which takes over what lives. Requests go on meanwhile."""
+        with suppress(RayError):
+            ray.kill(self._actor, no_restart=False)
 
     def audit(self) -> dict[str, str]:
         """By worker: what is wrong with its block bookkeeping, or nothing. Raises Unavailable."""
@@ -61,20 +70,22 @@ class SupervisorClient:
             ray.get(self._actor.shutdown.remote(), timeout=SHUTDOWN_S)
         ray.kill(self._actor, no_restart=True)
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _ask(self, method: str, *args: Any, within_s: float = REPLY_S) -> Any:
         """Asks again while Ray brings a supervisor back that died: what can be asked may be asked twice."""
-        deadline = time.monotonic() + REPLY_S
+        deadline = time.monotonic() + within_s
         while True:
             try:
                 left_s = max(deadline - time.monotonic(), 0.1)
                 answer = ray.get(getattr(self._actor, method).remote(*args), timeout=left_s)
                 break
             except GetTimeoutError as e:
-                raise Unavailable(f"the supervisor did not answer within {REPLY_S:g} s") from e
+                raise Unavailable(f"the supervisor did not answer within {within_s:g} s") from e
             except ActorUnavailableError as e:
                 if time.monotonic() > deadline:
-                    raise Unavailable(f"the supervisor did not come back within {REPLY_S:g} s") from e
+                    raise Unavailable(f"the supervisor did not come back within {within_s:g} s") from e
                 time.sleep(RETRY_S)
+            except ActorDiedError as e:
+                raise SupervisorGone("the supervisor was ended") from e
             except RayError as e:
                 raise Unavailable(f"the supervisor is gone: {last_line(e)}") from e
         if isinstance(answer, Refused):

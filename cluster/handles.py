@@ -32,6 +32,10 @@ class Startable(Protocol[Started_co]):
         """Returns once the process serves, at once if it already does. Raises DiptychErrors."""
         ...
 
+    async def alive(self) -> None:
+        """Returns as soon as the process answers; raises a DiptychError where it says that it cannot serve."""
+        ...
+
     async def waiting_for(self) -> str:
         """What must come before it can be placed; nothing once it is."""
         ...

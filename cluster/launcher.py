@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from ..workers.errors import CheckpointError, ConfigError, Unavailable
-from . import address_file
+from . import address_file, name_lock
 from .address_file import ClusterAddress
 from .banner import banner
 from .checks import check_checkpoint, check_dashboard, check_ports, check_tls
 from .config import ClusterConfig
 from .deployment import Deployment
+from .heartbeat import Silence
 from .plurals import count
 from .progress import Phase, Progress
 from .ray_session import RaySession, join, make_token, start_ours
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 WATCH_S = 1.0
-LOST_S = 30.0  # without an answer of the supervisor; Ray starts it again within seconds
+ANSWER_S = 8.0  # for the supervisor, which answers in milliseconds
+SILENT_LOOKS = 2  # in a row: then it is started again
 
 
 class Stopped(BaseException):
@@ -46,6 +48,11 @@ class Stopped(BaseException):
 def serve(config: ClusterConfig, console: Console) -> None:
     """Returns after a signal, with every process ended. Raises DiptychErrors, and Stopped for a signal that came
     before it was ready; then, too, nothing is left behind."""
+    with name_lock.hold(config.name):
+        _serve(config, console)
+
+
+def _serve(config: ClusterConfig, console: Console) -> None:
     _install_signals()
     progress = Progress(console)
     with progress.phase("checked the settings"):
@@ -75,12 +82,6 @@ def check(config: ClusterConfig) -> None:
         check_tls(config)
         check_dashboard(config)
         check_ports(config)
-    running = address_file.read(config.name)
-    if running and address_file.serving_process(running):
-        raise ConfigError(
-            f"a cluster named {config.name!r} already runs (process {running.pid}): "
-            f"stop it with `diptych stop --name {config.name}`, or choose another --name"
-        )
 
 
 def _convert_tokenizer(folder: Path, progress: Progress) -> None:
@@ -99,6 +100,7 @@ class _Launcher:
         self._progress = progress
         self._session: RaySession | None = None
         self._supervisor: SupervisorClient | None = None
+        self._silence = Silence(SILENT_LOOKS)
         self._is_registered = False
         self.keep_logs = False
         self.is_ready = False
@@ -158,10 +160,11 @@ class _Launcher:
         self._supervisor = SupervisorClient.start(deployment)
 
     def _wait_until_ready(self, phase: Phase) -> ClusterStatus:
-        assert self._supervisor
         before = None
         while True:
-            status = self._supervisor.status()
+            if (status := self._look()) is None:
+                phase.note("the supervisor does not answer")
+                continue
             for line in losses(before, status):
                 self._console.print(Text(line), soft_wrap=True)
             before = status
@@ -176,21 +179,32 @@ class _Launcher:
             time.sleep(POLL_S)
 
     def _watch(self, status: ClusterStatus) -> None:
-        """Say what changes until a signal ends it. Raises Unavailable when nobody supervises any more."""
-        assert self._supervisor
-        heard_at = time.monotonic()
+        """Say what changes until a signal ends it. Raises Unavailable where somebody else has ended the cluster."""
         while True:
             time.sleep(WATCH_S)
-            try:
-                now = self._supervisor.status()
-            except Unavailable as e:
-                if time.monotonic() - heard_at > LOST_S:
-                    raise Unavailable(f"the cluster is gone: {e.message}. Start it again") from e
+            if (now := self._look()) is None:
                 continue
-            heard_at = time.monotonic()
             for line in news(status, now):
                 self._console.print(Text(line), soft_wrap=True)
             status = now
+
+    def _look(self) -> ClusterStatus | None:
+        """None where the supervisor is silent, which ends nothing: workers and routers go on without it. One that stays
+        silent is started again. Raises Unavailable where Ray says that it was ended for good."""
+        assert self._supervisor
+        from .control import SupervisorGone
+
+        try:
+            status = self._supervisor.status(ANSWER_S)
+        except SupervisorGone as e:
+            raise Unavailable("the cluster was ended by somebody else, or with its Ray. Start it again") from e
+        except Unavailable as e:
+            if self._silence.look(has_answered=False):
+                self._console.print(Text(f"{e.message}: it is started again; requests go on"), soft_wrap=True)
+                self._supervisor.restart()
+            return None
+        self._silence.look(has_answered=True)
+        return status
 
 
 def news(before: ClusterStatus, now: ClusterStatus) -> list[str]:

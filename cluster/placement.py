@@ -90,6 +90,9 @@ class WorkerActor:
             return Refused.because(e, self._node)
         return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores)
 
+    async def alive(self) -> None:
+        """Answered by the event loop."""
+
     async def run_until_stopped(self) -> Refused:
         """After `start`. Why it ended."""
         return Refused.because(await asyncio.wrap_future(self._process.ended))
@@ -139,6 +142,14 @@ class RouterActor:
             except (RayError, Unavailable) as e:
                 log.warning("no supervisor answers: %s", last_line(e))
                 await asyncio.sleep(RETRY_S)
+
+    async def alive(self) -> Refused | None:
+        """Answered by the event loop that serves requests."""
+        try:
+            self._process.check()
+        except DiptychError as e:
+            return Refused.because(e)
+        return None
 
     async def run_until_stopped(self) -> None:
         await asyncio.Event().wait()
@@ -239,6 +250,9 @@ class _Placed:
     def begin(self) -> None:
         """As `start`, which then need not wait as long."""
         self._actor.start.remote()
+
+    async def alive(self) -> None:
+        await self.ask("alive")
 
     async def waiting_for(self) -> str:
         state = await asyncio.to_thread(lambda: placement_group_table(self._group).get("state"))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..workers.errors import InternalError
 from ..workers.garbage import loading
 from .config import RouterConfig
 from .connection_limits import ConnectionLimits
@@ -41,6 +42,7 @@ class RouterProcess:
         )
         self._router = Router(routing, deployment.token)
         self._stop = asyncio.Event()
+        self._http: asyncio.Task[None] | None = None  # once it serves
 
     def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
         self._router.update_fleet(workers)
@@ -70,10 +72,16 @@ class RouterProcess:
         )
         return RouterStarted(settings.host, sock.getsockname()[1], grpc_port, os.getpid())
 
+    def check(self) -> None:
+        """Raises InternalError where the HTTP server, which was started, has ended by itself."""
+        if self._http is not None and self._http.done() and not self._stop.is_set():
+            raise InternalError("the HTTP server ended: the router's log says why")
+
     async def stop(self) -> None:
         """Take nothing new, give open calls a moment, end the rest with an error."""
         self._stop.set()
-        await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
+        if self._http is not None:
+            await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
         await self._router.stop()
         await self._door.close()
 

@@ -27,7 +27,7 @@ from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets,
 from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord
-from .worker_watch import TICK_S, drain, last_words, until_dead, until_started
+from .worker_watch import TICK_S, drain, last_words, until_dead, until_lost, until_started
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
@@ -100,7 +100,8 @@ class Supervisor:
         await asyncio.gather(*self._burials)
 
     async def _adopt(self, existing: list[tuple[str, str]]) -> None:
-        """Take over what an earlier supervisor started, before anybody is told of a fleet without it."""
+        """Take over what an earlier supervisor started. Routers are told of the fleet once all of it has answered, or
+        after ADOPT_S: what cannot be placed, or hangs, goes on starting, and nobody waits for it."""
         self._was_ready = bool(existing)
         found: dict[tuple[str, str], list[str]] = {}
         for worker_id, pool in existing:
@@ -114,8 +115,10 @@ class Supervisor:
             for worker_id in worker_ids:
                 worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, Phase.STOPPING)
                 self._keep(self._burials, self._dismiss(worker))
-        while any(w.phase is Phase.STARTING for w in self._workers.values()):
-            await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ADOPT_S):
+                while any(w.phase is Phase.STARTING for w in self._workers.values()):
+                    await self._changed.wait()
         self._adopted.set()
         self._publish()
 
@@ -248,7 +251,7 @@ class Supervisor:
                 self._routers[router_id] = _router_status(router_id, started, failures.last_error)
                 ready_at = time.monotonic()
                 self._publish()
-                error = (await handle.wait()).message
+                error = (await until_lost(handle)).message
             except DiptychError as e:
                 error = e.message
                 self.note_failure(router_id, e)
@@ -364,7 +367,7 @@ class Supervisor:
     async def audit(self) -> dict[str, str]:
         """By worker that is ready: what is wrong with its block bookkeeping, or nothing."""
         ready = [(w.worker_id, w.control) for w in self._workers.values() if w.phase is Phase.READY and w.control]
-        found = await asyncio.gather(*(_audit(control) for _, control in ready))
+        found = await asyncio.gather(*(control.audit() for _, control in ready))
         return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
 
     async def experts(self, pool: str | None) -> dict[int, list[int]]:
@@ -389,15 +392,6 @@ class Supervisor:
             last_error=failures.last_error,
             retry_in_s=max(failures.retry_at - now, 0.0),
         )
-
-
-async def _audit(control: WorkerControl) -> str:
-    try:
-        state = await control.state()
-    except DiptychError as e:
-        return e.message
-    num = state.num_unaccounted_blocks
-    return f"{num} KV blocks are held by nobody, or twice: a bug, please report it" if num else ""
 
 
 def _router_status(router_id: str, started: RouterStarted, last_error: str) -> RouterStatus:

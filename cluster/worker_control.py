@@ -12,7 +12,7 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import auth_metadata, open_channel
-from ..workers.errors import InternalError, WorkerLost
+from ..workers.errors import DiptychError, InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
 from .links import Link, read_links
@@ -74,6 +74,14 @@ class WorkerControl:
             if e.code() is grpc.StatusCode.INTERNAL:
                 raise InternalError(f"the worker at {self.address}: {e.details()}") from e
             raise WorkerLost(f"the worker at {self.address} did not tell its state: {e.code().name}") from e
+
+    async def audit(self) -> str:
+        """What is wrong with the worker's block bookkeeping, or nothing."""
+        try:
+            num = (await self.state()).num_unaccounted_blocks
+        except DiptychError as e:
+            return e.message
+        return f"{num} KV blocks are held by nobody, or twice: a bug, please report it" if num else ""
 
     async def is_drained(self) -> bool:
         """Drains, as every router knows, computes nothing, holds no KV for others. Raises InternalError, WorkerLost."""

@@ -1,4 +1,4 @@
-"""What the supervisor waits for: a worker that starts, one that ends, a gang that has nothing left to do."""
+"""What the supervisor waits for: a process that starts, one that ends or hangs, a gang that has nothing left to do."""
 
 import asyncio
 import logging
@@ -9,7 +9,8 @@ from typing import TypeVar
 from ..workers.errors import DiptychError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
-from .handles import RouterStarted, Startable, WorkerHandle, WorkerStarted
+from .handles import RouterHandle, RouterStarted, Startable, WorkerHandle, WorkerStarted
+from .heartbeat import Heartbeat, Silence
 from .plan import Phase
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord
@@ -18,9 +19,11 @@ TICK_S = 1.0
 PLACED_S = 3.0  # then it is worth a question why a worker has not started
 DRAIN_POLL_S = 0.1
 LAST_WORDS_S = 2.0  # between the ends of a gang's members, of which each notices the others'
-# A worker reports every half second: one that is silent for so many looks hangs, and is replaced. Looks, not seconds:
-# when this whole process was stopped for a while, its workers are not to blame.
+# A worker reports every half second, a router answers in milliseconds: one that is silent for so many looks hangs, and
+# is replaced.
 SILENT_TICKS = 15
+# While it starts, looks of PLACED_S each, once it is placed: importing and loading may keep a process from answering.
+SILENT_START_LOOKS = 40
 
 Started = TypeVar("Started", WorkerStarted, RouterStarted)
 
@@ -28,30 +31,46 @@ log = logging.getLogger("diptych.supervisor")
 
 
 async def until_started(handle: Startable[Started], on_wait: Callable[[str], None]) -> Started:
-    """Raises what its start raises. `on_wait` is told what must come before it can be placed, or nothing."""
-    start = asyncio.ensure_future(handle.start())
+    """Raises what its start raises, and WorkerLost where it hangs. `on_wait` is told what must come before it can be
+    placed, or nothing."""
+    start, heartbeat = asyncio.ensure_future(handle.start()), Heartbeat(handle.alive, SILENT_START_LOOKS)
     try:
         while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
-            on_wait(await handle.waiting_for())
+            on_wait(waiting_for := await handle.waiting_for())
+            if heartbeat.look() and not waiting_for:
+                raise WorkerLost(f"it hangs while it starts: silent for {SILENT_START_LOOKS * PLACED_S:g} s")
         on_wait("")
         return start.result()
     finally:
+        heartbeat.close()
         start.cancel()
+
+
+async def until_lost(handle: RouterHandle) -> DiptychError:
+    """Why it is: it died, or it hangs."""
+    death, heartbeat = asyncio.ensure_future(handle.wait()), Heartbeat(handle.alive, SILENT_TICKS)
+    try:
+        while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+            if heartbeat.look():
+                return WorkerLost(f"it hangs: silent for {SILENT_TICKS * TICK_S:g} s")
+        return death.result()
+    finally:
+        heartbeat.close()
+        death.cancel()
 
 
 async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> DiptychError:
     """Why it is. Meanwhile it is kept in its pool's role."""
     death = asyncio.ensure_future(handle.wait())
-    num_received, num_silent = -1, 0
+    num_received, silence = -1, Silence(SILENT_TICKS)
     try:
         while True:
             done, _ = await asyncio.wait([death], timeout=TICK_S)
             if done:
                 return death.result()
-            num_silent = num_silent + 1 if control.num_received == num_received else 0
+            if silence.look(has_answered=control.num_received != num_received):
+                return WorkerLost(f"it hangs: silent for {SILENT_TICKS * TICK_S:g} s")
             num_received = control.num_received
-            if num_silent >= SILENT_TICKS:
-                return WorkerLost(f"it hangs: silent for {num_silent * TICK_S:g} s")
             role = Role(worker.pool)
             if worker.phase is Phase.READY and control.load.role != ROLE_TO_PROTO[role]:
                 await control.set_role(role)

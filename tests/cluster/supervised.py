@@ -31,11 +31,15 @@ class FakeProcess:
         self._config = WorkerConfig(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
         self._runner = runner
         self._started: asyncio.Task[WorkerStarted] | None = None
+        self.is_stopped = False  # as by SIGSTOP
+        self.waits_for = ""  # and is not placed
         self._death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> WorkerStarted:
         if self._error:
             raise self._error
+        if self.is_stopped or self.waits_for:
+            await asyncio.Event().wait()
         if self._started is None:
             self._started = asyncio.create_task(self._serve())
         return await asyncio.shield(self._started)
@@ -49,8 +53,12 @@ class FakeProcess:
     def is_dead(self) -> bool:
         return self._death.done()
 
+    async def alive(self) -> None:
+        if self.is_stopped:
+            await asyncio.Event().wait()
+
     async def waiting_for(self) -> str:
-        return ""
+        return self.waits_for
 
     async def wait(self) -> DiptychError:
         return await asyncio.shield(self._death)
@@ -70,12 +78,18 @@ class FakeRouter:
     def __init__(self, before: RouterStarted | None, error: DiptychError | None) -> None:
         self.before = before
         self._error = error
+        self.is_stopped = False  # as by SIGSTOP
+        self.is_killed = False
         self.death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> RouterStarted:
         if self._error:
             raise self._error
         return RouterStarted("127.0.0.1", 1, 2, 3)
+
+    async def alive(self) -> None:
+        if self.is_stopped:
+            await asyncio.Event().wait()
 
     async def waiting_for(self) -> str:
         return ""
@@ -84,7 +98,7 @@ class FakeRouter:
         return await asyncio.shield(self.death)
 
     async def kill(self) -> None:
-        pass
+        self.is_killed = True
 
 
 @dataclass

@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
+from diptych.cluster import supervisor, worker_watch
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import first_worker_ids, make_router_id
 from diptych.cluster.status import Failure
 from diptych.workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
 from diptych.workers.fake_runner import fake_output
 
-from .supervised import FakeLauncher, World, generate, is_ready, run
+from .supervised import TIMEOUT_S, FakeLauncher, World, generate, is_ready, run
 
 ONE_OF_EACH = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
@@ -221,6 +222,68 @@ def test_a_lost_router_is_started_again() -> None:
         first, second = world.launcher.routers
         assert first.before is None
         assert second.before == await first.start()
+
+    run(test, mixed={"replicas": 1})
+
+
+def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells routers of those that answer, plans, and says what the other waits for."""
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
+    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
+
+    async def test(world: World) -> None:
+        await world.until(is_ready)
+        await world.leave(end=False)
+        world.launcher.kept = {"prefill": 0, "decode": 0, "mixed": 3}
+        unplaced = await world.launcher.worker("mixed-2", "mixed")
+        unplaced.waits_for = "a node with GPU: 1"
+        successor = World(world.launcher, {"pools": {"mixed": {"replicas": 1}}})
+        try:
+            assert {i.address for i in (await successor.fleet()).values()} == {
+                w.address for w in world.supervisor.status().workers
+            }
+            status = await successor.until(lambda s: s.pools[2].num_ready == 2)
+            waiting = {w.worker_id: w.waiting_for for w in status.workers}
+            assert waiting == {"mixed-1": "", "mixed-2": "a node with GPU: 1", "mixed-3": ""}
+        finally:
+            await successor.leave()
+
+    run(test, mixed={"replicas": 1})
+
+
+def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
+    monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
+    launcher = FakeLauncher()
+
+    async def test(world: World) -> None:
+        status = await world.until(lambda s: is_ready(s) and bool(s.pools[2].last_error))
+        assert "it hangs while it starts" in status.pools[2].last_error
+        assert [w.worker_id for w in status.workers] == ["mixed-2"]
+        assert world.launcher.processes["mixed-1"].is_dead
+
+    async def main() -> None:
+        (await launcher.worker("mixed-1", "mixed")).is_stopped = True
+        async with asyncio.timeout(TIMEOUT_S):
+            world = World(launcher, {"pools": {"mixed": {"replicas": 1}}})
+            try:
+                await test(world)
+            finally:
+                await world.leave()
+
+    asyncio.run(main())
+
+
+def test_a_router_that_hangs_is_replaced_where_it_listened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "TICK_S", 0.01)
+
+    async def test(world: World) -> None:
+        await world.until(is_ready)
+        world.launcher.routers[0].is_stopped = True
+        status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
+        assert "it hangs" in status.routers[0].last_error
+        first, second = world.launcher.routers
+        assert first.is_killed and second.before == await second.start()
 
     run(test, mixed={"replicas": 1})
 

@@ -49,6 +49,10 @@ def workers(status: dict[str, Any], pool: str | None = None) -> dict[str, dict[s
     return {w["worker_id"]: w for w in status["workers"] if pool in (None, w["pool"])}
 
 
+def is_there(pid: int) -> bool:
+    return psutil.pid_exists(pid)
+
+
 async def command(served: Served, *args: str) -> "subprocess.CompletedProcess[str]":
     return await asyncio.to_thread(diptych, served.home, *args)
 
@@ -133,7 +137,7 @@ def test_nothing_listens_but_on_loopback_and_secrets_are_the_owners(served: Serv
     hosts = {c.laddr.ip for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in pids}
     assert hosts <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     files = list(served.home.glob("default.*"))
-    assert len(files) == 2
+    assert {file.suffix for file in files} == {".json", ".token", ".lock"}
     assert {stat.S_IMODE(f.stat().st_mode) for f in files} == {0o600}
 
 
@@ -210,6 +214,37 @@ def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
         subprocess.run(["bash", "-c", served.snippet("curl") + " -sSf"], capture_output=True, check=False).returncode
         == 0
     )
+
+
+def test_a_supervisor_that_hangs_is_started_again_and_ends_nothing(served: Served) -> None:
+    """The command stays, the workers stay, no request fails."""
+
+    async def main() -> None:
+        status = await asyncio.to_thread(served.status)
+        async with load(served.grpc_address) as result:
+            await result.until_done(6)
+            os.kill(status["supervisor_pid"], signal.SIGSTOP)
+            await asyncio.to_thread(served.wait_for, "it is started again; requests go on")
+            await result.until_done(6)
+            after = await asyncio.to_thread(served.status)
+            assert after["supervisor_pid"] != status["supervisor_pid"]
+            assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
+        assert not result.errors
+        assert not survivors([psutil.Process(status["supervisor_pid"])] if is_there(status["supervisor_pid"]) else [])
+
+    asyncio.run(main())
+    assert served.process.poll() is None
+
+
+def test_a_router_that_hangs_is_replaced_where_it_listened(served: Served) -> None:
+    before = after = served.status()["routers"][0]
+    os.kill(before["pid"], signal.SIGSTOP)
+    while after["pid"] == before["pid"] or after["phase"] != "ready":
+        after = served.status()["routers"][0]
+    assert "it hangs" in after["last_error"]
+    assert (after["http_port"], after["grpc_port"]) == (before["http_port"], before["grpc_port"])
+    assert not survivors([psutil.Process(before["pid"])] if is_there(before["pid"]) else [])
+    subprocess.run(["bash", "-c", served.snippet("curl") + " -sSf"], capture_output=True, check=True)
 
 
 def test_sigterm_leaves_no_process_and_no_file(served: Served) -> None:

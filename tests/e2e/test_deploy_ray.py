@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from diptych.cluster.ray_session import make_token
-from diptych.cluster.reaper import members
+from diptych.cluster.reaper import has_open
 
 from .cluster_harness import END_S, Served, diptych, environment, serving, survivors
 
@@ -83,7 +83,7 @@ def joined() -> Iterator[dict[str, str]]:
                 stack.enter_context(ray_node(folder, nodes, f"--labels=diptych.io/pool={pool}", *role))
                 address = address or (folder / "ray" / "ray_current_cluster").read_text().strip()
             yield env | {"RAY_ADDRESS": address, "DIPTYCH_API_KEY": API_KEY}
-            family = members(folder)
+            family = [p for p in psutil.process_iter() if has_open(p, folder)]
         assert not survivors(family)
     finally:
         shutil.rmtree(folder)

@@ -1,0 +1,88 @@
+"""Silence is counted in looks, and ends nothing but who is silent."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from diptych.cluster import launcher
+from diptych.cluster.config_file import build
+from diptych.cluster.control import SupervisorClient, SupervisorGone
+from diptych.cluster.heartbeat import Heartbeat, Silence
+from diptych.cluster.progress import Progress
+from diptych.cluster.status import ClusterStatus
+from diptych.workers.errors import Unavailable, WorkerLost
+
+STATUS = ClusterStatus("default", "fake", 1, (), (), ())
+
+
+def test_silence_is_of_looks_in_a_row_and_counts_anew_for_a_successor() -> None:
+    silence = Silence(3)
+    answers = [False, False, True, False, False, False, False, False, False]
+    assert [silence.look(has_answered=answer) for answer in answers] == [False] * 5 + [True] + [False] * 2 + [True]
+
+
+def test_a_heartbeat_asks_one_call_at_a_time_and_an_error_is_no_answer() -> None:
+    async def test() -> None:
+        num_asked, answer = 0, asyncio.Event()
+
+        async def ask() -> None:
+            nonlocal num_asked
+            num_asked += 1
+            await answer.wait()
+            if num_asked > 2:
+                raise WorkerLost("it says that it cannot serve")
+
+        heartbeat = Heartbeat(ask, 2)
+        await asyncio.sleep(0)
+        assert not heartbeat.look() and heartbeat.look() and num_asked == 1
+        answer.set()
+        for expected in (False, False, False, True):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert heartbeat.look() is expected
+        heartbeat.close()
+
+    asyncio.run(test())
+
+
+class Answers:
+    """What a supervisor's client is told, one after the other."""
+
+    def __init__(self, answers: Sequence[ClusterStatus | Unavailable]) -> None:
+        self._answers = list(answers)
+        self.num_restarts = 0
+
+    def status(self, within_s: float) -> ClusterStatus:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Unavailable):
+            raise answer
+        return answer
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+
+
+def watching(answers: Answers, console: Console) -> Any:
+    made = launcher._Launcher(build({"model": "fake"}), console, Progress(console))
+    made._supervisor = cast(SupervisorClient, cast(Any, answers))
+    return made
+
+
+def test_a_silent_supervisor_is_started_again_and_the_cluster_goes_on() -> None:
+    silent = Unavailable("the supervisor did not answer within 8 s")
+    answers = Answers([silent] * (5 * launcher.SILENT_LOOKS) + [STATUS, silent, STATUS])
+    console = Console(record=True, quiet=False, file=None, force_terminal=False)
+    watch = watching(answers, console)
+    seen = [watch._look() for _ in range(5 * launcher.SILENT_LOOKS + 3)]
+    assert seen[-3:] == [STATUS, None, STATUS]
+    assert answers.num_restarts == 5
+    assert "it is started again; requests go on" in console.export_text()
+
+
+def test_a_supervisor_that_was_ended_for_good_ends_serve() -> None:
+    watch = watching(Answers([SupervisorGone("the supervisor was ended")]), Console(quiet=True))
+    with pytest.raises(Unavailable, match="was ended by somebody else"):
+        watch._look()

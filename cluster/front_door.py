@@ -14,7 +14,7 @@ from ..workers.request import Request, SamplingParams
 from ..workers.runner import ModelInfo
 from .generation import Completion, Generation, TokenSource
 from .prompt_encoder import ProcessLimits, PromptEncoder
-from .prompt_encoding import Chat
+from .prompt_encoding import Chat, Encoded, Prompt
 from .stop_strings import StopStrings, StopTable
 from .tokenizer import Tokenizer
 
@@ -33,9 +33,6 @@ class Limits:
     strict: bool = False  # refuse fields that nobody knows
     process: ProcessLimits = field(default_factory=ProcessLimits)  # of what encodes prompts
     body_timeout_s: float = 60.0
-
-
-Prompt = str | tuple[int, ...] | Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +56,15 @@ class FrontDoor:
         self.source = source
         self.tokenizer = tokenizer
         self.limits = limits or Limits()
-        self._encoder = PromptEncoder(tokenizer, self.limits.process)
+        self.encoder = PromptEncoder(tokenizer, self.limits.process)
 
     async def open(self) -> None:
         """Start what the first call would wait for."""
-        await self._encoder.start()
+        await self.encoder.start()
 
     async def close(self) -> None:
         """End the processes that it started. Idempotent."""
-        await self._encoder.close()
+        await self.encoder.close()
 
     def model(self, name: str | None = None) -> ModelInfo:
         """The served model. Raises UnknownModel where `name` is another, Unavailable before a worker is known."""
@@ -122,9 +119,11 @@ class FrontDoor:
     async def _encode(self, prompt: Prompt, info: ModelInfo) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
             return prompt
+        if isinstance(prompt, Encoded):
+            return prompt.token_ids
         if isinstance(prompt, Chat):
-            return await self._encoder.encode_chat(prompt, info.max_context_tokens)
-        return await self._encoder.encode_text(prompt, info.max_context_tokens)
+            return await self.encoder.encode_chat(prompt, info.max_context_tokens)
+        return await self.encoder.encode_text(prompt, info.max_context_tokens)
 
     def _request(
         self, spec: GenerationSpec, request_id: str, token_ids: tuple[int, ...], seed: int, info: ModelInfo

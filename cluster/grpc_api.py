@@ -23,10 +23,10 @@ from ..workers.wire import FINISH_TO_PROTO, sampling_from_proto
 from .config import TlsConfig
 from .connection_limits import ConnectionLimits
 from .delivery import Delivery
-from .front_door import FrontDoor, GenerationSpec, Prompt
+from .front_door import FrontDoor, GenerationSpec
 from .generation import Generation, TextDelta
 from .grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
-from .prompt_encoding import Chat
+from .prompt_encoding import Chat, Prompt
 from .tokenizer import Tokenizer
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -28,11 +28,14 @@ from .auth import ApiKey
 from .front_door import FrontDoor, GenerationSpec
 from .generation import Generation, TextDelta
 from .http_stream import SEND, EventStream, read_json, while_connected
+from .openai_calls import with_prompts
 from .openai_fields import HEADER, UnknownFields, header_value
 from .openai_format import ChatFormat, CompletionFormat, Format, to_event
 from .openai_types import Body, Call, ChatBody, CompletionBody, parse
+from .prompt_encoding import Encoded
 from .timings import server_timing
 
+MAX_INLINE_BYTES = 65_536  # of a body: what takes about 2 ms to read stays in the router
 OPEN_PATHS = frozenset({"/health", "/version"})  # asked by orchestrators, which hold no key
 
 
@@ -103,10 +106,17 @@ class HttpApi:
     async def _call(self, kind: type[Body], request: Request) -> Call:
         """Read what is asked for. Unknown fields are named in a header of whatever is answered."""
         limits = self._door.limits
-        call = parse(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s)).call()
+        call = await self._read(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s))
         self._unknown_fields.note(call.unknown)
         request.state.ignored = header_value(call.unknown)
         return call
+
+    async def _read(self, kind: type[Body], body: bytes) -> Call:
+        if len(body) <= MAX_INLINE_BYTES:
+            return parse(kind, body).call()
+        self._door.source.admit(1)
+        most = self._door.model().max_context_tokens
+        return with_prompts(*await self._door.encoder.read_body(kind.__name__, body, most))
 
     async def _answer(
         self, request: Request, generation: Generation, form: Format, stream: bool
@@ -122,7 +132,8 @@ class HttpApi:
         """The prompt's text, for each choice."""
         ids = [completion.request.prompt_token_ids for completion in generation.completions]
         prompts = [spec.prompts[i // spec.n] for i in range(len(ids))]
-        return [p if isinstance(p, str) else self._door.tokenizer.decode(ids[i]) for i, p in enumerate(prompts)]
+        texts = [p.text if isinstance(p, Encoded) else p if isinstance(p, str) else None for p in prompts]
+        return [self._door.tokenizer.decode(ids[i]) if text is None else text for i, text in enumerate(texts)]
 
     def _model_card(self, info: ModelInfo) -> dict[str, object]:
         return {

@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..workers.errors import InvalidRequest
 from ..workers.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-from .front_door import GenerationSpec, Prompt
+from .front_door import GenerationSpec
 from .openai_fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField
 from .openai_format import Include
 from .openai_messages import ChatMessage, Many, Tool
-from .prompt_encoding import Chat
+from .prompt_encoding import Chat, Prompt
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 

@@ -15,13 +15,12 @@ import socket
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ..workers.errors import CheckpointError, InvalidRequest, Overloaded, from_wire
-from .prompt_encoding import Chat, encode_text
-from .prompt_process import CHAT, FRAME, TEXT, Head, to_frame
+from .prompt_encoding import Chat, Encoded, encode_text
+from .prompt_frames import BODY, CHAT, SIZES, TEXT, Head, to_frame
 from .tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 16_384  # of text: about 5 ms of encoding
@@ -33,7 +32,8 @@ class ProcessLimits:
     """What a task may take."""
 
     cpu_s: float = 4.0  # processor time
-    wall_s: float = 20.0  # a loaded machine gives a process less than it asks for
+    cpu_s_per_mib: float = 1.0  # of the task; more than that for each
+    wall_factor: float = 5.0  # as long as its processor time: a loaded machine gives a process less than it asks for
     max_wait_s: float = 30.0  # behind other tasks
     max_memory_bytes: int = 1 << 30  # beyond what the process holds once it is ready
     start_s: float = 60.0
@@ -59,21 +59,31 @@ class PromptEncoder:
         """Raises InvalidRequest, PromptTooLong, Overloaded."""
         if len(text) <= MAX_INLINE_CHARS:
             return encode_text(self._tokenizer, text, max_context_tokens)
-        [ids] = await self._ask(TEXT, text.encode(errors="replace"), max_context_tokens)
-        return ids
+        _, [prompt] = await self._ask({"kind": TEXT}, text.encode(errors="replace"), max_context_tokens)
+        return prompt.token_ids
 
     async def encode_chat(self, chat: Chat, max_context_tokens: int) -> tuple[int, ...]:
         """Raises InvalidRequest, PromptTooLong, Overloaded."""
         body = json.dumps({field.name: getattr(chat, field.name) for field in fields(chat)}).encode()
-        [ids] = await self._ask(CHAT, body, max_context_tokens)
-        return ids
+        _, [prompt] = await self._ask({"kind": CHAT}, body, max_context_tokens)
+        return prompt.token_ids
 
-    async def _ask(self, kind: str, body: bytes, max_context_tokens: int) -> Sequence[tuple[int, ...]]:
+    async def read_body(self, kind: str, body: bytes, max_context_tokens: int) -> tuple[bytes, list[Encoded]]:
+        """See openai_calls.read_call. Raises InvalidRequest, PromptTooLong, Overloaded."""
+        return await self._ask({"kind": BODY, "body": kind}, body, max_context_tokens)
+
+    async def _ask(self, task: Head, body: bytes, max_context_tokens: int) -> tuple[bytes, list[Encoded]]:
         process = self._small if len(body) <= MAX_SMALL_BYTES else self._large
-        head, found = await process.ask({"kind": kind, "max_context_tokens": max_context_tokens}, body)
-        ids = array("I", found)
-        ends = [sum(head["num_tokens"][: i + 1]) for i in range(len(head["num_tokens"]))]
-        return [tuple(ids[end - num : end]) for end, num in zip(ends, head["num_tokens"], strict=True)]
+        head, found = await process.ask(task | {"max_context_tokens": max_context_tokens}, body)
+        prompts: list[Encoded] = []
+        start = num_call = head["call"]
+        for num_ids, num_text in head["prompts"]:
+            ids, start = array("I", found[start : start + num_ids]), start + num_ids
+            text = None if num_text < 0 else found[start : start + num_text].decode()
+            start += max(num_text, 0)
+            prompts.append(Encoded(tuple(ids), text))
+            await asyncio.sleep(0)  # a million numbers take a while
+        return found[:num_call], prompts
 
 
 class PromptProcess:
@@ -120,17 +130,17 @@ class PromptProcess:
         await self._end()
 
     async def _exchange(self, task: Head, body: bytes) -> tuple[Head, bytes]:
-        link = await self._linked()
+        link, limits = await self._linked(), self._limits
+        cpu_s = limits.cpu_s + limits.cpu_s_per_mib * len(body) / (1 << 20)
         try:
-            async with asyncio.timeout(self._limits.wall_s):
-                return await link.exchange(to_frame(task | {"cpu_s": self._limits.cpu_s}, body))
+            async with asyncio.timeout(limits.wall_factor * cpu_s):
+                return await link.exchange(task | {"cpu_s": cpu_s}, body)
         except (TimeoutError, EOFError, OSError) as e:
             await self._end()
-            limits = self._limits
             raise InvalidRequest(
-                f"the prompt takes too much to read: more than {limits.cpu_s:g} s of processor time, "
-                f"{limits.wall_s:g} s in all, or {limits.max_memory_bytes >> 20} MiB. Send less",
-                param="messages" if task["kind"] == CHAT else "prompt",
+                f"the request takes too much to read: more than {cpu_s:.3g} s of processor time, or "
+                f"{limits.max_memory_bytes >> 20} MiB. Send less",
+                param="messages" if task["kind"] == CHAT else None,
             ) from e
         except asyncio.CancelledError:
             await self._end()
@@ -145,7 +155,7 @@ class PromptProcess:
             self._link = await _Link.open()
             try:
                 async with asyncio.timeout(self._limits.start_s):
-                    head, _ = await self._link.exchange(to_frame(limits, state))
+                    head, _ = await self._link.exchange(limits, state)
                 _checked(head)
             except (TimeoutError, EOFError, OSError) as e:
                 await self._end()
@@ -187,13 +197,13 @@ class _Link:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(process, reader, writer)
 
-    async def exchange(self, frame: bytes) -> tuple[Head, bytes]:
+    async def exchange(self, head: Head, body: bytes) -> tuple[Head, bytes]:
         """Raises EOFError, OSError where the process ends."""
-        self._writer.write(frame)
+        self._writer.writelines(to_frame(head, body))
         await self._writer.drain()
-        num_head, num_body = FRAME.unpack(await self._reader.readexactly(FRAME.size))
-        head: dict[str, Any] = json.loads(await self._reader.readexactly(num_head))
-        return head, await self._reader.readexactly(num_body)
+        num_head, num_body = SIZES.unpack(await self._reader.readexactly(SIZES.size))
+        answer: Head = json.loads(await self._reader.readexactly(num_head))
+        return answer, await self._reader.readexactly(num_body)
 
     async def close(self) -> None:
         self.process.kill()

@@ -17,6 +17,17 @@ class Chat:
     tools: Sequence[Mapping[str, object]] = ()  # that the template shows to the model
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt that was encoded before the front door got it."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None  # that they were made of, where the answer repeats it
+
+
+Prompt = str | tuple[int, ...] | Chat | Encoded
+
+
 def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, special: bool = True) -> tuple[int, ...]:
     """Raises InvalidRequest, PromptTooLong."""
     if not text:

@@ -5,8 +5,7 @@
 A template is a program, and its input a stranger's: it may take any time and memory. Here that ends this process, not
 the router: one task has so many seconds of processor time (ITIMER_PROF), all of them so much memory (RLIMIT_DATA).
 
-Both directions carry frames: the bytes of a JSON head and of a body (two uint32), the head, the body. The end of the
-socket ends the process, as does its parent's end. Imports no Ray, no torch.
+The end of the socket ends the process, as does its parent's end. Imports no Ray, no torch.
 
     python -m diptych.cluster.prompt_process      (a socket is its standard input; prompt_encoder.py starts it)
 """
@@ -16,28 +15,20 @@ import logging
 import resource
 import signal
 import socket
-import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..workers.errors import DiptychError, InternalError, InvalidRequest
-from .prompt_encoding import Chat, encode_chat, encode_text
+from .openai_calls import read_call
+from .prompt_encoding import Chat, Encoded, encode_chat, encode_text
+from .prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
 from .ray_agent import end_with_parent
 from .tokenizer import Tokenizer
 
-FRAME = struct.Struct("<II")
-CHAT, TEXT = "chat", "text"
-
-Head = dict[str, Any]
 log = logging.getLogger("diptych.prompts")
-
-
-def to_frame(head: Head, body: bytes = b"") -> bytes:
-    text = json.dumps(head).encode()
-    return FRAME.pack(len(text), len(body)) + text + body
 
 
 def serve(stream: BinaryIO, sock: socket.socket) -> None:
@@ -47,15 +38,15 @@ def serve(stream: BinaryIO, sock: socket.socket) -> None:
     del state
     _bound_memory(head["max_memory_bytes"])
     signal.setitimer(signal.ITIMER_PROF, head["cpu_s"])
-    sock.sendall(_begin(tokenizer))
+    _send(sock, _begin(tokenizer))
     while (frame := _read(stream)) is not None:
         task, body = frame
         signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])
-        sock.sendall(_reply(tokenizer, task, body))
+        _send(sock, _reply(tokenizer, task, body))
         del frame, body
 
 
-def _begin(tokenizer: Tokenizer) -> bytes:
+def _begin(tokenizer: Tokenizer) -> Frame:
     try:
         tokenizer.compile_template()
     except DiptychError as e:
@@ -64,16 +55,21 @@ def _begin(tokenizer: Tokenizer) -> bytes:
 
 
 def _read(stream: BinaryIO) -> tuple[Head, bytes] | None:
-    sizes = stream.read(FRAME.size)
-    if len(sizes) < FRAME.size:
+    sizes = stream.read(SIZES.size)
+    if len(sizes) < SIZES.size:
         return None
-    num_head, num_body = FRAME.unpack(sizes)
+    num_head, num_body = SIZES.unpack(sizes)
     return json.loads(stream.read(num_head)), stream.read(num_body)
 
 
-def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> bytes:
+def _send(sock: socket.socket, frame: Frame) -> None:
+    for part in frame:
+        sock.sendall(part)
+
+
+def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     try:
-        return _of_prompts(_compute(tokenizer, task, body))
+        return _compute(tokenizer, task, body)
     except DiptychError as e:
         error = e
     except MemoryError:
@@ -85,24 +81,31 @@ def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> bytes:
     return _of_error(error)
 
 
-def _of_error(error: DiptychError) -> bytes:
+def _of_error(error: DiptychError) -> Frame:
     return to_frame({"error": type(error).__name__, "message": error.message, "param": error.param})
 
 
-def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> list[tuple[int, ...]]:
+def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     most = task["max_context_tokens"]
-    match task["kind"]:
-        case "chat":
-            return [encode_chat(tokenizer, Chat(**json.loads(body)), most)]
-        case "text":
-            return [encode_text(tokenizer, body.decode(), most)]
-        case kind:
-            raise InternalError(f"no task is called {kind}")
+    kind = task["kind"]
+    if kind == CHAT:
+        return _of_prompts([Encoded(encode_chat(tokenizer, Chat(**json.loads(body)), most))])
+    if kind == TEXT:
+        return _of_prompts([Encoded(encode_text(tokenizer, body.decode(), most))])
+    assert kind == BODY
+    call, prompts = read_call(tokenizer, task["body"], body, most)
+    return _of_prompts(prompts, call)
 
 
-def _of_prompts(prompts: Iterable[tuple[int, ...]]) -> bytes:
-    columns = [array("I", ids) for ids in prompts]
-    return to_frame({"num_tokens": [len(ids) for ids in columns]}, b"".join(ids.tobytes() for ids in columns))
+def _of_prompts(prompts: Sequence[Encoded], call: bytes = b"") -> Frame:
+    """Body: the call, then of each prompt its token ids (uint32) and its text."""
+    parts = [call]
+    sizes: list[tuple[int, int]] = []
+    for prompt in prompts:
+        ids, text = array("I", prompt.token_ids).tobytes(), (prompt.text or "").encode()
+        sizes.append((len(ids), -1 if prompt.text is None else len(text)))
+        parts += (ids, text)
+    return to_frame({"call": len(call), "prompts": sizes}, b"".join(parts))
 
 
 def _bound_memory(more: int) -> None:

@@ -90,12 +90,7 @@ class Request:
         num_prompt = len(self.prompt_token_ids)
         if num_prompt == 0:
             raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
-        if num_prompt >= max_context_tokens:
-            raise context_exceeded(
-                max_context_tokens,
-                f"the prompt has {num_prompt} tokens and at least one must be left for the answer",
-                "Please reduce the length of the prompt",
-            )
+        check_prompt_length(num_prompt, max_context_tokens)
         if num_prompt + self.sampling.max_tokens > max_context_tokens:
             raise context_exceeded(
                 max_context_tokens,
@@ -112,6 +107,16 @@ class Request:
         check_token_ids(output_token_ids, vocab_size, "output_token_ids")
         if len(output_token_ids) >= self.sampling.max_tokens:
             raise InvalidRequest("output_token_ids already hold max_tokens tokens: nothing is left to compute")
+
+
+def check_prompt_length(num_tokens: int, max_context_tokens: int) -> None:
+    """Raise PromptTooLong where no token could follow."""
+    if num_tokens >= max_context_tokens:
+        raise context_exceeded(
+            max_context_tokens,
+            f"the prompt has {num_tokens} tokens and at least one must be left for the answer",
+            "Please reduce the length of the prompt",
+        )
 
 
 def context_exceeded(max_context_tokens: int, cause: str, remedy: str, *, param: str = "prompt") -> PromptTooLong:

@@ -19,7 +19,7 @@ from diptych.cluster.prompt_encoder import ProcessLimits
 
 from ..cluster.front import CONTEXT, TEMPLATE, Echo, Served, served
 
-LIMITS = Limits(process=ProcessLimits(cpu_s=0.5, max_memory_bytes=128 << 20))
+LIMITS = Limits(process=ProcessLimits(cpu_s=0.5, wall_factor=40, max_memory_bytes=128 << 20))
 MIB = 1 << 20
 
 
@@ -101,7 +101,7 @@ def test_a_large_option_is_not_multiplied_into_a_larger_text() -> None:
 
 def test_the_event_loop_runs_on_while_a_template_does_not_end() -> None:
     template = SWITCHED.replace("HOSTILE", NESTED)
-    limits = Limits(process=ProcessLimits(cpu_s=3600, wall_s=3600))
+    limits = Limits(process=ProcessLimits(cpu_s=3600, wall_factor=1))
     with served(Echo(laps=1), limits=limits, template=template) as server:
         assert chat(server).status_code == 200
         [pid] = children()

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..workers.errors import DiptychError, InternalError, InvalidRequest
-from .openai_calls import read_call
 from .prompt_encoding import Chat, Encoded, encode_chat, encode_text
 from .prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
 from .ray_agent import end_with_parent
@@ -93,6 +92,9 @@ def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     if kind == TEXT:
         return _of_prompts([Encoded(encode_text(tokenizer, body.decode(), most))])
     assert kind == BODY
+    # Takes four times as long to import as all the rest, and a process for chats alone does without.
+    from .openai_calls import read_call
+
     call, prompts = read_call(tokenizer, task["body"], body, most)
     return _of_prompts(prompts, call)
 

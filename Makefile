@@ -3,13 +3,13 @@
 #   TORCH   which torch to install; any >= 2.11 will do (on a GPU machine: make serve TORCH=torch)
 #   PROCESSES  how many share the unit tests
 #   START, SEEDS  which runs of the simulated cluster `make soak` makes
-#   MODEL   what `make serve` serves; ARGS: more flags for `diptych serve`
+#   MODEL   what `make serve` serves, tiny unless ARGS names a --config; ARGS: flags for `diptych serve`
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PROCESSES ?= 2
 START ?= 0
 SEEDS ?= 20000
-MODEL ?= tiny
+MODEL ?= $(if $(findstring --config,$(ARGS)),,tiny)
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/buil
 unexport PYTHONDONTWRITEBYTECODE
 
 serve: $(VENV)/.installed
-	$(BIN)/diptych serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
+	$(BIN)/diptych serve $(MODEL) $(ARGS)
 
 # The type checker, which uses one core, beside the unit tests.
 test: ruff

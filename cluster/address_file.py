@@ -2,12 +2,13 @@
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from ..workers.errors import ConfigError
+from ..workers.errors import ConfigError, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,22 @@ def read(name: str) -> ClusterAddress | None:
     """None where no cluster of that name was started from here. Raises ConfigError for a file that is damaged."""
     path = _path(name)
     try:
-        return ClusterAddress(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
+        return _read(path)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"{path} is damaged: delete it, and start the cluster again") from e
+
+
+def names() -> list[str]:
+    """Of the clusters that were started from here and whose `diptych serve` still runs."""
+    found = (_read(path) for path in sorted(home().glob("*.json")))
+    return [address.name for address in found if address and serving_process(address)]
+
+
+def no_cluster(name: str, where: str, running: Collection[str]) -> Unavailable:
+    """`where`: "here", or on which Ray; `running`: the clusters that are there."""
+    if running:
+        return Unavailable(f"no cluster named {name!r} runs {where}. Those that run: {', '.join(running)}; say --name")
+    return Unavailable(f"no cluster named {name!r} runs {where}: start one with `diptych serve`")
 
 
 def remove(name: str) -> None:
@@ -61,6 +73,14 @@ def serving_process(address: ClusterAddress) -> psutil.Process | None:
         is_it = abs(process.create_time() - address.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
         return process if is_it else None
     except psutil.NoSuchProcess:
+        return None
+
+
+def _read(path: Path) -> ClusterAddress | None:
+    """Raises ValueError or TypeError for a file that is damaged."""
+    try:
+        return ClusterAddress(**json.loads(path.read_text()))
+    except FileNotFoundError:
         return None
 
 

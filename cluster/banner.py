@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import LOOPBACK_HOSTS, WILDCARD_HOSTS, ClusterConfig
+from .config import DEFAULT_NAME, LOOPBACK_HOSTS, WILDCARD_HOSTS, ClusterConfig
 from .status import ClusterStatus, RouterStatus
 
 QUESTION = "What is Diptych?"
@@ -27,6 +27,7 @@ def banner(config: ClusterConfig, status: ClusterStatus, ready_s: float) -> str:
     router = status.routers[0]
     door = _door(config, router)
     pools = " + ".join(f"{p.num_ready} {p.name}" for p in status.pools if p.target)
+    name = "" if config.name == DEFAULT_NAME else f" --name {config.name}"
     key = ["", "Clients need the API key: export DIPTYCH_API_KEY=..."] if door.has_key else []
     return "\n".join(
         [
@@ -43,7 +44,8 @@ def banner(config: ClusterConfig, status: ClusterStatus, ready_s: float) -> str:
             "# Python, gRPC",
             _grpc(door),
             "",
-            "Watch it: diptych status    Resize it: diptych scale " + _example_scale(status) + "    Stop it: Ctrl-C",
+            f"Watch it: diptych status{name}    Resize it: diptych scale {_example_scale(status)}{name}    "
+            "Stop it: Ctrl-C",
         ]
     )
 

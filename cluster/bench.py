@@ -139,7 +139,8 @@ async def _warm_up(endpoint: Endpoint, asking: Asking, sessions: Sequence[Sessio
         await load.run((session,), Pace(None, 1))
         if failure := load.replies[-1].failure:
             message = f"the first request failed: {failure.kind}: {failure.message}"
-            raise InvalidRequest(message) if failure.kind.startswith("HTTP 4") else Unavailable(message)
+            is_ours = failure.kind.startswith("HTTP 4") and not failure.kind.startswith("HTTP 429")
+            raise InvalidRequest(message) if is_ours else Unavailable(message)
 
 
 async def _load(

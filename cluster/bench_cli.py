@@ -11,11 +11,10 @@ import typer
 from rich.console import Console
 
 from ..workers.errors import ConfigError
+from ..workers.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from .bench_settings import Settings, Target, Work
-
-INTERRUPTED = 130  # as a shell says of a command that Ctrl-C ended
 
 
 class Workload(Enum):

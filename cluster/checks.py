@@ -12,6 +12,7 @@ from ..workers.models.shards import read_index, shards
 from ..workers.models.spec import ModelSpec
 from .chat_template import read_json
 from .config import ClusterConfig
+from .plurals import count
 from .tokenizer_files import find_sources
 
 SHIPPED_MODEL = "tiny"
@@ -43,6 +44,18 @@ def check_checkpoint(folder: Path) -> None:
     shards(folder, read_index(folder))
     find_sources(folder)
     read_json(folder / "tokenizer_config.json")
+
+
+def crowding(config: ClusterConfig, num_cores: int) -> str | None:
+    """What to say, before they are started, of more workers than this machine has cores; None where each has one."""
+    num = sum(pool.replicas * pool.data_parallel * pool.tensor_parallel for _, pool in config.pools.items())
+    if config.is_on_gpus or num <= num_cores:
+        return None
+    ranks = ", ranks counted," if num != config.pools.num_workers else ""
+    return (
+        f"warning: {count(num, 'worker')}{ranks} will share {count(num_cores, 'core')}: they start and compute slowly. "
+        "Start fewer; `--mixed 1` is one worker that does both"
+    )
 
 
 def check_ports(config: ClusterConfig) -> None:

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
@@ -14,9 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable
+from ..workers.errors import ConfigError, DiptychError, Unavailable
+from ..workers.exit_codes import FOUND, INTERRUPTED, exit_code
 from . import address_file, config_file
-from .bench_cli import INTERRUPTED, bench
+from .bench_cli import bench
 from .checks import resolve_model
 from .config import POOL_NAMES
 from .experts_cli import experts
@@ -30,6 +32,8 @@ P = ParamSpec("P")
 app = typer.Typer(
     name="diptych",
     help="Serve large language models on a prefill pool and a decode pool.",
+    epilog="Exit codes: 0 done; 1 a fault of Diptych's; 2 what was given is wrong; 3 who should answer does not; 4 a "
+    "check found trouble; 130 interrupted. See docs/cli.md.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,7 +42,7 @@ app = typer.Typer(
 
 
 def _reports_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Errors that have a name end the command with one line and an exit code: 2 what the user gave, 1 the rest."""
+    """Errors that have a name end the command with one line and an exit code (exit_codes.py)."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -46,7 +50,9 @@ def _reports_errors(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except DiptychError as e:
             Console(stderr=True).print(Text(f"error: {e.message}", style="red"), soft_wrap=True)
-            raise typer.Exit(2 if isinstance(e, ConfigError) else 1) from None
+            raise typer.Exit(exit_code(e)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
 
     return run
 
@@ -83,7 +89,11 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     http_port: Annotated[int | None, typer.Option(help="0: any free port.  [default: 8000]")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="0: any free port.  [default: 50051]")] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="DIPTYCH_API_KEY", help="Asked of every client; needed for another host.")
+        str | None,
+        typer.Option(
+            envvar="DIPTYCH_API_KEY",
+            help="Asked of every client. `ps` shows a flag to others: better the variable.",
+        ),
     ] = None,
     strict: Annotated[bool | None, typer.Option(help="Refuse requests with unknown fields.  [default: ignore]")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
@@ -158,7 +168,8 @@ def status(
     else:
         _console().print(render(found))
     if problems:
-        raise InternalError("; ".join(f"{worker}: {what}" for worker, what in problems.items()))
+        _console().print(Text("\n".join(f"{worker}: {what}" for worker, what in problems.items()), style="red"))
+        raise typer.Exit(FOUND)
 
 
 @app.command()
@@ -179,7 +190,7 @@ def scale(
         while not (now := supervisor.status()).is_settled and time.monotonic() < deadline:
             time.sleep(POLL_S)
     for pool in now.pools:
-        if pool.target or pool.num_draining:
+        if pool.target or pool.num_draining or pool.name in replicas:
             leaving = f", {pool.num_draining} leaving" if pool.num_draining else ""
             console.print(f"{pool.name}: {pool.num_ready} of {pool.target} ready{leaving}", soft_wrap=True)
     if timeout and not now.is_settled:
@@ -222,7 +233,7 @@ def doctor() -> None:
         verdict = (f"{finding.verdict.value:<8} ", styles[finding.verdict])
         console.print(Text.assemble(verdict, (finding.name, "bold"), f": {finding.detail}{remedy}"), soft_wrap=True)
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(FOUND)
 
 
 app.command()(_reports_errors(bench))
@@ -235,8 +246,11 @@ def _parse_targets(texts: list[str]) -> dict[str, int]:
     replicas: dict[str, int] = {}
     for text in texts:
         pool, _, number = text.partition("=")
+        if pool not in POOL_NAMES and (close := get_close_matches(pool, POOL_NAMES, n=1)):
+            raise ConfigError(f"there is no pool {pool!r}. Did you mean {close[0]!r}?")
         if pool not in POOL_NAMES or not number.isdecimal():
-            raise ConfigError(f"{text!r} is not POOL=N. Write for example `diptych scale prefill=3 decode=2`")
+            pools = f"POOL=N, where POOL is one of {', '.join(POOL_NAMES)}"
+            raise ConfigError(f"{text!r} is not {pools}. Write for example `diptych scale prefill=3 decode=2`")
         if pool in replicas:
             raise ConfigError(f"{pool} is given twice")
         replicas[pool] = int(number)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 WILDCARD_HOSTS = ("0.0.0.0", "::")
+DEFAULT_NAME = "default"
 POOL_NAMES = ("prefill", "decode", "mixed")
 PoolName = Literal["prefill", "decode", "mixed"]
 
@@ -181,7 +182,7 @@ class ClusterConfig(_Settings):
     """One model served on pools of workers."""
 
     model: Annotated[str, Field(min_length=1)]  # folder of a Hugging Face checkpoint, the same on every machine
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = "default"
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = DEFAULT_NAME
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     dtype: Dtype = "bfloat16"
     device: str = "cpu"

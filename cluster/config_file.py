@@ -1,5 +1,6 @@
 """YAML and flags -> ClusterConfig, and what is wrong with them in words that name the key and the line."""
 
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,6 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from ..workers.errors import ConfigError
 from .config import ClusterConfig
+
+KEY_VARIABLE = "DIPTYCH_API_KEY"  # router.api_key
+_REMEDIES = {
+    "model": ". Give the folder of a Hugging Face checkpoint, as in `diptych serve /models/llama`, or `diptych serve "
+    "tiny` for the model that ships with Diptych"
+}
 
 Loc = tuple[int | str, ...]
 
@@ -125,9 +132,13 @@ def _sentence(loc: Loc, problem: Any) -> str:
         hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(known)}"
         return f"{_dotted(loc)}: unknown key. {hint}"
     if problem["type"] == "missing":
-        return f"{_dotted(loc)} is missing"
+        return f"{_dotted(loc)} is missing{_REMEDIES.get(_dotted(loc), '')}"
     message = problem["msg"].removeprefix("Value error, ")
     prefix = f"{_dotted(loc)}: " if loc else ""
+    if loc and loc[-1] == "api_key":
+        # A key is not for a terminal; who wrote it into the environment looks for it there.
+        is_from_there = problem["input"] is not None and problem["input"] == os.environ.get(KEY_VARIABLE)
+        return f"{KEY_VARIABLE if is_from_there else _dotted(loc)}: {message}"
     given = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
     return f"{prefix}{message}{given}"
 

@@ -14,6 +14,7 @@ from ..workers.errors import ConfigError, Unavailable, from_wire
 from .config import ClusterConfig
 from .deployment import Deployment
 from .placement import Refused, find_supervisor, last_line, start_ahead, start_supervisor
+from .plurals import count
 from .status import ClusterStatus
 
 REPLY_S = 30.0
@@ -116,6 +117,21 @@ def check_placeable(config: ClusterConfig) -> None:
                     "Leave it out, or set RAY_ADDRESS to join a Ray whose nodes have it"
                 )
     _check_gpus(config, have.get("GPU", 0.0))
+    _check_cpus(config, have.get("CPU", 0.0))
+
+
+def _check_cpus(config: ClusterConfig, num_here: float) -> None:
+    """Raises ConfigError where workers and routers together are more than a Ray of our own takes: those left over would
+    wait for ever."""
+    wanted = sum(pool.replicas * pool.data_parallel * pool.num_cpus for _, pool in config.pools.items())
+    wanted += config.router.replicas * config.router.num_cpus
+    if round(wanted, RESOURCE_DIGITS) > num_here:
+        workers = count(config.pools.num_workers, "worker")
+        routers = count(config.router.replicas, "router")
+        raise ConfigError(
+            f"{workers} and {routers} ask for {wanted:g} CPU together, and Ray is started here for {num_here:g}: start "
+            "fewer, lower num_cpus, or set RAY_ADDRESS to join a Ray of more machines"
+        )
 
 
 def _check_gpus(config: ClusterConfig, num_here: float) -> None:

@@ -135,3 +135,9 @@ def first_worker_ids(pools: Pools) -> list[tuple[str, str]]:
 
 def supervisor_name(cluster: str) -> str:
     return f"diptych:{cluster}:supervisor"
+
+
+def cluster_of(name: str) -> str | None:
+    """The cluster whose supervisor has that name; None for a name that is no supervisor's."""
+    cluster = name.removeprefix("diptych:").removesuffix(":supervisor")
+    return cluster if name == supervisor_name(cluster) else None

@@ -16,11 +16,12 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
+from ..workers.cores import usable_cores
 from ..workers.errors import CheckpointError, ConfigError, Unavailable
 from . import address_file, name_lock
 from .address_file import ClusterAddress
 from .banner import banner
-from .checks import check_checkpoint, check_dashboard, check_ports, check_tls
+from .checks import check_checkpoint, check_dashboard, check_ports, check_tls, crowding
 from .config import ClusterConfig
 from .deployment import Deployment
 from .heartbeat import Silence
@@ -58,6 +59,8 @@ def _serve(config: ClusterConfig, console: Console) -> None:
     with progress.phase("checked the settings"):
         check(config)
     if not os.environ.get("RAY_ADDRESS"):
+        if warning := crowding(config, len(usable_cores())):
+            console.print(Text(warning, style="yellow"), soft_wrap=True)
         _convert_tokenizer(Path(config.model), progress)
     launcher = _Launcher(config, console, progress)
     try:

@@ -30,9 +30,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..workers.cores import usable_cores
 from ..workers.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
+from .address_file import no_cluster
 from .config import WILDCARD_HOSTS
 from .cores import CoreClaim
-from .deployment import NAMESPACE, Deployment, first_worker_ids, make_router_id, supervisor_name
+from .deployment import NAMESPACE, Deployment, cluster_of, first_worker_ids, make_router_id, supervisor_name
 from .gang import gang_of, rank_of
 from .handles import RouterStarted, WorkerStarted
 from .place import Place, bundle_of, give_back
@@ -370,7 +371,8 @@ def find_supervisor(cluster: str) -> Any:
     try:
         return ray.get_actor(supervisor_name(cluster), namespace=NAMESPACE)
     except ValueError as e:
-        raise Unavailable(f"no cluster named {cluster!r} runs on this Ray: start one with `diptych serve`") from e
+        running = sorted(found for name in list_named_actors() if (found := cluster_of(name)))
+        raise no_cluster(cluster, "on this Ray", running) from e
 
 
 def _cause_of_death(error: RayError) -> str:

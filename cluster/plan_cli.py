@@ -22,7 +22,9 @@ LENGTHS = (1024, 8192)  # tokens of the sequences that are counted, beside the l
 
 def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     model: Annotated[str, typer.Argument(help="Folder with a Hugging Face config.json, or `tiny`.")],
-    memory: Annotated[bool, typer.Option("--memory", help="Weights and KV of each rank, and what fits.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Weights and KV of each rank, and what fits: all that is planned so far.")
+    ] = True,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     quantize: Annotated[str | None, typer.Option(help="Weights at load: int8 or int4.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of a worker.")] = 1,
@@ -44,8 +46,6 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     ] = 0.3,
 ) -> None:
     """Say what MODEL takes on each rank, and how many tokens and sequences fit. Reads config.json alone."""
-    if not memory:
-        raise ConfigError("say what to plan: `diptych plan --memory MODEL`")
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPE_BYTES)}, got {dtype!r}")
     if quantize is not None and quantize not in QUANTIZE:

@@ -97,7 +97,7 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
 
 
 def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:
-    """Connect to a running Ray ("auto": the one on this machine). Raises Unavailable if it cannot be."""
+    """Connect to a running Ray ("auto": the one on this machine). Raises Unavailable or ConfigError if it cannot be."""
     _set_environment(token_path, is_local=is_local)
     # How often Ray tries again, half a minute each, where the address answers and yet cannot be used.
     os.environ.setdefault("RAY_nums_py_gcs_reconnect_retry", "1")
@@ -116,26 +116,34 @@ def join(address: str, token_path: Path | None, *, is_local: bool = False) -> Ra
 
 
 def _check_joinable(address: str) -> None:
-    """Raises Unavailable at once for what Ray would try for half a minute."""
+    """Raises Unavailable or ConfigError at once for what Ray would try for half a minute."""
+    if "://" in address:
+        raise ConfigError(f"RAY_ADDRESS must be HOST:PORT of the Ray's head, as 10.0.0.1:6379, got {address}")
     if not _answers(address):
         raise Unavailable(f"no Ray answers at {address}: start one with `ray start --head`, or unset RAY_ADDRESS")
     if not refuses(address, token=None):
         return
-    token = _token()
+    token, source = _token()
     if token is None:
-        raise Unavailable(f"the Ray at {address} asks for a token: set RAY_AUTH_TOKEN_PATH to the file that holds it")
+        raise ConfigError(f"the Ray at {address} asks for a token: set RAY_AUTH_TOKEN_PATH to the file that holds it")
     if refuses(address, token=token):
-        raise Unavailable(f"the Ray at {address} does not accept this token: check RAY_AUTH_TOKEN_PATH")
+        raise ConfigError(f"the Ray at {address} does not accept the token of {source}: give it the one of that Ray")
     os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def _token() -> str | None:
-    """Ray's secret, from where Ray takes it."""
+def _token() -> tuple[str | None, str]:
+    """Ray's secret, from where Ray takes it, and the name of that. Raises ConfigError for a file that is not there."""
     if token := os.environ.get("RAY_AUTH_TOKEN"):
-        return token
+        return token, "RAY_AUTH_TOKEN"
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     place = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    return place.read_text().strip() if place.is_file() else None
+    source = f"RAY_AUTH_TOKEN_PATH ({place})" if named else f"{place} (RAY_AUTH_TOKEN_PATH names another)"
+    try:
+        return place.read_text().strip(), source
+    except OSError as e:
+        if named:
+            raise ConfigError(f"RAY_AUTH_TOKEN_PATH: cannot read {place}: {e.strerror}. Check the path") from e
+        return None, source
 
 
 def make_token(path: Path) -> Path:

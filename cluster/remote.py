@@ -32,14 +32,18 @@ def _session(name: str) -> RaySession:
     if address is None:
         ray_address = os.environ.get("RAY_ADDRESS")
         if not ray_address:
-            raise Unavailable(f"no cluster named {name!r} runs here: start one with `diptych serve`")
+            raise address_file.no_cluster(name, "here", address_file.names())
         return join(ray_address, None)
     try:
         return join(
             address.ray_address, Path(address.token_path) if address.token_path else None, is_local=address.is_local
         )
     except Unavailable as e:
-        if address_file.serving_process(address):
-            raise
+        if serving := address_file.serving_process(address):
+            # Where it is found the file says: what join() says of RAY_ADDRESS is not meant.
+            raise Unavailable(
+                f"the cluster {name!r} runs (process {serving.pid}), but its Ray at {address.ray_address} cannot be "
+                f"joined: try again, or end it with `kill {serving.pid}`"
+            ) from e
         address_file.remove(name)
         raise Unavailable(f"the cluster {name!r} has ended: start it again with `diptych serve`") from e

@@ -16,6 +16,7 @@ NO_TORCH = {
     "cores",
     "errors",
     "event_loop",
+    "exit_codes",
     "garbage",
     "kv_layout",
     "kv_plan",

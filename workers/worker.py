@@ -24,13 +24,16 @@ from .cores import (
     part_of,
     usable_cores,
 )
-from .errors import DiptychError, InternalError, RankLost, WorkerLost
+from .errors import ConfigError, DiptychError, InternalError, RankLost, WorkerLost
 from .event_loop import new_event_loop
+from .exit_codes import exit_code
 from .garbage import loading
 from .load_bar import load_bar
 from .runner import Runner
 from .service import WorkerAddress, WorkerService
 from .worker_config import WorkerConfig
+
+TOKEN_VARIABLE = "DIPTYCH_AUTH_TOKEN"
 
 log = logging.getLogger("diptych.worker")
 
@@ -141,12 +144,17 @@ class WorkerProcess:
 
 
 def parse_args(argv: list[str]) -> WorkerConfig:
-    """Flags are WorkerConfig's fields, with dashes."""
-    parser = argparse.ArgumentParser(prog="python -m diptych.workers.worker", description=__doc__)
+    """Flags are WorkerConfig's fields, with dashes; but the token, which `ps` would show to every user, is read from a
+    file or the environment. Raises ConfigError."""
+    # A prefix of a flag is none: `--auth-token SECRET` must not pass for the file's name.
+    parser = argparse.ArgumentParser(prog="python -m diptych.workers.worker", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--auth-token-file", type=Path, help=f"what callers must show; without it {TOKEN_VARIABLE}")
     defaults = {f.name: f.default for f in fields(WorkerConfig)}
     types = {"threads": int, "kv_memory_bytes": int, "max_context_tokens": int, "target_step_s": float}
     for name, default in defaults.items():
         flag = "--" + name.replace("_", "-")
+        if name == "auth_token":
+            continue
         if name == "model":
             parser.add_argument(flag, required=True)
         elif isinstance(default, bool):
@@ -157,7 +165,21 @@ def parse_args(argv: list[str]) -> WorkerConfig:
             parser.add_argument(flag, default=default, type=lambda v: v if v == "auto" else tuple(v.split(",")))
         else:
             parser.add_argument(flag, default=default, type=types.get(name, str if default is None else type(default)))
-    return WorkerConfig(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    token = _auth_token(given.pop("auth_token_file"))
+    return WorkerConfig(**given, auth_token=token)
+
+
+def _auth_token(path: Path | None) -> str | None:
+    if path is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--auth-token-file: cannot read {path} ({e}): check the path") from e
+    if not token:
+        raise ConfigError(f"--auth-token-file: {path} is empty: write the token into it")
+    return token
 
 
 async def _main(config: WorkerConfig) -> None:
@@ -177,7 +199,7 @@ def main() -> int:
             runner.run(_main(parse_args(sys.argv[1:])))
     except DiptychError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 1
+        return exit_code(e)
     return 0
 
 

@@ -85,7 +85,10 @@ class WorkerConfig:
         if not 0 < self.kv_memory_fraction <= 0.95:
             raise ConfigError(f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}")
         if self.auth_token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
-            raise ConfigError(f"a worker on {self.host} needs an auth_token: without one, listen on 127.0.0.1")
+            raise ConfigError(
+                f"a worker on {self.host} needs an auth_token (DIPTYCH_AUTH_TOKEN, or --auth-token-file): without one, "
+                "listen on 127.0.0.1"
+            )
 
     def _check_ranks(self) -> None:
         if not 1 <= self.tensor_parallel <= MAX_RANKS:

@@ -13,11 +13,11 @@ from diptych.cluster.config_file import build
 from diptych.cluster.status import ClusterStatus, PoolStatus, RouterStatus
 
 
-def lines(model: Path, router: dict[str, Any], host: str = "127.0.0.1") -> list[str]:
+def lines(model: Path, router: dict[str, Any], host: str = "127.0.0.1", name: str = "default") -> list[str]:
     pools = (PoolStatus("prefill", 1, 1, 0, 0, 1, 1), PoolStatus("decode", 2, 2, 0, 0, 2, 2))
     routers = (RouterStatus("router-1", "ready", host, 8123, 50123, 1),)
-    status = ClusterStatus("default", str(model), 1, pools, (), routers)
-    return banner(build({"model": str(model), "router": router}), status, 9.87).splitlines()
+    status = ClusterStatus(name, str(model), 1, pools, (), routers)
+    return banner(build({"model": str(model), "name": name, "router": router}), status, 9.87).splitlines()
 
 
 def snippet(text: list[str], title: str) -> str:
@@ -48,6 +48,13 @@ def test_head_names_pools_and_addresses(tmp_path: Path) -> None:
     assert text[0] == f"Ready in 9.9 s: {tmp_path.name} on 1 prefill + 2 decode"
     assert text[1] == "  HTTP http://127.0.0.1:8123/v1    gRPC 127.0.0.1:50123"
     assert "diptych scale decode=3" in text[-1]
+
+
+def test_the_commands_name_a_cluster_that_has_a_name(tmp_path: Path) -> None:
+    assert "--name" not in lines(tmp_path, {})[-1]
+    last = lines(tmp_path, {}, name="other")[-1]
+    assert "diptych status --name other " in last
+    assert "diptych scale decode=3 --name other " in last
 
 
 def test_tls_and_another_host(tmp_path: Path) -> None:

@@ -130,10 +130,10 @@ def test_failures_are_counted_by_kind(door: Served, tmp_path: Path) -> None:
 def test_a_server_that_fails_every_request(door: Served) -> None:
     door.source.admit_error = Overloaded("full: try again")
     result = bench(door.url)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "the first request failed: HTTP 429 rate_limit_exceeded: full: try again" in result.stderr
     result = bench(door.url, "--warmup", "0")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "12 failed: HTTP 429 rate_limit_exceeded" in result.stdout
     assert "no request succeeded" in result.stderr
     result = bench(f"grpc://{door.address}", "--warmup", "0")
@@ -144,10 +144,10 @@ def test_bad_input_is_named(door: Served, tmp_path: Path) -> None:
     trace = tmp_path / "bad.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:52,x,4\n")
     cases: list[tuple[int, str, tuple[str, ...]]] = [
-        (1, "does not serve 'gpt-4'. It serves: echo", ("--model", "gpt-4")),
-        (1, "bad.csv line 2: ContextTokens", ("--workload", "azure", "--file", str(trace))),
-        (1, "the first request failed: HTTP 400", ("--input-tokens", "5000")),
-        (1, "guided_json is not supported", ("--extra-body", '{"guided_json": {}}')),
+        (2, "does not serve 'gpt-4'. It serves: echo", ("--model", "gpt-4")),
+        (2, "bad.csv line 2: ContextTokens", ("--workload", "azure", "--file", str(trace))),
+        (2, "the first request failed: HTTP 400", ("--input-tokens", "5000")),
+        (2, "guided_json is not supported", ("--extra-body", '{"guided_json": {}}')),
         (2, "--workload azure needs --file", ("--workload", "azure")),
         (2, "give --tokenizer", ("--workload", "multi-turn")),
         (2, "give --tokenizer", ("--api", "chat")),
@@ -172,7 +172,7 @@ def test_bad_input_is_named(door: Served, tmp_path: Path) -> None:
 def test_a_server_that_is_not_there(door: Served, scheme: str) -> None:
     port = door.http_port if scheme == "grpc" else door.grpc_port  # someone listens, but speaks otherwise
     result = bench(f"{scheme}://127.0.0.1:{port}")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "reach" in result.stderr and "at that address?" in result.stderr
 
 
@@ -182,7 +182,7 @@ def test_a_key_is_asked_for(scheme: str, tmp_path: Path, monkeypatch: pytest.Mon
     with served(Echo(), api_key="open sesame") as door:
         url = door.url if scheme == "http" else f"grpc://{door.address}"
         refused = bench(url)
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert "API key" in refused.stderr
         row = measured(url, tmp_path / "a.json", "--api-key", "open sesame")
         assert row["completed"] == 12

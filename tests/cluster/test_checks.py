@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diptych.cluster import checks
-from diptych.cluster.checks import check_checkpoint, check_model, check_ports, check_tls, resolve_model
+from diptych.cluster.checks import check_checkpoint, check_model, check_ports, check_tls, crowding, resolve_model
 from diptych.cluster.config_file import build
 from diptych.workers.errors import CheckpointError, ConfigError, PortInUse
 
@@ -122,3 +122,23 @@ def test_a_missing_key_file_is_named() -> None:
     config = build({"model": "m", "router": {"grpc_tls": {"cert": __file__, "key": "/absent.pem"}}})
     with pytest.raises(ConfigError, match=r"router.grpc_tls.key: cannot read /absent.pem: No such file"):
         check_tls(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_cores", "expected"),
+    [
+        ({"pools": {"mixed": {"replicas": 2}}}, 2, None),
+        ({"pools": {"mixed": {"replicas": 3}}}, 2, "warning: 3 workers will share 2 cores"),
+        (
+            {"pools": {"mixed": {"replicas": 1, "tensor_parallel": 2}}},
+            1,
+            "2 workers, ranks counted, will share 1 core",
+        ),
+        ({"device": "cuda", "pools": {"mixed": {"replicas": 3}}}, 2, None),
+    ],
+)
+def test_more_workers_than_cores_is_said_before_it_is_tried(
+    settings: dict[str, object], num_cores: int, expected: str | None
+) -> None:
+    said = crowding(build({"model": "m", **settings}), num_cores)
+    assert said is None if expected is None else expected in (said or "")

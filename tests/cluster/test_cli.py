@@ -1,10 +1,12 @@
 """The command line as far as it goes without a cluster."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -12,6 +14,22 @@ import diptych
 from diptych.cluster import address_file, cli
 from diptych.cluster.cli import app
 from diptych.cluster.config import ClusterConfig
+from diptych.workers.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    DiptychError,
+    InternalError,
+    LeaseLost,
+    Overloaded,
+    PortInUse,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+    WorkerLost,
+    WorkloadError,
+)
+from diptych.workers.exit_codes import FAULT, FOUND, GIVEN, INTERRUPTED, UNAVAILABLE, exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +133,8 @@ def test_tiny_is_the_model_that_ships(settings: list[ClusterConfig]) -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["serve"], "model is missing"),
+        (["serve"], "model is missing. Give the folder of a Hugging Face checkpoint"),
+        (["serve"], "`diptych serve tiny` for the model that ships with Diptych"),
         (["serve", "/absent"], "/absent does not exist"),
         (["serve", "tiny", "--dtype", "int4"], "dtype: "),
         (["serve", "tiny", "--host", "0.0.0.0"], "set api_key"),
@@ -123,6 +142,7 @@ def test_tiny_is_the_model_that_ships(settings: list[ClusterConfig]) -> None:
         (["serve", "tiny", "--kv-memory", "lots"], "'lots' is not a size"),
         (["serve", "tiny", "--config", "/absent.yaml"], "cannot read /absent.yaml"),
         (["scale", "prefill"], "'prefill' is not POOL=N"),
+        (["scale", "prefil=2"], "there is no pool 'prefil'. Did you mean 'prefill'?"),
         (["scale", "cats=2"], "'cats=2' is not POOL=N"),
         (["scale", "decode=-1"], "'decode=-1' is not POOL=N"),
         (["scale", "decode=1", "decode=2"], "decode is given twice"),
@@ -139,8 +159,97 @@ def test_bad_input_is_one_line_and_exit_code_2(args: list[str], expected: str) -
 @pytest.mark.parametrize("command", [["status"], ["scale", "decode=2"], ["stop"]])
 def test_commands_without_a_cluster_say_so(command: list[str]) -> None:
     result = call(*command)
-    assert result.exit_code == 1
-    assert "no cluster named 'default' runs here" in result.stderr
+    assert result.exit_code == 3
+    assert "no cluster named 'default' runs here: start one" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["status"], ["scale", "decode=2"], ["stop"]])
+def test_commands_for_a_cluster_that_does_not_run_list_those_that_do(command: list[str]) -> None:
+    this = psutil.Process()
+    for name, pid in (("one", this.pid), ("two", this.pid), ("ended", 1 << 30)):
+        address_file.write(address_file.ClusterAddress(name, "127.0.0.1:1", None, True, pid, this.create_time()))
+    result = call(*command)
+    assert result.exit_code == 3
+    assert "no cluster named 'default' runs here. Those that run: one, two; say --name" in result.stderr
+
+
+def test_the_remedy_names_the_variable_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_API_KEY", "short")
+    result = call("serve", "tiny")
+    assert (result.exit_code, "DIPTYCH_API_KEY: " in result.stderr) == (2, True)
+    assert "'short'" not in result.stderr, "a key is not for a terminal"
+    monkeypatch.delenv("DIPTYCH_API_KEY")
+    assert "router.api_key: " in call("serve", "tiny", "--api-key", "short").stderr
+    monkeypatch.setenv("RAY_ADDRESS", "ray://host:10001")
+    result = call("serve", "tiny")
+    assert (result.exit_code, "RAY_ADDRESS must be HOST:PORT" in result.stderr) == (2, True)
+
+
+def test_plan_needs_no_flag_where_there_is_one_thing_to_plan() -> None:
+    assert call("plan", "tiny").exit_code == 0
+    assert call("plan", "tiny").stdout.splitlines()[0] == call("plan", "tiny", "--memory").stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (PortInUse("x"), 2),
+        (CheckpointError("x"), 2),
+        (UnknownModel("x"), 2),
+        (Unauthenticated("x"), 2),
+        (WorkloadError("x"), 2),
+        (Unavailable("x"), 3),
+        (WorkerLost("x"), 3),
+        (DeadlineExceeded("x"), 3),
+        (Overloaded("x"), 3),
+        (InternalError("x"), 1),
+        (LeaseLost("x"), 1),
+    ],
+)
+def test_the_same_kind_of_mistake_has_the_same_exit_code(
+    error: DiptychError, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diptych.cluster import launcher
+
+    def fail(config: object, console: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launcher, "serve", fail)
+    assert call("serve", "tiny").exit_code == exit_code(error) == code
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    table = (Path(diptych.__file__).parent / "docs" / "cli.md").read_text()
+    assert re.findall(r"^\| (\d+) \|", table, re.MULTILINE) == [
+        str(code) for code in (0, FAULT, GIVEN, UNAVAILABLE, FOUND, INTERRUPTED)
+    ]
+    assert "docs/cli.md" in call("--help").stdout
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt])
+def test_ctrl_c_ends_any_command_with_130(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(address_file, "read", interrupt)
+    result = call("status")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((), "diptych serve tiny"),
+        (("ARGS=--config c.yaml",), "diptych serve --config c.yaml"),
+        (("ARGS=--decode 2",), "diptych serve tiny --decode 2"),
+        (("MODEL=/m", "ARGS=--config c.yaml"), "diptych serve /m --config c.yaml"),
+    ],
+)
+def test_make_serve_overrules_no_setting_of_a_file(args: tuple[str, ...], expected: str) -> None:
+    command = ["make", "--dry-run", "--assume-old=.venv/.installed", "serve", *args]
+    done = subprocess.run(command, cwd=Path(diptych.__file__).parent, capture_output=True, text=True, check=True)
+    assert expected in [" ".join(line.partition("bin/")[2].split()) for line in done.stdout.splitlines()]
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:

@@ -170,6 +170,14 @@ def test_every_pod_that_reads_the_model_has_it(objects: list[Manifest], config: 
     assert claims in ([], ["diptych-models"])
 
 
+def test_no_pod_has_a_token_of_kubernetes(objects: list[Manifest], ray_cluster: Manifest) -> None:
+    """None calls its API: the only one that would is the sidecar of an autoscaler, which is off."""
+    assert not ray_cluster["spec"].get("enableInTreeAutoscaling")
+    for template in pod_templates(objects):
+        assert template["spec"]["automountServiceAccountToken"] is False
+        assert "serviceAccountName" not in template["spec"]
+
+
 def test_no_pod_has_more_rights_than_it_needs(objects: list[Manifest]) -> None:
     dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
     for template in pod_templates(objects):

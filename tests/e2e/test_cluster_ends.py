@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_served(
     shutil.copytree(checkpoint, spoiled)
     expected = spoil(spoiled)
     code, message = refusal(tmp_path, str(spoiled), *ANY_PORTS, *pools)
-    assert code == 1
+    assert code == 2
     assert expected in message
     assert not list(tmp_path.glob("default.*"))
 
@@ -120,7 +120,7 @@ def test_a_kill_of_the_command_ends_its_cluster(tmp_path: Path) -> None:
         cluster.end(signal.SIGKILL)
         assert not survivors(family)
         run = diptych(cluster.home, "status")
-        assert run.returncode == 1
+        assert run.returncode == 3
         assert "has ended" in run.stderr
 
 
@@ -128,7 +128,7 @@ def test_a_kill_of_the_command_ends_its_cluster(tmp_path: Path) -> None:
 def test_stop_from_another_terminal(tmp_path: Path) -> None:
     with serving(tmp_path / "home", "--mixed", "1", "--name", "other") as cluster:
         family = cluster.family()
-        assert diptych(cluster.home, "status").returncode == 1
+        assert diptych(cluster.home, "status").returncode == 3
         run = diptych(cluster.home, "stop", "--name", "other")
         assert run.returncode == 0, run.stderr
         assert cluster.process.wait(END_S) == 0

@@ -127,12 +127,15 @@ def test_a_second_cluster_needs_another_name(command: object, home: Path, nodes:
     run = diptych(home, "serve", "--config", "cluster.yaml", env=elsewhere)
     assert run.returncode == 2
     assert "already runs on this Ray" in run.stderr
+    run = diptych(home, "status", env=elsewhere)
+    assert run.returncode == 3
+    assert "no cluster named 'default' runs on this Ray. Those that run: joined" in run.stderr
     assert status(home, nodes)["state"] == "ready"
 
 
 def test_a_pool_that_finds_no_room_says_what_it_waits_for(command: object, home: Path, nodes: dict[str, str]) -> None:
     run = diptych(home, "scale", "decode=3", "--name", "joined", "--timeout", "1", env=nodes)
-    assert run.returncode == 1
+    assert run.returncode == 3
     assert "the pools are not there after 1 s" in run.stderr
     expected = ["a node with CPU: 1, decoder: 1, diptych.io/pool: decode"]
     deadline = time.monotonic() + END_S
@@ -169,17 +172,17 @@ def test_the_cluster_outlives_its_command_until_it_is_stopped(
     run = diptych(home, "stop", "--name", "joined", env=nodes)
     assert run.returncode == 0, run.stderr
     assert not survivors(family)
-    assert diptych(home, "status", "--name", "joined").returncode == 1
+    assert diptych(home, "status", "--name", "joined").returncode == 3
 
 
 def test_an_address_where_no_ray_answers(home: Path) -> None:
     run = diptych(home, "serve", MODEL, env={"RAY_ADDRESS": "127.0.0.1:1"})
-    assert run.returncode == 1
+    assert run.returncode == 3
     assert "error: no Ray answers at 127.0.0.1:1" in run.stderr
 
 
 def test_a_wrong_token_is_told(home: Path, nodes: dict[str, str]) -> None:
     wrong = str(make_token(home / "wrong.token"))
     run = diptych(home, "serve", MODEL, env=nodes | {"RAY_AUTH_TOKEN_PATH": wrong})
-    assert run.returncode == 1
-    assert "does not accept this token" in run.stderr
+    assert run.returncode == 2
+    assert f"does not accept the token of RAY_AUTH_TOKEN_PATH ({wrong})" in run.stderr

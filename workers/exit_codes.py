@@ -1,0 +1,34 @@
+"""How a command ends: the same kind of mistake, the same code. docs/cli.md has the table for people."""
+
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    DiptychError,
+    InvalidRequest,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    WorkloadError,
+)
+
+FAULT = 1  # of ours: please report it
+GIVEN = 2  # what was given is wrong (a flag, a setting, a checkpoint, a key): the same would fail again
+UNAVAILABLE = 3  # who should answer does not, or not in time: it may later
+FOUND = 4  # a check that was asked for found trouble
+INTERRUPTED = 130  # by Ctrl-C or SIGTERM, before it was done; as a shell says it
+
+_CODES: tuple[tuple[type[DiptychError], int], ...] = (
+    (ConfigError, GIVEN),
+    (CheckpointError, GIVEN),
+    (WorkloadError, GIVEN),
+    (InvalidRequest, GIVEN),
+    (Unauthenticated, GIVEN),
+    (Unavailable, UNAVAILABLE),
+    (Overloaded, UNAVAILABLE),
+    (DeadlineExceeded, UNAVAILABLE),
+)
+
+
+def exit_code(error: DiptychError) -> int:
+    return next((code for kind, code in _CODES if isinstance(error, kind)), FAULT)

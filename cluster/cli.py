@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import signal
 import sys
 import time
@@ -129,6 +130,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
             "http_port": http_port,
             "grpc_port": grpc_port,
             "api_key": api_key,
+            "metrics_key": os.environ.get("DIPTYCH_METRICS_KEY") or None,  # no flag: `ps` shows those to every user
             "strict": strict,
         },
     }

@@ -131,6 +131,9 @@ class TlsConfig(_Settings):
     key: str  # path of its PEM private key
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s,*]+)$")]
+
+
 class RouterConfig(_Settings):
     """The front door. Several routers share one address: by SO_REUSEPORT on one machine, behind a Service on many."""
 
@@ -139,6 +142,8 @@ class RouterConfig(_Settings):
     http_port: Port = 8000  # 0: the kernel chooses
     grpc_port: Port = 50051
     api_key: Annotated[str, Field(min_length=8)] | None = None  # asked of every client
+    metrics_key: Annotated[str, Field(min_length=8)] | None = None  # opens /metrics alone; None: api_key does
+    cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()  # whose pages may call the HTTP API
     http_tls: TlsConfig | None = None
     grpc_tls: TlsConfig | None = None
     num_cpus: Annotated[float, Field(gt=0)] = 1.0

@@ -28,6 +28,7 @@ class WorkerInfo:
     address: str  # host:port of its gRPC server
     role: str
     pool: str
+    name: str = ""  # the supervisor's, as `decode-2`; empty where there is no supervisor
 
 
 @dataclass(slots=True, eq=False)

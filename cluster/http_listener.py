@@ -11,7 +11,6 @@ import resource
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -20,6 +19,7 @@ from uvicorn.server import ServerState
 
 from .connection_limits import ConnectionLimits
 from .http_connection import Connection, refusal
+from .http_metrics import HttpMetrics
 
 # No descriptor, or no memory for a socket: for the moment.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -27,30 +27,24 @@ PAUSE_S = 0.1  # where there is none, and none can be closed
 SPARE_DESCRIPTORS = 256  # for the links to workers, gRPC, files
 IPV6_HOST_BITS = 64  # an IPv6 client owns a network of so many bits, and all addresses in it
 
-OnRefused = Callable[[int], None]
-
 
 class Listener:
     """Accepts from `sock` until `stop`; its connections live on."""
 
     def __init__(
-        self, sock: socket.socket, config: Config, state: ServerState, limits: ConnectionLimits, on_refused: OnRefused
+        self, sock: socket.socket, config: Config, state: ServerState, limits: ConnectionLimits, metrics: HttpMetrics
     ) -> None:
         self._sock = sock
         self._config = config
         self._state = state
         self._limits = limits
         self._max_connections = allow_descriptors(limits.max_connections + SPARE_DESCRIPTORS) - SPARE_DESCRIPTORS
-        self.on_refused = on_refused
+        self.metrics = metrics
         self._places: set[_Place] = set()
         self._num_from: Counter[str] = Counter()
         self._waiting: dict[_Place, None] = {}  # longest first
         self._opening: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._places)
 
     async def stop(self) -> None:
         self._accepting.cancel()
@@ -72,6 +66,7 @@ class Listener:
             self._num_from[place.origin] -= 1
             if not self._num_from[place.origin]:
                 del self._num_from[place.origin]
+            self.metrics.connected(len(self._places))
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -94,6 +89,7 @@ class Listener:
             place = _Place(self, origin)
             self._places.add(place)
             self._num_from[origin] += 1
+            self.metrics.connected(len(self._places))
             place.opening = asyncio.create_task(self._open(sock, place))
             self._opening.add(place.opening)
             place.opening.add_done_callback(self._opening.discard)
@@ -129,7 +125,7 @@ class Listener:
         return True
 
     def _turn_away(self, sock: socket.socket, status: HTTPStatus) -> None:
-        self.on_refused(status)
+        self.metrics.refused(status)
         with sock, suppress(OSError):
             if self._config.ssl is None:
                 sock.send(refusal(status))
@@ -154,7 +150,7 @@ class _Place:
         self._listener.forget(self)
 
     def refused(self, status: int) -> None:
-        self._listener.on_refused(status)
+        self._listener.metrics.refused(status)
 
     def close(self) -> None:
         if self.connection is not None:

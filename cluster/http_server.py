@@ -12,7 +12,8 @@ from starlette.types import ASGIApp
 from ..workers.errors import ConfigError, PortInUse
 from .config import TlsConfig
 from .connection_limits import ConnectionLimits
-from .http_listener import Listener, OnRefused
+from .http_listener import Listener
+from .http_metrics import HttpMetrics
 
 BACKLOG = 2048
 SEND_BUFFER_BYTES = 256 << 10  # of the kernel, a connection: by itself it takes 4 MiB for a client that does not read
@@ -47,10 +48,10 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 class _Server(uvicorn.Server):
     """uvicorn's, which finishes open calls, over a Listener of ours."""
 
-    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, on_refused: OnRefused) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, metrics: HttpMetrics) -> None:
         super().__init__(config)
         self._limits = limits
-        self._on_refused = on_refused
+        self._metrics = metrics
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -60,7 +61,7 @@ class _Server(uvicorn.Server):
         assert sockets is not None
         self.servers = []  # uvicorn's own
         (sock,) = sockets
-        self._listener = Listener(sock, self.config, self.server_state, self._limits, self._on_refused)
+        self._listener = Listener(sock, self.config, self.server_state, self._limits, self._metrics)
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -76,10 +77,10 @@ async def serve_http(
     grace_s: float = 10.0,
     tls: TlsConfig | None = None,
     limits: ConnectionLimits | None = None,
-    on_refused: OnRefused = lambda _: None,
+    metrics: HttpMetrics | None = None,
 ) -> None:
     """Serve until `stop` is set; then take no new call, give open ones `grace_s` to end, and close the socket.
-    `on_refused`: told the status of each answer that did not come from `app`."""
+    `metrics`: counts connections, and answers that did not come from `app`."""
     config = uvicorn.Config(
         app,
         ssl_certfile=tls.cert if tls else None,
@@ -92,7 +93,7 @@ async def serve_http(
         proxy_headers=False,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
-    server = _Server(config, limits or ConnectionLimits(), on_refused)
+    server = _Server(config, limits or ConnectionLimits(), metrics or HttpMetrics())
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
     try:

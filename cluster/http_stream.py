@@ -1,4 +1,4 @@
-"""One HTTP call's body in and answer out, watching whether the client is still there.
+"""One HTTP call's answer, watching whether the client is still there.
 
 A client that goes away is noticed at once, also while nothing is being sent to it: the work is cancelled, which closes
 the token streams, which aborts the requests on the workers.
@@ -9,10 +9,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from ..workers.errors import BodyTooLarge, BodyTooSlow, DiptychError, InvalidRequest, RequestAborted
+from ..workers.errors import DiptychError, RequestAborted
 from .delivery import GRACE_S
 from .http_connection import CUT
 
@@ -25,28 +24,6 @@ _HEADERS = [
 SEND = "send"  # in a call's state: the server's own `send`, without what the application puts around it
 
 T = TypeVar("T")
-
-
-async def read_json(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The body of a POST that says it is JSON. Raises InvalidRequest, BodyTooLarge, BodyTooSlow."""
-    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise InvalidRequest(f"send the body as content-type: application/json, got {media_type[:100] or 'none'!r}")
-    too_large = BodyTooLarge(f"the body is larger than {max_bytes} bytes: send several calls")
-    if int(request.headers.get("content-length", "0")) > max_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > max_bytes:
-                    raise too_large
-    except TimeoutError as e:
-        raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s: send it faster") from e
-    except ClientDisconnect as e:
-        raise RequestAborted("the client left while it sent the body") from e
-    return bytes(body)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -18,6 +18,8 @@ from .front_door import FrontDoor, Limits
 from .grpc_api import InferenceServer
 from .handles import RouterStarted
 from .http_api import make_app
+from .http_edge import Access
+from .http_metrics import HttpMetrics
 from .http_server import bind, serve_http
 from .policy import RoutingConfig
 from .router import Router
@@ -66,9 +68,11 @@ class RouterProcess:
         )
         await self._router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
-        app = make_app(door, settings.api_key)
+        metrics = HttpMetrics()
+        app = make_app(door, Access(settings.api_key, settings.metrics_key, settings.cors_origins), metrics)
+        tls = settings.http_tls
         self._http = asyncio.create_task(
-            serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=settings.http_tls, limits=bounds)
+            serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)
         )
         return RouterStarted(settings.host, sock.getsockname()[1], grpc_port, os.getpid())
 

@@ -5,7 +5,8 @@
     │   ├── PromptTooLong            400
     │   ├── UnknownModel             404
     │   ├── BodyTooSlow              408
-    │   └── BodyTooLarge             413
+    │   ├── BodyTooLarge             413
+    │   └── UnsupportedEncoding      415
     ├── Unauthenticated              401        the client
     ├── Overloaded                   429        time (retry_after_s)
     ├── RequestAborted               499        nobody: the client left
@@ -72,6 +73,10 @@ class BodyTooSlow(InvalidRequest):
 
 class BodyTooLarge(InvalidRequest):
     status = 413
+
+
+class UnsupportedEncoding(InvalidRequest):
+    status = 415
 
 
 class Unauthenticated(DiptychError):

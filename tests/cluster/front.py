@@ -14,6 +14,8 @@ from diptych.cluster.front_door import FrontDoor, Limits
 from diptych.cluster.generation import Health, TokenDelta, TokenLogprob
 from diptych.cluster.grpc_api import InferenceServer
 from diptych.cluster.http_api import make_app
+from diptych.cluster.http_edge import Access
+from diptych.cluster.http_metrics import HttpMetrics
 from diptych.cluster.http_server import bind, serve_http
 from diptych.cluster.timings import RequestTimings
 from diptych.cluster.tokenizer import Tokenizer as DiptychTokenizer
@@ -174,6 +176,7 @@ def served(
     source: Echo,
     *,
     api_key: str | None = None,
+    access: Access | None = None,
     limits: Limits | None = None,
     tls: TlsConfig | None = None,
     template: str = TEMPLATE,
@@ -191,7 +194,9 @@ def served(
         sock = bind("127.0.0.1", 0)
         found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
         ready.set()
-        await serve_http(make_app(door, api_key), sock, stop, grace_s=1, tls=tls, limits=connections)
+        metrics = HttpMetrics()
+        app = make_app(door, access or Access(api_key), metrics)
+        await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
         await grpc_server.stop(0)
         await door.close()
 

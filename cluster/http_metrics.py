@@ -1,0 +1,36 @@
+"""What one router's HTTP port counts, beside what its Router does (metrics.py)."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/version"})
+_MODEL = "/v1/models/"
+OTHER = "other"  # a path that is not served: clients may name any number of them
+NO_ROUTE = "none"  # the connection was refused, or its request could not be read
+
+
+class HttpMetrics:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        r = self._registry
+        labels = ["route", "status"]
+        self._answers = Counter("diptych_http_responses", "HTTP answers that began", labels, registry=r)
+        self._connections = Gauge("diptych_http_connections", "Open connections to the HTTP port", registry=r)
+
+    def answered(self, path: str, status: int) -> None:
+        self._answers.labels(route_of(path), str(status)).inc()
+
+    def refused(self, status: int) -> None:
+        """Before a request was read."""
+        self._answers.labels(NO_ROUTE, str(status)).inc()
+
+    def connected(self, num_connections: int) -> None:
+        self._connections.set(num_connections)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+def route_of(path: str) -> str:
+    if path in _ROUTES:
+        return path
+    return f"{_MODEL}{{name}}" if path.startswith(_MODEL) else OTHER

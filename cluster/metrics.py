@@ -22,8 +22,8 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 
 HANDOFF_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-_LABELS = ("worker", "pool", "role")
-_LINK_LABELS = ("worker", "source", "transport")
+_LABELS = ("worker", "worker_name", "pool", "role")
+_LINK_LABELS = ("worker", "worker_name", "source", "source_name", "transport")
 _GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_up", "1 while this router has a link to the worker", lambda w: w.is_up),
     ("worker_draining", "1 when the worker takes nothing new", lambda w: w.is_draining),
@@ -167,11 +167,13 @@ class _Workers(Collector):
             yield _filled(GaugeMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
         for name, what, value in _COUNTERS:
             yield _filled(CounterMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
+        names = {view.incarnation: view.info.name for view in views}
         for name, what, count in _LINK_COUNTERS:
             family = CounterMetricFamily(f"diptych_{name}", what, labels=_LINK_LABELS)
             for view in views:
                 for link in view.links:
-                    family.add_metric([view.incarnation, link.source, link.transport], count(link))
+                    ends = [view.incarnation, view.info.name, link.source, names.get(link.source, "")]
+                    family.add_metric([*ends, link.transport], count(link))
             yield family
         yield from _expert_families(views)
 
@@ -183,7 +185,7 @@ def _expert_families(views: list[WorkerView]) -> Iterator[Metric]:
     what = "Tokens of a layer's busiest expert by those of its experts on average"
     imbalance = GaugeMetricFamily("diptych_worker_expert_imbalance", what, labels=(*_LABELS, "layer"))
     for view in views:
-        labels = [view.incarnation, view.info.pool, view.role.value]
+        labels = _labels(view)
         for expert, num_tokens in enumerate(view.load.expert_tokens):
             tokens.add_metric([*labels, str(expert)], num_tokens)
         for layer, ratio in enumerate(view.load.expert_imbalance):
@@ -197,5 +199,9 @@ def _filled(
     family: GaugeMetricFamily | CounterMetricFamily, views: list[WorkerView], value: Callable[[WorkerView], float]
 ) -> Metric:
     for view in views:
-        family.add_metric([view.incarnation, view.info.pool, view.role.value], value(view))
+        family.add_metric(_labels(view), value(view))
     return family
+
+
+def _labels(view: WorkerView) -> list[str]:
+    return [view.incarnation, view.info.name, view.info.pool, view.role.value]

@@ -60,7 +60,7 @@ class WorkerRecord:
         """For routers; None while it has no requests to take or to finish."""
         if self.started is None or self.phase not in (Phase.READY, Phase.DRAINING):
             return None
-        return WorkerInfo(self.started.incarnation, self.started.address, role=self.pool, pool=self.pool)
+        return WorkerInfo(self.started.incarnation, self.started.address, self.pool, self.pool, self.worker_id)
 
     def status(self, now: float) -> WorkerStatus:
         """For a person, at `now` (monotonic s)."""

@@ -85,13 +85,14 @@ def test_phases_of_a_request(num_tokens: int, transport: str) -> None:
 
 
 def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
-    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode"))
+    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"))
     view.links = (Link("a", "nixl", 640, 0.5, 3, 0), Link("b", "grpc", 1, 0.25, 1, 2))
-    views = [view]
+    views = [view, WorkerView(WorkerInfo("a", "a:1", "prefill", "prefill", "prefill-1"))]
     metrics = RouterMetrics(lambda: views)
     found = samples(metrics)
-    for link in view.links:
-        labels = (("source", link.source), ("transport", link.transport), ("worker", "w"))
+    for link, source_name in zip(view.links, ("prefill-1", ""), strict=True):  # b is gone
+        ends = (("source", link.source), ("source_name", source_name), ("transport", link.transport))
+        labels = (*ends, ("worker", "w"), ("worker_name", "decode-2"))
         assert found["diptych_link_bytes_total", labels] == link.num_bytes
         assert found["diptych_link_read_seconds_total", labels] == link.read_s
         assert found["diptych_link_reads_total", labels] == link.num_reads
@@ -101,7 +102,8 @@ def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
 
 
 def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
-    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode"), is_up=True, num_blocks=10, num_in_flight=2)
+    info = WorkerInfo("w", "w:1", "decode", "decode", "decode-2")
+    view = WorkerView(info, is_up=True, num_blocks=10, num_in_flight=2)
     view.load = worker_pb2.LoadReport(
         num_running=3,
         num_free_blocks=4,
@@ -113,7 +115,7 @@ def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
     )
     views = [view]
     metrics = RouterMetrics(lambda: views)
-    labels = (("pool", "decode"), ("role", "decode"), ("worker", "w"))
+    labels = (("pool", "decode"), ("role", "decode"), ("worker", "w"), ("worker_name", "decode-2"))
     found = samples(metrics)
     for name, value in (
         ("up", 1),
@@ -134,10 +136,10 @@ def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
 
 
 def test_experts_of_a_worker() -> None:
-    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode"), is_up=True)
+    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"), is_up=True)
     view.load = worker_pb2.LoadReport(expert_tokens=[5, 0, 7], expert_imbalance=[0.0, 1.75])
     found = samples(RouterMetrics(lambda: [view]))
-    labels = {"pool": "decode", "role": "decode", "worker": "w"}
+    labels = {"pool": "decode", "role": "decode", "worker": "w", "worker_name": "decode-2"}
 
     def value(name: str, **of: str) -> float | None:
         return found.get((f"diptych_worker_{name}", tuple(sorted((labels | of).items()))))

@@ -3,6 +3,7 @@ memory."""
 
 import json
 import socket
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -59,7 +60,8 @@ def test_a_stream_that_is_not_read_ends_at_its_deadline(n: int) -> None:
         assert server.source.all_started(n).wait(WAIT_S)
         assert server.source.all_closed.wait(WAIT_S)
         assert server.source.num_delivered < n * NUM_TOKENS  # it was the deadline
-        sock.close()
+        until_alone(server)
+        assert is_cut_off(sock)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -68,6 +70,29 @@ def test_a_stream_that_is_not_read_ends_before_a_deadline_that_is_far(n: int) ->
         assert server.source.all_started(n).wait(WAIT_S)
         assert server.source.all_closed.wait(WAIT_S)
         assert is_cut_off(sock)
+
+
+def test_an_answer_in_one_piece_that_is_not_read_is_thrown_away() -> None:
+    source = endless()
+    source.tokens_a_delta = 100
+    with served(source, connections=SHORT) as server, asked(server, max_tokens=2000, n=2) as sock:
+        assert source.all_started(2).wait(WAIT_S)
+        assert source.all_closed.wait(WAIT_S)  # its slots are free when it is computed
+        until_alone(server)
+        assert is_cut_off(sock)
+
+
+def until_alone(server: Served) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_alone(server):
+        assert time.monotonic() < deadline
+
+
+def is_alone(server: Served) -> bool:
+    """Whether the server has no connection but this question's own."""
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=WAIT_S) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        return b"diptych_http_connections 1.0\n" in b"".join(iter(lambda: sock.recv(65536), b""))
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -90,16 +90,6 @@ def layers_lie_as_if_all_were_alike() -> list[Replacement]:
     return [(kv_layout, "_stretches", stretches)]
 
 
-def heads_go_to_ranks_as_those_of_the_first_layer_do() -> list[Replacement]:
-    real = Bridge._alike
-
-    def alike(self: Bridge, source: Stretch, ours: Stretch) -> Any:
-        first, own = (of.stretches(0, 1)[0].like for of in (self.source, self._ours.layout))
-        return replace(real(self, source, ours), head_copies=list(kv_bridge._head_copies(first, own)))
-
-    return [(Bridge, "_alike", alike)]
-
-
 def a_slice_goes_back_before_it_is_converted() -> list[Replacement]:
     real = Intake._start_conversion
 
@@ -149,7 +139,6 @@ BRIDGE_MUTATIONS: tuple[Callable[[], list[Replacement]], ...] = (
     replicas_of_a_head_count_as_heads,
     a_layer_major_part_is_taken_for_a_block_major_one,
     layers_lie_as_if_all_were_alike,
-    heads_go_to_ranks_as_those_of_the_first_layer_do,
     a_slice_goes_back_before_it_is_converted,
     a_failed_read_gives_its_slice_back_at_once,
     a_failed_pull_does_not_wait_for_its_conversions,

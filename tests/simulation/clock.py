@@ -17,12 +17,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from typing import Any
 
+from .violation import Hang
+
 MAX_EVENTS = 200_000
 THREAD_S = 0.02  # at most, until a thread has done what it was given
-
-
-class Hang(AssertionError):
-    """The run does not end."""
 
 
 class Timer:
@@ -94,9 +92,9 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
-    """The event loop of one process. `on_bug` hears of exceptions that nobody caught."""
+    """The event loop of one process. `on_crash` hears of exceptions that nobody caught."""
 
-    def __init__(self, clock: Clock, rng: random.Random, name: str, on_bug: Callable[[str], None]) -> None:
+    def __init__(self, clock: Clock, rng: random.Random, name: str, on_crash: Callable[[str, object], None]) -> None:
         self.clock = clock
         self.name = name
         self.is_dead = False
@@ -104,7 +102,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.tasks: list[SimTask] = []
         self.on_go_on: list[Callable[[], object]] = []  # of what else runs in this process
         self._rng = rng
-        self._on_bug = on_bug
+        self._on_crash = on_crash
         self._ready: deque[Timer] = deque()
         self._late_timers: deque[Timer] = deque()  # fell due while the process was stopped
         self._is_due = False
@@ -208,7 +206,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self.is_dead:
-            self._on_bug(f"{self.name}: {context['message']}: {context.get('exception')!r}")
+            error = context.get("exception")
+            self._on_crash(f"{self.name}: {context['message']}: {error!r}", error)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +253,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             else:
                 timer.context.run(act, *timer.args)
         except Exception as e:
-            self._on_bug(f"{self.name}: {type(e).__name__} in {act!r}: {e}")
+            self._on_crash(f"{self.name}: {type(e).__name__} in {act!r}: {e}", e)
             raise
 
 

@@ -115,7 +115,7 @@ def slow_link(world: "World") -> None:
         b = "router"  # tokens overtake each other
     factor = 10 ** rng.uniform(1, 2.5) * 0.002 / world.network.latency_s
     world.note(f"slow {a} -> {b}: {factor:.0f} times")
-    world.network.slowness[a, b] = factor
+    world.network.slow_down(a, b, factor)
 
 
 def terminate(world: "World") -> None:
@@ -156,7 +156,7 @@ def freeze_a_pull(world: "World") -> None:
         return
     factor = rng.uniform(0.2, 0.8) * world.lease_s / world.network.latency_s
     there, here = source.process.name, sink.process.name
-    world.network.slowness[there, here] = factor
+    world.network.slow_down(there, here, factor)
     seconds = rng.uniform(0.6, 1.8) * world.lease_s
     world.note(f"slow {there} -> {here}: {factor:.0f} times")
     soon = rng.random() * 0.3 * world.lease_s

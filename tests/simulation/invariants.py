@@ -6,6 +6,9 @@ from diptych.proto import worker_pb2
 from diptych.workers.errors import DeadlineExceeded, Unavailable
 from diptych.workers.sequence import SequenceStatus
 
+from .reasons import check_failure
+from .violation import Violation, demand
+
 if TYPE_CHECKING:
     from .worker import Worker
     from .world import Client, World
@@ -26,7 +29,7 @@ def what_is_held(world: "World") -> str:
         service = worker.service
         if service is None or not worker.has_started:
             return f"{worker.incarnation} has not started"
-        state = worker.engine.check_integrity()
+        state = _integrity(worker)
         load = state.load
         for what, count in (
             ("unaccounted blocks", state.num_unaccounted_blocks),
@@ -44,6 +47,13 @@ def what_is_held(world: "World") -> str:
     return ""
 
 
+def _integrity(worker: "Worker") -> worker_pb2.WorkerState:
+    try:
+        return worker.engine.check_integrity()
+    except AssertionError as e:
+        raise Violation(f"{worker.incarnation}: {e}") from e
+
+
 def check_worker(world: "World", worker: "Worker") -> None:
     """What must hold at any time in a process that runs."""
     now = world.clock.now
@@ -55,10 +65,9 @@ def check_worker(world: "World", worker: "Worker") -> None:
         machine = outgoing.machine
         wake_at = machine.wake_at
         overdue = wake_at is not None and wake_at < now - 1e-6 and worker.process.stalled_until < now - 1e-6
-        assert not overdue, f"{name}: the lease of {handoff_id} outlives its deadline"
-        assert machine.sink is None or machine.sink in holders, (
-            f"{name}: {machine.sink} holds {handoff_id} and has gone"
-        )
+        demand(not overdue, f"{name}: the lease of {handoff_id} outlives its deadline")
+        is_there = machine.sink is None or machine.sink in holders
+        demand(is_there, f"{name}: {machine.sink} holds {handoff_id} and has gone")
     given_up = {i for i in service._handoffs._source._open if _is_given_up(worker, i)}
     worker.check_for(given_up, now, "is open, and the engine gave it up")
     worker.check_for({k for k in worker.engine._sequences if service._links.of(k) is None}, now, "runs without a link")
@@ -77,7 +86,8 @@ def check_end(world: "World") -> None:
     for client in world.clients:
         _check_client(world, client)
     if world.weather.name == "calm":
-        assert world.quiet_after_s <= CALM_QUIET_S, f"things were held for {world.quiet_after_s:.1f} s on a calm day"
+        is_quick = world.quiet_after_s <= CALM_QUIET_S
+        demand(is_quick, f"things were held for {world.quiet_after_s:.1f} s on a calm day")
 
 
 def may_fail_on_a_calm_day(world: "World", request_id: str, source: worker_pb2.HandoffSource) -> bool:
@@ -104,16 +114,18 @@ def _check_client(world: "World", client: "Client") -> None:
     name, expected = client.request.request_id, client.expected
     if world.weather.name == "calm":
         record = world.records[name]
-        assert record.num_failures == 0, f"{name} was failed {record.num_failures} times on a calm day"
-    assert client.tokens == expected[: len(client.tokens)], f"{name}: wrong tokens {client.tokens}, not {expected}"
+        demand(record.num_failures == 0, f"{name} was failed {record.num_failures} times on a calm day")
+    is_right = client.tokens == expected[: len(client.tokens)]
+    demand(is_right, f"{name}: wrong tokens {client.tokens}, not {expected}")
     if client.finish is not None:
-        assert client.tokens == expected, f"{name}: finished after {len(client.tokens)} of {len(expected)} tokens"
-        assert client.error is None
+        is_whole = client.tokens == expected and client.error is None
+        demand(is_whole, f"{name}: finished after {len(client.tokens)} of {len(expected)} tokens")
         return
     if client.has_left:
         return
-    assert isinstance(client.error, DeadlineExceeded | Unavailable), f"{name}: {client.error!r}"
-    assert world.weather.name != "calm", f"{name} failed on a calm day: {client.error!r}"
+    demand(isinstance(client.error, DeadlineExceeded | Unavailable), f"{name}: {client.error!r}")
+    demand(world.weather.name != "calm", f"{name} failed on a calm day: {client.error!r}")
     assert client.ended_at is not None
     latest = client.arrives_at + client.request.timeout_s + world.stall_s + SLACK_S
-    assert client.ended_at <= latest, f"{name} ended {client.ended_at - latest:.1f} s after its deadline"
+    check_failure(world, client)
+    demand(client.ended_at <= latest, f"{name} ended {client.ended_at - latest:.1f} s after its deadline")

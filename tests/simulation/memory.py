@@ -26,6 +26,8 @@ from diptych.workers.runner import LayerWatch, ModelInfo
 from diptych.workers.sequence import Batch, SampledToken
 from diptych.workers.staging import GRAIN_BYTES, Slice, Staging
 
+from .violation import Violation, demand
+
 VOCAB_SIZE = 997
 POISON = 300  # no number is
 MAX_CONTEXT = 512
@@ -56,7 +58,7 @@ def vary(rng: random.Random, layout: KVLayout) -> KVLayout:
 
 
 class CheckedRunner:
-    """A Runner. Raises AssertionError as soon as a token would be made from KV that is not the sequence's own; a
+    """A Runner. Raises a Violation as soon as a token would be made from KV that is not the sequence's own; a
     provisional one may be, and is wrong then, for nobody must ever see it."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, haste: random.Random | None = None) -> None:
@@ -86,7 +88,7 @@ class CheckedRunner:
         return self._haste is not None
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
-        assert not self._stream, "blocks are copied beside a step"
+        demand(not self._stream, "blocks are copied beside a step")
         for source, target in pairs:
             self._numbers[self._places[:, target]] = self._numbers[self._places[:, source]]
 
@@ -126,7 +128,7 @@ class CheckedRunner:
         for row, index in zip(step.rows, tables.update(batch.entries, is_fed=is_fed), strict=True):
             num_blocks = (len(row.token_ids) + is_fed - 1) // self.layout.block_size + 1
             kept = tables.array[index, :num_blocks].tolist()
-            assert kept == row.table[:num_blocks], "a compiled step would use other blocks"
+            demand(kept == row.table[:num_blocks], "a compiled step would use other blocks")
 
     def _store(self, row: FakeRow, layers: slice) -> None:
         first, end = row.start, len(row.token_ids)
@@ -142,10 +144,11 @@ class CheckedRunner:
         held = self._numbers[places.reshape(2, -1, *places.shape[3:])[:, : len(tokens)]]
         wrong = (held[0] != self._known[0, tokens]) | (held[1] != self._known[1, : len(tokens)])
         is_wrong = bool(wrong.any())
-        assert not is_wrong or sequence.provisional is not None, (
-            f"a token made from wrong KV: {sequence.request.request_id} at positions "
-            f"{np.flatnonzero(wrong.any(axis=(1, 2)))} of {self.layout}"
-        )
+        if is_wrong and sequence.provisional is None:
+            raise Violation(
+                f"a token made from wrong KV: {sequence.request.request_id} at positions "
+                f"{np.flatnonzero(wrong.any(axis=(1, 2)))} of {self.layout}"
+            )
         return SampledToken(sequence, fake_next([*tokens, is_wrong], VOCAB_SIZE))
 
 

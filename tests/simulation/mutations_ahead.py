@@ -1,5 +1,6 @@
 """Bugs to plant in what is launched one step ahead: see mutations.py."""
 
+from dataclasses import replace
 from typing import Any
 
 from diptych.workers.block_manager import BlockManager
@@ -17,7 +18,10 @@ def what_left_beneath_a_step_gets_its_token() -> list[Replacement]:
 
     def finish(self: LaunchedSteps, here: Any) -> Any:
         launched = (entry.sequence for step in self._steps for entry in step.batch.entries)
-        return real(self, {sequence.key: sequence for sequence in launched})
+        done = real(self, {sequence.key: sequence for sequence in launched})
+        entries = [e for e in done.batch.entries if here.get(e.sequence.key) is e.sequence]
+        num_decodes = min(done.batch.num_decodes, len(entries))
+        return replace(done, batch=replace(done.batch, entries=entries, num_decodes=num_decodes))
 
     return [(LaunchedSteps, "finish", finish)]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .clock import Clock, ProcessLoop
+from .reasons import Troubles
 
 if TYPE_CHECKING:
     from .rpc import SimServer
@@ -109,6 +110,7 @@ class Network:
         self.clock = clock
         self.rng = rng
         self.latency_s = 0.002  # at most, of a packet on a good link
+        self.troubles = Troubles()
         self.slowness: dict[tuple[str, str], float] = {}  # factor, by direction
         self.blocked: dict[tuple[str, str], float] = {}  # until when, by direction
         self.servers: dict[str, SimServer] = {}
@@ -125,7 +127,9 @@ class Network:
         rng = self.rng
         delay = rng.random() * self.latency_s * self.slowness.get((src, dst), 1.0)
         if self.straggle and rng.random() < self.straggle:
-            delay += rng.random() * self.straggle_s
+            late_s = rng.random() * self.straggle_s
+            self.trouble(src, dst, late_s)
+            delay += late_s
         return delay
 
     def is_blocked(self, src: str, dst: str) -> bool:
@@ -155,11 +159,20 @@ class Network:
 
     # -- faults -----------------------------------------------------------------------------------------------------
 
+    def trouble(self, a: str, b: str, seconds: float = 0.0) -> None:
+        """From now on, between the two."""
+        self.troubles.add(self.clock.now, self.clock.now + seconds, a, b)
+
+    def slow_down(self, src: str, dst: str, factor: float) -> None:
+        self.trouble(src, dst, float("inf"))
+        self.slowness[src, dst] = factor
+
     def block(self, src: str, dst: str, seconds: float) -> None:
+        self.trouble(src, dst, seconds)
         self.blocked[src, dst] = max(self.blocked.get((src, dst), 0.0), self.clock.now + seconds)
         for connection in list(self.connections):
             if {connection.client.name, connection.host} == {src, dst}:
-                self._ping_in_vain(connection, lambda c: self._is_cut(c.client.name, c.host))
+                self._ping_in_vain(connection, lambda c: self.is_cut(c.client.name, c.host))
 
     def heal(self) -> None:
         for direction in self.blocked:
@@ -169,6 +182,7 @@ class Network:
 
     def on_stall(self, process: ProcessLoop) -> None:
         """Its peers ping in vain; it does not ping itself."""
+        self.troubles.add(self.clock.now, process.stalled_until, process.name)
         for connection in list(self.connections):
             if connection.client is process:
                 self._ping_in_vain(connection, lambda c: c.client.is_stalled, by_client=False)
@@ -176,6 +190,7 @@ class Network:
                 self._ping_in_vain(connection, lambda c: process.is_stalled, by_server=False)
 
     def on_kill(self, process: ProcessLoop) -> None:
+        self.troubles.add(self.clock.now, self.clock.now, process.name)
         for connection in list(self.connections):
             if connection.client is process and connection.server is not None:
                 self.transit(process.name, connection.host, connection.server_breaks, "reset by peer")
@@ -186,11 +201,12 @@ class Network:
 
     def cut(self, connection: Connection) -> None:
         """Both ends live; each learns of it in its own time, and one perhaps by its pings alone."""
+        self.trouble(connection.client.name, connection.host)
         sides = [connection.client_breaks, connection.server_breaks]
         self.rng.shuffle(sides)
         sides[0]("the link broke")
 
-    def _is_cut(self, a: str, b: str) -> bool:
+    def is_cut(self, a: str, b: str) -> bool:
         return self.is_blocked(a, b) or self.is_blocked(b, a)
 
     def _ping_in_vain(

@@ -207,6 +207,7 @@ class ClientCall:
         """The stream is reset while both ends live; each learns of it in its own time."""
         network, up = self.channel.network, self._up
         if self._status is None and up is not None:
+            self.channel.trouble()
             network.clock.after(network.rng.random() * 0.5, network.deliver, self.process, self._fail, "stream reset")
             network.clock.after(network.rng.random() * 0.5, up.send, _CANCEL)
 
@@ -331,6 +332,9 @@ class SimChannel:
             self._connection = Connection(self.network, self.process, self._host)
         return self._connection
 
+    def trouble(self) -> None:
+        self.network.trouble(self.process.name, self._host)
+
     async def close(self) -> None:
         if self._connection is not None:
             self._connection.client_breaks("the channel was closed")
@@ -339,10 +343,12 @@ class SimChannel:
         def call(request: Any, timeout: float | None = None, metadata: Any = None) -> ClientCall:
             weather, rng = self.weather, self.network.rng
             if rng.random() < weather.lose_call:
+                self.trouble()
                 one = ClientCall(self, path, request, timeout, loses=rng.choice(("request", "answer")))
                 self.network.clock.after(rng.random(), self.network.deliver, self.process, one._fail, "lost")
                 return one
             if rng.random() < weather.double_call:
+                self.trouble()
                 ClientCall(self, path, request, timeout)
             return ClientCall(self, path, request, timeout)
 

@@ -76,7 +76,7 @@ def replaced(world: "World") -> Iterator[None]:
         (time, "monotonic", lambda: clock.now),
     ]
     kept = [(where, name, getattr(where, name)) for where, name, _ in seams]
-    log, handler = logging.getLogger("diptych"), _BugLog(world.bug)
+    log, handler = logging.getLogger("diptych"), _CrashLog(world.crash)
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.ERROR)
@@ -91,16 +91,16 @@ def replaced(world: "World") -> Iterator[None]:
         log.removeHandler(handler)
 
 
-class _BugLog(logging.Handler):
+class _CrashLog(logging.Handler):
     """What the code under test logs as an error is a bug: nothing here is anybody else's fault."""
 
-    def __init__(self, bug: Callable[[str], None]) -> None:
+    def __init__(self, crash: Callable[[str, object], None]) -> None:
         super().__init__(logging.ERROR)
-        self._bug = bug
+        self._crash = crash
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self._bug(f"logged: {record.getMessage()} {error!r}")
+        self._crash(f"logged: {record.getMessage()} {error!r}", error)
 
 
 class _NoMetrics:

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 
 from .invariants import check_end
+from .violation import Violation
 from .world import World, simulate
 
 SHOWN = 400  # lines of a schedule
@@ -19,14 +20,14 @@ SHOWN = 400  # lines of a schedule
 def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
     """How the requests ended, by weather, and the number of events.
 
-    Raises AssertionError for the first seed that fails, with its schedule."""
+    Raises Violation for the first seed that fails, with its schedule."""
     outcomes: Counter[str] = Counter()
     began = time.perf_counter()
     for number, seed in enumerate(seeds, 1):
         try:
             world = simulate(seed)
         except Exception as e:
-            raise AssertionError(explain(seed, e)) from e
+            raise Violation(explain(seed, e)) from e
         outcomes.update(f"{world.weather.name}: {client.outcome}" for client in world.clients)
         outcomes["events"] += world.clock.num_events
         if shows_progress and number % 1000 == 0:
@@ -65,7 +66,7 @@ def main() -> int:
     began = time.perf_counter()
     try:
         outcomes = soak(range(args.start, args.start + args.seeds), shows_progress=True)
-    except AssertionError as e:
+    except Violation as e:
         print(e)
         return 1
     elapsed = time.perf_counter() - began

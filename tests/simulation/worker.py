@@ -21,6 +21,7 @@ from diptych.workers.transport.base import Reader, Source, Transport
 
 from .clock import ProcessLoop, SimFuture, Timer
 from .memory import CheckedRunner, CountedStaging, layer_sizes
+from .violation import demand
 
 if TYPE_CHECKING:
     from diptych.workers.service import WorkerService
@@ -132,7 +133,12 @@ class SimEngineThread(EngineThread):
         waiting, self._sim_commands.waiting = self._sim_commands.waiting, []
         for command in waiting:
             command()
-        output = self._engine.step(self._listener)
+        engine = self._engine
+        may_speak = {*engine._sequences, *engine._output.tokens.keys}
+        output = engine.step(self._listener)
+        for key in output.tokens.keys:
+            if key not in may_speak:
+                self._world.bug(f"{process.name} tells a token of {key}, which is not there any more")
         self._check_provisional()
         world = self._world
         busy_s = world.step_s(process.name) if output.ran else 0.0
@@ -202,6 +208,7 @@ class SimRdma(Transport):
         world, incarnation = self.world, source.opened.source_incarnation
         await asyncio.sleep(world.rng.random() * world.network.latency_s)
         if world.rng.random() < world.weather.read_error or world.worker_of(incarnation) is None:
+            world.network.trouble(self.process.name, incarnation.partition(".")[0])
             raise TransportError("the source's agent cannot be reached")
         return SimReader(self, incarnation)
 
@@ -236,6 +243,7 @@ class SimReader(Reader):
         ):
             self._fetch_later(read, remote, local, length, into)
         if world.rng.random() < world.weather.read_error:
+            world.network.trouble(transport.process.name, self._incarnation.partition(".")[0])
             await asyncio.sleep(world.rng.random() * world.network.latency_s)
             raise TransportError("the read went wrong", may_still_land=True)
         try:
@@ -338,7 +346,7 @@ class Worker:
         self.wrong_since[what] = {name: before.get(name, now) for name in names}
         for name, since in self.wrong_since[what].items():
             age_s = now - max(since, self.process.stalled_until)
-            assert age_s <= MOMENT_S, f"{self.incarnation}: {name} {what}, for {age_s:.1f} s"
+            demand(age_s <= MOMENT_S, f"{self.incarnation}: {name} {what}, for {age_s:.1f} s")
 
     @property
     def pulls(self) -> list[Pull]:

@@ -2,7 +2,7 @@
 
 Replaced are sockets (network.py, rpc.py), time and event loops (clock.py), the engine's thread and RDMA (worker.py),
 Ray's supervisor and the clients (here). All else is the code that is shipped, drivers included. A seed decides
-everything; `simulate` runs one and raises AssertionError for whatever must never happen.
+everything; `simulate` runs one and raises a Violation or a Crash for whatever must never happen.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from contextlib import aclosing
 
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.request_record import RequestRecord
 from diptych.cluster.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.workers import kv_bridge, service
@@ -30,11 +29,14 @@ from .faults import Fault, Weather, choose_weather, drain, plan
 from .invariants import check_end, check_worker, may_fail_on_a_calm_day, what_is_held
 from .memory import CheckedRunner, PoisonedList, layer_sizes, plan_layout, vary
 from .network import Network
+from .reasons import WatchedRecord
 from .rpc import SimChannel
 from .seams import replaced
+from .violation import Crash, Hang, Violation, demand
 from .worker import Worker
 
 QUIET_LIMIT_S = 60.0  # after the last request has ended and all is well again: by then nothing is held any more
+CHECK_S = 0.25
 NUM_TOKENS = (72, 120)  # that a worker's KV memory holds
 
 
@@ -49,12 +51,14 @@ class World:
         self.network.latency_s = self.weather.latency_s
         self.lease_s = rng.uniform(*self.weather.lease_s)
         self.network.on_delivery = self._on_delivery
-        self.bugs: list[str] = []
+        self.bugs: list[Exception] = []
         self.schedule: list[str] = []
         self.is_tracing = trace
         self.is_over = False
         self.workers: dict[str, Worker | None] = {}
         self.processes: list[ProcessLoop] = []
+        self.listed: set[str] = set()  # by the router's last word from the supervisor
+        self.no_worker_wait_s = 10.0
         self.supervisor_back_at = 0.0
         self.stall_s = 0.0  # of the router
         self.prefill_tokens_s = rng.choice((50.0, 50.0, 1e6))  # for the policy: moving KV is cheap, or is not
@@ -76,7 +80,7 @@ class World:
         self.supervisor = self._process("supervisor")
         self.router: Router | None = None
         self.released: dict[str, str] = {}  # hand-off -> the sink that it was released to
-        self.records: dict[str, RequestRecord] = {}
+        self.records: dict[str, WatchedRecord] = {}
 
     # -- the cluster ------------------------------------------------------------------------------------------------
 
@@ -107,7 +111,7 @@ class World:
             )
 
     def _process(self, name: str) -> ProcessLoop:
-        process = ProcessLoop(self.clock, self.rng, name, self.bug)
+        process = ProcessLoop(self.clock, self.rng, name, self.crash)
         self.processes.append(process)
         return process
 
@@ -169,6 +173,7 @@ class World:
         if worker is None or worker.service is None:
             return
         self.note(f"terminate {worker.incarnation}")
+        self.network.troubles.add(self.clock.now, self.clock.now, host)
 
         async def stop() -> None:
             assert worker.service is not None
@@ -183,6 +188,7 @@ class World:
         if worker is None:
             return
         self.note(f"drain {worker.incarnation}")
+        self.network.troubles.add(self.clock.now, float("inf"), host)
 
         async def tell() -> None:
             channel = SimChannel(self.network, Weather(), worker.address)
@@ -219,6 +225,7 @@ class World:
 
     def _take_fleet(self, infos: list[WorkerInfo]) -> None:
         assert self.router is not None
+        self.listed = {info.incarnation for info in infos}
         self.router.update_fleet(infos)
 
     def on_release(self, handoff_id: str, sink: str) -> None:
@@ -260,12 +267,12 @@ class World:
         except asyncio.CancelledError:
             client.has_left = True
         except Exception as e:
-            self.bug(f"{client.request.request_id}: {e!r}")
+            self.crash(f"{client.request.request_id}: {e!r}", e)
         client.ended_at = self.clock.now
         self.note(f"{client.request.request_id} ends: {client.outcome} {client.error or ''}")
 
-    def make_record(self, request: Request, max_attempts: int) -> RequestRecord:
-        record = self.records[request.request_id] = RequestRecord(request, max_attempts)
+    def make_record(self, request: Request, max_attempts: int) -> WatchedRecord:
+        record = self.records[request.request_id] = WatchedRecord(self, request, max_attempts)
         return record
 
     # -- a run ------------------------------------------------------------------------------------------------------
@@ -277,7 +284,13 @@ class World:
     def bug(self, what: str) -> None:
         if not self.is_over:
             self.note(f"BUG {what}")
-            self.bugs.append(what)
+            self.bugs.append(Violation(what))
+
+    def crash(self, what: str, error: object) -> None:
+        """Nobody handled it: a crash, unless an invariant raised it."""
+        if not self.is_over:
+            self.note(f"BUG {what}")
+            self.bugs.append(error if isinstance(error, Violation) else Crash(what))
 
     def _on_delivery(self) -> None:
         faults = self._faults
@@ -305,7 +318,10 @@ class World:
     def _start(self) -> None:
         rng = self.rng
         config = RoutingConfig(
-            worker_timeout_s=3.0, hello_timeout_s=3.0, no_worker_wait_s=10.0, max_attempts=rng.randint(3, 5)
+            worker_timeout_s=3.0,
+            hello_timeout_s=3.0,
+            no_worker_wait_s=self.no_worker_wait_s,
+            max_attempts=rng.randint(3, 5),
         )
 
         async def main() -> None:
@@ -329,16 +345,27 @@ class World:
     def _wait_for_clients(self) -> None:
         last = max(c.arrives_at + c.request.timeout_s for c in self.clients)
         while any(c.ended_at is None for c in self.clients):
-            assert self.clock.now <= last + self.stall_s + 1.0, self._hang()
-            self.clock.run_until(self.clock.now + 0.25)
+            if self.clock.now > last + self.stall_s + 1.0:
+                raise Hang(self._late())
+            self.clock.run_until(self.clock.now + CHECK_S)
+            if not any(map(self._is_able, self.living())):
+                self.network.troubles.add(self.clock.now - CHECK_S, self.clock.now, "fleet")
             self._check()
 
-    def _hang(self) -> str:
+    def _is_able(self, worker: Worker) -> bool:
+        """To take a request."""
+        if worker.incarnation not in self.listed or not worker.has_started or worker.process.is_stalled:
+            return False
+        assert worker.service is not None
+        return not (worker.service._is_draining or self.network.is_cut("router", worker.process.name))
+
+    def _late(self) -> str:
         late = [c.request.request_id for c in self.clients if c.ended_at is None]
-        return f"hang: {late} have neither ended nor failed at {self.clock.now:.2f} s"
+        return f"{late} have neither ended nor failed at {self.clock.now:.2f} s"
 
     def _check(self) -> None:
-        assert not self.bugs, self.bugs[0]
+        if self.bugs:
+            raise self.bugs[0]
         for worker in self.living():
             if not worker.process.is_stalled and worker.has_started:
                 check_worker(self, worker)
@@ -352,7 +379,7 @@ class World:
             process.go_on()
         began = self.clock.now
         while held := what_is_held(self):
-            assert self.clock.now <= began + QUIET_LIMIT_S, f"never given back: {held}"
+            demand(self.clock.now <= began + QUIET_LIMIT_S, f"never given back: {held}")
             self.clock.run_until(self.clock.now + 0.1)
             self._check()
         self.quiet_after_s = self.clock.now - began

@@ -1,0 +1,58 @@
+"""Bugs to plant where a request survives its workers: see mutations.py."""
+
+from typing import Any
+
+from diptych.cluster.request_record import RequestRecord
+from diptych.cluster.request_run import RequestRun
+from diptych.cluster.worker_link import WorkerLink
+from diptych.workers.errors import Unavailable
+
+from .mutations import Replacement
+
+
+def a_request_whose_leg_failed_is_failed() -> list[Replacement]:
+    def resume(self: RequestRecord, error: Any) -> Any:
+        actions = self._abort_legs()
+        self.num_failures += 1
+        self.error = Unavailable(f"no worker could finish the request: {error.message}")
+        return actions
+
+    return [(RequestRecord, "_resume", resume)]
+
+
+def a_request_that_no_worker_can_take_is_failed_at_once() -> list[Replacement]:
+    return [(RequestRun, "_wait_for_worker", lambda self, error: self.fail(error))]
+
+
+def a_worker_that_comes_is_not_tried() -> list[Replacement]:
+    real = RequestRun._wait_for_worker
+
+    def wait(self: RequestRun, error: Any) -> None:
+        port, self._port = self._port, _Deaf()  # type: ignore[assignment]
+        real(self, error)
+        self._port = port
+
+    return [(RequestRun, "_wait_for_worker", wait)]
+
+
+def who_waits_on_a_broken_link_is_not_told() -> list[Replacement]:
+    real = WorkerLink._go_down
+
+    def go_down(self: WorkerLink, reason: str) -> None:
+        self._listeners = {}
+        real(self, reason)
+
+    return [(WorkerLink, "_go_down", go_down)]
+
+
+class _Deaf:
+    def wait_for_worker(self, run: RequestRun) -> None:
+        pass
+
+
+GIVING_UP = (
+    a_request_whose_leg_failed_is_failed,
+    a_request_that_no_worker_can_take_is_failed_at_once,
+    a_worker_that_comes_is_not_tried,
+    who_waits_on_a_broken_link_is_not_told,
+)

@@ -1,0 +1,136 @@
+"""Why a request may fail while its cluster lives: what troubled the workers that it was sent to, and for how long.
+
+    DeadlineExceeded   of its time all but ENOUGH_S was lost to trouble at the workers of its attempts, or went by with
+                       no worker there to take it
+    Unavailable        its attempts are used up, each by trouble there; or no worker was there for as long as it waits
+
+Anything else that fails is a Violation: a router that gives up early, or waits for nothing, finds no reason here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diptych.cluster.legs import Actions
+from diptych.cluster.request_record import RequestRecord
+from diptych.workers.errors import DiptychError, WorkerDraining
+
+from .violation import demand
+
+if TYPE_CHECKING:
+    from .world import Client, World
+
+ROUTER = "router"
+LINGER_S = 6.0  # after a trouble's end, until both sides have noticed, given up what was under way, and found back
+ENOUGH_S = 3.0  # of quiet time: any request would have ended, whatever waits before it
+SHORT_S = 1.0  # for a worker to be told of, and dialled
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    began: float
+    ended: float
+    hosts: tuple[str, ...]  # one: its process; two: what goes between them
+
+
+class Troubles:
+    """In order of their beginnings."""
+
+    def __init__(self) -> None:
+        self._all: list[Trouble] = []
+
+    def add(self, began: float, ended: float, *hosts: str) -> None:
+        self._all.append(Trouble(began, ended, hosts))
+
+    def spans(self, hosts: Iterable[str], began: float, ended: float) -> list[tuple[float, float]]:
+        """Those of [began, ended] in which one of these hosts, or what goes between two of them, was in trouble."""
+        near = {*hosts, ROUTER}
+        spans = [(max(t.began, began), min(t.ended + LINGER_S, ended)) for t in self._all if near.issuperset(t.hosts)]
+        return [span for span in spans if span[0] < span[1]]
+
+
+@dataclass(slots=True)
+class Attempt:
+    began: float
+    hosts: set[str]
+    ended: float = float("inf")
+    error: DiptychError | None = None
+
+
+@dataclass(slots=True)
+class Story:
+    """Of one request."""
+
+    attempts: list[Attempt] = field(default_factory=list[Attempt])
+
+    def quiet_s(self, troubles: Troubles, began: float, ended: float) -> float:
+        """How long its workers, or those that it waited for, had no trouble."""
+        spans: list[tuple[float, float]] = []
+        at = began
+        for attempt in self.attempts:
+            spans += troubles.spans(("fleet",), at, attempt.began)
+            at = min(attempt.ended, ended)
+            spans += troubles.spans(attempt.hosts, attempt.began, at)
+        spans += troubles.spans(("fleet",), at, ended)
+        return ended - began - _length(spans)
+
+
+class WatchedRecord(RequestRecord):
+    """Tells the world what becomes of its attempts."""
+
+    def __init__(self, world: "World", *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._world = world
+        self.story = Story()
+
+    @property
+    def max_attempts(self) -> int:
+        return self._max_attempts
+
+    def begin(self, *args: object, **kwargs: object) -> Actions:
+        self.story.attempts.append(Attempt(self._world.clock.now, set()))
+        return self._met(super().begin(*args, **kwargs))  # type: ignore[arg-type]
+
+    def begin_sink(self, *args: object) -> Actions:
+        return self._met(super().begin_sink(*args))  # type: ignore[arg-type]
+
+    def migrate(self, *args: object) -> Actions:
+        return self._met(super().migrate(*args))  # type: ignore[arg-type]
+
+    def _resume(self, error: DiptychError) -> Actions:
+        attempt = self.story.attempts[-1]
+        attempt.ended, attempt.error = self._world.clock.now, error
+        return super()._resume(error)
+
+    def _met(self, actions: Actions) -> Actions:
+        attempt = self.story.attempts[-1]
+        attempt.hosts |= {leg.worker.partition(".")[0] for leg in self._legs.values()}
+        return actions
+
+
+def check_failure(world: "World", client: "Client") -> None:
+    """`client` got an Unavailable or a DeadlineExceeded."""
+    name, error = client.request.request_id, client.error
+    record, troubles = world.records[name], world.network.troubles
+    assert error is not None and client.ended_at is not None
+    if record.num_failures >= record.max_attempts:
+        for attempt in record.story.attempts:
+            is_blameless = attempt.error is None or isinstance(attempt.error, WorkerDraining)
+            met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended)
+            demand(met, f"{name}: an attempt at {sorted(attempt.hosts)} failed by nobody's fault: {attempt.error!r}")
+        return
+    quiet_s = record.story.quiet_s(troubles, client.arrives_at, client.ended_at)
+    demand(quiet_s <= ENOUGH_S, f"{name} failed after {quiet_s:.1f} s in which nothing was wrong: {error!r}")
+    if error.code == "service_unavailable":
+        waited = record.story.attempts[-1].ended if record.story.attempts else client.arrives_at
+        gone_s = _length(troubles.spans(("fleet",), waited, client.ended_at))
+        demand(gone_s >= world.no_worker_wait_s - SHORT_S, f"{name} was given up after {gone_s:.1f} s: {error!r}")
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    """Of their union."""
+    length, at = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        length += max(ended - max(began, at), 0.0)
+        at = max(at, ended)
+    return length

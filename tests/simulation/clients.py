@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from diptych.cluster.generation import TokenLogprob
 from diptych.proto import kv_pb2
 from diptych.workers.errors import DiptychError
-from diptych.workers.fake_runner import fake_output
-from diptych.workers.request import Request, SamplingParams
+from diptych.workers.request import Request
 from diptych.workers.sequence import FinishReason
 
 from .faults import Weather
-from .memory import VOCAB_SIZE
 from .rpc import ClientCall, SimChannel
+from .sampling import SALTS, VOCAB_SIZE, choose_sampling, expected_output
 
 if TYPE_CHECKING:
     from .world import World
@@ -30,6 +30,7 @@ class Client:
     arrives_at: float
     leaves_at: float | None
     tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
     error: DiptychError | None = None
     has_left: bool = False
@@ -37,7 +38,7 @@ class Client:
 
     @property
     def expected(self) -> list[int]:
-        return fake_output(list(self.request.prompt_token_ids), self.request.sampling.max_tokens, VOCAB_SIZE)
+        return expected_output(self.request)
 
     @property
     def outcome(self) -> str:
@@ -47,7 +48,8 @@ class Client:
 
 
 def plan_clients(rng: random.Random, weather: Weather) -> list[Client]:
-    """Prompts often begin alike, and come at once; some go on where an earlier one ended."""
+    """Prompts often begin alike, and come at once; some go on where an earlier one ended, some ask for several
+    completions."""
     clients: list[Client] = []
     for number in range(rng.randint(3, 10)):
         arrives_at = rng.choice((0.5, rng.uniform(0.2, TRAFFIC_S)))
@@ -58,11 +60,15 @@ def plan_clients(rng: random.Random, weather: Weather) -> list[Client]:
         else:
             shared = [(7 * i + 3) % VOCAB_SIZE for i in range(rng.choice((0, 8, 17)))]
         own = [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(1, 5 if earlier else 11))]
-        sampling = SamplingParams(temperature=0.0, max_tokens=rng.choice((1, 2, 6, 12, 24, 24)))
+        max_tokens = rng.choice((1, 2, 6, 12, 24, 24))
         timeout_s = 60.0 if weather.name == "calm" else rng.choice((4.0, 15.0, 30.0))
         leaves_at = arrives_at + rng.random() if rng.random() < weather.leave else None
-        request = Request(f"request-{number}", (*shared, *own), sampling, timeout_s)
-        clients.append(Client(request, arrives_at, leaves_at))
+        salt = rng.choices(SALTS, (6, 1))[0]
+        num = rng.choices((1, 2, 3), (8, 1, 1))[0]  # completions
+        for name in [f"request-{number}"] if num == 1 else [f"request-{number}.{i}" for i in range(num)]:
+            sampling, group = choose_sampling(rng, max_tokens), "" if num == 1 else f"request-{number}"
+            request = Request(name, (*shared, *own), sampling, timeout_s, salt, group)
+            clients.append(Client(request, arrives_at, leaves_at))
     return clients
 
 

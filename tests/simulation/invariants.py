@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from diptych.cluster.generation import TokenLogprob
 from diptych.proto import worker_pb2
 from diptych.workers.errors import DeadlineExceeded, Unavailable
 from diptych.workers.sequence import SequenceStatus
 
 from .reasons import check_failure
+from .sampling import logprobs
 from .violation import Violation, demand
 
 if TYPE_CHECKING:
@@ -91,16 +93,13 @@ def check_end(world: "World") -> None:
 
 
 def may_fail_on_a_calm_day(world: "World", request_id: str, source: worker_pb2.HandoffSource) -> bool:
-    """Whether the sequence had ended at its source, or ran on there: a running one moves only if its sink is quick."""
+    """Whether the sequence had ended at its source, or goes on there: a running one moves only if its
+    sink is quick, and its source does not run short of blocks before."""
     client = next(c for c in world.clients if c.request.request_id == request_id)
     if client.leaves_at is not None and client.leaves_at <= world.clock.now:
         return True
     running = {w.incarnation for w in world.living() if w.has_started and _runs(w, request_id)}
-    worker = world.worker_of(source.incarnation)
-    assert worker is not None and worker.service is not None, "nobody dies on a calm day"
-    offered = worker.service._handoffs._source._find(source.handoff_id)
-    was_running = offered is not None and offered.machine.runs_on
-    return not running or (was_running and source.incarnation in running)
+    return not running or (source.handoff_id in world.moves and source.incarnation in running)
 
 
 def _runs(worker: "Worker", request_id: str) -> bool:
@@ -117,6 +116,10 @@ def _check_client(world: "World", client: "Client") -> None:
         demand(record.num_failures == 0, f"{name} was failed {record.num_failures} times on a calm day")
     is_right = client.tokens == expected[: len(client.tokens)]
     demand(is_right, f"{name}: wrong tokens {client.tokens}, not {expected}")
+    sampling = client.request.sampling
+    known = [TokenLogprob(t, *logprobs(t, i, sampling)) for i, t in enumerate(client.tokens)]
+    is_told = client.logprobs == ([] if sampling.logprobs is None else known)
+    demand(is_told, f"{name}: wrong log-probabilities {client.logprobs}")
     if client.finish is not None:
         is_whole = client.tokens == expected and client.error is None
         demand(is_whole, f"{name}: finished after {len(client.tokens)} of {len(expected)} tokens")

@@ -1,9 +1,11 @@
 """KV memory of any layout, known number by number: what a sequence reads back must be what it wrote, in every head,
 layer and rank. Freed blocks are poisoned.
 
-    a number = (digit of the token (K) or of its position (V) + shifts by head, layer, K or V, and dimension) mod 256
+    a number = (digit of the token (K) or of its position (V) + shifts by head, layer, K or V, dimension, and cache
+                salt) mod 256
 
-so that a byte from another token, head, layer or half is another number; all are exact in every dtype of a cache.
+so that a byte from another token, head, layer, half or tenant is another number; all are exact in every dtype of a
+cache.
 """
 
 import random
@@ -17,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from diptych.workers.batch_tables import BatchTables
-from diptych.workers.fake_runner import fake_next
 from diptych.workers.fake_stream import FakeRow, FakeStep, FakeStream
 from diptych.workers.kv_layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, KVMemory, Region
 from diptych.workers.kv_wire import STORAGE, Numbers
@@ -26,9 +27,9 @@ from diptych.workers.runner import LayerWatch, ModelInfo
 from diptych.workers.sequence import Batch, SampledToken
 from diptych.workers.staging import GRAIN_BYTES, Slice, Staging
 
+from .sampling import SALTS, VOCAB_SIZE, logprobs, next_token
 from .violation import Violation, demand
 
-VOCAB_SIZE = 997
 POISON = 300  # no number is
 MAX_CONTEXT = 512
 NUM_GRAINS = 4  # of a staging buffer: pulls that come together wait for each other
@@ -67,7 +68,8 @@ class CheckedRunner:
         self.info = ModelInfo("fake", "FakeForCausalLM", VOCAB_SIZE, max_context, (0,), layout.dtype)
         self.layout = layout
         self._numbers: Numbers = np.zeros(num_blocks * layout.block_bytes // _width(layout), STORAGE[layout.dtype])
-        self._places, self._known = _places(layout, num_blocks), _known(replace(layout, block_size=1))
+        self._places = _places(layout, num_blocks)
+        self._known = {salt: _known(replace(layout, block_size=1), i) for i, salt in enumerate(SALTS)}
         num_tables = 1 if haste is None else 2  # used in turn, as compiled_steps.py does
         self._tables = deque(BatchTables(layout.block_size, num_blocks) for _ in range(num_tables))
         self._stream, self._haste = FakeStream(self._compute), haste
@@ -135,21 +137,25 @@ class CheckedRunner:
         positions = np.arange(first, end)
         blocks = np.asarray(row.table)[positions // self.layout.block_size]
         places = self._places[:, blocks, positions % self.layout.block_size, layers]
-        self._numbers[places[0]] = self._known[0, row.token_ids[first:end], layers]
-        self._numbers[places[1]] = self._known[1, first:end, layers]
+        known = self._known[row.sequence.request.cache_salt]
+        self._numbers[places[0]] = known[0, row.token_ids[first:end], layers]
+        self._numbers[places[1]] = known[1, first:end, layers]
 
     def _sample(self, row: FakeRow) -> SampledToken:
         sequence, tokens = row.sequence, row.token_ids
         places = self._places[:, row.table]
         held = self._numbers[places.reshape(2, -1, *places.shape[3:])[:, : len(tokens)]]
-        wrong = (held[0] != self._known[0, tokens]) | (held[1] != self._known[1, : len(tokens)])
+        known = self._known[sequence.request.cache_salt]
+        wrong = (held[0] != known[0, tokens]) | (held[1] != known[1, : len(tokens)])
         is_wrong = bool(wrong.any())
         if is_wrong and sequence.provisional is None:
             raise Violation(
                 f"a token made from wrong KV: {sequence.request.request_id} at positions "
                 f"{np.flatnonzero(wrong.any(axis=(1, 2)))} of {self.layout}"
             )
-        return SampledToken(sequence, fake_next([*tokens, is_wrong], VOCAB_SIZE))
+        sampling, num_prompt = sequence.request.sampling, sequence.num_prompt
+        token_id = (next_token(tokens, num_prompt, sampling) + is_wrong) % VOCAB_SIZE
+        return SampledToken(sequence, token_id, *logprobs(token_id, len(tokens) - num_prompt, sampling))
 
 
 class PoisonedList(list[int]):
@@ -237,7 +243,7 @@ def _side_by_side(layers: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 @lru_cache(maxsize=64)
-def _known(layout: KVLayout) -> Numbers:
+def _known(layout: KVLayout, salt: int) -> Numbers:
     """[k and v, token or position, layer, numbers of all ranks]: what they are, in the order of `_places`."""
     number, ranks = np.arange(VOCAB_SIZE)[:, None, None], layout.tensor_parallel
     found: list[npt.NDArray[np.float32]] = []
@@ -246,7 +252,7 @@ def _known(layout: KVLayout) -> Numbers:
         heads = [r * all_heads // ranks + h for r in range(ranks) for h in range(own)]
         dim = np.arange(layout.shape_of(layer)[1])
         digit = np.where(dim % 2, number // 256, number)
-        codes = digit + 11 * layer + 37 * np.array(heads)[:, None] + 7 * dim
+        codes = digit + 53 * salt + 11 * layer + 37 * np.array(heads)[:, None] + 7 * dim
         both = np.stack((codes % 256, (codes + 101) % 256)).astype(np.float32)
         found.append(both.reshape(2, VOCAB_SIZE, -1))
     return _stored(_side_by_side(found), layout.dtype)

@@ -7,7 +7,7 @@
 Anything else that fails is a Violation: a router that gives up early, or waits for nothing, finds no reason here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -94,8 +94,9 @@ class WatchedRecord(RequestRecord):
     def begin_sink(self, *args: object) -> Actions:
         return self._met(super().begin_sink(*args))  # type: ignore[arg-type]
 
-    def migrate(self, *args: object) -> Actions:
-        return self._met(super().migrate(*args))  # type: ignore[arg-type]
+    def migrate(self, worker: str, handoff_id: str, handles: Iterator[int]) -> Actions:
+        self._world.moves.add(handoff_id)
+        return self._met(super().migrate(worker, handoff_id, handles))
 
     def _resume(self, error: DiptychError) -> Actions:
         attempt = self.story.attempts[-1]

@@ -1,4 +1,4 @@
-"""The simulation finds bugs: each of those that the four files of mutations plant, in NUM_SEEDS seeds. Only
+"""The simulation finds bugs: each of those that the files of mutations plant, in NUM_SEEDS seeds. Only
 what an invariant found counts: a bug that crashes was found by nobody, or is not the one that was meant."""
 
 from collections import Counter
@@ -10,10 +10,12 @@ from .bridge_mutations import BRIDGE_MUTATIONS
 from .mutations import MUTATIONS, Replacement, planted
 from .mutations_ahead import AHEAD
 from .mutations_giving_up import GIVING_UP
+from .mutations_sampling import SAMPLING
 from .violation import Violation
 from .world import simulate
 
 NUM_SEEDS = 600
+ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP + SAMPLING
 FIRST = {  # tried before all others: a seed that showed it when this was written, of bugs that few seeds show
     "lease_is_never_renewed": 305,
     "commit_without_a_positive_release": 53,
@@ -35,7 +37,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP, ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.__name__)
 def test_a_planted_bug_is_found(mutation: Callable[[], list[Replacement]]) -> None:
     crashes: Counter[str] = Counter()
     with planted(mutation()):

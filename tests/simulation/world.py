@@ -57,6 +57,7 @@ class World:
         self.is_over = False
         self.workers: dict[str, Worker | None] = {}
         self.processes: list[ProcessLoop] = []
+        self.moves: set[str] = set()  # hand-offs of running sequences
         self.listed: set[str] = set()  # by the router's last word from the supervisor
         self.no_worker_wait_s = 10.0
         self.supervisor_back_at = 0.0
@@ -260,6 +261,7 @@ class World:
             async with aclosing(self.router.stream(client.request)) as deltas:
                 async for delta in deltas:
                     client.tokens += delta.token_ids
+                    client.logprobs += delta.logprobs
                     client.finish = delta.finish_reason
                     self.note(f"{client.request.request_id} +{len(delta.token_ids)} = {len(client.tokens)}")
         except DiptychError as e:

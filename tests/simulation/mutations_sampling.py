@@ -1,0 +1,59 @@
+"""Bugs to plant in what a request brings beside its tokens, on its way between processes: see mutations.py."""
+
+from dataclasses import replace
+from typing import Any
+
+from diptych.cluster import router
+from diptych.workers import prefix_cache
+from diptych.workers.request import Request
+from diptych.workers.sequence import Provisional
+
+from .mutations import Replacement
+
+
+def a_resumed_request_has_another_seed() -> list[Replacement]:
+    def changed(request: Request, outputs: list[int]) -> tuple[Request, list[int]]:
+        sampling = replace(request.sampling, seed=request.sampling.seed + len(outputs))
+        return replace(request, sampling=sampling), outputs
+
+    return _submitted(changed)
+
+
+def outputs_are_sent_as_prompt() -> list[Replacement]:
+    def changed(request: Request, outputs: list[int]) -> tuple[Request, list[int]]:
+        num_left = request.sampling.max_tokens - len(outputs)
+        sampling = replace(request.sampling, max_tokens=num_left, min_tokens=min(request.sampling.min_tokens, num_left))
+        return replace(request, prompt_token_ids=(*request.prompt_token_ids, *outputs), sampling=sampling), []
+
+    return _submitted(changed)
+
+
+def penalties_stay_at_the_router() -> list[Replacement]:
+    def changed(request: Request, outputs: list[int]) -> tuple[Request, list[int]]:
+        return replace(request, sampling=replace(request.sampling, presence_penalty=0.0)), outputs
+
+    return _submitted(changed)
+
+
+def tenants_share_blocks() -> list[Replacement]:
+    real = prefix_cache._extend
+    return [(prefix_cache, "_extend", lambda hashes, tokens, size, salt: real(hashes, tokens, size, b""))]
+
+
+def a_provisional_token_loses_its_logprob() -> list[Replacement]:
+    real = Provisional.keep
+    return [(Provisional, "keep", lambda self, token, now: real(self, replace(token, logprob=None), now))]
+
+
+def _submitted(changed: Any) -> list[Replacement]:
+    real = router.submit_from_request
+    return [(router, "submit_from_request", lambda handle, *args: real(handle, *changed(*args)))]
+
+
+SAMPLING = (
+    a_resumed_request_has_another_seed,
+    outputs_are_sent_as_prompt,
+    penalties_stay_at_the_router,
+    tenants_share_blocks,
+    a_provisional_token_loses_its_logprob,
+)

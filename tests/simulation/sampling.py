@@ -1,0 +1,59 @@
+"""What tokens a request has coming: a function of its tokens and of all its sampling parameters, that a person can
+compute by hand. A parameter that is lost, or an output that is taken for prompt on the way to another worker, gives
+another token.
+"""
+
+import random
+from collections.abc import Sequence
+
+from diptych.workers.request import Request, SamplingParams
+
+EOS = 0
+VOCAB_SIZE = 997
+SALTS = (b"", b"another tenant")
+Top = tuple[tuple[int, float], ...]
+
+
+def next_token(token_ids: Sequence[int], num_prompt: int, sampling: SamplingParams) -> int:
+    output = token_ids[num_prompt:]
+    penalties = 3 * sampling.frequency_penalty * sum(output) + 5 * sampling.presence_penalty * len(set(output))
+    noise = 0 if sampling.is_greedy else (sampling.seed + 1) * (len(output) + 1)
+    scaled = sampling.repetition_penalty * sum(token_ids) + penalties
+    return (int(scaled) + noise + sum(sampling.logit_bias)) % VOCAB_SIZE
+
+
+def logprobs(token_id: int, position: int, sampling: SamplingParams) -> tuple[float | None, Top]:
+    """Of the token at that position of the output, and of the most likely ones; multiples of 1/8, exact on the wire."""
+    if sampling.logprobs is None:
+        return None, ()
+    logprob = -((token_id + position) % 64) / 8
+    return logprob, tuple(((token_id + i) % VOCAB_SIZE, logprob - i) for i in range(sampling.logprobs))
+
+
+def expected_output(request: Request) -> list[int]:
+    sampling, ids, num_prompt = request.sampling, list(request.prompt_token_ids), len(request.prompt_token_ids)
+    stops = {*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids}
+    while len(ids) < num_prompt + sampling.max_tokens:
+        ids.append(next_token(ids, num_prompt, sampling))
+        if ids[-1] in stops and len(ids) >= num_prompt + sampling.min_tokens:
+            break
+    return ids[num_prompt:]
+
+
+def choose_sampling(rng: random.Random, max_tokens: int) -> SamplingParams:
+    """Often plain."""
+    if rng.random() < 0.5:
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return SamplingParams(
+        temperature=rng.choice((0.0, 0.7)),
+        seed=rng.randrange(1 << 32),
+        repetition_penalty=rng.choice((1.0, 1.5)),
+        presence_penalty=rng.choice((0.0, 1.0)),
+        frequency_penalty=rng.choice((0.0, -2.0)),
+        logit_bias={} if rng.random() < 0.7 else {rng.randrange(VOCAB_SIZE): 1.0},
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, max_tokens),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice((0, 0, 40)))),
+        ignore_eos=rng.random() < 0.2,
+        logprobs=rng.choice((None, None, 0, 3)),
+    )

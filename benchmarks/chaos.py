@@ -4,9 +4,10 @@
 
 SIGKILL (and a new process at the same address), SIGSTOP for a while, the network cut towards the worker, from it or
 both ways for a while, every connection broken with both ends alive, or drained and replaced. One worker of each pool is
-always left alone, so no request should fail. Every answer, greedy or sampled with a seed, is compared token for token
-with what one worker alone said before; at the end the workers' books are compared. Exits with 1 unless there were no
-wrong tokens, no hangs and no leaked block; failed requests are counted by cause.
+always left alone, so no request may fail. Router and workers have the attempts, time-outs and leases that a cluster of
+`diptych serve` has. Every answer, greedy or sampled with a seed, is compared token for token with what one worker alone
+said before; at the end the workers' books are compared. Exits with 1 unless there were no wrong tokens, no failed
+requests, no hangs and no leaked block; failed requests are counted by cause.
 """
 
 import argparse
@@ -30,16 +31,16 @@ from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
 from diptych.workers.errors import DiptychError
 from diptych.workers.request import Request, SamplingParams
+from diptych.workers.worker_config import WorkerConfig
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "tiny")
 ROLES = ("prefill", "prefill", "decode", "decode")
 NUM_CASES = 48
 REQUEST_TIMEOUT_S = 60.0
 HANG_S = REQUEST_TIMEOUT_S + 10.0
+ROUTING = RoutingConfig()
 # How long a worker is stopped or cut off: shorter and longer than its lease and the router's patience.
-AWAY_S = (0.3, 6.0)
-LEASE_S = 2.0
-WORKER_TIMEOUT_S = 2.0
+AWAY_S = (0.3, 1.2 * max(WorkerConfig(MODEL).lease_s, ROUTING.worker_timeout_s))
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        return not (self.num_wrong or self.num_hung or self.leaked)
+        return not (self.num_wrong or self.failed or self.num_hung or self.leaked)
 
 
 # The load
@@ -166,7 +167,7 @@ class Chaos:
 
     async def _afflict(self, worker: Worker, kind: str) -> None:
         await self._kinds[kind](worker)
-        await asyncio.sleep(WORKER_TIMEOUT_S)  # for routers to have found it again
+        await asyncio.sleep(ROUTING.worker_timeout_s)  # for routers to have found it again
         worker.is_afflicted = False
 
     def _away_s(self) -> float:
@@ -217,9 +218,7 @@ async def started(workers: Sequence[Worker]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def routed(fleet: Callable[[], list[WorkerInfo]]) -> AsyncIterator[Router]:
-    router = Router(
-        RoutingConfig(worker_timeout_s=WORKER_TIMEOUT_S, max_attempts=8, no_worker_wait_s=REQUEST_TIMEOUT_S)
-    )
+    router = Router(ROUTING)
     await router.start()
     router.update_fleet(fleet())
     try:
@@ -237,7 +236,7 @@ async def answered(cases: Sequence[Case], flags: Sequence[str]) -> list[Case]:
 
 
 async def run(seconds: float, seed: int, transport: str, num_clients: int, interval_s: float) -> Report:
-    flags = ["--dtype", "float32", "--threads", "1", "--lease-s", str(LEASE_S), "--transports", transport]
+    flags = ["--dtype", "float32", "--threads", "1", "--transports", transport]
     flags += ["--kv-memory-bytes", str(256 << 20), "--chunk-tokens", "64"]
     report = Report(seconds, seed, transport)
     cases = await answered(make_cases(seed), flags)

@@ -67,7 +67,9 @@ def _serve(config: ClusterConfig, console: Console) -> None:
         # Ray prints pages about a worker that died; `news` says it in a line.
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             launcher.run()
-    except (Stopped, SystemExit) as e:
+    except BaseException as e:
+        if not is_stop(e):
+            raise
         launcher.keep_logs = False
         console.print("stopping")
         if not launcher.is_ready:
@@ -75,6 +77,15 @@ def _serve(config: ClusterConfig, console: Console) -> None:
     finally:
         _ignore_signals()
         launcher.close()
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether a signal is what ended the work. One that comes within a call of Ray ends that in an error of another
+    kind, of which it is the cause."""
+    found: BaseException | None = error
+    while found and not isinstance(found, Stopped | SystemExit):
+        found = found.__cause__
+    return found is not None
 
 
 def check(config: ClusterConfig) -> None:
@@ -104,6 +115,7 @@ class _Launcher:
         self._session: RaySession | None = None
         self._supervisor: SupervisorClient | None = None
         self._silence = Silence(SILENT_LOOKS)
+        self._has_answered = False  # the supervisor, which starts until then
         self._is_registered = False
         self.keep_logs = False
         self.is_ready = False
@@ -120,7 +132,9 @@ class _Launcher:
         self._watch(status)
 
     def close(self) -> None:
-        if self._supervisor:
+        # One that has not started yet would be waited for; a Ray of our own ends with all that is in it.
+        is_alone = self._session and self._session.is_ours and not self._has_answered
+        if self._supervisor and not is_alone:
             self._supervisor.shutdown()
         if self._session:
             if self.keep_logs and self._session.is_ours:
@@ -166,7 +180,7 @@ class _Launcher:
         before = None
         while True:
             if (status := self._look()) is None:
-                phase.note("the supervisor does not answer")
+                phase.note(f"the supervisor {'does not answer' if self._has_answered else 'starts'}")
                 continue
             for line in losses(before, status):
                 self._console.print(Text(line), soft_wrap=True)
@@ -202,10 +216,12 @@ class _Launcher:
         except SupervisorGone as e:
             raise Unavailable("the cluster was ended by somebody else, or with its Ray. Start it again") from e
         except Unavailable as e:
-            if self._silence.look(has_answered=False):
-                self._console.print(Text(f"{e.message}: it is started again; requests go on"), soft_wrap=True)
+            if self._has_answered and self._silence.look(has_answered=False):
+                goes_on = "; requests go on" if self.is_ready else ""
+                self._console.print(Text(f"{e.message}: it is started again{goes_on}"), soft_wrap=True)
                 self._supervisor.restart()
             return None
+        self._has_answered = True
         self._silence.look(has_answered=True)
         return status
 

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class RaySession:
         if self.reaper:
             logs = self.reaper.folder / "ray" / "session_latest" / "logs"
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(logs, folder, ignore_dangling_symlinks=True)
+            with suppress(shutil.Error):  # of files that went meanwhile; the rest is copied
+                shutil.copytree(logs, folder, ignore_dangling_symlinks=True)
 
     def close(self) -> None:
         """Disconnect; end every process of a Ray that is ours and wait until they are gone."""

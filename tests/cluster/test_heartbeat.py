@@ -73,13 +73,21 @@ def watching(answers: Answers, console: Console) -> Any:
 
 def test_a_silent_supervisor_is_started_again_and_the_cluster_goes_on() -> None:
     silent = Unavailable("the supervisor did not answer within 8 s")
-    answers = Answers([silent] * (5 * launcher.SILENT_LOOKS) + [STATUS, silent, STATUS])
+    answers = Answers([STATUS] + [silent] * (5 * launcher.SILENT_LOOKS) + [STATUS, silent, STATUS])
     console = Console(record=True, quiet=False, file=None, force_terminal=False)
     watch = watching(answers, console)
-    seen = [watch._look() for _ in range(5 * launcher.SILENT_LOOKS + 3)]
+    watch.is_ready = True
+    seen = [watch._look() for _ in range(5 * launcher.SILENT_LOOKS + 4)]
     assert seen[-3:] == [STATUS, None, STATUS]
     assert answers.num_restarts == 5
     assert "it is started again; requests go on" in console.export_text()
+
+
+def test_a_supervisor_that_has_not_answered_yet_is_given_time_to_start() -> None:
+    answers = Answers([Unavailable("the supervisor did not answer within 8 s")] * 9 + [STATUS])
+    watch = watching(answers, Console(quiet=True))
+    assert [watch._look() for _ in range(10)] == [None] * 9 + [STATUS]
+    assert answers.num_restarts == 0
 
 
 def test_a_supervisor_that_was_ended_for_good_ends_serve() -> None:

@@ -101,14 +101,16 @@ def test_a_checkpoint_that_cannot_be_served(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("moment", ["checked", "Ray runs"])
-def test_ctrl_c_while_it_starts(tmp_path: Path, moment: str) -> None:
-    """Right after the phase was reported that names `moment`: in the middle of the next one."""
-    with serving(tmp_path / "home", wait=False) as cluster:
+@pytest.mark.parametrize(("moment", "pools"), [("checked", ()), ("Ray runs", ("--mixed", "8"))])
+def test_ctrl_c_while_it_starts(tmp_path: Path, moment: str, pools: tuple[str, ...]) -> None:
+    """Right after the phase was reported that names `moment`: in the middle of the next one, which is long where more
+    workers start than the machine has cores."""
+    with serving(tmp_path / "home", *pools, wait=False) as cluster:
         cluster.wait_for(moment)
         family = cluster.family()
         assert cluster.end(signal.SIGINT) == 130
         assert not survivors(family)
+        assert cluster.output[-1] == "stopping"
         assert not list(cluster.home.iterdir())
 
 

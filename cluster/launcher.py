@@ -40,6 +40,7 @@ POLL_S = 0.1
 WATCH_S = 1.0
 ANSWER_S = 8.0  # for the supervisor, which answers in milliseconds
 SILENT_LOOKS = 2  # in a row: then it is started again
+STARTING_LOOKS = 15  # before its first answer: a machine may be busy with all that starts
 
 
 class Stopped(BaseException):
@@ -114,7 +115,7 @@ class _Launcher:
         self._progress = progress
         self._session: RaySession | None = None
         self._supervisor: SupervisorClient | None = None
-        self._silence = Silence(SILENT_LOOKS)
+        self._silence = Silence(STARTING_LOOKS)
         self._has_answered = False  # the supervisor, which starts until then
         self._is_registered = False
         self.keep_logs = False
@@ -216,13 +217,14 @@ class _Launcher:
         except SupervisorGone as e:
             raise Unavailable("the cluster was ended by somebody else, or with its Ray. Start it again") from e
         except Unavailable as e:
-            if self._has_answered and self._silence.look(has_answered=False):
+            if self._silence.look(has_answered=False):
                 goes_on = "; requests go on" if self.is_ready else ""
                 self._console.print(Text(f"{e.message}: it is started again{goes_on}"), soft_wrap=True)
                 self._supervisor.restart()
+                self._silence = Silence(STARTING_LOOKS)
             return None
         self._has_answered = True
-        self._silence.look(has_answered=True)
+        self._silence = Silence(SILENT_LOOKS)
         return status
 
 

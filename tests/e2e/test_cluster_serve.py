@@ -49,8 +49,13 @@ def workers(status: dict[str, Any], pool: str | None = None) -> dict[str, dict[s
     return {w["worker_id"]: w for w in status["workers"] if pool in (None, w["pool"])}
 
 
-def is_there(pid: int) -> bool:
-    return psutil.pid_exists(pid)
+def processes(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+
+
+def count(served: Served, metric: str) -> float:
+    lines = httpx.get(f"{served.http_address}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == metric)
 
 
 async def command(served: Served, *args: str) -> "subprocess.CompletedProcess[str]":
@@ -148,6 +153,9 @@ def test_a_second_cluster_of_the_same_name_is_refused(served: Served) -> None:
 
 
 def test_pools_grow_and_shrink_under_load_and_no_request_fails(served: Served) -> None:
+    """Nor is one resumed: a planned change takes nothing from anybody."""
+    num_resumes = count(served, "diptych_request_resumes_total")
+
     async def main() -> None:
         async with load(served.grpc_address) as result:
             await result.until_done(6)
@@ -167,6 +175,7 @@ def test_pools_grow_and_shrink_under_load_and_no_request_fails(served: Served) -
         assert not result.errors
 
     asyncio.run(main())
+    assert count(served, "diptych_request_resumes_total") == num_resumes
     assert len(workers(served.status())) == 2
 
 
@@ -205,7 +214,7 @@ def test_the_supervisor_comes_back_and_requests_go_on_meanwhile(served: Served) 
 def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
     before = served.status()["routers"][0]
     os.kill(before["pid"], signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(before["pid"])] if psutil.pid_exists(before["pid"]) else [])
+    psutil.wait_procs(processes(before["pid"]))
     after = before
     while after["pid"] == before["pid"] or after["phase"] != "ready":
         after = served.status()["routers"][0]
@@ -230,7 +239,7 @@ def test_a_supervisor_that_hangs_is_started_again_and_ends_nothing(served: Serve
             assert after["supervisor_pid"] != status["supervisor_pid"]
             assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
         assert not result.errors
-        assert not survivors([psutil.Process(status["supervisor_pid"])] if is_there(status["supervisor_pid"]) else [])
+        assert not survivors(processes(status["supervisor_pid"]))
 
     asyncio.run(main())
     assert served.process.poll() is None
@@ -243,7 +252,7 @@ def test_a_router_that_hangs_is_replaced_where_it_listened(served: Served) -> No
         after = served.status()["routers"][0]
     assert "it hangs" in after["last_error"]
     assert (after["http_port"], after["grpc_port"]) == (before["http_port"], before["grpc_port"])
-    assert not survivors([psutil.Process(before["pid"])] if is_there(before["pid"]) else [])
+    assert not survivors(processes(before["pid"]))
     subprocess.run(["bash", "-c", served.snippet("curl") + " -sSf"], capture_output=True, check=True)
 
 

@@ -107,6 +107,7 @@ class Submit(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     NUM_STEP_FAILURES_FIELD_NUMBER: _builtins.int
+    FIRST_PROMPT_LOGPROB_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -118,6 +119,10 @@ class Submit(_message.Message):
     num_step_failures: _builtins.int
     """compute all, if it cannot be had); never together with source
     steps that failed with it so far: where there are any, it is computed alone
+    """
+    first_prompt_logprob: _builtins.int
+    """until it has made two tokens
+    where sampling asks for them: position in the prompt, at least 1, of the
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -155,10 +160,11 @@ class Submit(_message.Message):
         source: Global___HandoffSource | None = ...,
         prefix: Global___HandoffSource | None = ...,
         num_step_failures: _builtins.int = ...,
+        first_prompt_logprob: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "handle", b"handle", "num_step_failures", b"num_step_failures", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "num_step_failures", b"num_step_failures", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,6 +372,7 @@ class WorkerMessage(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """always the first"""
@@ -382,6 +389,8 @@ class WorkerMessage(_message.Message):
     def handed_off(self) -> Global___HandedOff: ...
     @_builtins.property
     def pong(self) -> Global___Pong: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs: ...
     def __init__(
         self,
         *,
@@ -392,12 +401,13 @@ class WorkerMessage(_message.Message):
         blocks: Global___BlockEvents | None = ...,
         handed_off: Global___HandedOff | None = ...,
         pong: Global___Pong | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed", b"failed", "handed_off", b"handed_off", "hello", b"hello", "load", b"load", "message", b"message", "pong", b"pong", "prompt_logprobs", b"prompt_logprobs", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off", "pong"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "step", "failed", "load", "blocks", "handed_off", "pong", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -609,6 +619,57 @@ class TokenLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Of N consecutive tokens of a prompt, each given those before it, and of the K most likely tokens in its place. In
+    order of position, each position once; all of them before the first token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    first: _builtins.int
+    """position in the prompt, at least 1"""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """[N]"""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """[N], from 1: how many tokens were likelier, and 1"""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """[N * K], best first"""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """[N * K]"""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        first: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handle", b"handle", "logprobs", b"logprobs", "ranks", b"ranks", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class CachedTokens(_message.Message):

@@ -19,11 +19,13 @@ from .batch_tables import BatchTables
 from .errors import InternalError
 from .launched import Compute
 from .models.compiled import CompiledDecoder
+from .prompt_rows import PromptRows
+from .prompt_scorer import PromptScorer
 from .rank_processes import RankProcesses
 from .runner import LayerWatch
 from .sampler import Sampler
 from .sequence import Batch, SampledToken, ScheduledSequence, Sequence
-from .step import Step
+from .step import NO_ROWS, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class _Prepared:
     sequences: list[Sequence]  # that are sampled
     picks: bool  # the likeliest token of each is all that is wanted
     sample: Callable[[Tensor], list[SampledToken]]  # else
+    prompt_rows: PromptRows | None  # whose log-probabilities are due
 
 
 class CompiledSteps:
@@ -64,7 +67,8 @@ class CompiledSteps:
             sequences = _write(room, batch.entries)
             sample = partial(self._sampler.sample, sequences=sequences)
         picks = self._sampler.is_argmax(sequences)
-        return partial(self._compute, _Prepared(room.memory, batch, sequences, picks, sample), watch)
+        prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
+        return partial(self._compute, _Prepared(room.memory, batch, sequences, picks, sample, prompt_rows), watch)
 
     @property
     def expert_tokens(self) -> Tensor | None:
@@ -80,7 +84,9 @@ class CompiledSteps:
     def _compute(self, step: _Prepared, watch: LayerWatch | None) -> list[SampledToken]:
         """Raises RankLost."""
         if self._ranks is not None:
-            self._ranks.tell(Step.of(step.batch.entries, self._block_size, picks=step.picks).to_words())
+            rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
+            told = Step.of(step.batch.entries, self._block_size, picks=step.picks, prompt_rows=rows)
+            self._ranks.tell(told.to_words())
         before, self._yielded = self._yielded, []
         memory, fed_by, num_sampled = step.memory, step.batch.fed_by, len(step.sequences)
         if fed_by:
@@ -89,14 +95,27 @@ class CompiledSteps:
             memory.token_ids[: len(fed_by)] = [before[i] for i in fed_by]
         self._decoder.memory = memory
         self._decoder.step(num_sampled, watch, picks=step.picks)
-        if not num_sampled:
-            return []
+        sampled = self._sample(step) if num_sampled else []
+        if step.prompt_rows is not None:
+            self._score(step.batch, step.prompt_rows)
+        return sampled
+
+    def _sample(self, step: _Prepared) -> list[SampledToken]:
+        num_sampled = len(step.sequences)
         if step.picks:
             self._yielded = self._decoder.picked(num_sampled)
             return [SampledToken(*of) for of in zip(step.sequences, self._yielded, strict=True)]
         sampled = step.sample(self._decoder.logits(num_sampled))
         self._yielded = [token.token_id for token in sampled]
         return sampled
+
+    def _score(self, batch: Batch, rows: PromptRows) -> None:
+        """After all else: it overwrites what was sampled."""
+        scorer = PromptScorer(rows, self._sampler.log_totals)
+        for logits in self._decoder.prompt_logits(rows.rows):
+            scorer.add(logits)
+        assert batch.prompt_logprobs is not None
+        batch.prompt_logprobs.extend(scorer.results())
 
 
 def _write(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:

@@ -40,11 +40,12 @@ from .errors import (
     SequenceEnded,
 )
 from .prefix_cache import PrefixCache, block_hashes
+from .prompt_logprobs import PromptLogprobs
 from .request import Request, check_cache_salt
 from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
 from .self_test import compute_two_tokens
-from .sequence import Batch, Provisional, SampledToken, Sequence, SequenceStatus
+from .sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
 from .suspects import ALONE_TOKENS
 from .timings import PullTimes, SequenceClock, SequenceTimings
 
@@ -119,6 +120,7 @@ class Engine:
             handoff_id=handoff_id,
             is_fed=self._runner.feeds(sampling),
             num_resumed=len(output_token_ids),
+            next_prompt_logprob=request.first_prompt_logprob if request.wants_prompt_logprobs else NEVER,
             clock=SequenceClock(now),
             num_alone=ALONE_TOKENS if request.num_step_failures else 0,
         )
@@ -251,6 +253,8 @@ class Engine:
             else:
                 self.announcer.end()
                 self._advance(step.batch, step.began)
+                if step.batch.prompt_logprobs is not None:
+                    self._accept_prompt_logprobs(step.batch.prompt_logprobs)
                 self._accept(step.sampled)
             self.steps.run_deferred()
         self.incoming.grant_reservations()
@@ -313,6 +317,11 @@ class Engine:
         sequence.clock.commit(times, 0.0 if token is None else self._clock() - provisional.sampled_at)
         if token is not None:
             self._accept([token])
+
+    def _accept_prompt_logprobs(self, computed: SequenceOf[tuple[Sequence, PromptLogprobs]]) -> None:
+        for sequence, found in computed:
+            sequence.next_prompt_logprob = found.end if found.end < sequence.num_prompt else NEVER
+            self._output.prompt_logprobs.append((sequence.key, found))
 
     def _accept(self, sampled: SequenceOf[SampledToken]) -> None:
         tokens = self._output.tokens

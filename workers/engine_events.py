@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ..proto import worker_pb2
 from .errors import DiptychError
+from .prompt_logprobs import PromptLogprobs
 from .sequence import FinishReason
 from .timings import SequenceTimings
 
@@ -116,10 +117,14 @@ class HandoffEnded:
 HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffHeld | HandoffSealed | HandoffEnded
 
 
+PromptLogprobsEvents = list[tuple[str, PromptLogprobs]]  # by key of the sequence
+
+
 @dataclass(slots=True)
 class StepOutput:
     step: int
     ran: bool = False  # a batch was computed
+    prompt_logprobs: PromptLogprobsEvents = field(default_factory=PromptLogprobsEvents)  # before the tokens
     tokens: StepTokens = field(default_factory=StepTokens)
     failures: list[FailureEvent] = field(default_factory=list[FailureEvent])
     handoffs: list[HandoffEvent] = field(default_factory=list[HandoffEvent])
@@ -128,4 +133,5 @@ class StepOutput:
     load: worker_pb2.LoadReport | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.failures or self.handoffs or self.stored or self.removed or self.load)
+        said = self.prompt_logprobs or self.tokens or self.failures or self.handoffs
+        return bool(said or self.stored or self.removed or self.load)

@@ -173,7 +173,7 @@ class IncomingHandoffs:
             raise HandoffError(f"the source sealed a prefix of {num_computed} tokens and {len(outputs)} outputs")
         sequence = incoming.sequence
         num_held = incoming.num_held * self._cache.block_size
-        sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.num_tokens - 1)
+        sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.max_cached)
         self._scheduler.count_prompt(sequence.num_tokens, num_held)
         self.num_prefixes_pulled += num_computed > num_held
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from .engine_events import FailureEvent, HandoffEvent, StepOutput, StepTokens
+from .engine_events import FailureEvent, HandoffEvent, PromptLogprobsEvents, StepOutput, StepTokens
 from .engine_load import EngineLoad
 from .prefix_cache import PrefixCache
 
@@ -11,9 +11,10 @@ LOAD_INTERVAL_S = 0.1
 
 
 class Outbox:
-    """`tokens`, `failures`, `handoffs`: StepOutput's, of what is not told yet."""
+    """`prompt_logprobs`, `tokens`, `failures`, `handoffs`: StepOutput's, of what is not told yet."""
 
     def __init__(self, load: EngineLoad, cache: PrefixCache, clock: Callable[[], float]) -> None:
+        self.prompt_logprobs = PromptLogprobsEvents()
         self.tokens = StepTokens()
         self.failures: list[FailureEvent] = []
         self.handoffs: list[HandoffEvent] = []
@@ -25,12 +26,12 @@ class Outbox:
         """While a step runs: `events`, after those that wait to be told, and tokens that were kept back until now."""
         self.handoffs += events
         if publish is not None and (self.handoffs or self.tokens):
-            publish(StepOutput(self._step, tokens=self.tokens, handoffs=self.handoffs))
-            self.tokens, self.handoffs = StepTokens(), []
+            publish(StepOutput(self._step, False, self.prompt_logprobs, self.tokens, handoffs=self.handoffs))
+            self.prompt_logprobs, self.tokens, self.handoffs = PromptLogprobsEvents(), StepTokens(), []
 
     def take(self, *, ran: bool) -> StepOutput:
         """At a step's end. ran: a batch was computed."""
-        output = StepOutput(self._step, ran, self.tokens, self.failures, self.handoffs)
+        output = StepOutput(self._step, ran, self.prompt_logprobs, self.tokens, self.failures, self.handoffs)
         now = self._clock()
         if now >= self._load_due or not ran:
             self._load_due = now + LOAD_INTERVAL_S
@@ -38,5 +39,6 @@ class Outbox:
             # A busy worker fills a block every step or so: told each time, they would double the messages of a step.
             output.stored, output.removed = self._cache.take_events()
         self._step += 1
+        self.prompt_logprobs = PromptLogprobsEvents()
         self.tokens, self.failures, self.handoffs = StepTokens(), [], []
         return output

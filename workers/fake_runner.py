@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from .fake_stream import FakeRow, FakeStep, FakeStream
 from .kv_layout import KVLayout, KVMemory, Region
+from .prompt_logprobs import PromptLogprobs
 from .request import SamplingParams
 from .runner import LayerWatch, ModelInfo
 from .sequence import Batch, SampledToken
@@ -30,6 +31,23 @@ def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> l
     while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != 0):
         ids.append(fake_next(ids, vocab_size))
     return ids[len(prompt) :]
+
+
+def fake_prompt_logprobs(
+    read: list[int], prompt: SequenceOf[int], first: int, end: int, num_top: int, vocab_size: int = 1000
+) -> PromptLogprobs:
+    """What a fake worker makes of `prompt`'s tokens [first, end), having read these ids: a token that is n ids after
+    the likeliest has the rank n + 1 and the log-probability -n."""
+    likeliest = np.array([fake_next(read[:position], vocab_size) for position in range(first, end)])
+    after = (np.array(prompt[first:end]) - likeliest) % vocab_size
+    top = np.tile(np.arange(num_top), (end - first, 1))
+    return PromptLogprobs(
+        first,
+        -after.astype(np.float32),
+        after.astype(np.int32) + 1,
+        ((likeliest[:, None] + top) % vocab_size).astype(np.int32),
+        -top.astype(np.float32),
+    )
 
 
 class FakeRunner:
@@ -77,6 +95,8 @@ class FakeRunner:
             self._store(step, layer)
             if watch is not None and layer + 1 in watch.ends:
                 watch.reached(layer + 1)
+        if step.prompt_logprobs is not None:
+            step.prompt_logprobs += [(row.sequence, self._score(row)) for row in step.rows if row.prompt_end]
         return [self._sample(row) for row in step.rows if row.samples]
 
     def _store(self, step: FakeStep, layer: int) -> None:
@@ -86,11 +106,20 @@ class FakeRunner:
                 self._kv[block, layer, :, slot] = row.token_ids[position], position
 
     def _sample(self, row: FakeRow) -> SampledToken:
+        return SampledToken(row.sequence, fake_next(self._read(row), self.info.vocab_size))
+
+    def _score(self, row: FakeRow) -> PromptLogprobs:
+        request, first, end = row.sequence.request, row.prompt_first, row.prompt_end
+        num_top, vocab_size = request.sampling.prompt_logprobs or 0, self.info.vocab_size
+        return fake_prompt_logprobs(self._read(row), request.prompt_token_ids, first, end, num_top, vocab_size)
+
+    def _read(self, row: FakeRow) -> list[int]:
+        """The ids that its KV holds."""
         read: list[int] = []
         for position in range(len(row.token_ids)):
             block, slot = self._slot(row, position)
             read.append(int(self._kv[block, position % self.layout.num_layers, 0, slot]))
-        return SampledToken(row.sequence, fake_next(read, self.info.vocab_size))
+        return read
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         assert not self.stream, "blocks are copied beside a step"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from .prompt_logprobs import PromptLogprobs
+from .prompt_rows import PromptRows
 from .runner import LayerWatch
 from .sequence import Batch, SampledToken, ScheduledSequence, Sequence
 
@@ -20,6 +22,8 @@ class FakeRow:
     token_ids: list[int]  # up to the last new one, which a row that is fed gets when it is computed
     start: int  # of the new ones
     samples: bool
+    prompt_first: int = 0  # log-probabilities are due of its tokens [prompt_first, prompt_end)
+    prompt_end: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +34,7 @@ class FakeStep:
     rows: list[FakeRow]
     watch: LayerWatch | None
     fed_by: SequenceOf[int]
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None  # the batch's
     sampled: list[SampledToken] = field(default_factory=list[SampledToken])
     is_computed: bool = False
 
@@ -66,7 +71,11 @@ class FakeStream:
             [before] = self._under_way
             rows = [_fed_row(row, before, i) for row, i in zip(rows, batch.fed_by, strict=True)]
         assert len(self._under_way) < 2, "a third step is launched"
-        step = FakeStep(self, rows, watch, batch.fed_by)
+        if batch.prompt_logprobs is not None:
+            for span in PromptRows.of(batch.entries).spans:
+                row = next(row for row in rows if row.sequence is span.sequence)
+                row.prompt_first, row.prompt_end = span.first, span.end
+        step = FakeStep(self, rows, watch, batch.fed_by, batch.prompt_logprobs)
         self._under_way.append(step)
         return step
 

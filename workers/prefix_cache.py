@@ -54,16 +54,16 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the longest cached prefix, not yet shared: call BlockManager.share on what is used.
 
-        At least one token is left uncovered, for its logits are needed.
+        At least one token is left uncovered, for its logits are needed; more where log-probabilities of the prompt are.
         """
         if not self.enabled:
             return []
         self.name(sequence)
-        return self.find(sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size])
+        return self.find(sequence.block_hashes[: sequence.max_cached // self.block_size])
 
     def holds_most(self, sequence: Sequence) -> bool:
         """Whether `match` can find no more than it does now."""
-        return len(self.match(sequence)) == (sequence.num_tokens - 1) // self.block_size
+        return len(self.match(sequence)) == sequence.max_cached // self.block_size
 
     def find(self, names: SequenceOf[bytes]) -> list[int]:
         """Blocks of the longest cached run of `names`, which begin at a prompt's start; not yet shared."""

@@ -32,6 +32,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely
+    prompt_logprobs: int | None = None  # likewise, of each token of the prompt but the first
 
     def __post_init__(self) -> None:
         if not isinstance(self.logit_bias, LogitBias):
@@ -58,8 +59,9 @@ class SamplingParams:
         _within("seed", self.seed, 0, (1 << 64) - 1)
         _within("max_tokens", self.max_tokens, 1, 1 << 30)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name, num in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if num is not None:
+                _within(name, num, 0, MAX_LOGPROBS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias"
@@ -84,6 +86,12 @@ class Request:
     cache_salt: bytes = b""  # prefix-cache namespace: other salts never share blocks
     group: str = ""  # requests of one prompt that came together, and go to the same workers; "": alone
     num_step_failures: int = 0  # steps that failed with it on the way here
+    first_prompt_logprob: int = 1  # position in the prompt, of the first that is wanted where any are
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Any that are not known yet."""
+        return self.sampling.prompt_logprobs is not None and self.first_prompt_logprob < len(self.prompt_token_ids)
 
     def validate(self, vocab_size: int, max_context_tokens: int, output_token_ids: Sequence[int] = ()) -> None:
         """Raise InvalidRequest or PromptTooLong for what the model cannot compute. `output_token_ids`: made before."""
@@ -105,6 +113,11 @@ class Request:
         check_token_ids(self.prompt_token_ids, vocab_size, "prompt")
         self.sampling.validate(vocab_size)
         check_token_ids(output_token_ids, vocab_size, "output_token_ids")
+        if not 1 <= self.first_prompt_logprob <= num_prompt:
+            raise InvalidRequest(
+                f"first_prompt_logprob must be in [1, {num_prompt}], got {self.first_prompt_logprob}",
+                param="prompt_logprobs",
+            )
         if len(output_token_ids) >= self.sampling.max_tokens:
             raise InvalidRequest("output_token_ids already hold max_tokens tokens: nothing is left to compute")
 

@@ -67,6 +67,13 @@ class Sampler:
 
         return sample
 
+    def log_totals(self, logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See kernels/log_totals.py. logits: [R, vocab] float32."""
+        if self._rows is not None:
+            return self._rows.log_totals(logits, range(len(logits)), num_top)
+        top = logits.topk(num_top, dim=-1)
+        return logits.logsumexp(dim=-1), top.indices, top.values
+
     def _raw_logprobs(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> _Logprobs | None:
         """Of the rows that ask for it, before anything changes them."""
         asking = [row for row, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
@@ -81,8 +88,7 @@ class Sampler:
             raw = logits[rows]
         else:
             raw = logits[rows]
-            totals, top = raw.logsumexp(dim=-1), raw.topk(num_top, dim=-1)
-            top_ids, top_logits = top.indices, top.values
+            totals, top_ids, top_logits = self.log_totals(raw, num_top)
         return _Logprobs(asking, raw, torch.arange(len(asking), device=raw.device), totals, top_ids, top_logits)
 
     def _ban_and_bias(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:

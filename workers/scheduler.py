@@ -154,7 +154,7 @@ class Scheduler:
     def measured(self, batch: Batch, seconds: float) -> None:
         """The batch took so long; call it before what was computed is counted."""
         self._suspects.computed(batch)
-        if self.config.target_step_s != 0:
+        if self.config.target_step_s != 0 and batch.prompt_logprobs is None:  # those take longer than their tokens do
             work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
             for entry in batch.entries[batch.num_decodes :]:
                 work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
@@ -189,7 +189,8 @@ class Scheduler:
         self._schedule_prefills(entries, budget)
         copies: list[tuple[int, int]] = []
         self._admit(entries, budget, copies)
-        return Batch(entries, num_decodes, copies)
+        is_due = any(e.sequence.next_prompt_logprob < e.sequence.num_prompt for e in entries[num_decodes:])
+        return Batch(entries, num_decodes, copies, prompt_logprobs=[] if is_due else None)
 
     def schedule_ahead(self, under_way: Batch) -> Batch | None:
         """The batch after one that is still computed, if all that it does is to decode on: as if no sequence stopped by
@@ -323,8 +324,8 @@ class Scheduler:
             self._shared.drop_tails()
         if num_needed > manager.num_free:
             manager.release(cached)
-            names = sequence.block_hashes
-            self._stuck = sequence, manager.num_free, names[len(cached)] if len(cached) < len(names) else None
+            missing = sequence.block_hashes[len(cached) : sequence.max_cached // block_size]
+            self._stuck = sequence, manager.num_free, missing[0] if missing else None
             return False
         sequence.block_table = cached + manager.allocate(num_needed)
         sequence.num_computed = len(cached) * block_size

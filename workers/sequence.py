@@ -15,8 +15,11 @@ import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from .prompt_logprobs import PromptLogprobs
 from .request import Request
 from .timings import SequenceClock
+
+NEVER = 1 << 60  # a position that no sequence reaches
 
 
 class SequenceStatus(enum.Enum):
@@ -42,7 +45,7 @@ class Sequence:
     deadline: float  # on the worker's monotonic clock, seconds
     arrival: int  # admission order; smaller is older
     due: float = 0.0  # when its first token should be there, less what that takes; same clock
-    end: int = 1 << 60  # it ends when it has so many tokens
+    end: int = NEVER  # it ends when it has so many tokens
     min_end: int = 0  # ... and, once it has so many, with one of these:
     stop_ids: frozenset[int] = frozenset()
     is_fed: bool = False  # a step of it may be launched before its last token is known: see Runner.feeds
@@ -54,6 +57,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission
     num_resumed: int = 0  # output tokens that another worker made before
+    next_prompt_logprob: int = NEVER  # position in the prompt of the first token whose log-probability is due
     clock: SequenceClock | None = None  # until its first token here
     block_table: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as known
@@ -78,6 +82,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_cached(self) -> int:
+        """So many tokens need not be computed where their KV is known: the logits of those after them are needed."""
+        return min(len(self.token_ids), self.next_prompt_logprob) - 1
 
     @property
     def is_decoding(self) -> bool:
@@ -127,6 +136,8 @@ class Batch:
     # Launched while the batch before it is under way: entry i decodes the token that entry fed_by[i] of that one
     # yields. `num_computed` and `token_ids` are still what they were before that one.
     fed_by: SequenceOf[int] = ()
+    # Of prompts, see next_prompt_logprob: what the runner computes it adds. None: nothing is due.
+    prompt_logprobs: "list[tuple[Sequence, PromptLogprobs]] | None" = None
 
     @property
     def num_prefill_tokens(self) -> int:

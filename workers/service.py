@@ -34,7 +34,7 @@ from .handoff_source import HandoffSource
 from .runner import Runner
 from .scheduler import Role
 from .service_handoffs import ServiceHandoffs
-from .service_links import Links, RouterLink, parts_of
+from .service_links import Links, RouterLink, handle_of, parts_of
 from .staging import Staging
 from .transport.select import make_transports
 from .wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
@@ -257,6 +257,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 raise
 
     def _publish(self, output: StepOutput) -> None:
+        for key, found in output.prompt_logprobs:
+            for piece in found.pieces():
+                message = worker_pb2.WorkerMessage(prompt_logprobs=piece.to_proto(handle_of(key)))
+                self._links.send(key, message)
         self._send_tokens(output)
         for event in output.handoffs:
             self._handoffs.carry(event)

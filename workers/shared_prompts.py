@@ -50,14 +50,14 @@ class SharedPrompts:
         not if it was preempted: that one comes first."""
         if not self._computing or self._queue.is_preempted(sequence):
             return False
-        names, num_whole = sequence.block_hashes, self._num_whole(sequence)
+        names, num_whole = sequence.block_hashes, sequence.max_cached // self._cache.block_size
         shared: Hashable | None = None
         for i in range(num_cached, num_whole):
             if names[i] not in self._computing:
                 break
             shared = names[i]
         else:
-            tail = self._tail_of(sequence)
+            tail = self._tail_of(sequence) if sequence.max_cached == sequence.num_tokens - 1 else None
             shared = tail if tail in self._computing else shared
         if shared is not None:
             self._queue.park(shared)

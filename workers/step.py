@@ -1,12 +1,13 @@
 """What the ranks must know of one step, as rank 0 tells it to the others: numbers only, checked on arrival.
 
-    words (int32) = [S, B, R, picks] [S] new tokens [S] context lengths [R] sampled rows [T] token ids [S, B] blocks
+    words (int32) = [S, B, R, picks, Q] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
+                    [T] token ids [S, B] blocks
 
 Ranks keep no account of sequences: a step says all that it takes to compute it.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from .sequence import ScheduledSequence
 Words = NDArray[np.int32]
 FIRST_WORDS = 1024  # a step that fits, as most decodes do, is told in one broadcast
 MAX_WORDS = 1 << 26
-HEADER = 4
+HEADER = 5
+NO_ROWS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,17 @@ class Step:
     token_ids: Words  # [T]
     sampled: Words  # [R]: of the rows that they are, ascending
     picks: bool = False  # the likeliest token of those is all that is wanted
+    prompt_rows: Words = field(default_factory=lambda: NO_ROWS)  # [Q], ascending, see prompt_rows.py; none is sampled
 
     @classmethod
-    def of(cls, entries: SequenceOf[ScheduledSequence], block_size: int, *, picks: bool = False) -> "Step":
+    def of(
+        cls,
+        entries: SequenceOf[ScheduledSequence],
+        block_size: int,
+        *,
+        picks: bool = False,
+        prompt_rows: Words = NO_ROWS,
+    ) -> "Step":
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
         num_blocks = (-(-context_lens // block_size)).tolist()
@@ -63,7 +73,7 @@ class Step:
             if entry.samples:
                 sampled.append(len(token_ids) - 1)
         rows = np.array(sampled, dtype=np.int32)
-        return cls(num_new, context_lens, tables, np.array(token_ids, dtype=np.int32), rows, picks)
+        return cls(num_new, context_lens, tables, np.array(token_ids, dtype=np.int32), rows, picks, prompt_rows)
 
     def sampled_alone(self) -> "Step":
         """Its sampled rows, each as a sequence whose one new token it is."""
@@ -79,8 +89,10 @@ class Step:
         return len(self.token_ids)
 
     def to_words(self) -> Words:
-        header = np.array([*self.tables.shape, len(self.sampled), self.picks], dtype=np.int32)
-        rest = (self.num_new, self.context_lens, self.sampled, self.token_ids, self.tables.reshape(-1))
+        sizes = (*self.tables.shape, len(self.sampled), self.picks, len(self.prompt_rows))
+        header = np.array(sizes, dtype=np.int32)
+        rows = (self.sampled, self.prompt_rows)
+        rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
         return np.concatenate((header, *rest))
 
     @classmethod
@@ -92,24 +104,29 @@ class Step:
                 raise InternalError(f"a step is malformed: {what}")
 
         check(len(words) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks = words[:HEADER].tolist()
+        num_seqs, width, num_sampled, picks, num_prompt_rows = words[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
         check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
-        num_tokens = len(words) - HEADER - num_seqs * (2 + width) - num_sampled
-        check(num_tokens > 0, f"it has {len(words)} words for {num_seqs} x {width} blocks and {num_sampled} samples")
-        ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_tokens))
-        num_new, context_lens, sampled, token_ids, tables = np.split(words[HEADER:], ends)
+        check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
+        num_rows = num_sampled + num_prompt_rows
+        num_tokens = len(words) - HEADER - num_seqs * (2 + width) - num_rows
+        check(num_tokens > 0, f"it has {len(words)} words for {num_seqs} x {width} blocks and {num_rows} rows")
+        ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_prompt_rows, num_tokens))
+        num_new, context_lens, sampled, prompt_rows, token_ids, tables = np.split(words[HEADER:], ends)
         check(bool((num_new >= 1).all()), "a sequence has no new token")
         check(int(num_new.sum()) == num_tokens, f"it has {num_tokens} tokens, and its sequences others")
         check(bool(((token_ids >= 0) & (token_ids < limits.vocab_size)).all()), "a token is not in the vocabulary")
-        check(bool(((sampled >= 0) & (sampled < num_tokens)).all()), "a sampled row does not exist")
-        check(bool((sampled[1:] > sampled[:-1]).all()), "sampled rows must ascend")
+        for rows, what in ((sampled, "sampled"), (prompt_rows, "prompt")):
+            check(bool(((rows >= 0) & (rows < num_tokens)).all()), f"a {what} row does not exist")
+            check(bool((rows[1:] > rows[:-1]).all()), f"{what} rows must ascend")
+        check(not np.intersect1d(sampled, prompt_rows).size, "a prompt row is sampled")
         check(bool((context_lens >= num_new).all()), "a context is shorter than its new tokens")
         longest = int(context_lens.max())
         check(longest <= limits.max_context_tokens, f"a context of {longest} tokens is too long")
         check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
         check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
-        return cls(num_new, context_lens, tables.reshape(num_seqs, width), token_ids, sampled, bool(picks))
+        tables = tables.reshape(num_seqs, width)
+        return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows)
 
     def meta(self, cos_sin: Ropes, block_size: int) -> StepMeta:
         """Of a step whose sequences with one new token come first, else InternalError. cos_sin: on the device that

@@ -11,6 +11,8 @@ from .launched import Compute
 from .models.decoder import Decoder
 from .models.rope import Ropes
 from .parallel import Group
+from .prompt_rows import PromptRows
+from .prompt_scorer import PromptScorer
 from .rank_processes import RankProcesses
 from .runner import LayerWatch
 from .sampler import Sampler
@@ -55,10 +57,15 @@ class TorchSteps:
         """Raises RankLost."""
         # Attention wants sequences with one new token first; order is restored by sampling in the batch's own order.
         order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
-        step = Step.of([batch.entries[i] for i in order], self._cache.layout.block_size)
+        entries = [batch.entries[i] for i in order]
+        prompt_rows = PromptRows.of(entries if batch.prompt_logprobs is not None else ())
+        step = Step.of(entries, self._cache.layout.block_size, prompt_rows=prompt_rows.rows)
         if self._ranks is not None:
             self._ranks.tell(step.to_words())
-        logits = self._decoder.compute(step, self._cache, self._cos_sin, self._stored(watch))
+        scorer = PromptScorer(prompt_rows, self._sampler.log_totals)
+        logits = self._decoder.compute(step, self._cache, self._cos_sin, self._stored(watch), scorer.add)
+        if batch.prompt_logprobs is not None:
+            batch.prompt_logprobs.extend(scorer.results())
         sequences = [batch.entries[i].sequence for i in order if batch.entries[i].samples]
         if logits is None:
             return []

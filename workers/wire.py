@@ -20,7 +20,7 @@ GRPC_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.so_reuseport", 0),
 )
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 ROLE_TO_PROTO = {
     Role.PREFILL: worker_pb2.ROLE_PREFILL,
@@ -48,6 +48,7 @@ _SCALARS = (
     "min_tokens",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
 )
 
 
@@ -75,6 +76,7 @@ def request_from_submit(message: worker_pb2.Submit) -> Request:
         timeout_s=message.timeout_s,
         cache_salt=message.cache_salt,
         num_step_failures=message.num_step_failures,
+        first_prompt_logprob=max(message.first_prompt_logprob, 1),
     )
 
 
@@ -87,4 +89,5 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         sampling=sampling_to_proto(request.sampling),
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
+        first_prompt_logprob=request.first_prompt_logprob,
     )

@@ -7,11 +7,13 @@ Otherwise each half of a layer is one, and the ranks' parts of the residual are 
 before the first, and of the head's results rank 0 makes the whole.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.cpu.greedy import BEST
@@ -21,6 +23,7 @@ from ...kernels.cpu.linear import PackedLinear, Then, pack
 from ..kv_cache import KVCache
 from ..memory import huge_page_mapping
 from ..parallel import Alone, Group
+from ..prompt_scorer import pieces_of
 from ..runner import LayerWatch
 from ..step import Step
 from .compiled_experts import read_mixture
@@ -112,7 +115,7 @@ def _packed_outer(team: Team, fields: Fields, arena: Arena) -> PackedOuter:
 class CompiledDecoder:
     """Of one rank. `memory` is what the next step is given. All ranks call the same, in the same order:
 
-    step  ->  logits or picked, if rows were sampled
+    step  ->  logits or picked, if rows were sampled  ->  prompt_logits
     """
 
     def __init__(
@@ -188,6 +191,16 @@ class CompiledDecoder:
         ids = first_tokens[ranks] + best["id"]
         return np.where(best["logit"] > -np.inf, ids, 0).tolist()
 
+    def prompt_logits(self, rows: NDArray[np.int32]) -> Iterator[Tensor]:
+        """Of rows of the step before that were not sampled, none twice: as `logits`, a piece at a time, each its until
+        the next one."""
+        memory, layers = self.memory, self._layers
+        for piece in pieces_of(rows, self._vocab_size):
+            memory.sampled[: len(piece)] = piece
+            memory.want(len(piece), picks=False)
+            layers.step(memory, layers.num_layers, layers.num_layers)
+            yield self.logits(len(piece))
+
     def follow(self, step: Step) -> None:
         """A step that rank 0 told of: the part of it that is this rank's."""
         memory, num_seqs = self.memory, len(step.num_new)
@@ -199,6 +212,8 @@ class CompiledDecoder:
         self.step(num_sampled, picks=step.picks)
         if num_sampled:
             self.picked(num_sampled) if step.picks else self.logits(num_sampled)
+        for _ in self.prompt_logits(step.prompt_rows):
+            pass  # rank 0 has them
 
     def _halves(self, watch: LayerWatch | None) -> None:
         memory, layers, num_rows = self.memory, self._layers, self.memory.struct.num_rows

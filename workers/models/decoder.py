@@ -24,6 +24,7 @@ from ...kernels.rms_norm import add_rms_norm, rms_norm
 from ...kernels.rope_kv_write import rope_kv_write, rotate
 from ..kv_cache import KVCache
 from ..parallel import Alone, Group
+from ..prompt_scorer import pieces_of
 from ..step import Step
 from . import mla
 from .attention import StepMeta, options_of, output, project
@@ -93,10 +94,16 @@ class Decoder:
         self.num_for_all = for_all[-1] + 1
 
     def compute(
-        self, step: Step, cache: KVCache, cos_sin: Ropes, stored: Callable[[int], object] = lambda _: None
+        self,
+        step: Step,
+        cache: KVCache,
+        cos_sin: Ropes,
+        stored: Callable[[int], object] = lambda _: None,
+        add_prompt_logits: Callable[[Tensor], object] = lambda _: None,
     ) -> Tensor | None:
         """A step whose sequences with one new token come first; stores its KV in `cache`. Returns the logits of its
-        sampled rows at rank 0, None where there are none and elsewhere.
+        sampled rows at rank 0, None where there are none and elsewhere. `add_prompt_logits` gets those of its prompt
+        rows at rank 0, a piece at a time.
 
         `stored` is told how many of the cache's layers were asked to store theirs, after each. Layers after the last of
         these compute the sampled rows alone: nobody reads what they would make of the others.
@@ -107,8 +114,14 @@ class Decoder:
 
         block_size, group = cache.layout.block_size, self.group
         token_ids, sampled = tensor(step.token_ids), tensor(step.sampled)
-        num = len(self.layers) if len(sampled) == len(token_ids) else self.num_for_all
+        reads_all = len(sampled) == len(token_ids) or len(step.prompt_rows) > 0
+        num = len(self.layers) if reads_all else self.num_for_all
         residual, hidden, given = self._through(num, token_ids, cache, step.meta(cos_sin, block_size), stored)
+        for piece in pieces_of(step.prompt_rows, self.spec.vocab_size):
+            rows = tensor(piece)
+            prompt_logits = self._head(residual[rows], None if hidden is None else hidden[rows])
+            if prompt_logits is not None:
+                add_prompt_logits(prompt_logits)
         if not len(sampled):
             return None
         residual, hidden = residual[sampled], None if hidden is None else hidden[sampled]
@@ -116,7 +129,7 @@ class Decoder:
             residual, meta = enter(hidden, residual, None, 0.0), step.sampled_alone().meta(cos_sin, block_size)
             given = None if given is None else given[sampled, num:]
             hidden = run_layers(self.layers[num:], residual, cache, meta, group, given=given)
-        return self.logits(enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps))
+        return self._head(residual, hidden)
 
     def serve(self) -> None:
         """A step of `peers` in which there are no tokens here: theirs may come to our experts."""
@@ -160,6 +173,10 @@ class Decoder:
         assert weights.token_embed is not None
         looked_up = self._looked_up(token_ids, weights.token_embed, spec.vocab_size)
         return token_inputs(self.spec, weights, looked_up, embedded)
+
+    def _head(self, residual: Tensor, hidden: Tensor | None) -> Tensor | None:
+        """residual: [R, H], of any rows, overwritten; hidden: [R, H], what is to be added to it yet. See `logits`."""
+        return self.logits(enter(hidden, residual, self.weights.norm, self.spec.rms_norm_eps))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden: [R, H]. Returns [R, vocab] float32 at rank 0, None on other ranks."""

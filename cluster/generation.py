@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from ..workers.errors import DeadlineExceeded, InternalError, RequestAborted
+from ..workers.prompt_logprobs import PromptLogprobs
 from ..workers.request import Request
 from ..workers.runner import ModelInfo
 from ..workers.sequence import FinishReason
@@ -50,6 +51,7 @@ class TokenDelta:
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache; set on the first delta
     elapsed_s: float = field(default=0.0, compare=False)  # since the router got the request
     timings: RequestTimings | None = field(default=None, compare=False)  # with the first two tokens and the last delta
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # all that were asked for, in order; set on the first delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ from .legs import (
     Submit,
 )
 from .policy import Route
+from .prompt_record import PromptRecord
 
 MAX_FAILED_MIGRATIONS = 3  # of a request; then it stays where it is
 _NOTHING: Actions = ()
@@ -93,6 +94,7 @@ class RequestRecord:
         self.num_failed_migrations = 0
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
         self.timings: list[SequenceTimings | None] = []  # that came with the first two tokens
+        self.prompt = PromptRecord(request)
         self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
         self._wants_logprobs = request.sampling.logprobs is not None
@@ -151,6 +153,7 @@ class RequestRecord:
             logprobs=tuple(self._logprobs[first:]),
             finish_reason=self.finish,
             num_cached_tokens=0 if first else self.num_cached_tokens,
+            prompt_logprobs=() if first else self.prompt.take(),
             elapsed_s=elapsed_s,
         )
 
@@ -283,6 +286,8 @@ class RequestRecord:
         expected = len(self.token_ids)
         if token.position != expected:
             return self._gap(Gap(token.position, expected)) if token.position > expected else _NOTHING
+        if expected == 0 and not self.prompt.is_complete:
+            return self.fail(InternalError("a worker sent a token before the prompt's log-probabilities"))
         if self._wants_logprobs:
             if token.logprob is None:
                 return self.fail(InternalError("a worker sent a token without the log-probability asked for"))

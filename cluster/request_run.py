@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from ..workers.errors import DeadlineExceeded, DiptychError, RequestAborted, Unavailable, WorkerDraining
+from ..workers.errors import (
+    DeadlineExceeded,
+    DiptychError,
+    InternalError,
+    RequestAborted,
+    Unavailable,
+    WorkerDraining,
+)
+from ..workers.prompt_logprobs import PromptLogprobs
 from ..workers.request import Request
 from .generation import TokenDelta
 from .legs import (
@@ -130,6 +138,12 @@ class RequestRun:
 
     def on_token(self, handle: int, token: LegToken) -> None:
         self._after(self.record.token(handle, token))
+
+    def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None:
+        try:
+            self.record.prompt.add(found)
+        except InternalError as error:
+            self.fail(error)
 
     def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
         self._after(self.record.handed_off(handle, num_output_tokens, handoff_id))

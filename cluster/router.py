@@ -166,6 +166,8 @@ class Router:
             for block_size in self._fleet.block_sizes():  # a block's name is of its tokens: one of another size differs
                 held = self._index.match(block_hashes(tokens, block_size, record.request.cache_salt))
                 cached |= {worker: num_blocks * block_size for worker, num_blocks in held.items()}
+        if not record.prompt.is_complete:
+            cached = {worker: min(num, record.prompt.max_cached) for worker, num in cached.items()}
         return RequestFacts(
             num_tokens=len(tokens),
             max_new_tokens=record.num_remaining,
@@ -192,6 +194,9 @@ class Router:
         message = submit_from_request(leg.handle, run.record.request, list(submit.output_token_ids))
         message.timeout_s = run.remaining_s
         message.num_step_failures = len(run.record.failed_steps)
+        if leg.part is Part.DECODE or run.record.prompt.is_complete:  # its source computes the prompt
+            message.sampling.ClearField("prompt_logprobs")
+        message.first_prompt_logprob = run.record.prompt.next
         if submit.prefix is not None:
             message.prefix.CopyFrom(self._source(submit.prefix.worker, submit.prefix.handoff_id))
         if submit.source is not None:

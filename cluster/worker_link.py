@@ -18,6 +18,7 @@ import grpc.aio
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
+from ..workers.prompt_logprobs import PromptLogprobs
 from ..workers.timings import SequenceTimings
 from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .fleet import WorkerInfo
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # the class is generic in its stubs only
 class LegListener(Protocol):
     """One request; called on the event loop, must not block."""
 
+    def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None: ...
     def on_token(self, handle: int, token: LegToken) -> None: ...
     def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None: ...
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
@@ -190,6 +192,8 @@ class WorkerLink:
                     self._answered = message.pong.number
                 case "step":
                     self._on_step(message.step)
+                case "prompt_logprobs":
+                    self._on_prompt_logprobs(message.prompt_logprobs)
                 case "load":
                     self._on_load(message.load)
                 case "blocks":
@@ -274,6 +278,12 @@ class WorkerLink:
             finish = FINISH_FROM_PROTO[reason]
             token = LegToken(position, token_id, finish, logprobs.get(entry), cached.get(entry), timings.get(entry))
             listener.on_token(handle, token)
+
+    def _on_prompt_logprobs(self, message: worker_pb2.PromptLogprobs) -> None:
+        """Raises InternalError for columns that do not fit together."""
+        listener = self._listeners.get(message.handle)
+        if listener is not None:
+            listener.on_prompt_logprobs(message.handle, PromptLogprobs.from_proto(message, self._vocab_size))
 
     def _on_failed(self, failed: worker_pb2.RequestFailed) -> None:
         listener = self._listeners.pop(failed.handle, None)

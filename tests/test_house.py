@@ -28,6 +28,7 @@ NO_TORCH = {
     "models.spec",
     "models.weight_bytes",
     "prefix_cache",
+    "prompt_logprobs",
     "quant.formats",
     "request",
     "runner",

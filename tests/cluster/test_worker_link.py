@@ -14,6 +14,7 @@ from diptych.cluster.request_record import LegToken
 from diptych.cluster.worker_link import WorkerLink
 from diptych.proto import worker_pb2
 from diptych.workers.errors import ConfigError, DiptychError, InternalError, OutOfBlocks, WorkerLost
+from diptych.workers.prompt_logprobs import PromptLogprobs
 from diptych.workers.sequence import FinishReason
 from diptych.workers.timings import SequenceTimings
 
@@ -48,6 +49,9 @@ class Listener:
 
     def on_token(self, handle: int, token: LegToken) -> None:
         self.heard.put_nowait(("token", handle, token))
+
+    def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None:
+        self.heard.put_nowait(("prompt logprobs", handle, found))
 
     def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
         self.heard.put_nowait(("handed off", handle, num_output_tokens, handoff_id))

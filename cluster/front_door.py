@@ -49,6 +49,7 @@ class GenerationSpec:
     timeout_s: float | None = None
     model: str | None = None
     cache_salt: str = ""  # prefix-cache namespace: other salts never share blocks
+    prompt_only: bool = False  # no token is wanted, whatever max_tokens: what is asked for is of the prompts
 
 
 class FrontDoor:
@@ -91,6 +92,8 @@ class FrontDoor:
                 request = replace(request, group=group)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
+                else:  # the first one's are all its siblings'
+                    request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
                 detokenizer = self.tokenizer.detokenizer(token_ids)
                 completions.append(Completion(index, request, detokenizer, StopStrings(stops)))
         return Generation(self.source, request_id, completions, spec.n)

@@ -91,6 +91,7 @@ class _Body(BaseModel):
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None  # prefixes are shared among those who send the same
+    prompt_logprobs: int | None = None  # of the prompt's tokens, each with so many of the most likely
     return_token_ids: bool | None = None  # of the prompt and of the answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
     # Diptych's
@@ -106,6 +107,7 @@ class _Body(BaseModel):
             timings=bool(self.timings),
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def check(self, fields: FieldCheck) -> None:
@@ -121,10 +123,14 @@ class _Body(BaseModel):
                     f"response_format {form.type[:40]!r} is not supported: leave it out", param="response_format"
                 )
             fields.check(form.model_extra or {}, _RESPONSE_FORMAT, "response_format.")
+        if self.prompt_logprobs is not None:
+            _check_logprobs("prompt_logprobs", self.prompt_logprobs)
+            if self.stream:
+                raise InvalidRequest("prompt_logprobs needs stream=false: leave one out", param="prompt_logprobs")
         if self.cache_salt == "":
             raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
 
-    def sampling(self, logprobs: int | None) -> SamplingParams:
+    def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **given,
@@ -132,6 +138,7 @@ class _Body(BaseModel):
             logit_bias=_logit_bias(self.logit_bias or {}),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def stops(self) -> tuple[str, ...]:
@@ -150,8 +157,8 @@ class CompletionBody(_Body):
         super().check(fields)
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of is not supported beyond n: leave it out", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("logprobs of the prompt are not supported: leave out echo or logprobs", param="echo")
+        if self.logprobs is not None:
+            _check_logprobs("logprobs", self.logprobs)
 
     def prompts(self) -> Sequence[Prompt]:
         if isinstance(self.prompt, str):
@@ -167,9 +174,12 @@ class CompletionBody(_Body):
         return Call(self._spec(), self.include, bool(self.stream), bool(self.echo), fields.unknown)
 
     def _spec(self) -> GenerationSpec:
+        echoed = self.logprobs if self.echo else None
+        asked = [num for num in (echoed, self.prompt_logprobs) if num is not None]
         return GenerationSpec(
             prompts=self.prompts(),
-            sampling=self.sampling(self.logprobs),
+            sampling=self.sampling(self.logprobs, max(asked, default=None)),
+            prompt_only=bool(self.echo) and self.max_tokens == 0,
             n=1 if self.n is None else self.n,
             stop=self.stops(),
             seed=self.seed,
@@ -197,10 +207,7 @@ class ChatBody(_Body):
         super().check(fields)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
-            raise InvalidRequest(
-                f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", param="top_logprobs"
-            )
+        _check_logprobs("top_logprobs", self.top_logprobs or 0)
         if self.tool_choice not in (None, "none", "auto"):
             raise InvalidRequest('this tool_choice is not supported: send "none"', param="tool_choice")
         if self.tools and self.tool_choice != "none":
@@ -221,7 +228,7 @@ class ChatBody(_Body):
         tools = [tool.plain(f"tools[{i}]", fields) for i, tool in enumerate(self.tools or ())]
         return GenerationSpec(
             prompts=(Chat(messages, self._template_options(), tools),),
-            sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
+            sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs),
             n=1 if self.n is None else self.n,
             stop=self.stops(),
             seed=self.seed,
@@ -277,6 +284,11 @@ def _invalid(error: ValidationError) -> InvalidRequest:
         end = next((i + 1 for i, part in enumerate(loc) if part in ("content", "arguments")), len(loc))
         param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])
     return InvalidRequest(f"{param}: {problem['msg']}", param=param)
+
+
+def _check_logprobs(name: str, num: int) -> None:
+    if not 0 <= num <= MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], got {num}", param=name)
 
 
 def _logit_bias(given: dict[str, Any]) -> dict[int, float]:

@@ -18,6 +18,7 @@ from .prompt_encoding import Chat, Encoded, Prompt
 from .stop_strings import StopStrings, StopTable
 from .tokenizer import Tokenizer
 
+MAX_PROMPT_LOGPROBS = 1 << 18  # numbers, over the choices of a call
 _MASK = (1 << 64) - 1
 
 
@@ -81,6 +82,7 @@ class FrontDoor:
         self.source.admit(len(spec.prompts) * spec.n)
         stops = StopTable(spec.stop)
         completions: list[Completion] = []
+        num_logprobs = 0  # of prompts
         for prompt in spec.prompts:
             token_ids = await self._encode(prompt, info)
             # A seed that we draw is drawn for each prompt, so that a prompt sent twice is answered twice.
@@ -92,10 +94,13 @@ class FrontDoor:
                 request = replace(request, group=group)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
-                else:  # the first one's are all its siblings'
+                    num_logprobs += _num_prompt_logprobs(request) * spec.n
+                    _check_prompt_logprobs(num_logprobs)
+                elif request.sampling.prompt_logprobs is not None:  # the first one's are its siblings', too
                     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
                 detokenizer = self.tokenizer.detokenizer(token_ids)
-                completions.append(Completion(index, request, detokenizer, StopStrings(stops)))
+                completion = Completion(index, request, detokenizer, StopStrings(stops), prompt_only=spec.prompt_only)
+                completions.append(completion)
         return Generation(self.source, request_id, completions, spec.n)
 
     def _check_counts(self, spec: GenerationSpec) -> None:
@@ -134,12 +139,28 @@ class FrontDoor:
         room = max(1, info.max_context_tokens - len(token_ids))
         default = room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
         max_tokens = default if spec.max_tokens is None else spec.max_tokens
+        if spec.prompt_only:
+            max_tokens = 1  # what a worker makes at least
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling=replace(spec.sampling, seed=seed, max_tokens=max_tokens),
             timeout_s=self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s,
             cache_salt=spec.cache_salt.encode(),
+        )
+
+
+def _num_prompt_logprobs(request: Request) -> int:
+    num_top = request.sampling.prompt_logprobs
+    return 0 if num_top is None else len(request.prompt_token_ids) * (num_top + 1)
+
+
+def _check_prompt_logprobs(num: int) -> None:
+    if num > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"the prompts' log-probabilities are {num} numbers or more (tokens x alternatives and 1 x n), at most "
+            f"{MAX_PROMPT_LOGPROBS} in a call: ask for fewer alternatives, lower n, or send several calls",
+            param="prompt_logprobs",
         )
 
 

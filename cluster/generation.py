@@ -102,6 +102,7 @@ class TextDelta:
     offsets: tuple[int, ...] = ()  # parallel to logprobs: where each token begins in the completion's text, characters
     finish_reason: FinishReason | None = None  # set on the last delta
     stop_string: str | None = None  # the stop string that ended it
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # TokenDelta's, of the first of a prompt's completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,11 @@ class Usage:
 class Completion:
     """Turns one request's tokens into text."""
 
-    def __init__(self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings) -> None:
+    def __init__(
+        self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings, *, prompt_only: bool = False
+    ) -> None:
+        """prompt_only: of the request's tokens nothing is told."""
+        self._prompt_only = prompt_only
         self.index = index
         self.request = request
         self.num_tokens = 0
@@ -131,6 +136,15 @@ class Completion:
         self.timings = delta.timings or self.timings
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")
+        if self._prompt_only:
+            text = TextDelta(self.index, "", (), finish_reason=FinishReason.LENGTH)
+        else:
+            text = self._text(delta)
+        if delta.prompt_logprobs:
+            text.prompt_logprobs = delta.prompt_logprobs
+        return text
+
+    def _text(self, delta: TokenDelta) -> TextDelta:
         text: list[str] = []
         offsets: list[int] = []
         stop = None
@@ -183,6 +197,7 @@ class Generation:
         assert completions and len(completions) % n == 0
         self.request_id = request_id
         self.completions = completions
+        self.n = n  # those of one prompt follow each other
         self._source = source
         self._firsts = completions[::n]
         self.timeout_s = completions[0].request.timeout_s

@@ -5,7 +5,7 @@ Cancelling a call closes its token streams, which aborts its requests on the wor
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -34,6 +34,7 @@ HEALTH_PERIOD_S = 1.0
 MIN_TIMEOUT_S = 0.001
 MAX_AGE_S = 3600.0  # of a connection: then its client is asked to open another one
 MAX_STREAMS = 1024  # calls that one connection may have open
+MAX_POSITIONS = 1024  # of prompts, in a message
 
 if TYPE_CHECKING:  # the class is generic in its stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -114,6 +115,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     async for batch in batches:
                         for delta in batch:
                             num_running -= delta.finish_reason is not None
+                            if delta.prompt_logprobs:
+                                prompt = generation.completions[delta.index].request.prompt_token_ids
+                                for part in _prompt_logprobs(request_id, prompt, delta, self._door.tokenizer):
+                                    await delivery.of(context.write(part))
                             response = _response(request_id, delta, self._door.tokenizer)
                             if num_running == 0:
                                 _conclude(response, generation)
@@ -175,6 +180,25 @@ def _response(request_id: str, delta: TextDelta, tokenizer: Tokenizer) -> infere
         top = [inference_pb2.TopLogprob(token_id=i, logprob=p, token=text(i)) for i, p in entry.top]
         response.logprobs.add(token_id=entry.token_id, logprob=entry.logprob, token=text(entry.token_id), top=top)
     return response
+
+
+def _prompt_logprobs(
+    request_id: str, prompt: Sequence[int], delta: TextDelta, tokenizer: Tokenizer
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """In messages that clients take: by default they refuse more than 4 MiB."""
+
+    def text(token_id: int) -> str:
+        return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    for part in (piece for whole in delta.prompt_logprobs for piece in whole.pieces(MAX_POSITIONS)):
+        response = inference_pb2.GenerateResponse(request_id=request_id, index=delta.index)
+        columns = (part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
+        rows = zip(prompt[part.first : part.end], *(column.tolist() for column in columns), strict=True)
+        for own, logprob, rank, ids, logprobs in rows:
+            found = zip(ids, logprobs, strict=True)
+            top = [inference_pb2.TopLogprob(token_id=i, logprob=p, token=text(i)) for i, p in found]
+            response.prompt_logprobs.add(token_id=own, logprob=logprob, token=text(own), rank=rank, top=top)
+        yield response
 
 
 def _conclude(last: inference_pb2.GenerateResponse, generation: Generation) -> None:

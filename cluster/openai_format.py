@@ -9,18 +9,15 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..workers.errors import InvalidRequest
 from .generation import Generation, TextDelta, TokenLogprob, Usage
+from .openai_prompt_logprobs import Json, PromptTokens, finite
 from .tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
-MIN_LOGPROB = -9999.0  # OpenAI's word for "never": JSON has no infinity
 MAX_PROMPT_TOKEN_IDS = 1 << 18  # that one answer repeats, over its choices
 _TEXT = "\0"  # stands for the text in a chunk that is made once
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +29,7 @@ class Include:
     timings: bool = False
     token_ids: bool = False  # of the prompt and of the answer
     tokens_as_ids: bool = False  # log-probabilities name tokens "token_id:5"
+    prompt_logprobs: int | None = None  # with so many alternatives, in a whole answer
 
 
 class Format:
@@ -51,6 +49,11 @@ class Format:
         self._num_tokens = [0 for _ in self._indices]  # in the chunks so far
         self._names = TokenNames(tokenizer, include.tokens_as_ids)
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
+        self._wants_prompt_logprobs = generation.completions[0].request.sampling.prompt_logprobs is not None
+        # By first choice of a prompt.
+        self._prompt_tokens: dict[int, PromptTokens] = {}
+        self._lists: dict[int, list[Json | None]] = {}
+        self._echoes: dict[int, Json] = {}
         # Chunks differ in more than their text.
         self._varies = include.continuous_usage or include.token_ids
         if include.token_ids and (num := sum(map(len, self._prompts))) > MAX_PROMPT_TOKEN_IDS:
@@ -77,9 +80,35 @@ class Format:
         own: list[list[TextDelta]] = [[] for _ in self._indices]
         for delta in deltas:
             own[delta.index].append(delta)
+        for first in self._indices[:: self._generation.n]:
+            self._take_prompt(first, own[first])
         choices = [self._whole_choice(i, own[i]) for i in self._indices]
         usage = _usage(self._generation.usage)
         return self._head(self.kind) | {"choices": choices, "usage": usage} | self._timings()
+
+    def _first(self, index: int) -> int:
+        """The first choice of the same prompt."""
+        return index - index % self._generation.n
+
+    def _has_prompt(self, first: int) -> bool:
+        return first in self._prompt_tokens
+
+    def _take_prompt(self, first: int, deltas: Sequence[TextDelta]) -> None:
+        """deltas: of choice `first`, its first one among them."""
+        if self._wants_prompt_logprobs:
+            parts = [part for delta in deltas for part in delta.prompt_logprobs]
+            self._prompt_tokens[first] = PromptTokens(self._prompts[first], parts)
+
+    def _listed(self, first: int, num_top: int) -> list[Json | None]:
+        if first not in self._lists:
+            self._lists[first] = self._prompt_tokens[first].listed(num_top, self._names.text)
+        return self._lists[first]
+
+    def _echoed(self, first: int) -> Json:
+        if first not in self._echoes:
+            num_top, names = self._generation.completions[first].request.sampling.logprobs or 0, self._names
+            self._echoes[first] = self._prompt_tokens[first].echoed(num_top, names.legacy, names.tokenizer)
+        return self._echoes[first]
 
     def _timings(self) -> Json:
         if not self._include.timings:
@@ -119,7 +148,8 @@ class Format:
 
 
 class CompletionFormat(Format):
-    """/v1/completions. `echo`: what each choice's text begins with (none: no echo)."""
+    """/v1/completions. `echo`: what each choice's text begins with (none: no echo); its `logprobs` begin with those of
+    the prompt then, which the first of a prompt's choices has for all of them."""
 
     kind = chunk_kind = "text_completion"
 
@@ -128,13 +158,33 @@ class CompletionFormat(Format):
     ) -> None:
         super().__init__(generation, tokenizer, model, include)
         self._echo = list(echo) or [""] * len(self._indices)
+        self._echoes_logprobs = bool(echo) and self._wants_logprobs
+        self._num_echoed = [len(text) for text in self._echo]
+        self._held: dict[int, list[TextDelta]] = {}  # by first choice of a prompt: of others, until its prompt is here
         self._has_begun = [False for _ in self._indices]
         plain: Json = {"text": _TEXT, "logprobs": None, "finish_reason": None}
         self._around = [self._around_text({"index": i} | plain) for i in self._indices]
 
+    def events(self, batch: Sequence[TextDelta]) -> str:
+        if self._echoes_logprobs:
+            batch = [ready for delta in batch for ready in self._ready(delta)]
+        return super().events(batch)
+
+    def _ready(self, delta: TextDelta) -> Sequence[TextDelta]:
+        """What can be told now: a choice begins with its prompt."""
+        first = self._first(delta.index)
+        if delta.index == first and not self._has_prompt(first):
+            self._take_prompt(first, (delta,))
+            return (delta, *self._held.pop(first, ()))
+        if self._has_prompt(first):
+            return (delta,)
+        self._held.setdefault(first, []).append(delta)
+        return ()
+
     def _event(self, delta: TextDelta) -> str:
         index = delta.index
-        if not (self._varies or delta.logprobs or delta.finish_reason is not None or self._echo[index]):
+        is_plain = not (self._varies or delta.logprobs or delta.finish_reason is not None)
+        if is_plain and not self._echo[index] and not (self._echoes_logprobs and not self._has_begun[index]):
             before, after = self._around[index]
             return f"{before}{json.dumps(delta.text)}{after}"
         choice = self._choice(index, (delta,))
@@ -149,20 +199,27 @@ class CompletionFormat(Format):
 
     def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         # null where they are not asked for, as vLLM answers.
-        asked = self._include.token_ids
-        ids = self._token_ids(deltas) if asked else None
+        asked, num_top = self._include.token_ids, self._include.prompt_logprobs
         return self._choice(index, deltas) | {
-            "token_ids": ids,
+            "token_ids": self._token_ids(deltas) if asked else None,
             "prompt_token_ids": self._prompts[index] if asked else None,
+            "prompt_logprobs": None if num_top is None else self._listed(self._first(index), num_top),
         }
 
     def _choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         return {
             "index": index,
             "text": self._echo[index] + "".join(d.text for d in deltas),
-            "logprobs": _completion_logprobs(self._names, deltas) if self._wants_logprobs else None,
+            "logprobs": self._logprobs(index, deltas) if self._wants_logprobs else None,
             "finish_reason": _finish_reason(deltas[-1]),
         }
+
+    def _logprobs(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+        own = _completion_logprobs(self._names, deltas, self._num_echoed[index])
+        if not self._echoes_logprobs or self._has_begun[index]:
+            return own
+        prompt = self._echoed(self._first(index))
+        return {name: prompt[name] + column for name, column in own.items()}
 
 
 class ChatFormat(Format):
@@ -178,7 +235,9 @@ class ChatFormat(Format):
         self._opening = [self._chunk(_chat_chunk(i, first), self._prompt_ids(i)) for i in self._indices]
 
     def whole(self, deltas: Sequence[TextDelta]) -> Json:
-        return super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
+        num_top = self._include.prompt_logprobs
+        answer = super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
+        return answer | {"prompt_logprobs": None if num_top is None else self._listed(0, num_top)}
 
     def _prompt_ids(self, index: int) -> Json:
         return {"prompt_token_ids": self._prompts[index]} if self._include.token_ids else {}
@@ -223,9 +282,13 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def text(self, token_id: int) -> str:
+        if self.as_ids:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_bytes(token_id).decode(errors="replace")
+
     def chat(self, token_id: int) -> Json:
-        raw = self.tokenizer.token_bytes(token_id)
-        return {"token": f"token_id:{token_id}" if self.as_ids else raw.decode(errors="replace"), "bytes": list(raw)}
+        return {"token": self.text(token_id), "bytes": list(self.tokenizer.token_bytes(token_id))}
 
 
 def to_event(value: Json) -> str:
@@ -249,25 +312,26 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
+def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta], num_echoed: int) -> Json:
+    """num_echoed: characters before the completion's own."""
     entries = [entry for d in deltas for entry in d.logprobs]
 
     def top(entry: TokenLogprob) -> Json:
         # The sampled token is always among them, as OpenAI has it: up to k + 1 entries.
         both = (*entry.top, (entry.token_id, entry.logprob))
-        return {names.legacy(token_id): _finite(logprob) for token_id, logprob in both}
+        return {names.legacy(token_id): finite(logprob) for token_id, logprob in both}
 
     return {
         "tokens": [names.legacy(e.token_id) for e in entries],
-        "token_logprobs": [_finite(e.logprob) for e in entries],
+        "token_logprobs": [finite(e.logprob) for e in entries],
         "top_logprobs": [top(e) for e in entries],
-        "text_offset": [offset for d in deltas for offset in d.offsets],
+        "text_offset": [num_echoed + offset for d in deltas for offset in d.offsets],
     }
 
 
 def _chat_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
     def token(token_id: int, logprob: float) -> Json:
-        return names.chat(token_id) | {"logprob": _finite(logprob)}
+        return names.chat(token_id) | {"logprob": finite(logprob)}
 
     content = [
         token(entry.token_id, entry.logprob) | {"top_logprobs": [token(i, p) for i, p in entry.top]}
@@ -275,7 +339,3 @@ def _chat_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
         for entry in delta.logprobs
     ]
     return {"content": content, "refusal": None}
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

@@ -37,10 +37,10 @@ class PromptLogprobs:
         rows = slice(first - self.first, end - self.first)
         return PromptLogprobs(first, self.logprobs[rows], self.ranks[rows], self.top_ids[rows], self.top_logprobs[rows])
 
-    def pieces(self) -> Iterator["PromptLogprobs"]:
-        """The same, each piece small enough for a message."""
-        for first in range(self.first, self.end, MAX_POSITIONS):
-            yield self.between(first, min(first + MAX_POSITIONS, self.end))
+    def pieces(self, num: int = MAX_POSITIONS) -> Iterator["PromptLogprobs"]:
+        """The same, so many positions at a time."""
+        for first in range(self.first, self.end, num):
+            yield self.between(first, min(first + num, self.end))
 
     @classmethod
     def joined(cls, parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs":

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diptych.cluster.config import TlsConfig
@@ -21,6 +22,7 @@ from diptych.cluster.timings import RequestTimings
 from diptych.cluster.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.errors import DiptychError, Overloaded
 from diptych.workers.event_loop import new_event_loop
+from diptych.workers.prompt_logprobs import PromptLogprobs
 from diptych.workers.request import Request
 from diptych.workers.runner import ModelInfo
 from diptych.workers.sequence import FinishReason
@@ -118,7 +120,8 @@ class Echo:
                 cached = 3 if made == len(tokens) else 0
                 # It takes a second a token.
                 timings = TIMINGS if made == len(tokens) or finish is not None else None
-                yield TokenDelta(tuple(tokens), _logprobs(request, tokens), finish, cached, made, timings)
+                prompt = _prompt_logprobs(request) if made == len(tokens) else ()
+                yield TokenDelta(tuple(tokens), _logprobs(request, tokens), finish, cached, made, timings, prompt)
                 await asyncio.sleep(0)
         finally:
             self.closed.append(request.request_id)
@@ -146,6 +149,22 @@ def _logprobs(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprob, ..
     if k is None:
         return ()
     return tuple(TokenLogprob(t, -t / 100, tuple((t + i, -(t + i) / 100) for i in range(k))) for t in tokens)
+
+
+def _prompt_logprobs(request: Request) -> tuple[PromptLogprobs, ...]:
+    """Likewise, in two parts; a token's rank is its id."""
+    k, ids = request.sampling.prompt_logprobs, np.array(request.prompt_token_ids, dtype=np.int32)
+    if k is None or len(ids) < 2:
+        return ()
+    top = ids[:, None] + np.arange(k, dtype=np.int32)
+    half = 1 + len(ids) // 2
+    parts = [(first, slice(first, end)) for first, end in ((1, half), (half, len(ids))) if first < end]
+    return tuple(
+        PromptLogprobs(
+            first, (-ids[of] / 100).astype(np.float32), ids[of], top[of], (-top[of] / 100).astype(np.float32)
+        )
+        for first, of in parts
+    )
 
 
 def front_door(source: Echo, limits: Limits | None = None, template: str = TEMPLATE) -> FrontDoor:

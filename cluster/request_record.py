@@ -97,7 +97,6 @@ class RequestRecord:
         self.prompt = PromptRecord(request)
         self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
-        self._wants_logprobs = request.sampling.logprobs is not None
         self._logprobs: list[TokenLogprob] = []
         self._num_taken = 0
         self._layouts_differ = False
@@ -286,11 +285,10 @@ class RequestRecord:
         expected = len(self.token_ids)
         if token.position != expected:
             return self._gap(Gap(token.position, expected)) if token.position > expected else _NOTHING
-        if expected == 0 and not self.prompt.is_complete:
-            return self.fail(InternalError("a worker sent a token before the prompt's log-probabilities"))
-        if self._wants_logprobs:
-            if token.logprob is None:
-                return self.fail(InternalError("a worker sent a token without the log-probability asked for"))
+        wants_logprobs = self.request.sampling.logprobs is not None
+        if (wants_logprobs and token.logprob is None) or (expected == 0 and not self.prompt.is_complete):
+            return self.fail(InternalError("a worker sent a token without the log-probabilities asked for"))
+        if wants_logprobs and token.logprob is not None:
             self._logprobs.append(token.logprob)
         if expected == 0 and token.num_cached is not None:
             self.num_cached_tokens = min(token.num_cached, len(self.request.prompt_token_ids))
@@ -311,9 +309,8 @@ class RequestRecord:
         return [Abort(leg) if leg is waiting else Forget(leg) for leg in legs.values()]
 
     def _gap(self, gap: Gap) -> Actions:
-        return self.fail(
-            InternalError(f"a worker sent the token at position {gap.position} where {gap.expected} was next")
-        )
+        what = f"a worker sent the token at position {gap.position} where {gap.expected} was next"
+        return self.fail(InternalError(what))
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,6 @@ from .errors import (
     SequenceEnded,
 )
 from .prefix_cache import PrefixCache, block_hashes
-from .prompt_logprobs import PromptLogprobs
 from .request import Request, check_cache_salt
 from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
@@ -254,7 +253,7 @@ class Engine:
                 self.announcer.end()
                 self._advance(step.batch, step.began)
                 if step.batch.prompt_logprobs is not None:
-                    self._accept_prompt_logprobs(step.batch.prompt_logprobs)
+                    self._output.add_prompt_logprobs(step.batch.prompt_logprobs)
                 self._accept(step.sampled)
             self.steps.run_deferred()
         self.incoming.grant_reservations()
@@ -317,11 +316,6 @@ class Engine:
         sequence.clock.commit(times, 0.0 if token is None else self._clock() - provisional.sampled_at)
         if token is not None:
             self._accept([token])
-
-    def _accept_prompt_logprobs(self, computed: SequenceOf[tuple[Sequence, PromptLogprobs]]) -> None:
-        for sequence, found in computed:
-            sequence.next_prompt_logprob = found.end if found.end < sequence.num_prompt else NEVER
-            self._output.prompt_logprobs.append((sequence.key, found))
 
     def _accept(self, sampled: SequenceOf[SampledToken]) -> None:
         tokens = self._output.tokens

@@ -6,6 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from .engine_events import FailureEvent, HandoffEvent, PromptLogprobsEvents, StepOutput, StepTokens
 from .engine_load import EngineLoad
 from .prefix_cache import PrefixCache
+from .prompt_logprobs import PromptLogprobs
+from .sequence import NEVER, Sequence
 
 LOAD_INTERVAL_S = 0.1
 
@@ -21,6 +23,12 @@ class Outbox:
         self._load, self._cache, self._clock = load, cache, clock
         self._step = 0
         self._load_due = 0.0
+
+    def add_prompt_logprobs(self, computed: SequenceOf[tuple[Sequence, PromptLogprobs]]) -> None:
+        """They are due no more."""
+        for sequence, found in computed:
+            sequence.next_prompt_logprob = found.end if found.end < sequence.num_prompt else NEVER
+            self.prompt_logprobs.append((sequence.key, found))
 
     def tell(self, events: SequenceOf[HandoffEvent], publish: Callable[[StepOutput], object] | None) -> None:
         """While a step runs: `events`, after those that wait to be told, and tokens that were kept back until now."""

@@ -179,7 +179,7 @@ class Scheduler:
             self._add_chunk(sequence, entries, budget)
         elif sequence is None and self._queue.peek() in self._suspects:
             self._admit(entries, budget, copies)
-        return Batch(entries, num_decodes, copies)
+        return Batch.of(entries, num_decodes, copies)
 
     def _together(self) -> Batch:
         """A step of all that are not computed alone."""
@@ -189,8 +189,7 @@ class Scheduler:
         self._schedule_prefills(entries, budget)
         copies: list[tuple[int, int]] = []
         self._admit(entries, budget, copies)
-        is_due = any(e.sequence.next_prompt_logprob < e.sequence.num_prompt for e in entries[num_decodes:])
-        return Batch(entries, num_decodes, copies, prompt_logprobs=[] if is_due else None)
+        return Batch.of(entries, num_decodes, copies)
 
     def schedule_ahead(self, under_way: Batch) -> Batch | None:
         """The batch after one that is still computed, if all that it does is to decode on: as if no sequence stopped by

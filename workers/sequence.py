@@ -139,6 +139,14 @@ class Batch:
     # Of prompts, see next_prompt_logprob: what the runner computes it adds. None: nothing is due.
     prompt_logprobs: "list[tuple[Sequence, PromptLogprobs]] | None" = None
 
+    @classmethod
+    def of(
+        cls, entries: SequenceOf[ScheduledSequence], num_decodes: int, copies: SequenceOf[tuple[int, int]] = ()
+    ) -> "Batch":
+        """O(entries that do not decode)."""
+        is_due = any(e.sequence.next_prompt_logprob < e.sequence.num_prompt for e in entries[num_decodes:])
+        return cls(entries, num_decodes, copies, prompt_logprobs=[] if is_due else None)
+
     @property
     def num_prefill_tokens(self) -> int:
         """O(entries that do not decode)."""

@@ -140,7 +140,7 @@ def test_a_token_before_the_prompts_logprobs_ends_the_request() -> None:
             submit = await worker.submitted()
             send(worker, submit.handle, 1, 9)
             worker.tokens(submit.handle, [5])
-            with pytest.raises(InternalError, match="before the prompt's log-probabilities"):
+            with pytest.raises(InternalError, match="without the log-probabilities"):
                 await answering
             await router.stop()
 

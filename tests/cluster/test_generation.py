@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.generation import Completion, Generation, TextDelta, TokenDelta, TokenLogprob
+from diptych.cluster.generation import (
+    MAX_UNREAD_DELTAS,
+    Completion,
+    Generation,
+    TextDelta,
+    TokenDelta,
+    TokenLogprob,
+)
 from diptych.cluster.stop_strings import StopStrings, StopTable
 from diptych.cluster.timings import RequestTimings
 from diptych.workers.errors import (
@@ -198,3 +205,44 @@ class Odd(Echo):
 def test_odd_endings_are_errors(source: Odd, error: type[DiptychError]) -> None:
     with pytest.raises(error):
         asyncio.run(read(Generation(source, "r", [completion()], n=1)))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_deadline_closes_streams_that_nobody_reads(n: int) -> None:
+    source = Echo()
+    source.gate_after = 3
+    source.gate.clear()
+
+    async def main() -> None:
+        completions = [completion(index=i, timeout_s=0.05, max_tokens=100) for i in range(n)]
+        generation = Generation(source, "r", completions, n)
+        async with aclosing(generation.batches()) as batches:
+            assert await anext(batches)
+            while len(source.closed) < n:  # while the reader is elsewhere
+                await asyncio.sleep(0.001)
+            with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
+                while True:
+                    await anext(batches)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_waits_for_a_slow_reader_is_bounded() -> None:
+    source = Echo()
+    num_tokens = 10 * MAX_UNREAD_DELTAS
+
+    async def main() -> int:
+        completions = [completion(index=i, max_tokens=num_tokens) for i in range(2)]
+        num_read = 0
+        async with aclosing(Generation(source, "r", completions, 2).batches()) as batches:
+            async for batch in batches:
+                num_read += sum(len(delta.token_ids) for delta in batch)
+                before = -1
+                while source.num_delivered > before:  # until the streams wait for the reader
+                    before = source.num_delivered
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                assert source.num_delivered - num_read <= MAX_UNREAD_DELTAS + 2
+        return num_read
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == 2 * num_tokens

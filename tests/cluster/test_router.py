@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.generation import TokenDelta
+from diptych.cluster.generation import Completion, Generation, TokenDelta
 from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
+from diptych.cluster.stop_strings import StopStrings, StopTable
 from diptych.proto import worker_pb2
 from diptych.workers.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from diptych.workers.prefix_cache import block_hashes
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.sequence import FinishReason
 
+from .front import byte_tokenizer
 from .scripted_worker import MODEL, ScriptedWorker, scripted
 
 TIMEOUT_S = 20.0
@@ -351,6 +353,29 @@ def test_overload_is_refused_at_the_door() -> None:
                 worker.tokens(handle, [50], finish=FinishReason.STOP)
             assert await asyncio.gather(*answers) == [[50], [50]]
             router.admit(2)
+
+    run(test)
+
+
+def test_the_slot_of_an_answer_that_is_not_read_is_free_at_its_deadline() -> None:
+    async def test() -> None:
+        config = replace(CONFIG, max_in_flight=1)
+        async with scripted("mixed") as (worker,), routing(worker, config=config) as router:
+            tokenizer = byte_tokenizer()
+            completion = Completion(
+                0,
+                request(timeout_s=0.2),
+                tokenizer.detokenizer(),
+                StopStrings(StopTable(())),
+            )
+            async with aclosing(Generation(router, "r", [completion], 1).batches()) as batches:
+                first = asyncio.create_task(anext(batches))
+                worker.tokens((await worker.submitted()).handle, [50])
+                assert (await first)[0].token_ids == (50,)
+                with pytest.raises(Overloaded):
+                    router.admit(1)
+                await settled(router, lambda: router.health().num_requests == 0)  # and nobody reads
+                router.admit(1)
 
     run(test)
 

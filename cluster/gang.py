@@ -35,4 +35,5 @@ def gangs_of(workers: Iterable[WorkerView]) -> list[WorkerView]:
 def _as_one(gang_id: str, views: Sequence[WorkerView]) -> WorkerView:
     phases = {view.phase for view in views}
     phase = next(phase for phase in PHASES if phase in phases)
-    return WorkerView(gang_id, views[0].pool, phase, sum(view.num_requests for view in views))
+    num_requests = sum(view.num_requests for view in views)
+    return WorkerView(gang_id, views[0].pool, phase, num_requests, any(view.is_draining for view in views))

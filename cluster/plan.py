@@ -27,6 +27,7 @@ class WorkerView:
     pool: str
     phase: Phase
     num_requests: int = 0
+    is_draining: bool = False  # by its own word
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +76,17 @@ class Targets:
 def plan(workers: Iterable[WorkerView], targets: Targets, failures: Mapping[str, Failures], now: float) -> list[Action]:
     """The actions that bring the fleet to its targets; none when it is there."""
     live: dict[str, list[WorkerView]] = {pool: [] for pool in targets.replicas}
+    leaving: list[Action] = []
     for worker in workers:
-        if worker.phase in (Phase.STARTING, Phase.READY):
+        if worker.phase is Phase.READY and worker.is_draining:
+            leaving.append(Drain(worker.worker_id))  # an earlier supervisor told it to: it takes nothing ever again
+        elif worker.phase in (Phase.STARTING, Phase.READY):
             live[worker.pool].append(worker)
     missing = {pool: max(targets.replicas[pool] - len(members), 0) for pool, members in live.items()}
     surplus = {pool: _surplus(members, targets.replicas[pool]) for pool, members in live.items()}
-    actions = _moves(surplus, missing, targets.interchangeable)
-    for pool, leaving in surplus.items():
-        actions += [Stop(w.worker_id) if w.phase is Phase.STARTING else Drain(w.worker_id) for w in leaving]
+    actions = leaving + _moves(surplus, missing, targets.interchangeable)
+    for pool, spare in surplus.items():
+        actions += [Stop(w.worker_id) if w.phase is Phase.STARTING else Drain(w.worker_id) for w in spare]
         if now >= failures.get(pool, Failures()).retry_at:
             actions += [Start(pool)] * missing[pool]
     return actions

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 POLL_S = 0.05
-LOOK_S = 1.0
+LOOK_S = 2.0  # a look takes some 8 ms
 
 
 class Reaper:

@@ -54,7 +54,8 @@ class WorkerRecord:
 
     def view(self) -> WorkerView:
         """For the plan."""
-        return WorkerView(self.worker_id, self.pool, self.phase, self.load.num_running + self.load.num_waiting)
+        num_requests = self.load.num_running + self.load.num_waiting
+        return WorkerView(self.worker_id, self.pool, self.phase, num_requests, self.load.draining)
 
     def info(self) -> WorkerInfo | None:
         """For routers; None while it has no requests to take or to finish."""

@@ -54,6 +54,12 @@ def test_leaving_workers_count_for_nothing() -> None:
     assert plan(workers, targets(decode=1), {}, 0.0) == [Start("decode")]
 
 
+def test_one_that_was_told_to_drain_by_an_earlier_supervisor_leaves_and_another_takes_its_place() -> None:
+    told = WorkerView("d-1", "decode", Phase.READY, 3, is_draining=True)
+    assert plan([told], targets(decode=1), {}, 0.0) == [Drain("d-1"), Start("decode")]
+    assert plan([told, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-1")]
+
+
 def test_a_pool_that_failed_waits_and_the_other_does_not() -> None:
     failures = {"decode": Failures(2, "boom", retry_at=10.0)}
     assert plan([], targets(prefill=1, decode=1), failures, 9.9) == [Start("prefill")]

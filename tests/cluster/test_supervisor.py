@@ -8,10 +8,11 @@ from diptych.cluster import supervisor, worker_watch
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import first_worker_ids, make_router_id
 from diptych.cluster.status import Failure
+from diptych.cluster.worker_control import WorkerControl
 from diptych.workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
 from diptych.workers.fake_runner import fake_output
 
-from .supervised import TIMEOUT_S, FakeLauncher, World, generate, is_ready, run
+from .supervised import TIMEOUT_S, TOKEN, FakeLauncher, World, generate, is_ready, run
 
 ONE_OF_EACH = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
@@ -249,6 +250,35 @@ def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: p
             await successor.leave()
 
     run(test, mixed={"replicas": 1})
+
+
+def test_a_new_supervisor_goes_on_draining_what_the_last_one_drained() -> None:
+    """Such a worker takes nothing any more: it counts for nothing, and the other one stays."""
+
+    async def test(world: World) -> None:
+        await world.until(is_ready)
+        status = await world.until(lambda s: s.pools[2].num_ready == 2)
+        first, second = sorted(status.workers, key=lambda w: w.worker_id)
+        assert first.address and second.address
+        tokens = generate(second.address, [3, 4], max_tokens=100)
+        await anext(tokens)  # it cannot end before its successor is there, and is the busier one
+        await world.leave(end=False)
+        control = await WorkerControl.open(second.address, TOKEN)
+        await control.drain()
+        while not control.load.draining:
+            await asyncio.sleep(0.01)
+        await control.close()
+        world.launcher.kept = {"prefill": 0, "decode": 0, "mixed": 1}
+        successor = World(world.launcher, {"pools": {"mixed": {"replicas": 2}}})
+        try:
+            while [token async for token in tokens]:
+                pass
+            status = await successor.until(lambda s: s.is_settled and len(s.workers) == 1)
+            assert [w.worker_id for w in status.workers] == [first.worker_id]
+        finally:
+            await successor.leave()
+
+    run(test, FakeLauncher(step_s=0.02), mixed={"replicas": 2})
 
 
 def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ async def until_started(handle: Startable[Started], on_wait: Callable[[str], Non
     try:
         while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
             on_wait(waiting_for := await handle.waiting_for())
-            if heartbeat.look() and not waiting_for:
+            if not waiting_for and heartbeat.look():  # what is not placed yet cannot answer
                 raise WorkerLost(f"it hangs while it starts: silent for {SILENT_START_LOOKS * PLACED_S:g} s")
         on_wait("")
         return start.result()

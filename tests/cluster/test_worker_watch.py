@@ -1,11 +1,15 @@
-"""What is asked of a gang that drains."""
+"""What the supervisor waits for: a gang that drains, a process that starts."""
 
 import asyncio
 from typing import Any, cast
 
+import pytest
+
+from diptych.cluster import worker_watch
+from diptych.cluster.handles import RouterStarted
 from diptych.cluster.worker_control import WorkerControl
 from diptych.cluster.worker_record import WorkerRecord
-from diptych.cluster.worker_watch import drain
+from diptych.cluster.worker_watch import drain, until_started
 from diptych.proto.worker_pb2 import LoadReport
 
 
@@ -42,3 +46,37 @@ def test_books_are_compared_once_nobody_of_the_gang_has_requests() -> None:
     asyncio.run(drain(gang, 60.0))
     assert not busy.is_busy
     assert (idle.num_asked, busy.num_asked) == (1, 1)
+
+
+class Unplaced:
+    """A process that waits for a place at so many looks, then for `num_loading` more until it serves."""
+
+    def __init__(self, num_unplaced: int, num_loading: int) -> None:
+        self._num_unplaced = num_unplaced
+        self._num_loading = num_loading
+        self._serves = asyncio.Event()
+
+    async def start(self) -> RouterStarted:
+        await self._serves.wait()
+        return RouterStarted("127.0.0.1", 1, 2, 3)
+
+    async def alive(self) -> None:
+        await self._serves.wait()
+
+    async def waiting_for(self) -> str:
+        if self._num_unplaced > 0:
+            self._num_unplaced -= 1
+            return "a node with GPU: 1"
+        self._num_loading -= 1
+        if self._num_loading < 0:
+            self._serves.set()
+        return ""
+
+
+def test_the_time_without_a_place_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
+    looks = worker_watch.SILENT_START_LOOKS
+    said: list[str] = []
+    started = asyncio.run(until_started(Unplaced(2 * looks - 1, looks // 2), said.append))
+    assert started.grpc_port == 2
+    assert said.count("a node with GPU: 1") == 2 * looks - 1 and said[-1] == ""

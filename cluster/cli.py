@@ -130,7 +130,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
             "http_port": http_port,
             "grpc_port": grpc_port,
             "api_key": api_key,
-            "metrics_key": os.environ.get("DIPTYCH_METRICS_KEY") or None,  # no flag: `ps` shows those to every user
+            "metrics_key": os.environ.get(config_file.KEY_VARIABLES["metrics_key"]),  # no flag: `ps` would show it
             "strict": strict,
         },
     }

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from ..workers.errors import ConfigError
 from .config import ClusterConfig
 
-KEY_VARIABLE = "DIPTYCH_API_KEY"  # router.api_key
+KEY_VARIABLES = {"api_key": "DIPTYCH_API_KEY", "metrics_key": "DIPTYCH_METRICS_KEY"}  # of router
 _REMEDIES = {
     "model": ". Give the folder of a Hugging Face checkpoint, as in `diptych serve /models/llama`, or `diptych serve "
     "tiny` for the model that ships with Diptych"
@@ -135,10 +135,10 @@ def _sentence(loc: Loc, problem: Any) -> str:
         return f"{_dotted(loc)} is missing{_REMEDIES.get(_dotted(loc), '')}"
     message = problem["msg"].removeprefix("Value error, ")
     prefix = f"{_dotted(loc)}: " if loc else ""
-    if loc and loc[-1] == "api_key":
+    if loc and (variable := KEY_VARIABLES.get(str(loc[-1]))):
         # A key is not for a terminal; who wrote it into the environment looks for it there.
-        is_from_there = problem["input"] is not None and problem["input"] == os.environ.get(KEY_VARIABLE)
-        return f"{KEY_VARIABLE if is_from_there else _dotted(loc)}: {message}"
+        is_from_there = problem["input"] is not None and problem["input"] == os.environ.get(variable)
+        return f"{variable if is_from_there else _dotted(loc)}: {message}"
     given = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
     return f"{prefix}{message}{given}"
 

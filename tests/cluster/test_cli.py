@@ -173,6 +173,18 @@ def test_commands_for_a_cluster_that_does_not_run_list_those_that_do(command: li
     assert "no cluster named 'default' runs here. Those that run: one, two; say --name" in result.stderr
 
 
+def test_the_key_of_metrics_comes_from_the_environment(
+    settings: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_METRICS_KEY", "only-for-metrics")
+    assert call("serve", "tiny").exit_code == 0
+    assert settings[0].router.metrics_key == "only-for-metrics"
+    assert "metrics-key" not in call("serve", "--help").stdout
+    monkeypatch.setenv("DIPTYCH_METRICS_KEY", "short")
+    result = call("serve", "tiny")
+    assert (result.exit_code, "DIPTYCH_METRICS_KEY: " in result.stderr, "'short'" in result.stderr) == (2, True, False)
+
+
 def test_the_remedy_names_the_variable_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_API_KEY", "short")
     result = call("serve", "tiny")

@@ -141,6 +141,7 @@ def test_the_command_joins_that_ray_with_its_token(objects: list[Manifest], ray_
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": TOKEN,
         "DIPTYCH_API_KEY": {"name": "diptych-api-key", "key": "api_key"},
+        "DIPTYCH_METRICS_KEY": {"name": "diptych-api-key", "key": "metrics_key", "optional": True},
     }
     readme = (FOLDER / "README.md").read_text()
     assert "secret generic diptych-ray-token --from-literal=auth_token=" in readme

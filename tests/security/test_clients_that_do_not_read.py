@@ -21,6 +21,7 @@ from ..cluster.front import Echo, Served, served
 NUM_TOKENS = 20_000
 WAIT_S = 60.0  # for what must come; a test that passes waits for none of it
 LOGPROBS = 20  # so that a token is some kB of text
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))  # a client takes little ahead
 SHORT = ConnectionLimits(send_timeout_s=0.5)
 
 
@@ -97,7 +98,7 @@ def is_alone(server: Served) -> bool:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_call_that_is_not_read_ends_at_its_deadline(n: int) -> None:
-    with served(endless()) as server, grpc.insecure_channel(server.address) as channel:
+    with served(endless()) as server, grpc.insecure_channel(server.address, NARROW) as channel:
         call = generate(channel, n=n, timeout_s=0.5)
         assert server.source.all_started(n).wait(WAIT_S)
         assert server.source.all_closed.wait(WAIT_S)
@@ -108,7 +109,7 @@ def test_a_call_that_is_not_read_ends_at_its_deadline(n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_call_that_is_not_read_ends_before_a_deadline_that_is_far(n: int) -> None:
-    with served(endless(), connections=SHORT) as server, grpc.insecure_channel(server.address) as channel:
+    with served(endless(), connections=SHORT) as server, grpc.insecure_channel(server.address, NARROW) as channel:
         call = generate(channel, n=n)
         assert server.source.all_started(n).wait(WAIT_S)
         assert server.source.all_closed.wait(WAIT_S)

@@ -7,6 +7,7 @@ import torch
 
 from diptych.workers import prompt_scorer
 from diptych.workers.engine import Engine
+from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.prompt_logprobs import PromptLogprobs
 from diptych.workers.request import Request, SamplingParams
@@ -15,6 +16,7 @@ from diptych.workers.scheduler import SchedulerConfig
 from ..checkpoints import random_prompts, reference_model
 from .conftest import CheckpointOf
 from .engines import assert_clean, run
+from .gpu.serving import load as load_on_gpu
 
 LENGTHS = [2, 16, 17, 33, 100, 250]
 
@@ -98,4 +100,18 @@ def test_ranks_compute_prompt_logprobs_together(isa: str, llama: Path) -> None:
     runner = load(llama, isa, tensor_parallel=2)
     for found, prompt in zip(computed(Engine(runner, SchedulerConfig(chunk_tokens=30)), prompts), prompts, strict=True):
         assert_equal(found, prompt, model)
+    runner.close()
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 0])
+@pytest.mark.parametrize("arch", ["llama", "gemma4"])
+def test_the_cuda_engine_computes_prompt_logprobs(arch: str, chunk_tokens: int, checkpoint_of: CheckpointOf) -> None:
+    """On the fake device: small prompts by graphs, long ones without."""
+    path = checkpoint_of(arch)
+    model, prompts = reference_model(path), random_prompts(3, LENGTHS)
+    runner = load_on_gpu(path, FakeDevice())
+    engine = Engine(runner, SchedulerConfig(chunk_tokens=chunk_tokens))
+    for found in (computed(engine, prompts), computed(engine, prompts)):
+        for one, prompt in zip(found, prompts, strict=True):
+            assert_equal(one, prompt, model)
     runner.close()

@@ -20,12 +20,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.log_totals import log_totals
 from ..errors import ConfigError, InternalError, RankLost
 from ..models import mla
 from ..models.spec import LatentSpec, ModelSpec
+from ..prompt_logprobs import PromptLogprobs
+from ..prompt_rows import PromptRows
+from ..prompt_scorer import PromptScorer
 from ..rank_processes import RankProcesses
 from ..runner import LayerWatch
-from ..sequence import Batch, SampledToken, ScheduledSequence
+from ..sequence import Batch, SampledToken, ScheduledSequence, Sequence
 from .device import Event
 from .device_errors import is_full, lost, of_step
 from .device_sampler import DeviceSampler
@@ -34,7 +38,7 @@ from .expert_tokens import ExpertTokens
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
 from .step_buffers import NUM_ROOMS, Room
-from .step_plan import KNOWN, Ints, Numbers, StepPlan, copy_words
+from .step_plan import KNOWN, NO_ROWS, Ints, Numbers, StepPlan, copy_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class _Rows:
     context_lens: list[int]  # with the new tokens
     feeds: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
     sampled: list[int]  # entries that are sampled
+
+    def in_order(self, first: int) -> list[int]:
+        """Entries from `first` on, those with one new token before the others."""
+        return sorted(range(first, len(self.entries)), key=lambda i: self.entries[i].num_new > 1)
 
     @property
     def all_decode(self) -> bool:
@@ -67,12 +75,14 @@ class GpuSteps:
         """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
         with self.recovering(is_told=False):
             index = self._num_launched % NUM_ROOMS
-            plan = self._plan(batch, watch, index)
+            plan, prompt_rows = self._plan(batch, watch, index)
+            scorer = None if prompt_rows is None else PromptScorer(prompt_rows, log_totals)
         with self.recovering():
             if self._ranks is not None:
                 self._ranks.tell(plan.to_words())
-            run = self._own.run(plan, index)
-        return LaunchedStep(self, self._sampler, self._own.buffers.rooms[index], index, plan.num_sampled, run, watch)
+            run = self._own.run(plan, index, scorer)
+        room = self._own.buffers.rooms[index]
+        return LaunchedStep(self, self._sampler, room, index, plan.num_sampled, run, watch, batch.prompt_logprobs)
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
@@ -139,7 +149,7 @@ class GpuSteps:
         with suppress(RuntimeError, RankLost), self.waiting():  # a lost device, or rank, was told of already
             self._device.synchronize()
 
-    def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> StepPlan:
+    def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> tuple[StepPlan, PromptRows | None]:
         """Of a step in room `index`; how its rows are sampled is written there."""
         self._own.buffers.rooms[index].wait()
         if len(batch.entries) > self._own.buffers.max_rows:
@@ -150,14 +160,18 @@ class GpuSteps:
         self._sampler.write(index, sequences, [rows.context_lens[i] for i in rows.sampled])
         num_decodes = self._num_in_graph(batch, rows, watch)
         has_prompts = num_decodes < len(rows.entries)
-        return StepPlan(
+        prompt_rows = None
+        if batch.prompt_logprobs is not None:
+            prompt_rows = PromptRows.of([rows.entries[i] for i in rows.in_order(num_decodes)])
+        plan = StepPlan(
             self._tables.take(),
             _decodes(rows, num_decodes),
-            self._numbers(rows, num_decodes) if has_prompts else None,
+            self._numbers(rows, num_decodes, prompt_rows) if has_prompts else None,
             tuple(watch.ends) if watch is not None and has_prompts else (),
             len(sequences),
             self._sampler.is_capturable(sequences),
         )
+        return plan, prompt_rows
 
     def _rows(self, batch: Batch) -> _Rows:
         entries, fed_by = batch.entries, batch.fed_by
@@ -183,9 +197,9 @@ class GpuSteps:
             num = 0
         return num if num and self._own.graphs.bucket(num) is not None else 0
 
-    def _numbers(self, rows: _Rows, first: int) -> Numbers:
+    def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None) -> Numbers:
         """Of the entries from `first` on."""
-        of = sorted(range(first, len(rows.entries)), key=lambda i: rows.entries[i].num_new > 1)
+        of = rows.in_order(first)
         entries, block_size = [rows.entries[i] for i in of], self._block_size
         context_lens = np.array([rows.context_lens[i] for i in of], dtype=np.int32)
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
@@ -210,6 +224,7 @@ class GpuSteps:
             num_new,
             np.array([rows.table_rows[i] for i in of], dtype=np.int32),
             np.array([last[i] for i in rows.sampled if i >= first], dtype=np.int32),
+            NO_ROWS if prompt_rows is None else prompt_rows.rows,
         )
 
 
@@ -241,10 +256,12 @@ class LaunchedStep:
         num_sampled: int,
         run: PromptRun | None,
         watch: LayerWatch | None,
+        prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None,
     ) -> None:
         self._steps, self._sampler, self._room = steps, sampler, room
         self._index, self._num_sampled = index, num_sampled
         self._run, self._watch = run, watch  # the run is kept: lanes use its memory
+        self._prompt_logprobs = prompt_logprobs  # the batch's
 
     def tokens(self) -> list[SampledToken]:
         """Raises OutOfDeviceMemory, DeviceLost or RankLost."""
@@ -259,6 +276,8 @@ class LaunchedStep:
                 assert self._watch is not None
                 self._watch.reached(end)
             self._room.wait()
+            if self._prompt_logprobs is not None and self._run is not None and self._run.scorer is not None:
+                self._prompt_logprobs.extend(self._run.scorer.results())
         return self._sampler.sampled(self._index, self._room.tokens[: self._num_sampled].tolist())
 
     def abandon(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.paged_batch import PagedBatch
+from ..prompt_scorer import PromptScorer, pieces_of
 from .buckets import bucket_for, token_buckets
 from .device import Device, Event, Lane
 from .flow import Flow, Pieces
@@ -32,6 +33,7 @@ class PromptRun:
     num_sampled: int
     logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there; on other ranks than 0: None
     reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # of the cache's layers, and when
+    scorer: PromptScorer | None = None  # rank 0's, where prompts' log-probabilities are due: complete likewise
 
 
 class PromptPart:
@@ -79,10 +81,17 @@ class PromptPart:
         self._buckets = ()
         self._graphs.clear()
 
-    def run(self, numbers: Numbers, ends: Sequence[int] = (), *, is_alone: bool = True) -> PromptRun:
+    def run(
+        self,
+        numbers: Numbers,
+        ends: Sequence[int] = (),
+        scorer: PromptScorer | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> PromptRun:
         """`ends`: of the cache's layers, those after which PromptRun.reached wants an event. `is_alone`: no other graph
         is under way beside it, so that ours may be (see Device.capture)."""
-        run, first = PromptRun(len(numbers.sampled)), 0
+        run, first = PromptRun(len(numbers.sampled), scorer=scorer), 0
         bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
         work = _Work(self, numbers, run, self.write(numbers, bucket))
         for end in ends:
@@ -175,8 +184,10 @@ class _Work:
         self._num_tokens = numbers.num_tokens
         # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
         num_layers, self._num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
-        self.num_layers = num_layers if run.num_sampled else self._num_for_all
+        self._prompt_rows, is_scored = numbers.prompt_rows, len(numbers.prompt_rows) > 0
+        self.num_layers = num_layers if run.num_sampled or is_scored else self._num_for_all
         is_cut = self._num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and written.bucket is None
+        is_cut = is_cut and not is_scored
         self._sampled_alone = part.write(numbers.sampled_alone(), None) if is_cut else None
         self._begun: _Begun | None = None
 
@@ -202,6 +213,11 @@ class _Work:
         if self._run.num_sampled:
             rows = begun.flow.hidden.index_select(0, begun.sampled)
             self._run.logits = pieces.decoder.whole_logits(rows)
+        for piece in pieces_of(self._prompt_rows, pieces.decoder.spec.vocab_size):
+            at = torch.from_numpy(piece).to(begun.flow.hidden.device)
+            logits = pieces.decoder.logits(begun.flow.hidden.index_select(0, at))
+            if logits is not None and self._run.scorer is not None:
+                self._run.scorer.add(logits)
 
 
 def _sections(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:

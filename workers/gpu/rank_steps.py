@@ -18,6 +18,7 @@ from ..errors import InternalError
 from ..kv_cache import KVCache
 from ..models.decoder import Decoder
 from ..models.rope import Ropes
+from ..prompt_scorer import PromptScorer
 from .decode_graphs import DecodeGraphs
 from .device import Device
 from .device_errors import needing_memory
@@ -81,8 +82,8 @@ class RankSteps:
         self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
         self._num_followed = 0
 
-    def run(self, plan: StepPlan, index: int) -> PromptRun | None:
-        """Launches it, in room `index`, which has been waited for."""
+    def run(self, plan: StepPlan, index: int, scorer: PromptScorer | None = None) -> PromptRun | None:
+        """Launches it, in room `index`, which has been waited for. scorer: rank 0's, of its prompt rows."""
         room, num_decodes, run = self.buffers.rooms[index], plan.decodes.shape[1], None
         if plan.tables.size:
             self.tables.change(self.main, plan.tables)
@@ -96,7 +97,7 @@ class RankSteps:
             self.main.run(self._decode(room, plan.decodes, bucket))
         if plan.prompts is not None:
             self.prompts.lane.after(before or self.main.record())
-            run = self.prompts.run(plan.prompts, plan.ends, is_alone=bucket is None or not is_beside)
+            run = self.prompts.run(plan.prompts, plan.ends, scorer, is_alone=bucket is None or not is_beside)
             self.main.after(self.prompts.lane.record())
         self.main.run(partial(self._finish, plan, index, run))
         room.used = self.main.record()

@@ -1,7 +1,7 @@
 """What every rank of a worker on GPUs does of one step, as rank 0 plans it and tells it to the others. No torch.
 
-    words (int32) = [STEP, C, D, sampled, plain, E, T, S, N, fed] [2, C] tables [4, D] decodes [E] ends
-                    [3, T] [3, S] [N] ([T]) prompts
+    words (int32) = [STEP, C, D, sampled, plain, E, T, S, N, fed, Q] [2, C] tables [4, D] decodes [E] ends
+                    [3, T] [3, S] [N] ([T]) [Q] prompts
                 or  [COPY] [2, P] blocks
 
 Ranks know no sequences: a plan says all that it takes to compute it, and they have the same buffers and graphs. What is
@@ -9,7 +9,7 @@ told is checked on arrival.
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,8 @@ from ..errors import InternalError
 
 Ints = NDArray[np.int32]
 STEP, COPY = range(2)
-HEADER = 10
+HEADER = 11
+NO_ROWS = np.empty(0, dtype=np.int32)
 TOKEN, FEED, CONTEXT, TABLE = range(4)  # rows of StepPlan.decodes
 KNOWN = -1  # as a feed: the host knows the token
 
@@ -35,6 +36,7 @@ class Numbers:
     num_new: Ints  # [S]
     table_rows: Ints  # [S], of the device's tables
     sampled: Ints  # [n]: the tokens after which one is sampled, in the order of the logits
+    prompt_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [Q]: see prompt_rows.py
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +65,9 @@ class StepPlan:
 
     def to_words(self) -> Ints:
         of = self.prompts
-        sizes = (of.num_tokens, len(of.num_new), len(of.sampled), of.feeds is not None) if of is not None else (0,) * 4
+        sizes: tuple[int, ...] = (0,) * 5
+        if of is not None:
+            sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.feeds is not None, len(of.prompt_rows)
         num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
         header = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), *sizes)
         ends = np.array(self.ends, dtype=np.int32)
@@ -71,6 +75,7 @@ class StepPlan:
         if of is not None:
             parts += [of.token_ids, of.positions, of.slots, of.context_lens, of.num_new, of.table_rows, of.sampled]
             parts += [] if of.feeds is None else [of.feeds]
+            parts.append(of.prompt_rows)
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
@@ -97,11 +102,11 @@ class PlanLimits:
         num_changed, num_decodes, num_sampled, is_plain, num_ends, *sizes = words[1:HEADER].tolist()
         _check(min(num_changed, num_decodes, num_ends, *sizes) >= 0 and sizes[3] <= 1, "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
-        num_tokens, num_seqs, num_last, is_fed = sizes
+        num_tokens, num_seqs, num_last, is_fed, num_prompt_rows = sizes
         _check(is_plain in (0, 1) and num_sampled == num_decodes + num_last, f"{num_sampled} of its rows are sampled")
         _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
         lengths = [2 * num_changed, 4 * num_decodes, num_ends]
-        lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * is_fed
+        lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * is_fed + [num_prompt_rows]
         _check(len(words) == HEADER + sum(lengths), f"it has {len(words)} words and announces others")
         tables, decodes, ends, *prompts = np.split(words[HEADER:], np.cumsum(lengths)[:-1])
         return StepPlan(
@@ -127,7 +132,7 @@ class PlanLimits:
         return rows
 
     def _prompts(self, columns: SequenceOf[Ints]) -> Numbers:
-        token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *feeds = columns
+        token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *feeds, prompt_rows = columns
         _within(token_ids, self.vocab_size, "a token")
         _within(positions, self.max_context_tokens, "a position")
         _within(slots, self.num_blocks * self.block_size, "a slot")
@@ -139,8 +144,9 @@ class PlanLimits:
         _check(bool((is_chunk[1:] >= is_chunk[:-1]).all()), "sequences with one new token must come first")
         _within(table_rows, self.table_shape[0], "a row of the block tables")
         _within(sampled, len(token_ids), "a sampled row")
+        _within(prompt_rows, len(token_ids), "a prompt row")
         fed = _within(feeds[0], self.max_rows, "a feed", KNOWN) if feeds else None
-        return Numbers(token_ids, fed, positions, slots, context_lens, num_new, table_rows, sampled)
+        return Numbers(token_ids, fed, positions, slots, context_lens, num_new, table_rows, sampled, prompt_rows)
 
 
 def copy_words(pairs: SequenceOf[tuple[int, int]]) -> Ints:

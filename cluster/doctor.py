@@ -16,6 +16,7 @@ import psutil
 from ..workers.errors import DiptychError
 from .checks import check_port
 from .config import RouterConfig
+from .plurals import count
 
 IMPORT_S = 120.0
 LEAST_MEMORY_BYTES = 2 << 30
@@ -93,7 +94,7 @@ def _cpu() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     flags = _cpu_flags()
     have = [flag for flag in CPU_FLAGS if flag in flags]
-    text = f"{cores} cores, {' '.join(have) or 'no vector flags known'}"
+    text = f"{count(cores, 'core')}, {' '.join(have) or 'no vector flags known'}"
     if not have and platform.machine() == "x86_64":
         return Finding("CPU", Verdict.WARNING, text, "decoding is slow without AVX2")
     return Finding("CPU", Verdict.OK, text)

@@ -16,6 +16,7 @@ from ..workers.quant.formats import QUANTIZE
 from .checks import check_model, resolve_model
 from .config import parse_bytes
 from .memory_plan import Memory, MemoryPlan, Parallelism, kv_formula, plan_memory
+from .plurals import count
 
 LENGTHS = (1024, 8192)  # tokens of the sequences that are counted, beside the longest
 
@@ -62,7 +63,7 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     has = Memory(_bytes(rank_memory, "--rank-memory") or here, kv_memory_fraction, _bytes(kv_memory, "--kv-memory"))
     found = plan_memory(spec, how, has, max_context_tokens)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
-    console.print(f"{folder.name}: {spec.architecture}, {spec.num_layers} layers, {_how(how)}", soft_wrap=True)
+    console.print(f"{folder.name}: {spec.architecture}, {count(spec.num_layers, 'layer')}, {_how(how)}", soft_wrap=True)
     console.print(_weights(found))
     product, source = kv_formula(spec, how)
     console.print(f"KV of a token, on a rank: {found.token_bytes:,} bytes = {product}", soft_wrap=True)
@@ -77,7 +78,8 @@ def _how(how: Parallelism) -> str:
     if how.data_parallel > 1:
         ranks = f"{how.data_parallel} workers of one rank, which share experts"
     return (
-        f"{how.dtype}{f', weights {how.quantize}' if how.quantize else ''}, {ranks}, blocks of {how.block_size} tokens"
+        f"{how.dtype}{f', weights {how.quantize}' if how.quantize else ''}, {ranks}, blocks of "
+        f"{count(how.block_size, 'token')}"
     )
 
 
@@ -119,10 +121,10 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
             f"--kv-memory-fraction, or lower --max-context-tokens"
         )
     on_each = ", on each worker" if how.data_parallel > 1 else ""
-    console.print(f"fits: {plan.num_tokens:,} tokens of KV{on_each}", style="bold", soft_wrap=True)
+    console.print(f"fits: {count(plan.num_tokens, 'token')} of KV{on_each}", style="bold", soft_wrap=True)
     for length in sorted({min(n, longest) for n in LENGTHS} | {longest}):
         num = min(rank.num_sequences(length, how.block_size) for rank in ranks)
-        console.print(f"  {num:,} sequences of {length:,} tokens", soft_wrap=True)
+        console.print(f"  {count(num, 'sequence')} of {count(length, 'token')}", soft_wrap=True)
     if how.quantize:
         note = "where the compiled kernels are not built torch computes, and holds weights at full size"
         if plan.full_size_because is not None:

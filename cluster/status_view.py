@@ -4,6 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .plurals import count
 from .status import ClusterStatus, PoolStatus, WorkerStatus
 
 _COLOURS = {"ready": "green", "starting": "yellow", "draining": "cyan", "stopping": "dim", "failed": "red"}
@@ -20,7 +21,9 @@ def render(status: ClusterStatus) -> RenderableType:
         Text(f"{w.worker_id}: waits for {w.waiting_for}", style="yellow") for w in status.workers if w.waiting_for
     ]
     parts += [
-        Text(f"{w.worker_id}: {w.num_checksum_failures} pulls brought other KV than the source had", style="red")
+        Text(
+            f"{w.worker_id}: {count(w.num_checksum_failures, 'pull')} brought other KV than the source had", style="red"
+        )
         for w in status.workers
         if w.num_checksum_failures
     ]

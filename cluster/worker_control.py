@@ -16,6 +16,7 @@ from ..workers.errors import DiptychError, InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
 from .links import Link, read_links
+from .plurals import count
 
 REPLY_S = 5.0
 RECONNECT_S = 0.5
@@ -81,7 +82,7 @@ class WorkerControl:
             num = (await self.state()).num_unaccounted_blocks
         except DiptychError as e:
             return e.message
-        return f"{num} KV blocks are held by nobody, or twice: a bug, please report it" if num else ""
+        return f"{count(num, 'KV block')} held by nobody, or twice: a bug, please report it" if num else ""
 
     async def is_drained(self) -> bool:
         """Drains, as every router knows, computes nothing, holds no KV for others. Raises InternalError, WorkerLost."""

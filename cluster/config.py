@@ -200,6 +200,7 @@ class ClusterConfig(_Settings):
     max_context_tokens: Annotated[int, Field(ge=1)] | None = None  # None: the model's
     prefix_cache: bool = True
     transports: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "auto"
+    trusted_rdma_fabric: bool = False  # whoever is on it may read and write KV: NIXL uses it between machines
     lease_s: Annotated[float, Field(gt=0)] = 10.0  # how long a source keeps KV for a silent sink
     drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
     dashboard: bool = False

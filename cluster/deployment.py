@@ -97,6 +97,7 @@ class Deployment:
             tpot_s=self._tpot_s(),
             prefix_cache=config.prefix_cache,
             transports=config.transports,
+            trusted_rdma_fabric=config.trusted_rdma_fabric,
             lease_s=config.lease_s,
             host="127.0.0.1" if self.is_local else host,
             auth_token=self.token,

@@ -301,7 +301,10 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         if usable:
             return usable
         ours, theirs = ", ".join(self._transports), ", ".join(request.transports)
-        raise TransportError(f"no transport in common: the source has {ours or 'none'}, the sink {theirs or 'none'}")
+        raise TransportError(
+            f"no transport reaches the sink: the source has {ours or 'none'}, the sink {theirs or 'none'}; let both "
+            "have grpc, for the others reach within a machine, or where a trusted_rdma_fabric is set"
+        )
 
     async def _offered(self, handoff_id: str, wait_s: float) -> _Outgoing:
         """Waits for the offer: the sink's request may reach us before the router's does."""

@@ -83,7 +83,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         memory = self._runner.memory
         staging = Staging() if memory.device is None else memory.device.staging
         regions = [memory.region, *staging.regions]
-        self._transports = make_transports(self._config.transports, regions, self._config.host, memory.device)
+        self._transports = make_transports(
+            self._config.transports, regions, memory.device, has_rdma=self._config.trusted_rdma_fabric
+        )
         source = HandoffSource(
             self.incarnation, memory, self._transports, port=self._handoffs, lease_s=self._config.lease_s
         )

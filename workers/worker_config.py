@@ -48,6 +48,7 @@ class WorkerConfig:
     ttft_s: float = 1.0  # time to first token that the order of admission aims at
     prefix_cache: bool = True
     transports: tuple[str, ...] | Literal["auto"] = "auto"
+    trusted_rdma_fabric: bool = False  # whoever is on it may read and write KV: NIXL uses it between machines
     lease_s: float = 10.0
     kv_axis_order: str = "block"  # or "layer": the outer axis of the KV cache
     wire_dtype: str | None = None  # "bfloat16", "int8": pull KV narrower than the source has it, over gRPC

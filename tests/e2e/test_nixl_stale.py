@@ -9,6 +9,7 @@ from diptych.workers.channel import open_channel
 from diptych.workers.errors import TransportError
 from diptych.workers.kv_layout import Copies
 from diptych.workers.transport.base import Reader, Source
+from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
 from ..workers.handoff_pair import LARGE, make_memory
@@ -26,6 +27,7 @@ async def opened_by(source: SourceProcess) -> kv_pb2.Opened:
         sink_incarnation="sink/1",
         layout=LARGE.to_proto(),
         transports=["nixl"],
+        machine=this_machine(),
     )
     async with open_channel(source.address) as channel:
         call = kv_pb2_grpc.KVHandoffStub(channel).Subscribe(request)

@@ -1,5 +1,6 @@
-"""Which machine this is, so that two processes can tell whether they share it. No torch."""
+"""Where this process runs, so that two can tell whether they share memory. No torch."""
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -7,12 +8,16 @@ from pathlib import Path
 import psutil
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NAMESPACES = Path("/proc/self/ns")
 
 
 @cache
 def this_machine() -> str:
-    """The kernel's name of its boot, which containers share; where there is none, the host's name and when it began."""
+    """The kernel's name of its boot, or the host's name and when it began; with the namespaces and the user that a
+    process must have in common with another one to read its memory. So containers of one machine are apart."""
     try:
-        return BOOT_ID.read_text().strip()
+        boot = BOOT_ID.read_text().strip()
+        spaces = [str((NAMESPACES / kind).readlink()) for kind in ("pid", "user", "net")]
     except OSError:
-        return f"{platform.node()}/{psutil.boot_time():.0f}"
+        boot, spaces = f"{platform.node()}/{psutil.boot_time():.0f}", []
+    return "/".join([boot, *spaces, str(os.geteuid())])

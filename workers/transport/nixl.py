@@ -1,4 +1,4 @@
-"""KV over NIXL (UCX: shared memory, RDMA, TCP as UCX chooses): the sink reads the source's registered pool.
+"""KV over NIXL (UCX): the sink reads the source's registered pool, within a machine, or by RDMA where that is allowed.
 
 The source's engine has no part in a read: blocks are protected by the lease, and by the release that must be answered
 "held" before what was read is used. The agent lives on nixl_thread.py's thread.
@@ -40,19 +40,22 @@ class NixlReader(LandingReader):
 class NixlTransport(Transport):
     """Starts the process's NIXL thread. Raises ImportError or TransportError where NIXL is not usable.
 
-    `loopback_only`: UCX, which knows no token, listens on the loopback interface alone.
+    has_rdma: between machines too, by whose fabric anybody on it can read and write the pool. UCX listens on no port.
     """
 
     name = "nixl"
 
-    def __init__(self, regions: Sequence[Region], *, loopback_only: bool = True) -> None:
+    def __init__(self, regions: Sequence[Region], *, has_rdma: bool = False) -> None:
         self._pool = regions[0]
-        self._thread = NixlThread(regions, loopback_only=loopback_only)
+        self._thread = NixlThread(regions, has_rdma=has_rdma)
+        self._has_rdma = has_rdma
         self._is_serving = False
 
     def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
-        """Not from device memory into a neighbour's host memory: UCX would emulate it over TCP, slower than gRPC is."""
-        return self._pool.view is not None or request.on_device or request.machine != this_machine()
+        """Not from device memory into a neighbour's host memory, which UCX would emulate, slower than gRPC is."""
+        if request.machine != this_machine():
+            return self._has_rdma
+        return self._pool.view is not None or request.on_device
 
     def is_described(self, opened: kv_pb2.Opened) -> bool:
         return opened.HasField("nixl")

@@ -36,6 +36,12 @@ READ_POLL_S = 0.0001
 # Beside an engine that computes, which wants the memory too: this part of the time may go into copying,
 SHARE = 0.2
 BURST_S = 0.01  # and so much at once, enough for a hand-off's last segment, which its second token waits for
+# UCX knows no token: over TCP it lets whoever dials write to any address. So it never listens. Within a machine its
+# messages go through shared memory (files of mode 0600 without a name; sysv's would be open to the group), bytes by
+# process_vm_readv, which the kernel grants to the same user alone. On a machine with GPUs NIXL insists on "cuda".
+TLS_WITHIN_MACHINE = "posix,cma,self,cuda"
+TLS_RDMA = "ib"  # also: whoever is on the fabric can read and write what is registered
+UCX_FIXED = {"UCX_POSIX_ERROR_HANDLING": "y"}  # NIXL asks for transports that notice a peer's end
 UCX_SETTINGS = {
     "UCX_LOG_LEVEL": "fatal",  # what fails is raised, and logged by us
     "UCX_CMA_SEG_SIZE": "16m",  # bytes a system call copies at most: of 512 KiB, as UCX has it, the calls are seen
@@ -80,12 +86,12 @@ class _Read:
 class NixlThread:
     """Starts at once; raises ImportError or TransportError when NIXL is not usable here."""
 
-    def __init__(self, regions: Sequence[Region], *, loopback_only: bool) -> None:
+    def __init__(self, regions: Sequence[Region], *, has_rdma: bool) -> None:
         self.agent_name = f"diptych-{uuid.uuid4()}"
         self.metadata = b""
         self.is_sharing = False  # with an engine that computes; set from any thread
         self._regions = regions
-        self._loopback_only = loopback_only
+        self._has_rdma = has_rdma
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
@@ -204,8 +210,9 @@ class NixlThread:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         for name, value in UCX_SETTINGS.items():
             os.environ.setdefault(name, value)
-        if self._loopback_only:
-            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        # Whatever the environment says: it may allow TCP.
+        tls = f"{TLS_WITHIN_MACHINE},{TLS_RDMA}" if self._has_rdma else TLS_WITHIN_MACHINE
+        os.environ.update(UCX_FIXED, UCX_TLS=tls)
         from nixl import _api as nixl
 
         named = [e for e in vars(vars(nixl)["nixlBind"]).values() if isinstance(e, type) and issubclass(e, Exception)]

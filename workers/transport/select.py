@@ -14,7 +14,6 @@ from .nixl import NixlTransport
 
 NAMES = ("cuda_ipc", "nixl", "grpc")
 _BY_ADDRESS = ("cuda_ipc", "nixl")  # peers read the pool itself, and not by way of a copy in host memory
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 log = logging.getLogger("diptych.transport")
 
@@ -22,12 +21,13 @@ log = logging.getLogger("diptych.transport")
 def make_transports(
     names: Sequence[str] | Literal["auto"],
     regions: Sequence[Region],
-    host: str = "127.0.0.1",
     device: DeviceKV | None = None,
+    *,
+    has_rdma: bool = False,
 ) -> dict[str, Transport]:
     """Transports by name, preferred first. "auto": CUDA IPC between pools in device memory, NIXL where it works, then
     gRPC. `regions`: what is read and written, first the pool that peers read, which `device` is where it is in device
-    memory. `host`: where the worker listens.
+    memory. has_rdma: NIXL may use the machine's RDMA devices, whose fabric is trusted.
 
     Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
     does not work here.
@@ -35,7 +35,7 @@ def make_transports(
     made: dict[str, Transport] = {}
     for name in _auto(device) if names == "auto" else names:
         try:
-            made[name] = _make(name, regions, host, device)
+            made[name] = _make(name, regions, device, has_rdma=has_rdma)
         except (ImportError, TransportError) as e:
             if names != "auto":
                 raise ConfigError(f"the transport {name!r} is not usable: {e}. Leave it out, or say 'auto'") from e
@@ -49,7 +49,7 @@ def _auto(device: DeviceKV | None) -> Sequence[str]:
     return NAMES if device is not None else [name for name in NAMES if name != CudaIpcTransport.name]
 
 
-def _make(name: str, regions: Sequence[Region], host: str, device: DeviceKV | None) -> Transport:
+def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_rdma: bool) -> Transport:
     if name in _BY_ADDRESS and regions[0].is_joined:
         raise TransportError("KV of several GPUs (tensor_parallel > 1) is not one allocation that others could read")
     if name == "cuda_ipc":
@@ -57,7 +57,7 @@ def _make(name: str, regions: Sequence[Region], host: str, device: DeviceKV | No
             raise TransportError("this worker's KV is not in CUDA memory")
         return CudaIpcTransport(regions[0], device, device.driver)
     if name == "nixl":
-        return NixlTransport(regions, loopback_only=host in LOOPBACK_HOSTS)
+        return NixlTransport(regions, has_rdma=has_rdma)
     if name == "grpc":
         return GrpcTransport()
     raise ConfigError(f"unknown transport {name!r}: choose from {', '.join(NAMES)}, or 'auto'")

@@ -15,6 +15,7 @@ from diptych.workers.kv_layout import Copies, KVLayout, KVMemory
 from diptych.workers.transport.base import Reader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
+from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
 from ..handoff_pair import LARGE, SMALL, Served, make_memory, piece, run, serve
@@ -98,6 +99,7 @@ async def pair(name: str, layout: KVLayout = SMALL, num_blocks: int = 16) -> Asy
                         sink_incarnation="sink/1",
                         layout=layout.to_proto(),
                         transports=[name],
+                        machine=this_machine(),
                     )
                 )
                 opened = (await call.read()).opened

@@ -118,9 +118,9 @@ def test_a_neighbour_in_host_memory_reads_a_device_otherwise(agent: type[NotedAg
     on_device, on_host = NixlTransport([POOL]), NixlTransport([STAGING])
     try:
         here, elsewhere = this_machine(), "another"
-        for machine, sink_on_device, expected in [(here, False, False), (here, True, True), (elsewhere, False, True)]:
+        for machine, sink_on_device, expected in [(here, False, False), (here, True, True), (elsewhere, True, False)]:
             request = kv_pb2.SubscribeRequest(machine=machine, on_device=sink_on_device)
-            assert on_device.suits(request) == expected and on_host.suits(request)
+            assert on_device.suits(request) == expected and on_host.suits(request) == (machine == here)
     finally:
         asyncio.run(on_device.close())
         asyncio.run(on_host.close())

@@ -1,24 +1,29 @@
 """Which transports a worker gets."""
 
+import asyncio
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from diptych.proto import kv_pb2
 from diptych.workers.errors import ConfigError, TransportError
 from diptych.workers.kv_layout import Region
 from diptych.workers.transport import select
+from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.select import make_transports
 
 from ..handoff_pair import SMALL, make_memory, run
 
 
 class Absent:
-    def __init__(self, regions: Sequence[Region], *, loopback_only: bool) -> None:
+    def __init__(self, regions: Sequence[Region], *, has_rdma: bool) -> None:
         raise ImportError("No module named 'nixl'")
 
 
 class Broken:
-    def __init__(self, regions: Sequence[Region], *, loopback_only: bool) -> None:
+    def __init__(self, regions: Sequence[Region], *, has_rdma: bool) -> None:
         raise TransportError("NIXL does not work on this machine")
 
 
@@ -57,17 +62,51 @@ def test_bad_names_are_told_with_the_good_ones() -> None:
         make_transports((), regions)
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("10.0.0.3", False)]
-)
-def test_ucx_listens_where_the_worker_does(host: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_rdma", [False, True])
+def test_rdma_is_used_where_it_is_asked_for_alone(has_rdma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
     class Noted(Broken):
-        def __init__(self, regions: Sequence[Region], *, loopback_only: bool) -> None:
-            seen.append(loopback_only)
-            super().__init__(regions, loopback_only=loopback_only)
+        def __init__(self, regions: Sequence[Region], *, has_rdma: bool) -> None:
+            seen.append(has_rdma)
+            super().__init__(regions, has_rdma=has_rdma)
 
     monkeypatch.setattr(select, "NixlTransport", Noted)
-    make_transports("auto", [make_memory(SMALL, 2).region], host)
-    assert seen == [expected]
+    regions = [make_memory(SMALL, 2).region]
+    make_transports("auto", regions, has_rdma=has_rdma)
+    make_transports("auto", regions)
+    assert seen == [has_rdma, False]
+
+
+@pytest.mark.parametrize(("has_rdma", "expected"), [(False, ["grpc"]), (True, ["nixl", "grpc"])])
+def test_between_machines_kv_goes_over_grpc_unless_an_rdma_fabric_is_trusted(
+    has_rdma: bool, expected: list[str]
+) -> None:
+    async def test() -> None:
+        made = make_transports("auto", [make_memory(SMALL, 2).region], has_rdma=has_rdma)
+        try:
+            for machine, names in [(this_machine(), ["nixl", "grpc"]), ("another", expected), ("", expected)]:
+                request = kv_pb2.SubscribeRequest(machine=machine)
+                assert [name for name, transport in made.items() if transport.suits(request)] == names
+        finally:
+            for transport in made.values():
+                await transport.close()
+
+    run(test)
+
+
+def test_ucx_is_told_to_do_without_tcp_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,posix,self")
+    [transport] = make_transports(("nixl",), [make_memory(SMALL, 2).region]).values()
+    assert "tcp" not in os.environ["UCX_TLS"].split(",") and "sysv" not in os.environ["UCX_TLS"].split(",")
+    asyncio.run(transport.close())
+
+
+def test_who_shares_no_memory_is_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = this_machine.__wrapped__()
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert this_machine.__wrapped__() != ours
+    monkeypatch.undo()
+    assert this_machine.__wrapped__() == ours == this_machine()
+    monkeypatch.setattr(Path, "readlink", lambda path: f"{path.name}:[1]")
+    assert this_machine.__wrapped__() != ours, "another container"

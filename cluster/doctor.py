@@ -18,6 +18,7 @@ from .checks import check_port
 from .config import RouterConfig
 from .plurals import count
 
+RDMA_DEVICES = Path("/sys/class/infiniband")
 IMPORT_S = 120.0
 LEAST_MEMORY_BYTES = 2 << 30
 # What each flag is worth to the CPU kernels, best first.
@@ -45,6 +46,7 @@ def examine() -> Iterator[Finding]:
         lambda: _package("torch", "torch", Verdict.FAILED, "pip install torch"),
         lambda: _package("ray", "ray", Verdict.FAILED, "pip install ray"),
         lambda: _package("nixl", "nixl._api", Verdict.WARNING, "pip install nixl; until then KV travels over gRPC"),
+        _rdma,
         _compiler,
         _cpu,
         _kernels,
@@ -56,6 +58,14 @@ def examine() -> Iterator[Finding]:
     )
     for check in checks:
         yield check()
+
+
+def _rdma() -> Finding:
+    names = sorted(path.name for path in RDMA_DEVICES.glob("*"))
+    how = "KV goes over NIXL within a machine, over gRPC between machines"
+    if not names:
+        return Finding("RDMA", Verdict.OK, f"no device: {how}")
+    return Finding("RDMA", Verdict.OK, f"{', '.join(names)}: {how}, unless trusted_rdma_fabric is set (see its risk)")
 
 
 def _python() -> Finding:

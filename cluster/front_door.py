@@ -18,7 +18,7 @@ from .prompt_encoding import Chat, Encoded, Prompt
 from .stop_strings import StopStrings, StopTable
 from .tokenizer import Tokenizer
 
-MAX_PROMPT_LOGPROBS = 1 << 18  # numbers, over the choices of a call
+MAX_PROMPT_LOGPROBS = 1 << 17  # numbers, over the choices of a call
 _MASK = (1 << 64) - 1
 
 

@@ -127,7 +127,10 @@ class HttpApi:
             events = _events(generation, form)
             return EventStream(events, lambda e: to_event(error_object(e, its_id)), generation.timeout_s)
         deltas = await while_connected(request.receive, _collect(generation))
-        return JSONResponse(form.whole(deltas), headers=_server_timing(generation))
+        headers = _server_timing(generation)
+        if form.wants_prompt_logprobs:  # so many that other calls would wait
+            return await asyncio.to_thread(lambda: JSONResponse(form.whole(deltas), headers=headers))
+        return JSONResponse(form.whole(deltas), headers=headers)
 
     def _echo(self, spec: GenerationSpec, generation: Generation) -> list[str]:
         """The prompt's text, for each choice."""

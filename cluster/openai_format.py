@@ -49,7 +49,7 @@ class Format:
         self._num_tokens = [0 for _ in self._indices]  # in the chunks so far
         self._names = TokenNames(tokenizer, include.tokens_as_ids)
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
-        self._wants_prompt_logprobs = generation.completions[0].request.sampling.prompt_logprobs is not None
+        self.wants_prompt_logprobs = generation.completions[0].request.sampling.prompt_logprobs is not None
         # By first choice of a prompt.
         self._prompt_tokens: dict[int, PromptTokens] = {}
         self._lists: dict[int, list[Json | None]] = {}
@@ -95,7 +95,7 @@ class Format:
 
     def _take_prompt(self, first: int, deltas: Sequence[TextDelta]) -> None:
         """deltas: of choice `first`, its first one among them."""
-        if self._wants_prompt_logprobs:
+        if self.wants_prompt_logprobs:
             parts = [part for delta in deltas for part in delta.prompt_logprobs]
             self._prompt_tokens[first] = PromptTokens(self._prompts[first], parts)
 

@@ -242,8 +242,15 @@ class Pull:
         try:
             if opened.source_incarnation != self._errand.source.incarnation:
                 raise WorkerLost("the source worker is gone: another process answers at its address")
+            memory = self._around.memory
+            if opened.num_tokens > (
+                most := memory.num_blocks * memory.layout.block_size
+            ):  # before anything is made of it
+                raise HandoffError(
+                    f"the source offers {opened.num_tokens:,} tokens; this worker's whole pool holds {most:,}"
+                )
             layout, asked = KVLayout.from_proto(opened.layout), self._around.settings.wire_dtype
-            bridge = Bridge(self._around.memory, layout, opened.num_pool_blocks, asked)
+            bridge = Bridge(memory, layout, opened.num_pool_blocks, asked)
             if opened.transport not in self._around.transports:
                 raise TransportError(f"the source chose the transport {opened.transport!r}, which we do not have")
             if bridge.wire != layout.dtype and opened.transport != "grpc":

@@ -7,6 +7,7 @@ Every call has an id of our making: in the header x-request-id, in the id of the
 OpenAI's object {"error": {message, type, param, code}} under the status of its class in workers/errors.py.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

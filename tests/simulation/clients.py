@@ -19,6 +19,7 @@ from .sampling import SALTS, VOCAB_SIZE, choose_sampling, expected_output
 if TYPE_CHECKING:
     from .world import World
 
+SHORT_S = 0.5  # for a client that stops reading to meet its deadline
 TRAFFIC_S = 3.0  # in which the requests come
 
 
@@ -29,6 +30,9 @@ class Client:
     request: Request
     arrives_at: float
     leaves_at: float | None
+    stops_after: int | None = None  # tokens: then it does not read
+    stops_s: float = 0.0  # for so long
+    poison_at: int | None = None  # position of an output token that makes steps fail
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
@@ -61,14 +65,20 @@ def plan_clients(rng: random.Random, weather: Weather) -> list[Client]:
             shared = [(7 * i + 3) % VOCAB_SIZE for i in range(rng.choice((0, 8, 17)))]
         own = [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(1, 5 if earlier else 11))]
         max_tokens = rng.choice((1, 2, 6, 12, 24, 24))
-        timeout_s = 60.0 if weather.name == "calm" else rng.choice((4.0, 15.0, 30.0))
+        stops = rng.random() < weather.stop_reading
+        timeout_s = 60.0 if weather.name == "calm" else rng.choice((SHORT_S,) if stops else (4.0, 15.0, 30.0))
         leaves_at = arrives_at + rng.random() if rng.random() < weather.leave else None
         salt = rng.choices(SALTS, (6, 1))[0]
         num = rng.choices((1, 2, 3), (8, 1, 1))[0]  # completions
         for name in [f"request-{number}"] if num == 1 else [f"request-{number}.{i}" for i in range(num)]:
             sampling, group = choose_sampling(rng, max_tokens), "" if num == 1 else f"request-{number}"
             request = Request(name, (*shared, *own), sampling, timeout_s, salt, group)
-            clients.append(Client(request, arrives_at, leaves_at))
+            client = Client(request, arrives_at, leaves_at)
+            if rng.random() < weather.poison:
+                client.poison_at = rng.randint(0, 3)
+            if stops:
+                client.stops_after, client.stops_s = rng.randint(1, max_tokens), rng.uniform(0.0, 4 * SHORT_S)
+            clients.append(client)
     return clients
 
 

@@ -2,7 +2,8 @@
 
     Clock        one queue of events for the whole world; `now` jumps from one to the next
     ProcessLoop  what asyncio sees in one process: it can be killed (nothing of it ever runs again), and stopped for a
-                 while (what falls due meanwhile runs afterwards, timers before or after what arrived)
+                 while (what falls due meanwhile runs afterwards, timers before or after what arrived). Its own clock
+                 begins anywhere, is a little fast or slow, and may jump ahead, as after a machine's sleep
 
 Everything that asyncio orders by hash is ordered by number here: a seed gives the same run in every process.
 """
@@ -20,6 +21,7 @@ from typing import Any
 from .violation import Hang
 
 MAX_EVENTS = 200_000
+MAX_DRIFT = 0.003
 THREAD_S = 0.02  # at most, until a thread has done what it was given
 
 
@@ -58,6 +60,13 @@ class Clock:
 
     def after(self, delay: float, act: Callable[..., object], *args: Any) -> Timer:
         return self.at(self.now + delay, act, *args)
+
+    def advance(self, act: Callable[..., object], seconds: float) -> None:
+        """All timers of `act` are due so much sooner."""
+        mine = [timer for _, _, timer in self._queue if timer.act == act]
+        for timer in mine:
+            self.at(timer.due - seconds, act, *timer.args)
+            timer.cancel()
 
     def run_until(self, end: float) -> None:
         queue = self._queue
@@ -107,6 +116,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._late_timers: deque[Timer] = deque()  # fell due while the process was stopped
         self._is_due = False
         self._next = 0
+        self._rate = 1.0 + rng.uniform(-MAX_DRIFT, MAX_DRIFT)
+        self._offset_s = rng.uniform(0.0, 1e5)
 
     def next_number(self) -> int:
         self._next += 1
@@ -129,6 +140,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         for act in self.on_go_on:
             self.clock.at(self.clock.now, act)
 
+    def jump(self, seconds: float) -> None:
+        """Its clock, ahead: what falls due by it does so at once."""
+        self._offset_s += seconds
+        self.clock.advance(self._fire, seconds / self._rate)
+
     @property
     def is_stalled(self) -> bool:
         return self.clock.now < self.stalled_until
@@ -148,7 +164,15 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     # -- asyncio ----------------------------------------------------------------------------------------------------
 
     def time(self) -> float:
-        return self.clock.now
+        """By its own clock."""
+        return self.local(self.clock.now)
+
+    def local(self, when: float) -> float:
+        """That time of the world, by its own clock."""
+        return self._offset_s + when * self._rate
+
+    def world_time(self, when: float) -> float:
+        return (when - self._offset_s) / self._rate
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Timer:
         timer = Timer(self.clock.now, callback, args, context)
@@ -160,11 +184,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Timer:
         timer = Timer(when, callback, args, context)
-        self.clock.at(when, self._fire, timer)
+        self.clock.at(self.world_time(when), self._fire, timer)
         return timer
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Timer:
-        return self.call_at(self.clock.now + delay, callback, *args, context=context)
+        return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def create_future(self) -> SimFuture:
         return SimFuture(self)

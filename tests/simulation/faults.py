@@ -24,7 +24,11 @@ class Weather:
     double_call: float = 0.0  # carried out twice
     straggle: float = 0.0  # of a packet that takes long
     read_error: float = 0.0  # of an RDMA read that fails and lands later all the same
+    flip: float = 0.0  # of a bit in a piece of KV on its way, to a sink that compares checksums
     leave: float = 0.2  # of a client that goes away
+    step_fault: float = 0.0  # of a step that raises
+    poison: float = 0.0  # of a request that makes steps raise
+    stop_reading: float = 0.1  # of a client that takes no tokens for a while
     forge: float = 0.05  # of somebody asking for blocks that are not his, every eighth packet
     latency_s: float = 0.002  # of a packet, at most
     lease_s: tuple[float, float] = (0.5, 3.0)
@@ -34,8 +38,8 @@ class Weather:
 
 CALM = Weather(lease_s=(0.15, 0.8))
 BREEZE = Weather("breeze", 1, 0.02, 0.03, 0.05, 0.01, 0.02)
-GALE = Weather("gale", 3, 0.07, 0.08, 0.1, 0.03, 0.06, forge=0.1)
-STORM = Weather("storm", 8, 0.15, 0.15, 0.15, 0.06, 0.12, forge=0.1)
+GALE = Weather("gale", 3, 0.07, 0.08, 0.1, 0.03, 0.06, flip=0.005, step_fault=0.001, poison=0.03, forge=0.1)
+STORM = Weather("storm", 8, 0.15, 0.15, 0.15, 0.06, 0.12, flip=0.01, step_fault=0.003, poison=0.03, forge=0.1)
 # Nobody hears or sees in time.
 FOG = Weather("fog", 8, 0.2, straggle=0.15, double_call=0.1, latency_s=0.05, lease_s=(0.25, 0.6))
 WEATHERS = ((CALM, 20), (BREEZE, 15), (GALE, 25), (STORM, 20), (FOG, 20))
@@ -167,6 +171,16 @@ def freeze_a_pull(world: "World") -> None:
         world.clock.after(soon, world.stall, (source if kind == "source" else sink).process, seconds)
 
 
+def clock_jumps(world: "World") -> None:
+    """Of one process, ahead."""
+    rng = world.rng
+    process = rng.choice([world.router_process, *(w.process for w in world.living())])
+    seconds = rng.choice((rng.uniform(0.01, 0.5), rng.uniform(0.3, 2.0) * world.lease_s))
+    world.note(f"the clock of {process.name} jumps by {seconds:.2f} s")
+    world.network.troubles.add(world.clock.now, world.clock.now, process.name)
+    process.jump(seconds)
+
+
 def supervisor_away(world: "World") -> None:
     """The router keeps its last view of the fleet."""
     world.note("the supervisor is away")
@@ -182,5 +196,6 @@ KINDS: tuple[tuple[Callable[["World"], None], int], ...] = (
     (terminate, 2),
     (drain, 12),
     (supervisor_away, 2),
+    (clock_jumps, 2),
 )
-FOG_KINDS = ((stall, 5), (freeze_a_pull, 6), (drain, 3), (slow_link, 3), (partition, 2))
+FOG_KINDS = ((stall, 5), (freeze_a_pull, 6), (drain, 3), (slow_link, 3), (partition, 2), (clock_jumps, 2))

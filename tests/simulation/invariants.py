@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from diptych.cluster.generation import TokenLogprob
 from diptych.proto import worker_pb2
-from diptych.workers.errors import DeadlineExceeded, Unavailable
+from diptych.workers.errors import DeadlineExceeded, RequestFailsSteps, Unavailable
 from diptych.workers.sequence import SequenceStatus
 
 from .reasons import check_failure
@@ -49,16 +49,25 @@ def what_is_held(world: "World") -> str:
     return ""
 
 
+def is_able(world: "World", worker: "Worker") -> bool:
+    """To take a request."""
+    if worker.incarnation not in world.listed or not worker.has_started or worker.process.is_stalled:
+        return False
+    assert worker.service is not None
+    return not (worker.service._is_draining or world.network.is_cut("router", worker.process.name))
+
+
 def _integrity(worker: "Worker") -> worker_pb2.WorkerState:
     try:
         return worker.engine.check_integrity()
     except AssertionError as e:
-        raise Violation(f"{worker.incarnation}: {e}") from e
+        raise Violation(f"the books of {worker.incarnation} do not agree: {e}") from e
 
 
 def check_worker(world: "World", worker: "Worker") -> None:
     """What must hold at any time in a process that runs."""
-    now = world.clock.now
+    now, local = world.clock.now, worker.process.time()
+    went_on_at = worker.process.local(worker.process.stalled_until)
     service = worker.service
     assert service is not None
     name = worker.incarnation
@@ -66,7 +75,7 @@ def check_worker(world: "World", worker: "Worker") -> None:
     for handoff_id, outgoing in service._handoffs._source._open.items():
         machine = outgoing.machine
         wake_at = machine.wake_at
-        overdue = wake_at is not None and wake_at < now - 1e-6 and worker.process.stalled_until < now - 1e-6
+        overdue = wake_at is not None and wake_at < local - 1e-6 and went_on_at < local - 1e-6
         demand(not overdue, f"{name}: the lease of {handoff_id} outlives its deadline")
         is_there = machine.sink is None or machine.sink in holders
         demand(is_there, f"{name}: {machine.sink} holds {handoff_id} and has gone")
@@ -90,6 +99,17 @@ def check_end(world: "World") -> None:
     if world.weather.name == "calm":
         is_quick = world.quiet_after_s <= CALM_QUIET_S
         demand(is_quick, f"things were held for {world.quiet_after_s:.1f} s on a calm day")
+
+
+def check_running(world: "World", client: "Client") -> None:
+    """Whether its client reads or not, a request ends by its deadline."""
+    if world.clock.now > _latest(world, client) and client.request.request_id in world.records:
+        record = world.records[client.request.request_id]
+        demand(record.is_over and not record.legs(), f"{client.request.request_id} runs on after its deadline")
+
+
+def _latest(world: "World", client: "Client") -> float:
+    return client.arrives_at + client.request.timeout_s + world.stall_s + SLACK_S
 
 
 def may_fail_on_a_calm_day(world: "World", request_id: str, source: worker_pb2.HandoffSource) -> bool:
@@ -126,9 +146,13 @@ def _check_client(world: "World", client: "Client") -> None:
         return
     if client.has_left:
         return
-    demand(isinstance(client.error, DeadlineExceeded | Unavailable), f"{name}: {client.error!r}")
+    world.step_faults.check(name)
+    if isinstance(client.error, RequestFailsSteps):
+        world.step_faults.check_blamed(name)
+        return
+    demand(type(client.error) in (DeadlineExceeded, Unavailable), f"{name}: {client.error!r}")
     demand(world.weather.name != "calm", f"{name} failed on a calm day: {client.error!r}")
     assert client.ended_at is not None
-    latest = client.arrives_at + client.request.timeout_s + world.stall_s + SLACK_S
+    latest = _latest(world, client) + client.stops_s
     check_failure(world, client)
     demand(client.ended_at <= latest, f"{name} ended {client.ended_at - latest:.1f} s after its deadline")

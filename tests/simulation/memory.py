@@ -10,6 +10,7 @@ cache.
 
 import random
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import lru_cache
@@ -73,6 +74,7 @@ class CheckedRunner:
         num_tables = 1 if haste is None else 2  # used in turn, as compiled_steps.py does
         self._tables = deque(BatchTables(layout.block_size, num_blocks) for _ in range(num_tables))
         self._stream, self._haste = FakeStream(self._compute), haste
+        self.may_fail: Callable[[FakeStep], None] = lambda step: None  # raises where a step is to fail
         region = Region(self._numbers.ctypes.data, self._numbers.nbytes, memoryview(self._numbers).cast("B"))
         self.memory = KVMemory(layout, num_blocks, region)
 
@@ -80,7 +82,11 @@ class CheckedRunner:
         step = self._stream.launch(batch, watch)
         self._check_tables(batch, step)
         if batch.fed_by and self._haste is not None and self._haste.random() < 0.5:
-            self._stream.compute_launched()
+            try:
+                self._stream.compute_launched()
+            except Exception:
+                step.abandon()  # nobody else knows of it
+                raise
         return step
 
     def expert_tokens(self) -> None:
@@ -115,6 +121,7 @@ class CheckedRunner:
         raise AssertionError("beyond the pool")
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
+        self.may_fail(step)
         watch = step.watch
         ends = watch.ends if watch is not None else (self.layout.num_layers,)
         for first, end in zip((0, *ends), ends, strict=False):

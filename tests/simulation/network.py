@@ -118,6 +118,8 @@ class Network:
         self.num_delivered = 0
         self.on_delivery: Callable[[], None] = lambda: None
         self.trace: Callable[[str], None] | None = None
+        self.flip = 0.0  # probability that a piece of KV arrives with another bit
+        self.verifying: set[str] = set()  # hosts that would notice
         self.straggle = 0.0  # probability that a packet takes up to straggle_s
         self.straggle_s = 0.5
 
@@ -162,6 +164,14 @@ class Network:
     def trouble(self, a: str, b: str, seconds: float = 0.0) -> None:
         """From now on, between the two."""
         self.troubles.add(self.clock.now, self.clock.now + seconds, a, b)
+
+    def carry(self, data: bytes, src: str, dst: str) -> bytes:
+        """As it arrives."""
+        if not self.flip or dst not in self.verifying or self.rng.random() >= self.flip:
+            return data
+        self.trouble(src, dst)
+        at = self.rng.randrange(8 * len(data))
+        return (int.from_bytes(data, "little") ^ 1 << at).to_bytes(len(data), "little")
 
     def slow_down(self, src: str, dst: str, factor: float) -> None:
         self.trouble(src, dst, float("inf"))

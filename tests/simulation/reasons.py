@@ -62,6 +62,7 @@ class Story:
     """Of one request."""
 
     attempts: list[Attempt] = field(default_factory=list[Attempt])
+    failed_at: float | None = None
 
     def quiet_s(self, troubles: Troubles, began: float, ended: float) -> float:
         """How long its workers, or those that it waited for, had no trouble."""
@@ -101,7 +102,18 @@ class WatchedRecord(RequestRecord):
     def _resume(self, error: DiptychError) -> Actions:
         attempt = self.story.attempts[-1]
         attempt.ended, attempt.error = self._world.clock.now, error
-        return super()._resume(error)
+        actions = super()._resume(error)
+        self._note_failure()
+        return actions
+
+    def fail(self, error: DiptychError) -> Actions:
+        actions = super().fail(error)
+        self._note_failure()
+        return actions
+
+    def _note_failure(self) -> None:
+        if self.error is not None and self.story.failed_at is None:
+            self.story.failed_at = self._world.clock.now
 
     def _met(self, actions: Actions) -> Actions:
         attempt = self.story.attempts[-1]
@@ -113,18 +125,19 @@ def check_failure(world: "World", client: "Client") -> None:
     """`client` got an Unavailable or a DeadlineExceeded."""
     name, error = client.request.request_id, client.error
     record, troubles = world.records[name], world.network.troubles
-    assert error is not None and client.ended_at is not None
+    ended = record.story.failed_at
+    assert error is not None and ended is not None
     if record.num_failures >= record.max_attempts:
         for attempt in record.story.attempts:
             is_blameless = attempt.error is None or isinstance(attempt.error, WorkerDraining)
             met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended)
             demand(met, f"{name}: an attempt at {sorted(attempt.hosts)} failed by nobody's fault: {attempt.error!r}")
         return
-    quiet_s = record.story.quiet_s(troubles, client.arrives_at, client.ended_at)
+    quiet_s = record.story.quiet_s(troubles, client.arrives_at, ended)
     demand(quiet_s <= ENOUGH_S, f"{name} failed after {quiet_s:.1f} s in which nothing was wrong: {error!r}")
     if error.code == "service_unavailable":
         waited = record.story.attempts[-1].ended if record.story.attempts else client.arrives_at
-        gone_s = _length(troubles.spans(("fleet",), waited, client.ended_at))
+        gone_s = _length(troubles.spans(("fleet",), waited, ended))
         demand(gone_s >= world.no_worker_wait_s - SHORT_S, f"{name} was given up after {gone_s:.1f} s: {error!r}")
 
 

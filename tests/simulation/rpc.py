@@ -135,10 +135,12 @@ class ServerCall:
 
     async def _stream(self, messages: AsyncIterator[Any]) -> None:
         network = self._server.network
+        src, dst = self._server.process.name, self._connection.client.name
         async for message in messages:
+            if self._is_pull:
+                message.data = network.carry(message.data, src, dst)
             self.down.send(message)
             if self._is_pull:  # flow control: the bytes take their time
-                src, dst = self._server.process.name, self._connection.client.name
                 await asyncio.sleep(network.delay(src, dst))
 
     async def _requests(self) -> AsyncIterator[Any]:

@@ -37,7 +37,6 @@ class _Health:
 @contextmanager
 def replaced(world: "World") -> Iterator[None]:
     """The seams between the real code and this world."""
-    clock = world.clock
     number = itertools.count()
 
     def transports(names: Any, regions: Any, host: str, device: None) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def replaced(world: "World") -> Iterator[None]:
         (service, "bind", lambda server, host, port: 1),
         (service, "make_transports", transports),
         (service, "EngineThread", partial(SimEngineThread, world)),
-        (service, "Engine", partial(Engine, clock=lambda: clock.now)),
+        (service, "Engine", lambda *args, **kw: Engine(*args, clock=asyncio.get_running_loop().time, **kw)),
         (service, "health", health),
         (service, "health_pb2_grpc", SimpleNamespace(add_HealthServicer_to_server=_silent)),
         (service, "reflection", SimpleNamespace(enable_server_reflection=_silent, SERVICE_NAME="reflection")),
@@ -73,7 +72,7 @@ def replaced(world: "World") -> Iterator[None]:
         (router, "RouterMetrics", _NoMetrics),
         (kv_costs, "MIN_MEASURED_TOKENS", 1 << 30),  # computing takes no virtual time within a step
         (kv_costs, "DEFAULT_PREFILL_TOKENS_S", world.prefill_tokens_s),
-        (time, "monotonic", lambda: clock.now),
+        (time, "monotonic", lambda: asyncio.get_running_loop().time()),
     ]
     kept = [(where, name, getattr(where, name)) for where, name, _ in seams]
     log, handler = logging.getLogger("diptych"), _CrashLog(world.crash)

@@ -21,6 +21,7 @@ from diptych.workers.transport.base import Reader, Source, Transport
 
 from .clock import ProcessLoop, SimFuture, Timer
 from .memory import CheckedRunner, CountedStaging, layer_sizes
+from .step_faults import StepFault
 from .violation import demand
 
 if TYPE_CHECKING:
@@ -135,7 +136,11 @@ class SimEngineThread(EngineThread):
             command()
         engine = self._engine
         may_speak = {*engine._sequences, *engine._output.tokens.keys}
-        output = engine.step(self._listener)
+        try:
+            output = engine.step(self._listener)
+        except StepFault as e:
+            self._step_failed(e)
+            return
         for key in output.tokens.keys:
             if key not in may_speak:
                 self._world.bug(f"{process.name} tells a token of {key}, which is not there any more")
@@ -150,7 +155,20 @@ class SimEngineThread(EngineThread):
             return
         self._is_busy = False
         deadline = self._engine.next_deadline()
-        self._schedule(min(world.clock.now + IDLE_WAIT_S, deadline if deadline is not None else float("inf")))
+        due = float("inf") if deadline is None else process.world_time(deadline)
+        self._schedule(min(world.clock.now + IDLE_WAIT_S, due))
+
+    def _step_failed(self, error: StepFault) -> None:
+        world, host = self._world, self._process.name
+        try:
+            self._engine.step_failed(error)
+        except StepFault:  # it computes nothing any more: its process ends, and its supervisor starts another
+            self._is_stopping = True
+            world.clock.after(0.0, world.kill, host)
+            world.clock.after(world.rng.uniform(0.5, 2.0), world.start_worker, host)
+        else:
+            self._is_busy = True
+            self._schedule(world.clock.now + world.step_s(host))
 
     def _tell(self, output: Any) -> None:
         if not self._process.is_dead:
@@ -294,6 +312,7 @@ class SimReader(Reader):
         view = source.runner.memory.region.view
         assert view is not None
         data = bytes(view[landing.remote : landing.remote + landing.length])
+        data = world.network.carry(data, name, transport.process.name)
         world.clock.after(world.rng.random() * world.network.latency_s / 4, self._land, read, landing, data)
 
     def _land(self, read: _Read, landing: "_Landing", data: bytes) -> None:

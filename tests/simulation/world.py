@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import partial
 
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
@@ -26,12 +27,13 @@ from diptych.workers.worker_config import WorkerConfig
 from .clients import Client, forge_a_pull, plan_clients
 from .clock import Clock, ProcessLoop, dispose
 from .faults import Fault, Weather, choose_weather, drain, plan
-from .invariants import check_end, check_worker, may_fail_on_a_calm_day, what_is_held
+from .invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
 from .memory import CheckedRunner, PoisonedList, layer_sizes, plan_layout, vary
 from .network import Network
 from .reasons import WatchedRecord
 from .rpc import SimChannel
 from .seams import replaced
+from .step_faults import StepFaults
 from .violation import Crash, Hang, Violation, demand
 from .worker import Worker
 
@@ -49,6 +51,7 @@ class World:
         self.network = Network(self.clock, rng)
         self.network.straggle = self.weather.straggle
         self.network.latency_s = self.weather.latency_s
+        self.network.flip = self.weather.flip
         self.lease_s = rng.uniform(*self.weather.lease_s)
         self.network.on_delivery = self._on_delivery
         self.bugs: list[Exception] = []
@@ -77,6 +80,7 @@ class World:
         self.chunk_bytes = largest * 3 // 4  # less than a block
         self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
+        self.step_faults = StepFaults(self, self.weather.step_fault)
         self.router_process = self._process("router")
         self.supervisor = self._process("supervisor")
         self.router: Router | None = None
@@ -98,6 +102,8 @@ class World:
             own = self._layouts[host] = usual if are_alike else vary(rng, layout)
             self._num_blocks[host] = own.num_blocks_for(rng.randint(*NUM_TOKENS)) + (own.block_size > 4)
             self.workers[host] = None
+            if verifies := rng.random() < 0.3:
+                self.network.verifying.add(host)
             self._configs[host] = WorkerConfig(
                 model="fake",
                 role=pool,
@@ -107,7 +113,7 @@ class World:
                 transports=transports,
                 lease_s=self.lease_s,
                 layer_groups=rng.choice((0, 1, 2, 3)),
-                verify_kv=rng.random() < 0.3,
+                verify_kv=verifies,
                 wire_dtype="bfloat16" if rng.random() < 0.1 else None,
             )
 
@@ -146,6 +152,7 @@ class World:
         haste = random.Random(self.seed) if looks_ahead else None
         runner = CheckedRunner(self._layouts[host], self._num_blocks[host], haste)
         worker = Worker(process, f"{host}.{next(self._num_incarnations)}", self._pools[host], runner)
+        runner.may_fail = partial(self.step_faults.strike, host, worker.incarnation)
         self.note(f"start {worker.incarnation}")
         self.workers[host] = worker
 
@@ -253,7 +260,7 @@ class World:
     def _admit(self, client: Client) -> None:
         task = self.router_process.create_task(self._ask(client))
         if client.leaves_at is not None:
-            self.router_process.call_at(client.leaves_at, task.cancel)
+            self.clock.at(client.leaves_at, self.router_process.call_soon, task.cancel)
 
     async def _ask(self, client: Client) -> None:
         assert self.router is not None
@@ -263,6 +270,9 @@ class World:
                     client.tokens += delta.token_ids
                     client.logprobs += delta.logprobs
                     client.finish = delta.finish_reason
+                    if client.stops_after is not None and len(client.tokens) >= client.stops_after:
+                        client.stops_after = None
+                        await asyncio.sleep(client.stops_s)
                     self.note(f"{client.request.request_id} +{len(delta.token_ids)} = {len(client.tokens)}")
         except DiptychError as e:
             client.error = e
@@ -345,21 +355,14 @@ class World:
             self.clock.at(fault.at_s, self._strike_late, fault)
 
     def _wait_for_clients(self) -> None:
-        last = max(c.arrives_at + c.request.timeout_s for c in self.clients)
+        last = max(c.arrives_at + c.request.timeout_s + c.stops_s for c in self.clients)
         while any(c.ended_at is None for c in self.clients):
             if self.clock.now > last + self.stall_s + 1.0:
                 raise Hang(self._late())
             self.clock.run_until(self.clock.now + CHECK_S)
-            if not any(map(self._is_able, self.living())):
+            if not any(is_able(self, worker) for worker in self.living()):
                 self.network.troubles.add(self.clock.now - CHECK_S, self.clock.now, "fleet")
             self._check()
-
-    def _is_able(self, worker: Worker) -> bool:
-        """To take a request."""
-        if worker.incarnation not in self.listed or not worker.has_started or worker.process.is_stalled:
-            return False
-        assert worker.service is not None
-        return not (worker.service._is_draining or self.network.is_cut("router", worker.process.name))
 
     def _late(self) -> str:
         late = [c.request.request_id for c in self.clients if c.ended_at is None]
@@ -368,6 +371,8 @@ class World:
     def _check(self) -> None:
         if self.bugs:
             raise self.bugs[0]
+        for client in self.clients:
+            check_running(self, client)
         for worker in self.living():
             if not worker.process.is_stalled and worker.has_started:
                 check_worker(self, worker)

@@ -1,0 +1,23 @@
+"""Bugs to plant against bits that flip and clients that do not read: see mutations.py."""
+
+from diptych.cluster.request_run import RequestRun
+from diptych.workers import handoff_intake
+
+from .mutations import Replacement
+
+
+def checksums_are_not_compared() -> list[Replacement]:
+    return [(handoff_intake, "_compare", lambda segment, found: None)]
+
+
+def a_client_that_does_not_read_keeps_its_request() -> list[Replacement]:
+    real = RequestRun._expire
+
+    def expire(self: RequestRun) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            real(self)
+
+    return [(RequestRun, "_expire", expire)]
+
+
+WORLD = (checksums_are_not_compared, a_client_that_does_not_read_keeps_its_request)

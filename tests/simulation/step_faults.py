@@ -1,0 +1,65 @@
+"""Steps that raise: by the fault of one request, of a moment, or of a worker that computes nothing any more."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from diptych.workers.fake_stream import FakeRow, FakeStep
+
+from .violation import demand
+
+if TYPE_CHECKING:
+    from .world import World
+
+SELF_TEST = "self-test"
+
+
+class StepFault(RuntimeError):
+    """What a runner raises, as far as the engine can tell."""
+
+
+class StepFaults:
+    """`poisonous`: requests whose token at that position of the output cannot be computed, anywhere."""
+
+    def __init__(self, world: "World", rate: float) -> None:
+        self._world, self._rate = world, rate
+        self.poisonous = {c.request.request_id: c.poison_at for c in world.clients if c.poison_at is not None}
+        self.raised: Counter[str] = Counter()  # by request: steps that raised with it
+        self.raised_alone: Counter[str] = Counter()
+        self.caused: Counter[str] = Counter()  # by poisonous request
+        self._broken: set[str] = set()  # incarnations
+
+    def strike(self, host: str, incarnation: str, step: FakeStep) -> None:
+        """On the engine's thread. Raises StepFault."""
+        world = self._world
+        ids = [row.sequence.request.request_id for row in step.rows]
+        guilty = [row.sequence.request.request_id for row in step.rows if self._is_poison(row)]
+        by_chance = world.rng.random() < self._rate and SELF_TEST not in ids
+        if by_chance and world.rng.random() < 0.1:
+            self._broken.add(incarnation)
+        if not (guilty or by_chance or incarnation in self._broken):
+            return
+        self.raised.update(ids)
+        if len(ids) == 1:
+            self.raised_alone.update(ids)
+        self.caused.update(guilty)
+        now = world.clock.now
+        world.network.troubles.add(now, now, host)
+        world.note(f"a step of {host} raises: {' '.join(ids)}")
+        raise StepFault("it cannot be computed")
+
+    def _is_poison(self, row: FakeRow) -> bool:
+        sequence = row.sequence
+        at = self.poisonous.get(sequence.request.request_id)
+        return at is not None and row.samples and len(row.token_ids) - sequence.num_prompt == at
+
+    def check_blamed(self, request_id: str) -> None:
+        """It ended by name."""
+        is_due = self.raised[request_id] >= 2 and self.raised_alone[request_id]
+        demand(is_due, f"{request_id} is blamed for {self.raised[request_id]} steps")
+
+    def check(self, request_id: str) -> None:
+        """A poisonous request costs its neighbours one step, and itself another."""
+        record = self._world.records[request_id]
+        others = record.num_attempts - len(record.failed_steps)
+        most = 2 + others
+        demand(self.caused[request_id] <= most, f"{request_id} made {self.caused[request_id]} steps fail")

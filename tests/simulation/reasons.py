@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROUTER = "router"
 LINGER_S = 6.0  # after a trouble's end, until both sides have noticed, given up what was under way, and found back
+MOMENT_S = 1e-6  # a trouble is often what ends an attempt in the same instant
 ENOUGH_S = 3.0  # of quiet time: any request would have ended, whatever waits before it
 SHORT_S = 1.0  # for a worker to be told of, and dialled
 
@@ -130,7 +131,7 @@ def check_failure(world: "World", client: "Client") -> None:
     if record.num_failures >= record.max_attempts:
         for attempt in record.story.attempts:
             is_blameless = attempt.error is None or isinstance(attempt.error, WorkerDraining)
-            met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended)
+            met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended + MOMENT_S)
             demand(met, f"{name}: an attempt at {sorted(attempt.hosts)} failed by nobody's fault: {attempt.error!r}")
         return
     quiet_s = record.story.quiet_s(troubles, client.arrives_at, ended)

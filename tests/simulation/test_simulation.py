@@ -16,7 +16,7 @@ from .world import World, simulate
 ROOT = Path(__file__).parent.parent.parent
 NUM_SEEDS = 2000
 NUM_PROCESSES = 2
-ONCE_FAILED = (7012601,)  # a move for relief, of a sequence that had one token left to make
+ONCE_FAILED = (7012601,)  # see test_migration.py's test_what_may_end_before_its_move_is_done_stays
 
 
 def soak(start: int, seeds: int, hash_seed: str = "random") -> "subprocess.Popen[str]":

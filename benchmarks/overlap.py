@@ -122,8 +122,8 @@ async def work(core: int, bytes_s: float | None, cpus: Sequence[int], settings: 
     if bytes_s is not None:
         make = service.make_transports
 
-        def make_throttled(*args: Any) -> dict[str, Transport]:
-            return {name: ThrottledTransport(inner, bytes_s) for name, inner in make(*args).items()}
+        def make_throttled(*args: Any, **named: Any) -> dict[str, Transport]:
+            return {name: ThrottledTransport(inner, bytes_s) for name, inner in make(*args, **named).items()}
 
         service.make_transports = make_throttled
     config = WorkerConfig(threads=1, cores=(core,), prefix_cache=False, kv_memory_bytes=KV_BYTES, **settings)

@@ -36,6 +36,7 @@ from diptych.workers.handoff_sink import HandoffSink
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.kv_layout import Copies, KVMemory
 from diptych.workers.transport.base import Reader, Source
+from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.select import make_transports
 
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB, 64 KiB, ... 64 MiB
@@ -212,7 +213,8 @@ async def connected(name: str, ours: KVMemory) -> AsyncGenerator[Connected]:
     async with source_process(name) as (address, _), open_channel(address) as channel:
         stub = kv_pb2_grpc.KVHandoffStub(channel)
         whole = {"handoff_id": "whole", "source_incarnation": "source", "sink_incarnation": "sink/0"}
-        stream = stub.Subscribe(kv_pb2.SubscribeRequest(**whole, layout=LAYOUT.to_proto(), transports=[name]))
+        request = kv_pb2.SubscribeRequest(**whole, layout=LAYOUT.to_proto(), transports=[name], machine=this_machine())
+        stream = stub.Subscribe(request)
         opened = (await stream.read()).opened
         reader = await transports[name].connect(Source("whole", "sink/0", opened, stub))
         sink = HandoffSink("sink", ours, transports, Engine())

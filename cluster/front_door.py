@@ -5,6 +5,7 @@
 Here a request gets its seed, its deadline and the ids of its completions; what is received is bounded before it costs.
 """
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ..workers.errors import InvalidRequest, UnknownModel
 from ..workers.request import Request, SamplingParams
 from ..workers.runner import ModelInfo
-from .generation import Completion, Generation, TokenSource
+from .generation import MIN_LARGE_SIZE, Completion, Generation, TokenSource
 from .prompt_encoder import ProcessLimits, PromptEncoder
 from .prompt_encoding import Chat, Encoded, Prompt
 from .stop_strings import StopStrings, StopTable
@@ -31,6 +32,10 @@ class Limits:
     max_stop_chars: int = 1024  # of one stop string
     max_timeout_s: float = 600.0  # also the time-out of a call that names none
     max_body_bytes: int = 16 << 20
+    max_message_bytes: int = 4 << 20  # of gRPC, whose messages are read in the router
+    max_held_body_bytes: int = 128 << 20  # of all bodies that are being read, beyond the first 64 KiB of each
+    max_answer_logprobs: int = 1 << 18  # in an answer that is sent in one piece
+    max_gathered_logprobs: int = 1 << 21  # in all such answers that are being gathered
     strict: bool = False  # refuse fields that nobody knows
     process: ProcessLimits = field(default_factory=ProcessLimits)  # of what encodes prompts
     body_timeout_s: float = 60.0
@@ -101,6 +106,8 @@ class FrontDoor:
                 detokenizer = self.tokenizer.detokenizer(token_ids)
                 completion = Completion(index, request, detokenizer, StopStrings(stops), prompt_only=spec.prompt_only)
                 completions.append(completion)
+            if completions[-1].request.size >= MIN_LARGE_SIZE:
+                await asyncio.sleep(0)  # for others: to check it took a while
         return Generation(self.source, request_id, completions, spec.n)
 
     def _check_counts(self, spec: GenerationSpec) -> None:

@@ -30,6 +30,8 @@ from .timings import RequestTimings
 T = TypeVar("T")
 
 MAX_UNREAD_DELTAS = 1024  # of a generation whose reader is slow
+MAX_BATCH_TOKENS = 256  # of a batch, and those of one delta more
+MIN_LARGE_SIZE = 2048  # of a request that others do not wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +227,15 @@ class Generation:
                     yield batch
             return
         news = _News()
-        tasks = [asyncio.create_task(self._receive(completion, news)) for completion in self.completions]
-        for task in tasks:
-            task.add_done_callback(news.report)
+        tasks: list[asyncio.Task[None]] = []
         timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, tasks, news)
         try:
+            for completion in self.completions:
+                task = asyncio.create_task(self._receive(completion, news))
+                task.add_done_callback(news.report)
+                tasks.append(task)
+                if completion.request.size >= MIN_LARGE_SIZE:
+                    await asyncio.sleep(0)  # for others: to submit it takes a while
             num_running = len(tasks)
             while num_running:
                 batch, error = await news.take()
@@ -358,9 +364,17 @@ class _News:
             self.fail(error)
 
     async def take(self) -> tuple[list[TextDelta], BaseException | None]:
-        """What has come: one of the two at least."""
+        """What has come, up to a bound: one of the two at least."""
         await self._has_news.wait()
-        self._has_news.clear()
         self._has_room.set()
-        batch, self._deltas = self._deltas, []
+        num_tokens, end = 0, 0
+        for delta in self._deltas:
+            num_tokens, end = num_tokens + len(delta.token_ids), end + 1
+            if num_tokens >= MAX_BATCH_TOKENS:
+                break
+        batch, self._deltas = self._deltas[:end], self._deltas[end:]
+        if self._deltas:
+            await asyncio.sleep(0)  # for others: it is much that waits here
+            return batch, None
+        self._has_news.clear()
         return batch, self._error

@@ -19,6 +19,7 @@ from .. import __version__
 from ..proto import inference_pb2, inference_pb2_grpc
 from ..workers.channel import bind, make_server
 from ..workers.errors import ConfigError, DiptychError, InvalidRequest
+from ..workers.request import check_prompt_length
 from ..workers.wire import FINISH_TO_PROTO, sampling_from_proto
 from .config import TlsConfig
 from .connection_limits import ConnectionLimits
@@ -26,7 +27,7 @@ from .delivery import Delivery
 from .front_door import FrontDoor, GenerationSpec
 from .generation import Generation, TextDelta
 from .grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
-from .prompt_encoding import Chat, Prompt
+from .prompt_encoding import Chat, Prompt, check_num_messages
 from .tokenizer import Tokenizer
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -58,7 +59,7 @@ class InferenceServer:
         limits = limits or ConnectionLimits()
         options = [
             ("grpc.so_reuseport", int(reuse_port)),
-            ("grpc.max_receive_message_length", door.limits.max_body_bytes),
+            ("grpc.max_receive_message_length", door.limits.max_message_bytes),
             # A call that its client does not read ends with its connection at last.
             ("grpc.max_connection_age_ms", round(MAX_AGE_S * 1e3)),
             ("grpc.max_connection_age_grace_ms", round((door.limits.max_timeout_s + limits.send_timeout_s) * 1e3)),
@@ -140,8 +141,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         remaining_s = cast("float | None", context.time_remaining())
         if timeout_s is None and remaining_s is not None:
             timeout_s = min(max(remaining_s, MIN_TIMEOUT_S), self._door.limits.max_timeout_s)
+        if len(request.stop) > self._door.limits.max_stop_strings:
+            raise InvalidRequest(f"at most {self._door.limits.max_stop_strings} stop strings", param="stop")
         return GenerationSpec(
-            prompts=(_prompt(request),),
+            prompts=(_prompt(request, self._door.model().max_context_tokens),),
             sampling=sampling_from_proto(sampling),
             n=request.n or 1,
             stop=tuple(request.stop),
@@ -153,13 +156,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
 
-def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> Prompt:
+    """Counts first: to copy what cannot be served takes as long. Raises InvalidRequest."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return request.text
     if kind == "tokens":
+        check_prompt_length(len(request.tokens.ids), max_context_tokens)
         return tuple(request.tokens.ids)
     if kind == "chat":
+        check_num_messages(len(request.chat.messages))
         return Chat([{"role": m.role, "content": m.content} for m in request.chat.messages])
     raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
 

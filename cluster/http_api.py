@@ -7,10 +7,10 @@ Every call has an id of our making: in the header x-request-id, in the id of the
 OpenAI's object {"error": {message, type, param, code}} under the status of its class in workers/errors.py.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -21,19 +21,22 @@ from starlette.types import ASGIApp
 
 from .. import __version__
 from ..workers.runner import ModelInfo
+from .budget import Budget
 from .front_door import FrontDoor, GenerationSpec
-from .generation import Generation, TextDelta
+from .generation import Generation
 from .http_body import read_json
 from .http_edge import Access, surround
 from .http_errors import EXCEPTION_HANDLERS, call_id, error_object, request_id
 from .http_metrics import HttpMetrics
 from .http_stream import EventStream, while_connected
+from .json_parts import to_json
 from .openai_calls import with_prompts
 from .openai_fields import UnknownFields, header_value
 from .openai_format import ChatFormat, CompletionFormat, Format, to_event
 from .openai_types import Body, Call, ChatBody, CompletionBody, parse
 from .prompt_encoding import Encoded
 from .timings import server_timing
+from .whole_answers import bounded, gather
 
 MAX_INLINE_BYTES = 65_536  # of a body: what takes about 2 ms to read stays in the router
 
@@ -64,6 +67,12 @@ class HttpApi:
         self._metrics = metrics
         self._started = int(time.time())
         self._unknown_fields = UnknownFields(door.limits.strict)
+        limits = door.limits
+        self._bodies = Budget(limits.max_held_body_bytes, "too many bytes of bodies are being read: try again later")
+        self._gathered = Budget(
+            limits.max_gathered_logprobs,
+            "too many log-probabilities are being gathered for answers in one piece: try later, or send stream=true",
+        )
 
     async def completions(self, request: Request) -> Response | EventStream:
         call = await self._call(CompletionBody, request)
@@ -108,10 +117,15 @@ class HttpApi:
     async def _call(self, kind: type[Body], request: Request) -> Call:
         """Read what is asked for. Unknown fields are named in a header of whatever is answered."""
         limits = self._door.limits
-        call = await self._read(kind, await read_json(request, limits.max_body_bytes, limits.body_timeout_s))
+        with self._bodies.share() as held:
+            body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
+            call = await self._read(kind, body)
+            del body
         self._unknown_fields.note(call.unknown)
         request.state.ignored = header_value(call.unknown)
-        return call
+        if call.stream:
+            return call
+        return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
 
     async def _read(self, kind: type[Body], body: bytes) -> Call:
         if len(body) <= MAX_INLINE_BYTES:
@@ -127,11 +141,13 @@ class HttpApi:
             its_id = request_id(request)
             events = _events(generation, form)
             return EventStream(events, lambda e: to_event(error_object(e, its_id)), generation.timeout_s)
-        deltas = await while_connected(request.receive, _collect(generation))
-        headers = _server_timing(generation)
-        if form.wants_prompt_logprobs:  # so many that other calls would wait
-            return await asyncio.to_thread(lambda: JSONResponse(form.whole(deltas), headers=headers))
-        return JSONResponse(form.whole(deltas), headers=headers)
+        whole = await while_connected(request.receive, self._whole(generation, form))
+        return Response(whole, headers=_server_timing(generation), media_type="application/json")
+
+    async def _whole(self, generation: Generation, form: Format) -> bytes:
+        async with aclosing(generation.batches()) as batches:
+            with self._gathered.share() as held:
+                return await to_json(await form.whole(await gather(batches, held)))
 
     def _echo(self, spec: GenerationSpec, generation: Generation) -> list[str]:
         """The prompt's text, for each choice."""
@@ -155,11 +171,6 @@ async def _events(generation: Generation, form: Format) -> AsyncGenerator[str, N
         async for batch in batches:
             yield form.events(batch)
     yield form.last_events()
-
-
-async def _collect(generation: Generation) -> list[TextDelta]:
-    async with aclosing(generation.batches()) as batches:
-        return [delta async for batch in batches for delta in batch]
 
 
 def _server_timing(generation: Generation) -> dict[str, str]:

@@ -7,14 +7,16 @@ from collections.abc import Generator
 from starlette.requests import ClientDisconnect, Request
 
 from ..workers.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, RequestAborted, UnsupportedEncoding
+from .budget import Share
 
 STEP_BYTES = 256 << 10  # inflated at once, between two turns of the event loop: under a millisecond
+SMALL_BODY_BYTES = 65_536  # of each body, for which the number of connections is bound enough
 _GZIP_BITS = 16 + zlib.MAX_WBITS
 
 
-async def read_json(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """The body of a POST that says it is JSON, inflated where it is gzip. Raises InvalidRequest, BodyTooLarge,
-    BodyTooSlow, UnsupportedEncoding."""
+async def read_json(request: Request, max_bytes: int, timeout_s: float, held: Share) -> bytes:
+    """The body of a POST that says it is JSON, inflated where it is gzip. `held` counts its bytes beyond
+    SMALL_BODY_BYTES. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedEncoding, Overloaded."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest(f"send the body as content-type: application/json, got {media_type[:100] or 'none'!r}")
@@ -26,6 +28,8 @@ async def read_json(request: Request, max_bytes: int, timeout_s: float) -> bytes
             async for piece in request.stream():
                 for _ in body.steps(piece):
                     await asyncio.sleep(0)
+                if len(body) > SMALL_BODY_BYTES:
+                    held.take(len(body) - SMALL_BODY_BYTES - held.num_taken)
     except TimeoutError as e:
         raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s: send it faster") from e
     except ClientDisconnect as e:
@@ -49,6 +53,9 @@ class _Body:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._body = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._body)
 
     def steps(self, piece: bytes) -> Generator[None]:
         """Take a piece, in steps between which others may run. Raises BodyTooLarge, InvalidRequest."""

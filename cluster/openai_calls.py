@@ -14,6 +14,7 @@ from .openai_types import Call, ChatBody, CompletionBody, parse
 from .prompt_encoding import Chat, Encoded, Prompt, encode_chat, encode_text
 from .tokenizer import Tokenizer
 
+MAX_REST_BYTES = 256 << 10  # of what is asked for, without its prompts
 MAX_PROMPT_TOKENS = 1 << 20  # of one call, over all its prompts; more where the context holds more
 
 _CALL = TypeAdapter(Call)
@@ -34,7 +35,13 @@ def read_call(tokenizer: Tokenizer, kind: str, body: bytes, max_context_tokens: 
                 f"the prompts have more than {most} tokens together: send several calls", param="prompt"
             )
         found.append(Encoded(ids, prompt if call.echo and isinstance(prompt, str) else None))
-    return _CALL.dump_json(replace(call, spec=replace(call.spec, prompts=()))), found
+    rest = _CALL.dump_json(replace(call, spec=replace(call.spec, prompts=())))
+    if len(rest) > MAX_REST_BYTES:
+        param = "stop" if len(call.spec.stop) > 1 else None
+        raise InvalidRequest(
+            f"the fields beside the prompts have {len(rest)} bytes, at most {MAX_REST_BYTES}", param=param
+        )
+    return rest, found
 
 
 def with_prompts(call: bytes, prompts: Sequence[Encoded]) -> Call:

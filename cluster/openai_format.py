@@ -4,14 +4,16 @@ A streamed chunk differs from the one before it in its text alone: what surround
 costs one JSON string.
 """
 
+import asyncio
 import json
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..workers.errors import InvalidRequest
 from .generation import Generation, TextDelta, TokenLogprob, Usage
+from .json_parts import SLICE, Written
 from .openai_prompt_logprobs import Json, PromptTokens, finite
 from .tokenizer import Tokenizer
 
@@ -75,16 +77,22 @@ class Format:
         usage: Json = {"usage": _usage(self._generation.usage)} if self._include.usage else {}
         return to_event(self._head(self.chunk_kind) | {"choices": []} | usage | self._timings()) + DONE
 
-    def whole(self, deltas: Sequence[TextDelta]) -> Json:
-        """The answer in one piece."""
+    async def whole(self, deltas: Sequence[TextDelta]) -> Json:
+        """The answer in one piece. Others run meanwhile."""
         own: list[list[TextDelta]] = [[] for _ in self._indices]
         for delta in deltas:
             own[delta.index].append(delta)
-        for first in self._indices[:: self._generation.n]:
-            self._take_prompt(first, own[first])
-        choices = [self._whole_choice(i, own[i]) for i in self._indices]
+        if self.wants_prompt_logprobs:  # so many that other calls would wait
+            await asyncio.to_thread(self._tell_prompts, own)
+        choices = [await self._whole_choice(i, own[i]) for i in self._indices]
         usage = _usage(self._generation.usage)
         return self._head(self.kind) | {"choices": choices, "usage": usage} | self._timings()
+
+    def _tell_prompts(self, own: Sequence[Sequence[TextDelta]]) -> None:
+        for first in self._indices[:: self._generation.n]:
+            self._take_prompt(first, own[first])
+            if (num_top := self._include.prompt_logprobs) is not None:
+                self._listed(first, num_top)
 
     def _first(self, index: int) -> int:
         """The first choice of the same prompt."""
@@ -142,9 +150,18 @@ class Format:
     def _event(self, delta: TextDelta) -> str: ...
 
     @abstractmethod
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+    async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         """A whole choice, of its deltas (one at least)."""
         ...
+
+    async def _all_logprobs(self, of: "LogprobsOf", deltas: Sequence[TextDelta]) -> Json | None:
+        """`of` all deltas, a slice at a time. Its lists are Written."""
+        found: Json = {}
+        for part in _slices(deltas) if self._wants_logprobs else ():
+            for name, value in of(self._names, part).items():
+                found[name] = found.get(name, Written(())) + Written.of(value) if isinstance(value, list) else value
+            await asyncio.sleep(0)
+        return found if self._wants_logprobs else None
 
 
 class CompletionFormat(Format):
@@ -187,7 +204,8 @@ class CompletionFormat(Format):
         if is_plain and not self._echo[index] and not (self._echoes_logprobs and not self._has_begun[index]):
             before, after = self._around[index]
             return f"{before}{json.dumps(delta.text)}{after}"
-        choice = self._choice(index, (delta,))
+        logprobs = self._logprobs(index, (delta,)) if self._wants_logprobs else None
+        choice = self._choice(index, (delta,), logprobs)
         if self._include.token_ids:
             if not self._has_begun[index]:
                 choice["prompt_token_ids"] = self._prompts[index]
@@ -197,20 +215,25 @@ class CompletionFormat(Format):
         self._echo[index] = ""
         return self._chunk(choice)
 
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+    async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         # null where they are not asked for, as vLLM answers.
         asked, num_top = self._include.token_ids, self._include.prompt_logprobs
-        return self._choice(index, deltas) | {
+        num_echoed = self._num_echoed[index]
+        logprobs = await self._all_logprobs(lambda names, part: _completion_logprobs(names, part, num_echoed), deltas)
+        if logprobs is not None and self._echoes_logprobs:
+            prompt = await asyncio.to_thread(self._echoed, self._first(index))
+            logprobs = {name: Written.of(prompt[name]) + column for name, column in logprobs.items()}
+        return self._choice(index, deltas, logprobs) | {
             "token_ids": self._token_ids(deltas) if asked else None,
             "prompt_token_ids": self._prompts[index] if asked else None,
             "prompt_logprobs": None if num_top is None else self._listed(self._first(index), num_top),
         }
 
-    def _choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+    def _choice(self, index: int, deltas: Sequence[TextDelta], logprobs: Json | None) -> Json:
         return {
             "index": index,
             "text": self._echo[index] + "".join(d.text for d in deltas),
-            "logprobs": self._logprobs(index, deltas) if self._wants_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": _finish_reason(deltas[-1]),
         }
 
@@ -234,9 +257,9 @@ class ChatFormat(Format):
         first = {"role": "assistant", "content": ""}
         self._opening = [self._chunk(_chat_chunk(i, first), self._prompt_ids(i)) for i in self._indices]
 
-    def whole(self, deltas: Sequence[TextDelta]) -> Json:
+    async def whole(self, deltas: Sequence[TextDelta]) -> Json:
         num_top = self._include.prompt_logprobs
-        answer = super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
+        answer = await super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
         return answer | {"prompt_logprobs": None if num_top is None else self._listed(0, num_top)}
 
     def _prompt_ids(self, index: int) -> Json:
@@ -255,14 +278,24 @@ class ChatFormat(Format):
             choice["token_ids"] = delta.token_ids
         return opening + self._chunk(choice)
 
-    def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+    async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         return {
             "index": index,
             "message": {"role": "assistant", "content": "".join(d.text for d in deltas), "refusal": None},
-            "logprobs": _chat_logprobs(self._names, deltas) if self._wants_logprobs else None,
+            "logprobs": await self._all_logprobs(_chat_logprobs, deltas),
             "finish_reason": _finish_reason(deltas[-1]),
             "token_ids": self._token_ids(deltas) if self._include.token_ids else None,
         }
+
+
+def _slices(deltas: Sequence[TextDelta]) -> Iterator[Sequence[TextDelta]]:
+    """Of SLICE tokens each, and those of one delta more; one at least."""
+    start = num_tokens = 0
+    for end, delta in enumerate(deltas, start=1):
+        num_tokens += len(delta.token_ids)
+        if num_tokens >= SLICE or end == len(deltas):
+            yield deltas[start:end]
+            start, num_tokens = end, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +322,9 @@ class TokenNames:
 
     def chat(self, token_id: int) -> Json:
         return {"token": self.text(token_id), "bytes": list(self.tokenizer.token_bytes(token_id))}
+
+
+LogprobsOf = Callable[[TokenNames, Sequence[TextDelta]], Json]
 
 
 def to_event(value: Json) -> str:

@@ -9,6 +9,8 @@ from ..workers.request import context_exceeded
 from .chat_template import Message
 from .tokenizer import Tokenizer
 
+MAX_MESSAGES = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -28,6 +30,14 @@ class Encoded:
 Prompt = str | tuple[int, ...] | Chat | Encoded
 
 
+def check_num_messages(num: int) -> None:
+    """Raise InvalidRequest."""
+    if not num:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    if num > MAX_MESSAGES:
+        raise InvalidRequest(f"{num} messages; a conversation has at most {MAX_MESSAGES}", param="messages")
+
+
 def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, special: bool = True) -> tuple[int, ...]:
     """Raises InvalidRequest, PromptTooLong."""
     if not text:
@@ -43,8 +53,7 @@ def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, spe
 
 def encode_chat(tokenizer: Tokenizer, chat: Chat, max_context_tokens: int) -> tuple[int, ...]:
     """Render and encode. Raises InvalidRequest, PromptTooLong."""
-    if not chat.messages:
-        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    check_num_messages(len(chat.messages))
     most = max_context_tokens * tokenizer.max_token_chars
     text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, max_chars=most)
     # It holds its special tokens already.

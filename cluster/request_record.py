@@ -34,8 +34,8 @@ The two speak over different streams, so anything may overtake anything:
     a token twice, or of a closed leg           dropped
     a token after a gap                         InternalError: no answer is better than a wrong one
 
-A source is forgotten when the sink's first token has its place: the sink committed, so nothing is held for it there.
-Every leg that was submitted is closed exactly once: by Abort (its worker must stop) or Forget (it already has).
+A source is forgotten when the sink's first token has its place: the sink committed. Every leg that was submitted is
+closed exactly once: by Abort (its worker must stop) or Forget (it already has).
 """
 
 from collections.abc import Iterator
@@ -73,6 +73,7 @@ from .legs import (
 from .policy import Route
 from .prompt_record import PromptRecord
 
+MAX_DELTA_TOKENS = 128  # of a reader who is behind: with log-probabilities a token costs 0.1 ms to tell
 MAX_FAILED_MIGRATIONS = 3  # of a request; then it stays where it is
 _NOTHING: Actions = ()
 
@@ -97,7 +98,7 @@ class RequestRecord:
         self.prompt = PromptRecord(request)
         self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []  # of tokens that were not taken
         self._num_taken = 0
         self._layouts_differ = False
         self._has_handoff_failed = False
@@ -142,15 +143,16 @@ class RequestRecord:
         return handoff.source if handoff is not None and handoff.is_live and handoff.sink is not None else None
 
     def take(self, elapsed_s: float = 0.0) -> TokenDelta | None:
-        """The tokens since the last call, if any; so long after receipt."""
-        first = self._num_taken
-        if first == len(self.token_ids):
+        """The tokens since the last call, if any, up to MAX_DELTA_TOKENS; so long after receipt."""
+        first, num = self._num_taken, len(self.token_ids)
+        if first == num:
             return None
-        self._num_taken = len(self.token_ids)
+        self._num_taken = end = min(num, first + MAX_DELTA_TOKENS)
+        logprobs, self._logprobs = self._logprobs[: end - first], self._logprobs[end - first :]
         return TokenDelta(
-            token_ids=tuple(self.token_ids[first:]),
-            logprobs=tuple(self._logprobs[first:]),
-            finish_reason=self.finish,
+            token_ids=tuple(self.token_ids[first:end]),
+            logprobs=tuple(logprobs),
+            finish_reason=self.finish if end == num else None,
             num_cached_tokens=0 if first else self.num_cached_tokens,
             prompt_logprobs=() if first else self.prompt.take(),
             elapsed_s=elapsed_s,

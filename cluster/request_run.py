@@ -36,7 +36,7 @@ from .legs import (
     Submit,
 )
 from .policy import RequestFacts, Route
-from .request_record import RequestRecord
+from .request_record import MAX_DELTA_TOKENS, RequestRecord
 from .timings import RequestTimes, RequestTimings
 
 
@@ -79,6 +79,7 @@ class RequestRun:
         self._timer = self._loop.call_at(self._deadline, self._expire)
         self._patience: asyncio.TimerHandle | None = None  # while no worker is there
         self._waiter: asyncio.Future[None] | None = None
+        self._was_behind = False  # `next` could not give all that was there
 
     @property
     def remaining_s(self) -> float:
@@ -110,9 +111,12 @@ class RequestRun:
 
     async def next(self) -> TokenDelta:
         """The tokens since the last call, at least one. Raises what ended the request."""
+        if self._was_behind:
+            await asyncio.sleep(0)  # for others: the client has much to catch up with
         while True:
             delta = self.record.take(self._loop.time() - self.times.started_at)
             if delta is not None:
+                self._was_behind = len(delta.token_ids) == MAX_DELTA_TOKENS
                 return self._timed(delta)
             if self.record.error is not None:
                 raise self.record.error

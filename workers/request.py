@@ -62,12 +62,7 @@ class SamplingParams:
         for name, num in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if num is not None:
                 _within(name, num, 0, MAX_LOGPROBS)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias"
-            )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries", param="stop_token_ids")
+        check_counts(len(self.logit_bias), len(self.stop_token_ids))
         for bias in self.logit_bias.values():
             if not -100.0 <= bias <= 100.0:
                 _within("logit_bias", bias, -100.0, 100.0)
@@ -92,6 +87,11 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Any that are not known yet."""
         return self.sampling.prompt_logprobs is not None and self.first_prompt_logprob < len(self.prompt_token_ids)
+
+    @property
+    def size(self) -> int:
+        """Numbers in it: what it costs to send."""
+        return len(self.prompt_token_ids) + len(self.sampling.logit_bias)
 
     def validate(self, vocab_size: int, max_context_tokens: int, output_token_ids: Sequence[int] = ()) -> None:
         """Raise InvalidRequest or PromptTooLong for what the model cannot compute. `output_token_ids`: made before."""
@@ -137,6 +137,14 @@ def context_exceeded(max_context_tokens: int, cause: str, remedy: str, *, param:
     return PromptTooLong(
         f"This model's maximum context length is {max_context_tokens} tokens. However, {cause}. {remedy}.", param=param
     )
+
+
+def check_counts(num_logit_bias: int, num_stop_token_ids: int) -> None:
+    """Raise InvalidRequest where there are too many."""
+    if num_logit_bias > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {num_logit_bias} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
+    if num_stop_token_ids > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries", param="stop_token_ids")
 
 
 def check_cache_salt(salt: bytes) -> None:

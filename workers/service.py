@@ -209,7 +209,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if is_sink and has_prefix:
             self._links.send_failure(key, InvalidRequest("a sequence that is handed over has no prefix to be pulled"))
             return
-        request = request_from_submit(submit)
+        try:
+            request = request_from_submit(submit)
+        except InvalidRequest as e:
+            self._links.send_failure(key, e)
+            return
         outputs = list(submit.output_token_ids)
         handoff_id = submit.offer.handoff_id if submit.HasField("offer") else None
         num_tokens = len(request.prompt_token_ids) + len(outputs)

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..proto import inference_pb2, worker_pb2
 from .logit_bias import LogitBias
-from .request import Request, SamplingParams
+from .request import Request, SamplingParams, check_counts
 from .scheduler import Role
 from .sequence import FinishReason
 
@@ -61,7 +61,9 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) -> SamplingParams:
-    """Fields absent on the wire take `defaults`, then SamplingParams' own."""
+    """Fields absent on the wire take `defaults`, then SamplingParams' own. Raises InvalidRequest for lists that are too
+    long to be copied."""
+    check_counts(len(message.logit_bias), len(message.stop_token_ids))
     given: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(
         **(defaults | given), logit_bias=LogitBias(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids)

@@ -39,7 +39,7 @@ def server() -> Generator[Served]:
     ],
 )
 def test_a_prompt_that_is_too_long_is_told_in_openais_words(server: Served, path: str, body: dict[str, Any]) -> None:
-    response = httpx.post(server.url + path, json=body)
+    response = httpx.post(server.url + path, json=body, timeout=60)
     error = response.json()["error"]
     found = OPENAI.match(error["message"])
     assert response.status_code == 400 and error["code"] == "context_length_exceeded"

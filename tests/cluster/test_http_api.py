@@ -33,7 +33,7 @@ def client(server: Served) -> Generator[openai.OpenAI]:
 
 
 def post(server: Served, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body)
+    return httpx.post(server.url + path, json=body, timeout=60)
 
 
 def events(response: httpx.Response) -> list[Any]:

@@ -30,7 +30,7 @@ def client(server: Served) -> Generator[openai.OpenAI]:
 
 
 def post(server: Served, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body)
+    return httpx.post(server.url + path, json=body, timeout=60)
 
 
 def error(response: httpx.Response) -> dict[str, Any]:
@@ -276,7 +276,7 @@ VALID = json.dumps(
 
 
 def test_any_body_gets_an_answer_or_an_error_object(server: Served) -> None:
-    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}) as http:
+    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}, timeout=60) as http:
 
         @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
         @given(

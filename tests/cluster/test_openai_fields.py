@@ -33,7 +33,7 @@ def strict() -> Generator[Served]:
 
 
 def post(server: Served, path: str = "chat/completions", **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/{path}", json=BODIES[path] | body)
+    return httpx.post(f"{server.url}/v1/{path}", json=BODIES[path] | body, timeout=60)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -7,6 +7,7 @@ it: time that other calls wait, whatever else the machine does.
 import asyncio
 import multiprocessing as mp
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ from diptych.workers.sequence import SampledToken
 from diptych.workers.service import WorkerService
 from diptych.workers.worker_config import WorkerConfig
 
-TINY = Path(__file__).parents[2] / "examples" / "tiny"
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "tiny"
 TOKEN = "the cluster's token"
 VOCAB_SIZE, CONTEXT = 2048, 131_072
 FIRST_TOKEN = 300  # of those that are words or parts of words
@@ -147,7 +149,11 @@ def routed() -> Generator[Routed]:
     def start(serve: Callable[..., object], *args: object) -> tuple[int, Connection]:
         ours, theirs = context.Pipe()
         process = context.Process(target=run_process, args=(serve, theirs, *args))
-        process.start()
+        sys.path.insert(0, str(ROOT))  # the process imports this file by its name
+        try:
+            process.start()
+        finally:
+            sys.path.remove(str(ROOT))
         theirs.close()
         started.append((process, ours))
         assert process.pid is not None

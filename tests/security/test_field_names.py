@@ -27,7 +27,7 @@ def test_names_of_fields_break_neither_header_nor_log(caplog: pytest.LogCaptureF
 
 
 def test_any_names_are_answered() -> None:
-    with served(Echo(laps=1)) as server, httpx.Client(base_url=server.url) as http:
+    with served(Echo(laps=1)) as server, httpx.Client(base_url=server.url, timeout=60) as http:
 
         @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
         @given(names=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=80), max_size=40))

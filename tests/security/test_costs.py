@@ -1,0 +1,151 @@
+"""No legal request keeps the router's event loop long, and none makes the router hold much.
+
+Each of these has some field at its largest. Judged is the most processor time between two turns of the loop, which is
+what other calls wait for, and the memory of the router's process.
+"""
+
+import json
+from collections.abc import Generator
+
+import grpc
+import httpx
+import pytest
+
+from diptych.proto import inference_pb2 as pb
+from diptych.proto import inference_pb2_grpc
+
+from .routed import CONTEXT, Routed, routed
+
+MAX_LOOP_S = 0.05
+MIB = 1 << 20
+BODY = 15 * MIB  # nearly all that is allowed
+USER = [{"role": "user", "content": "x"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def repeated(before: str, item: str, after: str, size: int = BODY) -> bytes:
+    return (before + ",".join([item] * (size // (len(item) + 1))) + after).encode()
+
+
+def to_json(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+MESSAGE = '{"role":"user","content":"x"}'
+PART = '{"type":"text","text":"hello diptych"}'
+STOPS = ["a" * 1023 + chr(ord("b") + i) for i in range(16)]
+LARGEST: dict[str, tuple[str, bytes, int]] = {
+    "stop strings of 128 completions": (COMPLETIONS, to_json(prompt="x", n=128, stop=STOPS, max_tokens=4), 200),
+    "too many stop strings": (COMPLETIONS, repeated('{"prompt":"x","stop":[', '"a"', "]}"), 400),
+    "small messages": (CHAT, repeated('{"messages":[', MESSAGE, "]}"), 400),
+    "parts of one message": (CHAT, repeated('{"messages":[{"role":"user","content":[', PART, "]}]}"), 400),
+    "an option of the template": (CHAT, to_json(messages=USER, chat_template_kwargs={"a": "x" * BODY}), 200),
+    "an unknown field of lists": (
+        COMPLETIONS,
+        repeated('{"prompt":"x","max_tokens":2,"unknown":[', "[]", "]}", 4 * MIB),
+        200,
+    ),
+    "an unknown field of text": (COMPLETIONS, to_json(prompt="x", max_tokens=2, unknown="x" * BODY), 200),
+    "brackets": (COMPLETIONS, b'{"prompt":' + b"[" * BODY, 400),
+    "a cache salt": (COMPLETIONS, to_json(prompt="x", cache_salt="x" * BODY), 400),
+    "a model's name": (COMPLETIONS, to_json(prompt="x", model="x" * BODY), 400),
+    "biases of 128 completions": (
+        COMPLETIONS,
+        to_json(prompt="x", n=128, max_tokens=2, logit_bias={str(i): 1.5 for i in range(1024)}),
+        200,
+    ),
+    "token ids of a whole context": (COMPLETIONS, to_json(prompt=[7] * (CONTEXT - 8), max_tokens=2), 200),
+    "a text beyond the context": (COMPLETIONS, to_json(prompt="x" * BODY), 400),
+    "a long text that is repeated": (
+        COMPLETIONS,
+        to_json(prompt="hello diptych " * 8000, max_tokens=2, echo=True),
+        200,
+    ),
+    "long prompts, 128": (COMPLETIONS, to_json(prompt=[[7] * 2000] * 128, max_tokens=1), 200),
+    "log-probabilities in one piece": (
+        CHAT,
+        to_json(messages=USER, n=64, logprobs=True, top_logprobs=20, max_tokens=195, ignore_eos=True),
+        200,
+    ),
+    "more log-probabilities than one piece holds": (
+        COMPLETIONS,
+        to_json(prompt="x", n=64, logprobs=20, max_tokens=512),
+        400,
+    ),
+    "log-probabilities, streamed": (
+        COMPLETIONS,
+        to_json(prompt="x", n=128, logprobs=20, max_tokens=64, ignore_eos=True, stream=True),
+        200,
+    ),
+    "tokens in one piece": (COMPLETIONS, to_json(prompt="x", n=128, max_tokens=512, ignore_eos=True), 200),
+}
+
+
+@pytest.fixture(scope="module")
+def router() -> Generator[Routed]:
+    with routed() as it, httpx.Client(timeout=120, headers={"content-type": "application/json"}) as http:
+        for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": USER})):
+            # What is made once, by the first of its kind; the second starts the process for large bodies.
+            for more in ({}, {"user": "x" * 100_000}):
+                assert http.post(it.url + path, json=body | more | {"max_tokens": 2}).status_code == 200
+        yield it
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_no_body_keeps_the_event_loop(router: Routed, name: str) -> None:
+    path, body, status = LARGEST[name]
+    router.worst_loop_s()
+    response = httpx.post(router.url + path, content=body, headers={"content-type": "application/json"}, timeout=120)
+    assert response.status_code == status, response.text[:500]
+    assert router.worst_loop_s() < MAX_LOOP_S
+
+
+MESSAGE_BYTES = (4 << 20) - 256  # nearly all that is allowed
+MESSAGES = [pb.ChatMessage(role="u")] * (MESSAGE_BYTES // 5)
+BIASES = dict.fromkeys(range(MESSAGE_BYTES // 12), 1.0)
+LONG: dict[str, tuple[pb.GenerateRequest, str]] = {
+    "text": (pb.GenerateRequest(text="x" * MESSAGE_BYTES), "prompt"),
+    "tokens": (pb.GenerateRequest(tokens=pb.TokenIds(ids=[7] * MESSAGE_BYTES)), "prompt"),
+    "messages": (
+        pb.GenerateRequest(chat=pb.Chat(messages=MESSAGES)),
+        "messages",
+    ),
+    "stop": (pb.GenerateRequest(text="x", stop=["a"] * (MESSAGE_BYTES // 3)), "stop"),
+    "stop ids": (
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParams(stop_token_ids=[1] * MESSAGE_BYTES)),
+        "stop_token_ids",
+    ),
+    "biases": (
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParams(logit_bias=BIASES)),
+        "logit_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_no_grpc_message_keeps_the_event_loop(router: Routed, name: str) -> None:
+    request, param = LONG[name]
+    router.worst_loop_s()
+    with grpc.insecure_channel(router.address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
+        with pytest.raises(grpc.RpcError):
+            next(call)
+        assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert dict(call.trailing_metadata())["diptych-param"] == param
+    assert router.worst_loop_s() < MAX_LOOP_S
+
+
+def test_a_field_that_nobody_reads_is_not_kept_while_its_call_runs(router: Routed) -> None:
+    """Ten bodies of 15 MiB, each with a call that is still under way when the next is sent."""
+    before = router.memory()
+    body = to_json(prompt="x", max_tokens=100_000, ignore_eos=True, stream=True, timeout_s=60, user="x" * BODY)
+    clients = [httpx.Client(timeout=60, headers={"content-type": "application/json"}) for _ in range(10)]
+    streams = [client.stream("POST", router.url + COMPLETIONS, content=body) for client in clients]
+    try:
+        for stream in streams:
+            assert stream.__enter__().status_code == 200
+        assert router.memory() - before < 96 * MIB
+    finally:
+        for stream, client in zip(streams, clients, strict=True):
+            stream.__exit__(None, None, None)
+            client.close()

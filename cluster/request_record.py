@@ -12,9 +12,7 @@ An attempt is one leg that does everything (ALONE), or two:
 
 A leg that decodes may `migrate`: it is the source A of a live hand-off to a DECODE leg B on another worker, and makes
 tokens until B has caught up. Then it says that it has handed off, and B goes on.
-
 The two speak over different streams, so anything may overtake anything:
-
     a DECODE token before the source's last one kept until that one is here
     PREFILL is lost or fails, its token missing resume; kept tokens are dropped, they come again
     PREFILL is lost or fails after its token    nothing: DECODE has the KV, or says that it has not

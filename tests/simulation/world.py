@@ -160,7 +160,10 @@ class World:
             worker.service = service.WorkerService(self._configs[host], runner)
             manager = worker.engine.manager
             manager._free = PoisonedList(manager._free, runner)
-            await worker.service.start()
+            try:
+                await worker.service.start()
+            except Exception as e:
+                self.crash(f"{worker.incarnation} does not start: {e!r}", e)
 
         process.call_soon(lambda: process.create_task(main()))
         self.tell_fleet()
@@ -255,8 +258,6 @@ class World:
         if self.weather.name == "calm" and not may_fail_on_a_calm_day(self, request_id, source):
             self.bug(f"{request_id}: the hand-off {source.handoff_id} failed on a calm day")
 
-    # -- clients ----------------------------------------------------------------------------------------------------
-
     def _admit(self, client: Client) -> None:
         task = self.router_process.create_task(self._ask(client))
         if client.leaves_at is not None:
@@ -284,8 +285,7 @@ class World:
         self.note(f"{client.request.request_id} ends: {client.outcome} {client.error or ''}")
 
     def make_record(self, request: Request, max_attempts: int) -> WatchedRecord:
-        record = self.records[request.request_id] = WatchedRecord(self, request, max_attempts)
-        return record
+        return self.records.setdefault(request.request_id, WatchedRecord(self, request, max_attempts))
 
     # -- a run ------------------------------------------------------------------------------------------------------
 

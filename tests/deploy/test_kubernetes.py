@@ -130,6 +130,21 @@ def test_the_service_leads_to_the_routers(
     assert config.router.host == "0.0.0.0"
 
 
+def test_strangers_reach_the_clients_ports_and_no_other(objects: list[Manifest], ray_cluster: Manifest) -> None:
+    inside, clients = [o["spec"] for o in objects if o["kind"] == "NetworkPolicy"]
+    assert inside["podSelector"] == {}, "the namespace is Diptych's own: every pod in it is closed"
+    [rule] = inside["ingress"]
+    assert "ports" not in rule
+    allowed = [source["podSelector"]["matchLabels"] for source in rule["from"]]
+    serve_labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert allowed == [{"ray.io/cluster": ray_cluster["metadata"]["name"]}, serve_labels]
+    service = one(objects, "Service")["spec"]
+    assert clients["podSelector"]["matchLabels"] == service["selector"]
+    [rule] = clients["ingress"]
+    assert "from" not in rule
+    assert {port["port"] for port in rule["ports"]} == {port["targetPort"] for port in service["ports"]}
+
+
 def test_the_command_joins_that_ray_with_its_token(objects: list[Manifest], ray_cluster: Manifest) -> None:
     spec = ray_cluster["spec"]
     assert spec["authOptions"] == {"mode": "token", "secretName": TOKEN["name"]}

@@ -23,7 +23,8 @@ _numbers = itertools.count()
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
-    """`received` holds what routers sent, in order. What is sent goes to the newest link."""
+    """`received` holds what routers sent, in order, less pings and answers to a drain. What is sent goes to the newest
+    link."""
 
     def __init__(self, role: str = "mixed", token: str | None = None) -> None:
         self.role = role
@@ -31,6 +32,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self.ended: asyncio.Queue[int] = asyncio.Queue()  # numbers of links that broke
         self.num_links = 0
+        self.num_drains_seen = 0
         self.answers_pings = True
         self.hello: worker_pb2.Hello | None = worker_pb2.Hello(
             incarnation=self.incarnation,
@@ -74,10 +76,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in messages:
-            if message.WhichOneof("message") != "ping":
-                self.received.put_nowait(message)
-            elif self.answers_pings:
-                self.send(pong=worker_pb2.Pong(number=message.ping.number))
+            match message.WhichOneof("message"):
+                case "ping":
+                    if self.answers_pings:
+                        self.send(pong=worker_pb2.Pong(number=message.ping.number))
+                case "drain_seen":
+                    self.num_drains_seen += 1
+                case _:
+                    self.received.put_nowait(message)
 
     # -- what a test says -------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def test_a_worker_that_drains_hands_its_request_over() -> None:
             hand_off(old, offer, 3)
             new.tokens(submit.handle, [53], start=3, finish=FinishReason.LENGTH)
             assert await answer == [50, 51, 52, 53]
-            assert old.received.empty()
+            assert old.received.empty() and old.num_drains_seen == 1
             assert metric(router, "diptych_request_migrations_total 1.0")
             assert metric(router, "diptych_request_resumes_total 0.0")
 

@@ -51,7 +51,7 @@ from ..workers.request import Request
 from ..workers.sequence import FinishReason
 from ..workers.timings import SequenceTimings
 from .generation import TokenDelta, TokenLogprob
-from .leg_failures import fails_steps, is_on_the_way
+from .leg_failures import FailedStep, fails_steps, is_on_the_way
 from .leg_handoff import Gap, LegHandoff
 from .legs import (
     Abort,
@@ -87,7 +87,7 @@ class RequestRecord:
         self.excluded: set[str] = set()  # workers that failed this request
         self.failed_pairs: set[tuple[str, str]] = set()  # source and sink between which a hand-off failed
         self.num_failures = 0
-        self.failed_steps: list[str] = []  # the workers on which a step with it raised
+        self.failed_steps: list[FailedStep] = []
         self.num_attempts = 0  # begun, and offers that another sink was sent to
         self.num_migrations = 0
         self.num_failed_migrations = 0
@@ -323,7 +323,7 @@ class RequestRecord:
         if moving is not None and leg is moving.source and moving.is_sealed:
             return [Forget(leg)]
         if isinstance(error, StepFailed) and not handoff:
-            self.failed_steps.append(leg.worker)
+            self.failed_steps.append(FailedStep(leg.worker, error.num_output))
             end = fails_steps(self.request.request_id, self.failed_steps, error)
             if end is not None:
                 return [Forget(leg), *self.fail(end)]

@@ -22,6 +22,7 @@ from ..workers.runner import ModelInfo
 from ..workers.wire import submit_from_request
 from .fleet import Fleet, LegLoad, WorkerInfo
 from .generation import Health, TokenDelta
+from .leg_failures import num_alone
 from .legs import Leg, Offer, OfferPrefix, Part, Submit
 from .metrics import RouterMetrics
 from .mover import Mover
@@ -193,7 +194,7 @@ class Router:
         assert facts is not None
         message = submit_from_request(leg.handle, run.record.request, list(submit.output_token_ids))
         message.timeout_s = run.remaining_s
-        message.num_step_failures = len(run.record.failed_steps)
+        message.num_alone = num_alone(run.record.failed_steps, len(submit.output_token_ids))
         if leg.part is Part.DECODE or run.record.prompt.is_complete:  # its source computes the prompt
             message.sampling.ClearField("prompt_logprobs")
         message.first_prompt_logprob = run.record.prompt.next

@@ -17,7 +17,7 @@ import grpc.aio
 
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import auth_metadata, open_channel
-from ..workers.errors import ConfigError, DiptychError, InternalError, WorkerLost, from_wire
+from ..workers.errors import ConfigError, DiptychError, InternalError, StepFailed, WorkerLost, from_wire
 from ..workers.prompt_logprobs import PromptLogprobs
 from ..workers.timings import SequenceTimings
 from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
@@ -290,6 +290,8 @@ class WorkerLink:
         if listener is not None:
             error = from_wire(failed.error, failed.message)
             error.retryable = failed.retryable
+            if isinstance(error, StepFailed):
+                error.num_output = failed.num_output_tokens
             listener.on_failed(failed.handle, error, handoff=failed.handoff)
 
     def _on_handed_off(self, handed_off: worker_pb2.HandedOff) -> None:

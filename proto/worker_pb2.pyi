@@ -106,7 +106,7 @@ class Submit(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
-    NUM_STEP_FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_ALONE_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_LOGPROB_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
@@ -116,14 +116,12 @@ class Submit(_message.Message):
     """from receipt"""
     cache_salt: _builtins.bytes
     """prefix-cache namespace"""
-    num_step_failures: _builtins.int
+    num_alone: _builtins.int
     """compute all, if it cannot be had); never together with source
-    steps that failed with it so far: where there are any, it is computed alone
+    tokens that it makes in steps of its own, because steps failed with it before
     """
     first_prompt_logprob: _builtins.int
-    """until it has made two tokens
-    where sampling asks for them: position in the prompt, at least 1, of the
-    """
+    """where sampling asks for them: position in the prompt, at least 1, of the"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -159,12 +157,12 @@ class Submit(_message.Message):
         offer: Global___HandoffOffer | None = ...,
         source: Global___HandoffSource | None = ...,
         prefix: Global___HandoffSource | None = ...,
-        num_step_failures: _builtins.int = ...,
+        num_alone: _builtins.int = ...,
         first_prompt_logprob: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "num_step_failures", b"num_step_failures", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -749,6 +747,7 @@ class RequestFailed(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     error: _builtins.str
     """name of the exception in workers/errors.py"""
@@ -757,6 +756,8 @@ class RequestFailed(_message.Message):
     """the same request may succeed on another worker"""
     handoff: _builtins.bool
     """the hand-off failed, not the computing"""
+    num_output_tokens: _builtins.int
+    """that it had made when a step failed; the router may not have them all"""
     def __init__(
         self,
         *,
@@ -765,10 +766,11 @@ class RequestFailed(_message.Message):
         message: _builtins.str = ...,
         retryable: _builtins.bool = ...,
         handoff: _builtins.bool = ...,
+        num_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "handle", b"handle", "handoff", b"handoff", "message", b"message", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "handle", b"handle", "handoff", b"handoff", "message", b"message", "num_output_tokens", b"num_output_tokens", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

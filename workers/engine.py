@@ -45,7 +45,6 @@ from .runner import Runner
 from .scheduler import Role, Scheduler, SchedulerConfig
 from .self_test import compute_two_tokens
 from .sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
-from .suspects import ALONE_TOKENS
 from .timings import PullTimes, SequenceClock, SequenceTimings
 
 
@@ -121,7 +120,7 @@ class Engine:
             num_resumed=len(output_token_ids),
             next_prompt_logprob=request.first_prompt_logprob if request.wants_prompt_logprobs else NEVER,
             clock=SequenceClock(now),
-            num_alone=ALONE_TOKENS if request.num_step_failures else 0,
+            num_alone=request.num_alone,
         )
         self._num_submitted += 1
         self._sequences[key] = sequence

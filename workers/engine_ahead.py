@@ -124,7 +124,8 @@ class LaunchedSteps:
         ended = list(self._scheduler.sequences()) if batch is None else self._affected(batch.entries, batch, here)
         is_alone = batch is not None and len(batch.entries) == len(ended) == 1
         why = f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback"
-        return {sequence: StepFailedAlone(why) if is_alone else StepFailed(why) for sequence in ended}
+        kind = StepFailedAlone if is_alone else StepFailed
+        return {sequence: kind(why, num_output=sequence.num_output) for sequence in ended}
 
     def _affected(
         self, entries: Iterable[ScheduledSequence], batch: Batch, here: Mapping[str, Sequence]

@@ -140,6 +140,10 @@ class StepFailed(Unavailable):
 
     code = "step_failed"
 
+    def __init__(self, message: str, *, num_output: int = 0) -> None:
+        super().__init__(message)
+        self.num_output = num_output  # tokens that the sequence had made
+
 
 class StepFailedAlone(StepFailed):
     """No other sequence was in the step, and the worker can compute: the sequence itself is the likely cause."""

@@ -80,7 +80,7 @@ class Request:
     timeout_s: float
     cache_salt: bytes = b""  # prefix-cache namespace: other salts never share blocks
     group: str = ""  # requests of one prompt that came together, and go to the same workers; "": alone
-    num_step_failures: int = 0  # steps that failed with it on the way here
+    num_alone: int = 0  # tokens that it makes in steps of its own, because steps failed with it before
     first_prompt_logprob: int = 1  # position in the prompt, of the first that is wanted where any are
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..proto import worker_pb2
-from .errors import DiptychError
+from .errors import DiptychError, StepFailed
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +77,7 @@ class Links:
             message=error.message,
             retryable=error.retryable,
             handoff=handoff,
+            num_output_tokens=error.num_output if isinstance(error, StepFailed) else 0,
         )
         self.send(key, worker_pb2.WorkerMessage(failed=failed))
 

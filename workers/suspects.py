@@ -1,17 +1,15 @@
 """Sequences that are computed alone at first, because steps failed with them before. Pure.
 
-    add ──two tokens made──> as any other          a step that fails meanwhile shows which sequence is the cause
+    add ──tokens made──> as any other              a step that fails meanwhile shows which sequence is the cause
      └─ discard (finished, failed, aborted)
 
-They have every other step, so that neither they nor the others wait for long. Two tokens: the first is made by a
-prefill, the second by a decode.
+They have every other step, so that neither they nor the others wait for long. Their router says how many tokens each
+makes alone (`Submit.num_alone`).
 """
 
 from collections.abc import Container
 
 from .sequence import Batch, ScheduledSequence, Sequence
-
-ALONE_TOKENS = 2
 
 
 class Suspects:

@@ -77,7 +77,7 @@ def request_from_submit(message: worker_pb2.Submit) -> Request:
         sampling=sampling_from_proto(message.sampling),
         timeout_s=message.timeout_s,
         cache_salt=message.cache_salt,
-        num_step_failures=message.num_step_failures,
+        num_alone=message.num_alone,
         first_prompt_logprob=max(message.first_prompt_logprob, 1),
     )
 

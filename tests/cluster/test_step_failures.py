@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from diptych.cluster.leg_failures import num_alone
 from diptych.cluster.legs import Submit
 from diptych.cluster.router import Router
 from diptych.workers.errors import (
@@ -31,7 +32,7 @@ def test_a_step_that_fails_is_resumed_elsewhere() -> None:
     driver.token(1, 0)
     driver.failed(1, COMPANY)
     assert driver.told == [("forget", 1), ("choose", "")]
-    assert driver.record.excluded == {"A"} and driver.record.failed_steps == ["A"]
+    assert driver.record.excluded == {"A"} and [s.worker for s in driver.record.failed_steps] == ["A"]
     driver.begin(None, "B")
     assert [s.output_token_ids for s in driver.log if isinstance(s, Submit)] == [(100,)]
 
@@ -53,6 +54,16 @@ def test_a_first_step_that_fails_with_it_alone_is_resumed_once() -> None:
     assert driver.told[-1] == ("choose", "")
 
 
+def test_a_request_is_computed_alone_until_it_is_past_the_token_at_which_a_step_failed() -> None:
+    """The worker had made three tokens, of which none came: the next two by themselves would show nothing."""
+    driver = Driver()
+    driver.begin(None, "A")
+    driver.failed(1, StepFailed("a step failed", num_output=3))
+    assert num_alone(driver.record.failed_steps, 0) == 5
+    assert num_alone(driver.record.failed_steps, 3) == num_alone(driver.record.failed_steps, 4) == 2
+    assert num_alone([], 0) == 0
+
+
 def test_steps_that_fail_in_company_never_condemn_but_are_bounded() -> None:
     driver = Driver(max_attempts=3)
     for handle in range(1, 4):
@@ -70,12 +81,12 @@ def test_a_sinks_step_that_fails_counts_and_its_pull_from_a_source_whose_step_fa
     if speaks:
         driver.token(2, 1)
     driver.failed(2, COMPANY)
-    assert driver.record.failed_steps == ["D"]
+    assert [s.worker for s in driver.record.failed_steps] == ["D"]
     driver = Driver()
     driver.begin("P", "D")
     driver.failed(2, COMPANY, handoff=True)  # the source's words, by way of the sink
     driver.failed(1, COMPANY)
-    assert driver.record.failed_steps == ["P"] and driver.told[-1] == ("choose", "")
+    assert [s.worker for s in driver.record.failed_steps] == ["P"] and driver.told[-1] == ("choose", "")
 
 
 def test_a_decode_that_fails_alone_a_second_time_ends_the_source_too() -> None:

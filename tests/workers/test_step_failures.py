@@ -111,7 +111,7 @@ def test_a_suspect_is_computed_alone_until_it_has_made_two_tokens(looks_ahead: b
     outputs = [engine.step()]
     suspects = {"0/7": [8] * 9, "0/8": [9] * 9}
     for key, prompt in suspects.items():
-        engine.submit(key, replace(make_request(prompt, 12), num_step_failures=1), [])
+        engine.submit(key, replace(make_request(prompt, 12), num_alone=2), [])
     outputs += run(engine)
     for key, prompt in suspects.items():
         steps = runner.steps_of(key)
@@ -131,7 +131,7 @@ def test_a_suspect_that_fails_alone_says_so_and_its_neighbours_do_not_notice() -
     for i in range(3):
         engine.submit(f"0/{i}", make_request([*PROMPT, i], 12), [])
     outputs = [engine.step()]
-    engine.submit("0/7", replace(make_request([BAD, 1], 9), num_step_failures=1), [])
+    engine.submit("0/7", replace(make_request([BAD, 1], 9), num_alone=2), [])
     outputs += run_through(engine)
     assert failures(outputs) == {"0/7": StepFailedAlone}
     for i in range(3):
@@ -144,7 +144,7 @@ def test_a_suspect_whose_kv_comes_from_another_worker_is_computed_alone_too() ->
     sink = make(runner)
     sink.submit("0/9", make_request(PROMPT, 30), [])
     outputs = [sink.step()]
-    request = replace(make_request([4, 5, 6, 7, 8], 12), num_step_failures=1)
+    request = replace(make_request([4, 5, 6, 7, 8], 12), num_alone=2)
     source.submit("0/1", request, [], handoff_id=HANDOFF)
     sink.submit("0/1", request, [], importing=True)
     move = Move(source, sink)
@@ -166,7 +166,7 @@ def test_a_preempted_suspect_comes_back_alone() -> None:
     engine.manager.allocate(runner.memory.num_blocks - 6)
     engine.submit("0/1", make_request([1] * 11, 12), [])
     outputs = [engine.step() for _ in range(6)]
-    engine.submit("0/2", replace(make_request([2] * 12, 3), num_step_failures=1), [])
+    engine.submit("0/2", replace(make_request([2] * 12, 3), num_alone=2), [])
     outputs += run(engine)
     assert engine.scheduler.num_preemptions == 1
     assert ids(outputs, "0/1") == fake_output([1] * 11, 12) and ids(outputs, "0/2") == fake_output([2] * 12, 3)

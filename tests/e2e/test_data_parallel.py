@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from diptych.workers.exit_codes import UNAVAILABLE
+
 from ..checkpoints import make_checkpoint, untied_prompts
 from .harness import WorkerHandle, assert_nothing_leaked, unlike_workers
 from .test_tensor_parallel import END_S, FLAGS, NUM_TOKENS, Cases, answer, assert_kv_moves, info, routed
@@ -47,7 +49,7 @@ def test_a_group_of_two(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
         assert_kv_moves(first, alone, cases, "grpc")
         assert_nothing_leaked([alone, first, second])
         asyncio.run(one_dies(first, second, alone, cases[-1:] * 4))
-        assert second.process.wait(END_S) == 1
+        assert second.process.wait(END_S) == UNAVAILABLE
         assert "worker 0 of the 2 that share experts ended: all of them end with it" in capfd.readouterr().err
 
 

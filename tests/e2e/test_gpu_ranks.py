@@ -14,6 +14,7 @@ import torch
 
 from diptych.workers import rank_processes
 from diptych.workers.errors import InternalError, PeerLost, RankLost
+from diptych.workers.exit_codes import UNAVAILABLE
 from diptych.workers.parallel import GlooGroup
 from diptych.workers.sequence import Batch, ScheduledSequence
 
@@ -37,7 +38,7 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
         assert_kv_moves(one, devices, cases, "grpc")
         ranks = ranks_of(devices)
         asyncio.run(killed_midway(devices, one, ranks, cases))
-        assert devices.process.wait(END_S) == 1
+        assert devices.process.wait(END_S) == UNAVAILABLE
         assert_ended(ranks)
 
 

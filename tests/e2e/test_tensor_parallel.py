@@ -15,6 +15,7 @@ from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
 from diptych.cluster.worker_control import WorkerControl
+from diptych.workers.exit_codes import UNAVAILABLE
 from diptych.workers.request import Request, SamplingParams
 from diptych.workers.scheduler import Role
 from diptych.workers.wire import ROLE_TO_PROTO
@@ -143,7 +144,7 @@ def test_a_rank_that_is_killed_ends_its_worker_and_the_request_goes_on_elsewhere
     ranks = ranks_of(worker)
     with workers(grouped[0], ["mixed"], **FLAGS) as [other]:
         asyncio.run(killed_midway(worker, other, ranks, grouped[1]))
-        assert worker.process.wait(END_S) == 1
+        assert worker.process.wait(END_S) == UNAVAILABLE
         assert_ended(ranks)
 
 
@@ -176,7 +177,7 @@ def test_a_rank_that_is_killed_while_it_loads_ends_its_worker_by_name(
 ) -> None:
     with loading(grouped[0]) as (process, ranks):
         ranks[0].kill()
-        assert process.wait(END_S) == 1
+        assert process.wait(END_S) == UNAVAILABLE
     assert "rank 1 was killed by SIGKILL: all 2 ranks of the worker end with it" in capfd.readouterr().err
 
 

@@ -147,6 +147,6 @@ def _check_gpus(config: ClusterConfig, num_here: float) -> None:
         share = math.floor(100 / math.ceil(num_workers / num_here)) / 100
         remedy = f"set num_gpus: {share:g} in {names} (--config), so that they share what is there, or {remedy}"
     raise ConfigError(
-        f"{names}: {num_workers} workers need {wanted:g} GPU together and this machine has {num_here:g}: {remedy}, "
-        "or set RAY_ADDRESS to join a Ray that has more"
+        f"{names}: {count(num_workers, 'worker')} would take {wanted:g} GPU together and this machine has "
+        f"{num_here:g}: {remedy}, or set RAY_ADDRESS to join a Ray that has more"
     )

@@ -185,7 +185,7 @@ def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeyp
         return caught.value.message
 
     said = refused(1.0)  # the default pools
-    assert "pools.prefill and pools.decode: 2 workers need 2 GPU together and this machine has 1" in said
+    assert "pools.prefill and pools.decode: 2 workers would take 2 GPU together and this machine has 1" in said
     assert "num_gpus: 0.5 in pools.prefill and pools.decode" in said and "--mixed 1" in said
     check(2.0)
     check(1.0, mixed={"replicas": 1})
@@ -193,7 +193,7 @@ def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeyp
     check(1.0, prefill={"num_gpus": 0.5}, decode={"num_gpus": 0.5})
     check(1.0, decode={"replicas": 10, "num_gpus": 0.1})
     said = refused(2.0, prefill={"replicas": 2, "num_gpus": 0.6}, decode={"replicas": 3})
-    assert "5 workers need 4.2 GPU together and this machine has 2: set num_gpus: 0.33 in" in said
+    assert "5 workers would take 4.2 GPU together and this machine has 2: set num_gpus: 0.33 in" in said
     check(2.0, prefill={"replicas": 2, "num_gpus": 0.33}, decode={"replicas": 3, "num_gpus": 0.33})
     said = refused(3.0, decode={"replicas": 2, "tensor_parallel": 2})
-    assert "pools.decode: 2 workers need 4 GPU together" in said and "num_gpus:" not in said
+    assert "pools.decode: 2 workers would take 4 GPU together" in said and "num_gpus:" not in said

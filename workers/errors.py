@@ -20,8 +20,8 @@
     │   ├── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
     │   ├── OutOfDeviceMemory        503        the same (more memory beside the KV cache)
     │   └── StepFailed               503        the router (submits elsewhere; computed alone there at first)
-    │       └── StepFailedAlone      503        the same; a second time it is the request's fault:
-    ├── RequestFailsSteps            500        us (the workers' logs have the tracebacks)
+    │       └── StepFailedAlone      503        the same; a second one in a row ends the request
+    ├── RequestFailsSteps            500        us (its steps failed on several workers; their logs have the tracebacks)
     ├── HandoffError                 500        the router (prefills again)
     │   ├── UnknownHandoff           500
     │   ├── LeaseLost                500
@@ -152,7 +152,7 @@ class StepFailedAlone(StepFailed):
 
 
 class RequestFailsSteps(DiptychError):
-    """Steps raised with it on several workers: it is tried no more."""
+    """Steps raised with the request on several workers, the last with no other one in it: it is tried no more."""
 
     code = "request_fails_steps"
 

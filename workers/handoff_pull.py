@@ -130,7 +130,8 @@ class Pull:
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[tuple[str, Intake]] | None = None
         self._read_slots = asyncio.Semaphore(MAX_READS)
-        self._bridge: Bridge | None = None  # once the source has opened
+        self._opened = kv_pb2.Opened()  # what the source said; nothing is offered before
+        self._bridge: Bridge | None = None  # from then on
         self._clock = PullClock(errand.traffic)
 
     async def run(self) -> None:
@@ -227,12 +228,15 @@ class Pull:
                 self._on_opened(announcement.opened)
             case "segment":
                 self._clock.announced()
-                self._carry_out(self._machine.announced(Segment.from_proto(announcement.segment), now))
+                try:
+                    segment = Segment.from_proto(announcement.segment, self._opened.num_blocks)
+                except HandoffError as error:
+                    self.give_up(error)
+                else:
+                    self._carry_out(self._machine.announced(segment, now))
             case "sealed":
                 self._clock.sealed()
-                s = announcement.sealed
-                seal = Seal(s.num_segments, s.num_computed_tokens, tuple(s.output_token_ids))
-                self._carry_out(self._machine.sealed(seal, now))
+                self._on_sealed(announcement.sealed)
             case "aborted":
                 self.give_up(error_of_abort(announcement.aborted))
             case _:
@@ -243,9 +247,8 @@ class Pull:
             if opened.source_incarnation != self._errand.source.incarnation:
                 raise WorkerLost("the source worker is gone: another process answers at its address")
             memory = self._around.memory
-            if opened.num_tokens > (
-                most := memory.num_blocks * memory.layout.block_size
-            ):  # before anything is made of it
+            most = memory.num_blocks * memory.layout.block_size
+            if opened.num_tokens > most:  # before anything is made of it
                 raise HandoffError(
                     f"the source offers {opened.num_tokens:,} tokens; this worker's whole pool holds {most:,}"
                 )
@@ -259,12 +262,19 @@ class Pull:
             self.give_up(error)
             return
         now = self._now()
-        self._bridge = bridge
+        self._bridge, self._opened = bridge, opened
         offer = Offer(opened.num_tokens, opened.num_blocks, opened.layout.block_size, opened.lease_s, opened.is_live)
         self._carry_out(self._machine.opened(offer, now))
         if not self._machine.is_over:
             self._connecting = self._loop.create_task(self._connect(opened, bridge))
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())  # reads raise it
+
+    def _on_sealed(self, sealed: kv_pb2.Sealed) -> None:
+        if (num := len(sealed.output_token_ids)) > self._opened.num_tokens:  # before they are copied
+            self.give_up(HandoffError(f"{num:,} outputs sealed, {self._opened.num_tokens:,} tokens offered"))
+            return
+        seal = Seal(sealed.num_segments, sealed.num_computed_tokens, tuple(sealed.output_token_ids))
+        self._carry_out(self._machine.sealed(seal, self._now()))
 
     # -- our doings -------------------------------------------------------------------------------------------------
 

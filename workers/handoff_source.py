@@ -188,7 +188,10 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             self._carry_out(outgoing, outgoing.machine.leave(sink, self._now()))
 
     async def Pull(self, request: kv_pb2.PullRequest, context: Context) -> AsyncIterator[kv_pb2.PullChunk]:
-        segment = Segment.from_proto(request.segment)
+        try:
+            segment = Segment.from_proto(request.segment, self._memory.num_blocks)
+        except HandoffError as error:
+            await _refuse(context, error)
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))

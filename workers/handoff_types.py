@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..proto import kv_pb2
-from .errors import DiptychError
+from .errors import DiptychError, HandoffError
 
 CHECKSUM_BYTES = 16  # a block
 
@@ -58,8 +58,12 @@ class Segment:
         )
 
     @classmethod
-    def from_proto(cls, message: kv_pb2.Segment) -> "Segment":
-        """Unchecked: see `is_well_formed`."""
+    def from_proto(cls, message: kv_pb2.Segment, max_blocks: int) -> "Segment":
+        """Raises HandoffError for more than `max_blocks`, before it copies their names; else unchecked: see
+        `is_well_formed`."""
+        num = max(len(message.block_ids), len(message.generations))
+        if num > max_blocks:
+            raise HandoffError(f"a segment of {num:,} blocks where there are {max_blocks:,}")
         return cls(
             message.first_block,
             tuple(message.block_ids),

@@ -210,7 +210,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._links.send_failure(key, InvalidRequest("a sequence that is handed over has no prefix to be pulled"))
             return
         try:
-            request = request_from_submit(submit)
+            request = request_from_submit(submit, self._runner.info.max_context_tokens)
         except InvalidRequest as e:
             self._links.send_failure(key, e)
             return

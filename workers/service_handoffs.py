@@ -79,7 +79,7 @@ class ServiceHandoffs:
         self._engine.post(lambda engine: engine.offer(key, handoff_id))
 
     def offer_prefix(self, message: worker_pb2.OfferPrefix) -> None:
-        handoff_id, token_ids, salt = message.handoff_id, list(message.token_ids), message.cache_salt
+        handoff_id, token_ids, salt = message.handoff_id, message.token_ids, message.cache_salt
         self._engine.post(lambda engine: engine.offer_prefix(handoff_id, token_ids, salt))
 
     def pull(self, key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..proto import inference_pb2, worker_pb2
 from .logit_bias import LogitBias
-from .request import Request, SamplingParams, check_counts
+from .request import Request, SamplingParams, check_counts, check_prompt_length
 from .scheduler import Role
 from .sequence import FinishReason
 
@@ -70,7 +70,9 @@ def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) 
     )
 
 
-def request_from_submit(message: worker_pb2.Submit) -> Request:
+def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> Request:
+    """Raises InvalidRequest or PromptTooLong for lists that are too long to be copied."""
+    check_prompt_length(len(message.prompt_token_ids) + len(message.output_token_ids), max_context_tokens)
     return Request(
         request_id=message.request_id,
         prompt_token_ids=tuple(message.prompt_token_ids),

@@ -19,6 +19,7 @@ from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import ConfigError, DiptychError, InternalError, StepFailed, WorkerLost, from_wire
 from ..workers.prompt_logprobs import PromptLogprobs
+from ..workers.request import MAX_LOGPROBS
 from ..workers.timings import SequenceTimings
 from ..workers.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .fleet import WorkerInfo
@@ -267,7 +268,7 @@ class WorkerLink:
             raise InternalError(f"a step has an unknown finish reason: {set(step.finish_reasons)}")
         if num and max(ids) >= self._vocab_size:
             raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
-        logprobs = {p.entry: _logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
+        logprobs = {p.entry: self._logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
         cached = {c.entry: c.num_tokens for c in step.cached}
         timings = {t.entry: SequenceTimings.from_proto(t) for t in step.timings}
         columns = zip(step.handles, ids, step.positions, step.finish_reasons, strict=True)
@@ -278,6 +279,14 @@ class WorkerLink:
             finish = FINISH_FROM_PROTO[reason]
             token = LegToken(position, token_id, finish, logprobs.get(entry), cached.get(entry), timings.get(entry))
             listener.on_token(handle, token)
+
+    def _logprob(self, message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:
+        ids = message.top_token_ids
+        if not len(ids) == len(message.top_logprobs) <= MAX_LOGPROBS:
+            raise InternalError(f"a token has {len(ids)} likeliest ids, {len(message.top_logprobs)} logprobs of them")
+        if ids and max(ids) >= self._vocab_size:
+            raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
+        return TokenLogprob(token_id, message.logprob, tuple(zip(ids, message.top_logprobs, strict=True)))
 
     def _on_prompt_logprobs(self, message: worker_pb2.PromptLogprobs) -> None:
         """Raises InternalError for columns that do not fit together."""
@@ -302,10 +311,3 @@ class WorkerLink:
 
 async def _status(call: "Call") -> str:
     return f"{(await call.code()).name}: {await call.details() or 'no details'}"
-
-
-def _logprob(message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:
-    if len(message.top_token_ids) != len(message.top_logprobs):
-        raise InternalError("a token's most likely ids and their log-probabilities differ in number")
-    top = zip(message.top_token_ids, message.top_logprobs, strict=True)
-    return TokenLogprob(token_id, message.logprob, tuple(top))

@@ -272,19 +272,20 @@ def test_nobody_there() -> None:
 
 
 Step = worker_pb2.StepEvents
+
+
+def _step_with_top(ids: list[int], logprobs: list[float]) -> dict[str, worker_pb2.StepEvents]:
+    told = worker_pb2.TokenLogprobs(entry=0, top_token_ids=ids, top_logprobs=logprobs)
+    return {"step": Step(handles=[1], token_ids=[1], positions=[0], finish_reasons=[0], logprobs=[told])}
+
+
 BAD_MESSAGES = {
     "different lengths": {"step": Step(handles=[1], token_ids=[1, 2], positions=[0], finish_reasons=[0])},
     "outside the vocabulary": {"step": Step(handles=[1], token_ids=[1000], positions=[0], finish_reasons=[0])},
     "unknown finish reason": {"step": Step(handles=[1], token_ids=[1], positions=[0], finish_reasons=[7])},
-    "differ in number": {
-        "step": Step(
-            handles=[1],
-            token_ids=[1],
-            positions=[0],
-            finish_reasons=[0],
-            logprobs=[worker_pb2.TokenLogprobs(entry=0, top_token_ids=[1])],
-        )
-    },
+    "1 likeliest ids, 0 logprobs": _step_with_top([1], []),
+    "21 likeliest ids, 21 logprobs": _step_with_top([1] * 21, [-1.0] * 21),
+    "token 1000, outside": _step_with_top([1000], [-1.0]),
     "finite and not negative": {
         "step": Step(
             handles=[1],

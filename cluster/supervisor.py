@@ -67,7 +67,7 @@ class Supervisor:
     async def run(self) -> None:
         existing = self._launcher.existing()
         for number in range(self._config.router.replicas):
-            self._spawn(self._keep_router(make_router_id(number)))
+            self._spawn(self._keep_router(make_router_id(number), is_new=not existing))
         await self._adopt(existing)
         # After a failure that starting again would not mend, nothing more is started.
         while not self._failure:
@@ -109,7 +109,7 @@ class Supervisor:
         for (gang_id, pool), worker_ids in found.items():
             self._num_started = max(self._num_started, int(gang_id.rpartition("-")[2]))
             if len(worker_ids) == self._config.pools.get(pool).data_parallel:
-                self._start(gang_id, pool)
+                self._start(gang_id, pool, is_new=False)
                 continue
             log.warning("of %s only %s lives: it is replaced", gang_id, ", ".join(worker_ids))
             for worker_id in worker_ids:
@@ -144,10 +144,10 @@ class Supervisor:
     def _gang(self, gang_id: str) -> list[WorkerRecord]:
         return [worker for worker in self._workers.values() if gang_of(worker.worker_id) == gang_id]
 
-    def _start(self, gang_id: str, pool: str) -> None:
+    def _start(self, gang_id: str, pool: str, *, is_new: bool = True) -> None:
         for worker_id in members(gang_id, self._config.pools.get(pool).data_parallel):
             worker = self._workers[worker_id] = WorkerRecord(worker_id, pool)
-            worker.task = self._spawn(self._keep_worker(worker))
+            worker.task = self._spawn(self._keep_worker(worker, is_new=is_new))
         self._publish()
 
     def _end(self, gang: Iterable[WorkerRecord]) -> None:
@@ -174,12 +174,12 @@ class Supervisor:
 
     # -- one worker -------------------------------------------------------------------------------------------------
 
-    async def _keep_worker(self, worker: WorkerRecord) -> None:
+    async def _keep_worker(self, worker: WorkerRecord, *, is_new: bool) -> None:
         handle: WorkerHandle | None = None
         error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
-            worker.started = await until_started(handle, worker.wait_for)
+            worker.started = await until_started(handle, worker.wait_for, is_new=is_new)
             worker.control = await WorkerControl.open(worker.started.address, self._token)
             worker.ready_at = time.monotonic()
             worker.enter(Phase.READY)
@@ -237,17 +237,16 @@ class Supervisor:
 
     # -- one router -------------------------------------------------------------------------------------------------
 
-    async def _keep_router(self, router_id: str) -> None:
+    async def _keep_router(self, router_id: str, *, is_new: bool) -> None:
         failures = Failures()
         started: RouterStarted | None = None
         self._routers[router_id] = RouterStatus(router_id, "starting")
         while True:
             handle: RouterHandle | None = None
-            burial: asyncio.Task[None] | None = None
             ready_at = None
             try:
                 handle = await self._launcher.router(router_id, started)
-                started = await until_started(handle, partial(self._on_router_wait, router_id))
+                started = await until_started(handle, partial(self._on_router_wait, router_id), is_new=is_new)
                 self._routers[router_id] = _router_status(router_id, started, failures.last_error)
                 ready_at = time.monotonic()
                 self._publish()
@@ -255,12 +254,14 @@ class Supervisor:
             except DiptychError as e:
                 error = e.message
                 self.note_failure(router_id, e)
+            except Exception as e:
+                # The router's top loop: it is started again, whatever a call of Ray raises.
+                log.exception("%s could not be kept", router_id)
+                error = f"the supervisor failed to keep it ({type(e).__name__}: {e})"
             finally:
                 if handle:
-                    burial = self._keep(self._burials, handle.kill())
-            if burial:
-                await burial
-            now = time.monotonic()
+                    await asyncio.shield(self._keep(self._burials, handle.kill()))
+            is_new, now = True, time.monotonic()
             log.warning("lost %s: %s", router_id, error)
             failures = after_failure(failures, error, lived_s=now - ready_at if ready_at else 0.0, now=now)
             self._routers[router_id] = RouterStatus(

@@ -19,6 +19,7 @@ from .links import Link, read_links
 from .plurals import count
 
 REPLY_S = 5.0
+HELLO_S = 60.0  # of a worker that has just started, on cores that all who start share
 RECONNECT_S = 0.5
 
 log = logging.getLogger("diptych.supervisor")
@@ -47,12 +48,12 @@ class WorkerControl:
         """Raises WorkerLost if the worker says no hello in time."""
         control = cls(address, token)
         try:
-            async with asyncio.timeout(REPLY_S):
+            async with asyncio.timeout(HELLO_S):
                 await control._is_known.wait()
         except BaseException as e:
             await control.close()
             if isinstance(e, TimeoutError):
-                raise WorkerLost(f"the worker at {address} said no hello within {REPLY_S:g} s") from e
+                raise WorkerLost(f"the worker at {address} said no hello within {HELLO_S:g} s") from e
             raise
         return control
 

@@ -22,23 +22,26 @@ LAST_WORDS_S = 2.0  # between the ends of a gang's members, of which each notice
 # A worker reports every half second, a router answers in milliseconds: one that is silent for so many looks hangs, and
 # is replaced.
 SILENT_TICKS = 15
-# While it starts, looks of PLACED_S each, once it is placed: importing and loading may keep a process from answering.
+# While it starts, looks of PLACED_S each, once it is placed. It loads on a thread, beside the loop that answers: before
+# that Ray makes its environment, and it imports, on cores that all who start share.
 SILENT_START_LOOKS = 40
+SILENT_NEW_LOOKS = 200  # before its first answer, of one that this supervisor starts
 
 Started = TypeVar("Started", WorkerStarted, RouterStarted)
 
 log = logging.getLogger("diptych.supervisor")
 
 
-async def until_started(handle: Startable[Started], on_wait: Callable[[str], None]) -> Started:
+async def until_started(handle: Startable[Started], on_wait: Callable[[str], None], *, is_new: bool) -> Started:
     """Raises what its start raises, and WorkerLost where it hangs. `on_wait` is told what must come before it can be
-    placed, or nothing."""
-    start, heartbeat = asyncio.ensure_future(handle.start()), Heartbeat(handle.alive, SILENT_START_LOOKS)
+    placed, or nothing. `is_new`: no earlier supervisor started it."""
+    num_first = SILENT_NEW_LOOKS if is_new else SILENT_START_LOOKS
+    start, heartbeat = asyncio.ensure_future(handle.start()), Heartbeat(handle.alive, SILENT_START_LOOKS, num_first)
     try:
         while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
             on_wait(waiting_for := await handle.waiting_for())
             if not waiting_for and heartbeat.look():  # what is not placed yet cannot answer
-                raise WorkerLost(f"it hangs while it starts: silent for {SILENT_START_LOOKS * PLACED_S:g} s")
+                raise WorkerLost(f"it hangs while it starts: silent for {heartbeat.limit * PLACED_S:g} s")
         on_wait("")
         return start.result()
     finally:

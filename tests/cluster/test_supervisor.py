@@ -7,12 +7,13 @@ import pytest
 from diptych.cluster import supervisor, worker_watch
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import first_worker_ids, make_router_id
+from diptych.cluster.handles import RouterStarted
 from diptych.cluster.status import Failure
 from diptych.cluster.worker_control import WorkerControl
 from diptych.workers.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
 from diptych.workers.fake_runner import fake_output
 
-from .supervised import TIMEOUT_S, TOKEN, FakeLauncher, World, generate, is_ready, run
+from .supervised import TIMEOUT_S, TOKEN, FakeLauncher, FakeRouter, World, generate, is_ready, run
 
 ONE_OF_EACH = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
@@ -302,6 +303,24 @@ def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pyte
                 await world.leave()
 
     asyncio.run(main())
+
+
+def test_a_router_whose_start_raises_what_nobody_foresaw_is_started_again() -> None:
+    class Failing(FakeLauncher):
+        async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
+            if not self.num_refused:
+                self.num_refused += 1
+                raise RuntimeError("Ray lost its connection")
+            return await super().router(router_id, before)
+
+        num_refused = 0
+
+    async def test(world: World) -> None:
+        status = await world.until(is_ready)
+        assert "Ray lost its connection" in status.routers[0].last_error
+        assert len(world.launcher.routers) == 1
+
+    run(test, Failing(), mixed={"replicas": 1})
 
 
 def test_a_router_that_hangs_is_replaced_where_it_listened(monkeypatch: pytest.MonkeyPatch) -> None:

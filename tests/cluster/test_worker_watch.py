@@ -11,6 +11,7 @@ from diptych.cluster.worker_control import WorkerControl
 from diptych.cluster.worker_record import WorkerRecord
 from diptych.cluster.worker_watch import drain, until_started
 from diptych.proto.worker_pb2 import LoadReport
+from diptych.workers.errors import WorkerLost
 
 
 class Control:
@@ -77,6 +78,62 @@ def test_the_time_without_a_place_is_no_silence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
     looks = worker_watch.SILENT_START_LOOKS
     said: list[str] = []
-    started = asyncio.run(until_started(Unplaced(2 * looks - 1, looks // 2), said.append))
+    started = asyncio.run(until_started(Unplaced(2 * looks - 1, looks // 2), said.append, is_new=False))
     assert started.grpc_port == 2
     assert said.count("a node with GPU: 1") == 2 * looks - 1 and said[-1] == ""
+
+
+class Slow:
+    """A process that begins to answer after `num_importing` looks, and serves after `num_loading` more."""
+
+    def __init__(self, num_importing: int, num_loading: int, *, answers_twice: bool = True) -> None:
+        self._num_importing, self._num_loading = num_importing, num_loading
+        self._answers_twice = answers_twice
+        self._answers, self._serves = asyncio.Event(), asyncio.Event()
+        self._num_answers = 0
+
+    async def start(self) -> RouterStarted:
+        await self._serves.wait()
+        return RouterStarted("127.0.0.1", 1, 2, 3)
+
+    async def alive(self) -> None:
+        await self._answers.wait()
+        self._num_answers += 1
+        if self._num_answers > 1 and not self._answers_twice:
+            await asyncio.Event().wait()
+
+    async def waiting_for(self) -> str:
+        if self._num_importing > 0:
+            self._num_importing -= 1
+        elif not self._answers.is_set():
+            self._answers.set()
+        else:
+            self._num_loading -= 1
+            if self._num_loading < 0:
+                self._serves.set()
+        return ""
+
+
+def test_a_start_that_is_slow_to_its_first_answer_and_loads_for_long_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
+    slow = Slow(worker_watch.SILENT_NEW_LOOKS - 2, 2 * worker_watch.SILENT_NEW_LOOKS)
+    assert asyncio.run(until_started(slow, lambda _: None, is_new=True)).grpc_port == 2
+
+
+@pytest.mark.parametrize(
+    ("process", "is_new", "num_looks"),
+    [
+        (Slow(1 << 20, 0), True, worker_watch.SILENT_NEW_LOOKS),
+        (Slow(1 << 20, 0), False, worker_watch.SILENT_START_LOOKS),
+        (Slow(0, 1 << 20, answers_twice=False), True, worker_watch.SILENT_START_LOOKS),
+    ],
+    ids=["never answered", "was there before", "answered once"],
+)
+def test_a_start_that_stays_silent_hangs(
+    process: Slow, is_new: bool, num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
+    with pytest.raises(WorkerLost, match=f"silent for {num_looks * 0.001:g} s"):
+        asyncio.run(until_started(process, lambda _: None, is_new=is_new))

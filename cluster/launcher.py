@@ -182,6 +182,7 @@ class _Launcher:
         while True:
             if (status := self._look()) is None:
                 phase.note(f"the supervisor {'does not answer' if self._has_answered else 'starts'}")
+                time.sleep(WATCH_S)  # a call of Ray may fail at once: looks are counted
                 continue
             for line in losses(before, status):
                 self._console.print(Text(line), soft_wrap=True)

@@ -18,6 +18,7 @@ import psutil
 
 POLL_S = 0.05
 LOOK_S = 2.0  # a look takes some 8 ms
+KILL_S = 30.0  # a process that the kernel does not end is left then
 
 
 class Reaper:
@@ -102,7 +103,8 @@ def main() -> None:
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
         family.look()
     # More than once: one that is being killed may just have started another.
-    while alive := family.members(folder):
+    deadline = time.monotonic() + KILL_S
+    while (alive := family.members(folder)) and time.monotonic() < deadline:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=1.0)

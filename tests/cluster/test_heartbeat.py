@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,8 +13,8 @@ from diptych.cluster.config_file import build
 from diptych.cluster.control import SupervisorClient, SupervisorGone
 from diptych.cluster.heartbeat import Heartbeat, Silence
 from diptych.cluster.progress import Progress
-from diptych.cluster.status import ClusterStatus
-from diptych.workers.errors import Unavailable, WorkerLost
+from diptych.cluster.status import ClusterStatus, Failure
+from diptych.workers.errors import ConfigError, Unavailable, WorkerLost
 
 STATUS = ClusterStatus("default", "fake", 1, (), (), ())
 
@@ -95,3 +96,15 @@ def test_a_supervisor_that_was_ended_for_good_ends_serve() -> None:
     watch = watching(Answers([SupervisorGone("the supervisor was ended")]), Console(quiet=True))
     with pytest.raises(Unavailable, match="was ended by somebody else"):
         watch._look()
+
+
+def test_looks_at_a_start_whose_supervisor_cannot_be_called_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_slept: list[float] = []
+    monkeypatch.setattr(launcher.time, "sleep", num_slept.append)
+    num_silent = 2 * launcher.STARTING_LOOKS
+    ready = replace(STATUS, failure=Failure("ConfigError", "the end of the test"))
+    console = Console(quiet=True)
+    watch = watching(Answers([Unavailable("Ray does not answer")] * num_silent + [ready]), console)
+    with pytest.raises(ConfigError), Progress(console).phase("starting") as phase:
+        watch._wait_until_ready(phase)
+    assert num_slept == [launcher.WATCH_S] * num_silent

@@ -7,8 +7,9 @@ Every call has an id of our making: in the header x-request-id, in the id of the
 OpenAI's object {"error": {message, type, param, code}} under the status of its class in workers/errors.py.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
@@ -23,7 +24,7 @@ from .. import __version__
 from ..workers.runner import ModelInfo
 from .budget import Budget
 from .front_door import FrontDoor, GenerationSpec
-from .generation import Generation
+from .generation import MIN_LARGE_SIZE, Generation
 from .http_body import read_json
 from .http_edge import Access, surround
 from .http_errors import EXCEPTION_HANDLERS, call_id, error_object, request_id
@@ -32,7 +33,7 @@ from .http_stream import EventStream, while_connected
 from .json_parts import to_json
 from .openai_calls import with_prompts
 from .openai_fields import UnknownFields, header_value
-from .openai_format import ChatFormat, CompletionFormat, Format, to_event
+from .openai_format import ChatFormat, CompletionFormat, Format, check_repeated, to_event
 from .openai_types import Body, Call, ChatBody, CompletionBody, parse
 from .prompt_encoding import Encoded
 from .timings import server_timing
@@ -77,7 +78,7 @@ class HttpApi:
     async def completions(self, request: Request) -> Response | EventStream:
         call = await self._call(CompletionBody, request)
         generation = await self._door.start(call.spec, f"cmpl-{call_id(request)}")
-        echo = self._echo(call.spec, generation) if call.echo else ()
+        echo = await self._echo(call.spec, generation) if call.echo else ()
         name = self._door.model().name
         form = CompletionFormat(generation, self._door.tokenizer, name, call.include, echo)
         return await self._answer(request, generation, form, call.stream)
@@ -149,12 +150,20 @@ class HttpApi:
             with self._gathered.share() as held:
                 return await to_json(await form.whole(await gather(batches, held)))
 
-    def _echo(self, spec: GenerationSpec, generation: Generation) -> list[str]:
-        """The prompt's text, for each choice."""
-        ids = [completion.request.prompt_token_ids for completion in generation.completions]
-        prompts = [spec.prompts[i // spec.n] for i in range(len(ids))]
-        texts = [p.text if isinstance(p, Encoded) else p if isinstance(p, str) else None for p in prompts]
-        return [self._door.tokenizer.decode(ids[i]) if text is None else text for i, text in enumerate(texts)]
+    async def _echo(self, spec: GenerationSpec, generation: Generation) -> list[str]:
+        """The prompt's text, for each choice. Raises InvalidRequest."""
+        check_repeated(generation, "echo")
+        texts: list[str] = []
+        for prompt, completion in zip(spec.prompts, generation.completions[:: spec.n], strict=True):
+            text = prompt.text if isinstance(prompt, Encoded) else prompt if isinstance(prompt, str) else None
+            if text is None:
+                text = await self._decode(completion.request.prompt_token_ids)
+            texts += [text] * spec.n
+        return texts
+
+    async def _decode(self, ids: Sequence[int]) -> str:
+        decode = self._door.tokenizer.decode
+        return decode(ids) if len(ids) < MIN_LARGE_SIZE else await asyncio.to_thread(decode, ids)
 
     def _model_card(self, info: ModelInfo) -> dict[str, object]:
         return {
@@ -169,7 +178,7 @@ class HttpApi:
 async def _events(generation: Generation, form: Format) -> AsyncGenerator[str, None]:
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
-            yield form.events(batch)
+            yield form.events(await form.prepare(batch) if form.is_waiting else batch)
     yield form.last_events()
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 SLICE = 128  # items of a list that are written in one go
@@ -18,8 +19,9 @@ class Written:
     parts: tuple[str, ...]  # without brackets, none of them empty
 
     @classmethod
-    def of(cls, items: list[Any]) -> "Written":
-        return cls(tuple(_dumps(items[start : start + SLICE])[1:-1] for start in range(0, len(items), SLICE)))
+    def of(cls, items: Iterable[Any]) -> "Written":
+        rest = iter(items)
+        return cls(tuple(_dumps(part)[1:-1] for part in iter(lambda: list(islice(rest, SLICE)), [])))
 
     def __add__(self, other: "Written") -> "Written":
         return Written(self.parts + other.parts)
@@ -36,6 +38,11 @@ async def to_json(value: dict[str, Any]) -> bytes:
             size = 0
             await asyncio.sleep(0)
     return "".join(parts).encode()
+
+
+def to_text(value: dict[str, Any]) -> str:
+    """The JSON of `value` in one go: for what is Written already."""
+    return "".join(_parts(value, DEPTH))
 
 
 def _parts(value: Any, depth: int) -> Iterator[str]:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from ..workers.errors import InvalidRequest
 from .generation import Generation, TextDelta, TokenLogprob, Usage
-from .json_parts import SLICE, Written
-from .openai_prompt_logprobs import Json, PromptTokens, finite
+from .json_parts import SLICE, Written, to_text
+from .openai_prompt_logprobs import CallPrompts
+from .openai_tokens import Json, TokenNames, finite
 from .tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
-MAX_PROMPT_TOKEN_IDS = 1 << 18  # that one answer repeats, over its choices
+MAX_REPEATED_TOKENS = 1 << 18  # of prompts, in one answer, over its choices
 _TEXT = "\0"  # stands for the text in a chunk that is made once
 
 
@@ -40,8 +41,13 @@ class Format:
     kind: str
     chunk_kind: str
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include) -> None:
-        """Raises InvalidRequest where the answer would repeat too many tokens of prompts."""
+    def __init__(
+        self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, *, echoes: bool = False
+    ) -> None:
+        """`echoes`: texts begin with those of the prompts. Raises InvalidRequest where the answer would repeat too many
+        tokens of prompts."""
+        if include.token_ids:
+            check_repeated(generation, "return_token_ids")
         self._generation = generation
         self._created = int(time.time())
         self._model = model
@@ -51,19 +57,21 @@ class Format:
         self._num_tokens = [0 for _ in self._indices]  # in the chunks so far
         self._names = TokenNames(tokenizer, include.tokens_as_ids)
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
-        self.wants_prompt_logprobs = generation.completions[0].request.sampling.prompt_logprobs is not None
-        # By first choice of a prompt.
-        self._prompt_tokens: dict[int, PromptTokens] = {}
-        self._lists: dict[int, list[Json | None]] = {}
-        self._echoes: dict[int, Json] = {}
+        self._echoes_logprobs = echoes and self._wants_logprobs
+        self._prompt_logprobs = CallPrompts(
+            generation, self._names, echo=self._echoes_logprobs, num_listed=include.prompt_logprobs
+        )
         # Chunks differ in more than their text.
         self._varies = include.continuous_usage or include.token_ids
-        if include.token_ids and (num := sum(map(len, self._prompts))) > MAX_PROMPT_TOKEN_IDS:
-            raise InvalidRequest(
-                f"return_token_ids would repeat {num} tokens of prompts, at most {MAX_PROMPT_TOKEN_IDS}: lower n, or "
-                "leave it out",
-                param="return_token_ids",
-            )
+
+    @property
+    def is_waiting(self) -> bool:
+        """Log-probabilities of prompts are to come: `prepare` each batch."""
+        return self._prompt_logprobs.is_waiting
+
+    async def prepare(self, batch: Sequence[TextDelta]) -> Sequence[TextDelta]:
+        """What can be told of it, and of batches before it. Others run meanwhile."""
+        return await self._prompt_logprobs.take(batch)
 
     def events(self, batch: Sequence[TextDelta]) -> str:
         """Server-sent events of what is new: one for each delta, also where its text is held back or empty, so that a
@@ -79,44 +87,14 @@ class Format:
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
         """The answer in one piece. Others run meanwhile."""
+        if self.is_waiting:
+            deltas = await self.prepare(deltas)
         own: list[list[TextDelta]] = [[] for _ in self._indices]
         for delta in deltas:
             own[delta.index].append(delta)
-        if self.wants_prompt_logprobs:  # so many that other calls would wait
-            await asyncio.to_thread(self._tell_prompts, own)
         choices = [await self._whole_choice(i, own[i]) for i in self._indices]
         usage = _usage(self._generation.usage)
         return self._head(self.kind) | {"choices": choices, "usage": usage} | self._timings()
-
-    def _tell_prompts(self, own: Sequence[Sequence[TextDelta]]) -> None:
-        for first in self._indices[:: self._generation.n]:
-            self._take_prompt(first, own[first])
-            if (num_top := self._include.prompt_logprobs) is not None:
-                self._listed(first, num_top)
-
-    def _first(self, index: int) -> int:
-        """The first choice of the same prompt."""
-        return index - index % self._generation.n
-
-    def _has_prompt(self, first: int) -> bool:
-        return first in self._prompt_tokens
-
-    def _take_prompt(self, first: int, deltas: Sequence[TextDelta]) -> None:
-        """deltas: of choice `first`, its first one among them."""
-        if self.wants_prompt_logprobs:
-            parts = [part for delta in deltas for part in delta.prompt_logprobs]
-            self._prompt_tokens[first] = PromptTokens(self._prompts[first], parts)
-
-    def _listed(self, first: int, num_top: int) -> list[Json | None]:
-        if first not in self._lists:
-            self._lists[first] = self._prompt_tokens[first].listed(num_top, self._names.text)
-        return self._lists[first]
-
-    def _echoed(self, first: int) -> Json:
-        if first not in self._echoes:
-            num_top, names = self._generation.completions[first].request.sampling.logprobs or 0, self._names
-            self._echoes[first] = self._prompt_tokens[first].echoed(num_top, names.legacy, names.tokenizer)
-        return self._echoes[first]
 
     def _timings(self) -> Json:
         if not self._include.timings:
@@ -126,10 +104,9 @@ class Format:
     def _head(self, kind: str) -> Json:
         return {"id": self._generation.request_id, "object": kind, "created": self._created, "model": self._model}
 
-    def _chunk(self, choice: Json, besides: Json | None = None) -> str:
-        return to_event(
-            self._head(self.chunk_kind) | {"choices": [choice]} | self._chunk_usage(choice["index"]) | (besides or {})
-        )
+    def _chunk(self, choice: Json, besides: Json | None = None) -> Json:
+        usage = self._chunk_usage(choice["index"])
+        return self._head(self.chunk_kind) | {"choices": [choice]} | usage | (besides or {})
 
     def _chunk_usage(self, index: int) -> Json:
         if not self._include.continuous_usage:
@@ -143,7 +120,7 @@ class Format:
 
     def _around_text(self, choice: Json) -> tuple[str, str]:
         """The chunk's event before and after the JSON of its text, which `choice` marks with _TEXT."""
-        before, after = self._chunk(choice).split(json.dumps(_TEXT))
+        before, after = to_event(self._chunk(choice)).split(json.dumps(_TEXT))
         return before, after
 
     @abstractmethod
@@ -173,60 +150,42 @@ class CompletionFormat(Format):
     def __init__(
         self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, echo: Sequence[str] = ()
     ) -> None:
-        super().__init__(generation, tokenizer, model, include)
+        super().__init__(generation, tokenizer, model, include, echoes=bool(echo))
         self._echo = list(echo) or [""] * len(self._indices)
-        self._echoes_logprobs = bool(echo) and self._wants_logprobs
         self._num_echoed = [len(text) for text in self._echo]
-        self._held: dict[int, list[TextDelta]] = {}  # by first choice of a prompt: of others, until its prompt is here
-        self._has_begun = [False for _ in self._indices]
+        self._owes_prompt = [bool(echo) or include.token_ids for _ in self._indices]  # to its first chunk
         plain: Json = {"text": _TEXT, "logprobs": None, "finish_reason": None}
         self._around = [self._around_text({"index": i} | plain) for i in self._indices]
 
-    def events(self, batch: Sequence[TextDelta]) -> str:
-        if self._echoes_logprobs:
-            batch = [ready for delta in batch for ready in self._ready(delta)]
-        return super().events(batch)
-
-    def _ready(self, delta: TextDelta) -> Sequence[TextDelta]:
-        """What can be told now: a choice begins with its prompt."""
-        first = self._first(delta.index)
-        if delta.index == first and not self._has_prompt(first):
-            self._take_prompt(first, (delta,))
-            return (delta, *self._held.pop(first, ()))
-        if self._has_prompt(first):
-            return (delta,)
-        self._held.setdefault(first, []).append(delta)
-        return ()
-
     def _event(self, delta: TextDelta) -> str:
         index = delta.index
-        is_plain = not (self._varies or delta.logprobs or delta.finish_reason is not None)
-        if is_plain and not self._echo[index] and not (self._echoes_logprobs and not self._has_begun[index]):
+        is_first, self._owes_prompt[index] = self._owes_prompt[index], False
+        if not (is_first or self._varies or delta.logprobs or delta.finish_reason is not None):
             before, after = self._around[index]
             return f"{before}{json.dumps(delta.text)}{after}"
-        logprobs = self._logprobs(index, (delta,)) if self._wants_logprobs else None
+        logprobs = self._logprobs(index, (delta,), is_first) if self._wants_logprobs else None
         choice = self._choice(index, (delta,), logprobs)
         if self._include.token_ids:
-            if not self._has_begun[index]:
+            if is_first:
                 choice["prompt_token_ids"] = self._prompts[index]
             choice["token_ids"] = delta.token_ids
-        self._has_begun[index] = True
         self._num_tokens[index] += len(delta.token_ids)
         self._echo[index] = ""
-        return self._chunk(choice)
+        if is_first:  # what its prompt has is Written
+            return f"data: {to_text(self._chunk(choice))}\n\n"
+        return to_event(self._chunk(choice))
 
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
-        # null where they are not asked for, as vLLM answers.
-        asked, num_top = self._include.token_ids, self._include.prompt_logprobs
+        asked = self._include.token_ids  # null where they are not asked for, as vLLM answers
         num_echoed = self._num_echoed[index]
         logprobs = await self._all_logprobs(lambda names, part: _completion_logprobs(names, part, num_echoed), deltas)
         if logprobs is not None and self._echoes_logprobs:
-            prompt = await asyncio.to_thread(self._echoed, self._first(index))
-            logprobs = {name: Written.of(prompt[name]) + column for name, column in logprobs.items()}
+            prompt = self._prompt_logprobs.echoed(index)
+            logprobs = {name: prompt[name] + column for name, column in logprobs.items()}
         return self._choice(index, deltas, logprobs) | {
             "token_ids": self._token_ids(deltas) if asked else None,
             "prompt_token_ids": self._prompts[index] if asked else None,
-            "prompt_logprobs": None if num_top is None else self._listed(self._first(index), num_top),
+            "prompt_logprobs": self._prompt_logprobs.listed(index),
         }
 
     def _choice(self, index: int, deltas: Sequence[TextDelta], logprobs: Json | None) -> Json:
@@ -237,12 +196,12 @@ class CompletionFormat(Format):
             "finish_reason": _finish_reason(deltas[-1]),
         }
 
-    def _logprobs(self, index: int, deltas: Sequence[TextDelta]) -> Json:
+    def _logprobs(self, index: int, deltas: Sequence[TextDelta], is_first: bool) -> Json:
         own = _completion_logprobs(self._names, deltas, self._num_echoed[index])
-        if not self._echoes_logprobs or self._has_begun[index]:
+        if not (self._echoes_logprobs and is_first):
             return own
-        prompt = self._echoed(self._first(index))
-        return {name: prompt[name] + column for name, column in own.items()}
+        prompt = self._prompt_logprobs.echoed(index)
+        return {name: prompt[name] + Written.of(column) for name, column in own.items()}
 
 
 class ChatFormat(Format):
@@ -255,12 +214,11 @@ class ChatFormat(Format):
         super().__init__(generation, tokenizer, model, include)
         self._around = [self._around_text(_chat_chunk(i, {"content": _TEXT})) for i in self._indices]
         first = {"role": "assistant", "content": ""}
-        self._opening = [self._chunk(_chat_chunk(i, first), self._prompt_ids(i)) for i in self._indices]
+        self._opening = [to_event(self._chunk(_chat_chunk(i, first), self._prompt_ids(i))) for i in self._indices]
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
-        num_top = self._include.prompt_logprobs
         answer = await super().whole(deltas) | (self._prompt_ids(0) or {"prompt_token_ids": None})
-        return answer | {"prompt_logprobs": None if num_top is None else self._listed(0, num_top)}
+        return answer | {"prompt_logprobs": self._prompt_logprobs.listed(0)}
 
     def _prompt_ids(self, index: int) -> Json:
         return {"prompt_token_ids": self._prompts[index]} if self._include.token_ids else {}
@@ -276,7 +234,7 @@ class ChatFormat(Format):
         choice = _chat_chunk(index, {"content": delta.text}, logprobs, _finish_reason(delta))
         if self._include.token_ids:
             choice["token_ids"] = delta.token_ids
-        return opening + self._chunk(choice)
+        return opening + to_event(self._chunk(choice))
 
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
         return {
@@ -296,32 +254,6 @@ def _slices(deltas: Sequence[TextDelta]) -> Iterator[Sequence[TextDelta]]:
         if num_tokens >= SLICE or end == len(deltas):
             yield deltas[start:end]
             start, num_tokens = end, 0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenNames:
-    """How log-probabilities name tokens: by their text, or by their ids."""
-
-    tokenizer: Tokenizer
-    as_ids: bool
-
-    def legacy(self, token_id: int) -> str:
-        """A token's text; where it is none by itself, its bytes as OpenAI writes them: "bytes:\\xe2\\x82"."""
-        if self.as_ids:
-            return f"token_id:{token_id}"
-        raw = self.tokenizer.token_bytes(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def text(self, token_id: int) -> str:
-        if self.as_ids:
-            return f"token_id:{token_id}"
-        return self.tokenizer.token_bytes(token_id).decode(errors="replace")
-
-    def chat(self, token_id: int) -> Json:
-        return {"token": self.text(token_id), "bytes": list(self.tokenizer.token_bytes(token_id))}
 
 
 LogprobsOf = Callable[[TokenNames, Sequence[TextDelta]], Json]
@@ -375,3 +307,13 @@ def _chat_logprobs(names: TokenNames, deltas: Sequence[TextDelta]) -> Json:
         for entry in delta.logprobs
     ]
     return {"content": content, "refusal": None}
+
+
+def check_repeated(generation: Generation, param: str) -> None:
+    """Raise InvalidRequest where an answer that repeats its prompts would repeat too many tokens."""
+    num = sum(len(completion.request.prompt_token_ids) for completion in generation.completions)
+    if num > MAX_REPEATED_TOKENS:
+        raise InvalidRequest(
+            f"{param} would repeat {num} tokens of prompts, at most {MAX_REPEATED_TOKENS}: lower n, or leave it out",
+            param=param,
+        )

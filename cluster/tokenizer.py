@@ -91,7 +91,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, special ones left out."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        # The batch call lets other threads run meanwhile.
+        return self._backend.decode_batch([token_ids], skip_special_tokens=True)[0]
 
     def render_chat(
         self,

@@ -82,16 +82,19 @@ def test_a_stop_string_ends_the_token_ids_where_it_ends_the_text(client: openai.
     assert (answer.choices[0].text, answer.choices[0].token_ids) == ("a", list(b"abc"))
 
 
-def test_prompts_that_would_be_repeated_too_often_are_refused(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_format, "MAX_PROMPT_TOKEN_IDS", 8)
+@pytest.mark.parametrize("param", ["return_token_ids", "echo"])
+def test_prompts_that_would_be_repeated_too_often_are_refused(
+    server: Served, monkeypatch: pytest.MonkeyPatch, param: str
+) -> None:
+    monkeypatch.setattr(openai_format, "MAX_REPEATED_TOKENS", 8)
 
     def ask(n: int) -> httpx.Response:
-        return httpx.post(f"{server.url}/v1/completions", json={"prompt": "abcd", "n": n, "return_token_ids": True})
+        return httpx.post(f"{server.url}/v1/completions", json={"prompt": "abcd", "n": n, param: True})
 
     assert ask(2).status_code == 200
     refused = ask(3)
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "return_token_ids" and "12 tokens" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == param and "12 tokens" in refused.json()["error"]["message"]
 
 
 def test_log_probabilities_name_tokens_by_their_ids(client: openai.OpenAI) -> None:

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
+import numpy as np
 
 from diptych.cluster.config_file import build
 from diptych.cluster.deployment import Deployment
@@ -23,7 +24,8 @@ from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.router_process import RouterProcess
 from diptych.workers.event_loop import new_event_loop
 from diptych.workers.fake_runner import FakeRunner
-from diptych.workers.fake_stream import FakeStep
+from diptych.workers.fake_stream import FakeRow, FakeStep
+from diptych.workers.prompt_logprobs import PromptLogprobs
 from diptych.workers.sequence import SampledToken
 from diptych.workers.service import WorkerService
 from diptych.workers.worker_config import WorkerConfig
@@ -39,6 +41,8 @@ class InstantRunner(FakeRunner):
     """Computes nothing: the same token again and again, with as many likely ones as are asked for."""
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
+        if step.prompt_logprobs is not None:
+            step.prompt_logprobs += [(row.sequence, _prompt_logprobs(row)) for row in step.rows if row.prompt_end]
         return [_token(row) for row in step.rows if row.samples]
 
 
@@ -49,6 +53,13 @@ def _token(row: object) -> SampledToken:
         return SampledToken(sequence, FIRST_TOKEN)
     top = tuple((FIRST_TOKEN + i, -0.5 - i) for i in range(num_top))
     return SampledToken(sequence, FIRST_TOKEN, -0.5, top)
+
+
+def _prompt_logprobs(row: FakeRow) -> PromptLogprobs:
+    num, num_top = row.prompt_end - row.prompt_first, row.sequence.request.sampling.prompt_logprobs or 0
+    top_ids = np.tile(np.arange(FIRST_TOKEN, FIRST_TOKEN + num_top, dtype=np.int32), (num, 1))
+    logprobs = np.full(num, -0.5, np.float32)
+    return PromptLogprobs(row.prompt_first, logprobs, np.ones(num, np.int32), top_ids, -top_ids.astype(np.float32))
 
 
 class LoopTime:

@@ -33,6 +33,7 @@ def to_json(**fields: object) -> bytes:
 
 MESSAGE = '{"role":"user","content":"x"}'
 PART = '{"type":"text","text":"hello diptych"}'
+PROMPT = [300] * (CONTEXT - 8)  # with log-probabilities: as many as a call may have
 STOPS = ["a" * 1023 + chr(ord("b") + i) for i in range(16)]
 LARGEST: dict[str, tuple[str, bytes, int]] = {
     "stop strings of 128 completions": (COMPLETIONS, to_json(prompt="x", n=128, stop=STOPS, max_tokens=4), 200),
@@ -59,6 +60,27 @@ LARGEST: dict[str, tuple[str, bytes, int]] = {
     "a long text that is repeated": (
         COMPLETIONS,
         to_json(prompt="hello diptych " * 8000, max_tokens=2, echo=True),
+        200,
+    ),
+    "a long prompt that 128 completions repeat": (
+        COMPLETIONS,
+        to_json(prompt=[300] * (CONTEXT - 8), n=128, max_tokens=2, echo=True),
+        400,
+    ),
+    "a long prompt by its ids that is repeated": (
+        COMPLETIONS,
+        to_json(prompt=[300] * (CONTEXT - 8), max_tokens=2, echo=True),
+        200,
+    ),
+    "a prompt's log-probabilities": (COMPLETIONS, to_json(prompt=PROMPT, max_tokens=1, prompt_logprobs=0), 200),
+    "a prompt's log-probabilities, repeated": (
+        COMPLETIONS,
+        to_json(prompt=PROMPT, max_tokens=0, echo=True, logprobs=0),
+        200,
+    ),
+    "a prompt's log-probabilities, repeated in a stream": (
+        COMPLETIONS,
+        to_json(prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, stream=True),
         200,
     ),
     "long prompts, 128": (COMPLETIONS, to_json(prompt=[[7] * 2000] * 128, max_tokens=1), 200),

@@ -3,8 +3,8 @@
     PromptEncoder   short texts here, all else in one of two processes: small tasks do not wait for large ones
     PromptProcess   one such process: started when first asked, and again after it was ended
 
-A task that takes more than its limits ends its process, and is refused by name; so does no other task's. Whoever stops
-waiting for a task leaves it to end by itself.
+A task that takes more than its limits ends its process, and is refused by name; other tasks wait for the next process.
+A task whose caller no longer waits runs to its end.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from ..workers.errors import CheckpointError, InvalidRequest, Overloaded, from_wire
+from ..workers.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, from_wire
 from .prompt_encoding import Chat, Encoded, encode_text
 from .prompt_frames import BODY, CHAT, SIZES, TEXT, Head, to_frame
 from .tokenizer import Tokenizer
@@ -95,6 +95,7 @@ class PromptProcess:
         self._turn = asyncio.Lock()
         self._link: _Link | None = None
         self._under_way: asyncio.Task[tuple[Head, bytes]] | None = None
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
@@ -107,7 +108,7 @@ class PromptProcess:
 
     async def ask(self, task: Head, body: bytes) -> tuple[Head, bytes]:
         """Its answer's head and body. Raises the error that it answers with; InvalidRequest where it took too much;
-        Overloaded where its turn does not come."""
+        Overloaded where its turn does not come; Unavailable once it is closed."""
         try:
             await asyncio.wait_for(self._turn.acquire(), self._limits.max_wait_s)
         except TimeoutError as e:
@@ -115,6 +116,8 @@ class PromptProcess:
         try:
             if self._under_way is not None:
                 await asyncio.wait((self._under_way,))
+            if self._is_closed:
+                raise Unavailable("the router is ending: send the request again")
             self._under_way = asyncio.create_task(self._exchange(task, body))
             self._under_way.add_done_callback(_look)
             head, found = await asyncio.shield(self._under_way)
@@ -123,7 +126,8 @@ class PromptProcess:
         return _checked(head), found
 
     async def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the process, and start none again. Idempotent."""
+        self._is_closed = True
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.wait((self._under_way,))
@@ -163,7 +167,7 @@ class PromptProcess:
                     "the process that reads prompts did not start: the checkpoint's chat template may take too much to "
                     "compile. See the router's log, or remove the template"
                 ) from e
-            except CheckpointError:
+            except (CheckpointError, asyncio.CancelledError):
                 await self._end()
                 raise
         return self._link

@@ -1,4 +1,4 @@
-"""What clients may do to each of a router's two ports, before and after they have shown a key."""
+"""Limits of connections to each of a router's two ports."""
 
 from dataclasses import dataclass
 

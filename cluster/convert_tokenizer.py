@@ -2,7 +2,7 @@
 tokenizer_conversion.py. The only file that imports transformers; none imports it.
 
 FROM is a folder with a tokenizer's files and the checkpoint's config.json, TO a folder to be made. What fails is said
-in the last line on standard error. It ends when its standard input closes: with whoever started it.
+in the last line on standard error. It ends when its standard input closes, so with its parent.
 """
 
 import os
@@ -33,7 +33,7 @@ def main() -> None:
     source, target = map(Path, sys.argv[1:])
     try:
         convert(source, target)
-    except Exception as e:  # noqa: BLE001  the process's top loop; whoever started it reads the last line
+    except Exception as e:  # noqa: BLE001  the process's top loop; its parent reads the last line
         lines = str(e).strip().splitlines() or [""]
         print(f"{type(e).__name__}: {lines[0]}", file=sys.stderr)
         sys.exit(1)

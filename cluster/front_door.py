@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call may ask for."""
+    """Limits of one call, and of the bodies and answers that are held for all calls."""
 
     max_sequences: int = 128  # completions, over all its prompts
     max_stop_strings: int = 16

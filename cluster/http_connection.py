@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's protocol, with a bound on everything that a client may do before it has shown a key.
+"""One HTTP connection: uvicorn's protocol, bounded in bytes and time before its client has shown a key.
 
     opened ──first byte──> head ──complete──> body, answer ──answered──> idle ──first byte──> head ...
        │ header_timeout_s    │ header_timeout_s: 408                        │ idle_timeout_s
@@ -39,8 +39,8 @@ _MESSAGES = {
 }
 
 
-class Place(Protocol):
-    """A connection's entry in the list of all."""
+class Slot(Protocol):
+    """A connection's entry in its listener."""
 
     def wait(self) -> None:
         """The connection waits for a request: it may be closed to make room."""
@@ -80,11 +80,11 @@ class _TooLarge(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    def __init__(self, config: Config, server_state: ServerState, limits: ConnectionLimits, place: Place) -> None:
+    def __init__(self, config: Config, server_state: ServerState, limits: ConnectionLimits, slot: Slot) -> None:
         super().__init__(config, server_state, {CUT: self.cut})
         self.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # it is given to call_later alone
         self._limits = limits
-        self._place = place
+        self._slot = slot
         self._raw: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None  # of a head, or of the close
         self._stall: asyncio.TimerHandle | None = None  # while the client does not read
@@ -105,7 +105,7 @@ class Connection(HttpToolsProtocol):
         self._raw = transport
         transport.set_write_buffer_limits(HIGH_WATER_BYTES)
         super().connection_made(_Transport(transport, self._leave))
-        self._place.wait()
+        self._slot.wait()
         self._arm(self._limits.header_timeout_s, self._on_late_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
                 timer.cancel()
         self._raw = None
         super().connection_lost(exc)
-        self._place.leave()
+        self._slot.leave()
 
     def data_received(self, data: bytes) -> None:
         if self._is_lingering:
@@ -173,7 +173,7 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._in_body = False, True
         self._num_unused_bytes = 0
         self._disarm()
-        self._place.work()
+        self._slot.work()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         super().on_response_complete()
         if not self.pipeline and self.cycle.response_complete:
-            self._place.wait()
+            self._slot.wait()
 
     # -- refusing and closing ---------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Connection(HttpToolsProtocol):
         if self._is_answering:
             self.cut()
             return
-        self._place.refused(status)
+        self._slot.refused(status)
         self._in_head = True  # there may be more to come
         self.transport.write(refusal(status))
         self.transport.close()

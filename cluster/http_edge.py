@@ -1,4 +1,4 @@
-"""What surrounds every HTTP call: its id, its count, CORS, and the check of its key, before its body is read.
+"""ASGI middleware of every HTTP call: its id, its count, CORS, and the check of its key, before its body is read.
 
 Edge ── CORS, where it is configured: answers preflights, which carry no key ── KeyCheck ── the application
 """

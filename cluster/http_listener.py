@@ -1,7 +1,7 @@
 """Accepts the HTTP port's connections, in bounded numbers: in all, and from one address.
 
-Where all places are taken, a new connection gets that of the one which has waited longest for its client's next
-request. What is refused is answered 429 or 503 where no TLS is spoken, and closed.
+Each has a slot. Where all are taken, the connection that has waited longest for its client's next request is closed,
+and the new one gets its slot. A refused connection is answered 429 or 503 where no TLS is spoken, and closed.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import errno
 import ipaddress
 import resource
 import socket
-import ssl
 from collections import Counter
 from contextlib import suppress
 from http import HTTPStatus
@@ -40,9 +39,9 @@ class Listener:
         self._limits = limits
         self._max_connections = allow_descriptors(limits.max_connections + SPARE_DESCRIPTORS) - SPARE_DESCRIPTORS
         self.metrics = metrics
-        self._places: set[_Place] = set()
+        self._slots: set[_Slot] = set()
         self._num_from: Counter[str] = Counter()
-        self._waiting: dict[_Place, None] = {}  # longest first
+        self._waiting: dict[_Slot, None] = {}  # longest first
         self._opening: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 
@@ -52,26 +51,26 @@ class Listener:
             task.cancel()
         await asyncio.gather(self._accepting, *self._opening, return_exceptions=True)
 
-    def wait(self, place: "_Place") -> None:
-        if place in self._places:
-            self._waiting[place] = None
+    def wait(self, slot: "_Slot") -> None:
+        if slot in self._slots:
+            self._waiting[slot] = None
 
-    def work(self, place: "_Place") -> None:
-        self._waiting.pop(place, None)
+    def work(self, slot: "_Slot") -> None:
+        self._waiting.pop(slot, None)
 
-    def forget(self, place: "_Place") -> None:
-        if place in self._places:
-            self._places.remove(place)
-            self._waiting.pop(place, None)
-            self._num_from[place.origin] -= 1
-            if not self._num_from[place.origin]:
-                del self._num_from[place.origin]
-            self.metrics.connected(len(self._places))
+    def forget(self, slot: "_Slot") -> None:
+        if slot in self._slots:
+            self._slots.remove(slot)
+            self._waiting.pop(slot, None)
+            self._num_from[slot.origin] -= 1
+            if not self._num_from[slot.origin]:
+                del self._num_from[slot.origin]
+            self.metrics.connected(len(self._slots))
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(0)  # whoever is connected has a turn between any two who connect
+            await asyncio.sleep(0)  # open connections have a turn between any two new ones
             try:
                 sock, address = await loop.sock_accept(self._sock)
             except OSError as e:
@@ -83,21 +82,21 @@ class Listener:
     def _admit(self, sock: socket.socket, origin: str) -> None:
         if self._num_from[origin] >= self._limits.max_connections_per_address:
             self._turn_away(sock, HTTPStatus.TOO_MANY_REQUESTS)
-        elif len(self._places) >= self._max_connections and not self._make_room():
+        elif len(self._slots) >= self._max_connections and not self._make_room():
             self._turn_away(sock, HTTPStatus.SERVICE_UNAVAILABLE)
         else:
-            place = _Place(self, origin)
-            self._places.add(place)
+            slot = _Slot(self, origin)
+            self._slots.add(slot)
             self._num_from[origin] += 1
-            self.metrics.connected(len(self._places))
-            place.opening = asyncio.create_task(self._open(sock, place))
-            self._opening.add(place.opening)
-            place.opening.add_done_callback(self._opening.discard)
-            place.wait()
+            self.metrics.connected(len(self._slots))
+            slot.opening = asyncio.create_task(self._open(sock, slot))
+            self._opening.add(slot.opening)
+            slot.opening.add_done_callback(self._opening.discard)
+            slot.wait()
 
-    async def _open(self, sock: socket.socket, place: "_Place") -> None:
+    async def _open(self, sock: socket.socket, slot: "_Slot") -> None:
         """Shake hands, where TLS is spoken, and let the connection live."""
-        connection = Connection(self._config, self._state, self._limits, place)
+        connection = Connection(self._config, self._state, self._limits, slot)
         loop = asyncio.get_running_loop()
         try:
             if self._config.ssl is None:
@@ -110,18 +109,18 @@ class Listener:
                     ssl_handshake_timeout=self._limits.header_timeout_s,
                     ssl_shutdown_timeout=self._limits.header_timeout_s,
                 )
-        except (OSError, ssl.SSLError, asyncio.CancelledError):
+        except (OSError, asyncio.CancelledError):
             sock.close()
-            self.forget(place)
+            self.forget(slot)
         else:
-            place.connection = connection
+            slot.connection = connection
 
     def _make_room(self) -> bool:
-        place = next(iter(self._waiting), None)
-        if place is None:
+        slot = next(iter(self._waiting), None)
+        if slot is None:
             return False
-        self.forget(place)
-        place.close()
+        self.forget(slot)
+        slot.close()
         return True
 
     def _turn_away(self, sock: socket.socket, status: HTTPStatus) -> None:
@@ -131,8 +130,8 @@ class Listener:
                 sock.send(refusal(status))
 
 
-class _Place:
-    """A Place of a Listener."""
+class _Slot:
+    """The Slot of one of a Listener's connections."""
 
     def __init__(self, listener: Listener, origin: str) -> None:
         self.origin = origin
@@ -160,7 +159,7 @@ class _Place:
 
 
 def origin_of(address: str) -> str:
-    """What is counted as one address: of IPv6 a client's network."""
+    """Name under which an address's connections are counted: an IPv6 address's network."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -173,7 +172,7 @@ def origin_of(address: str) -> str:
 
 
 def allow_descriptors(wanted: int) -> int:
-    """Let this process open so many files and sockets; how many of them it may."""
+    """Raise this process's limit of open files and sockets to `wanted`, and return what it may open of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

@@ -1,4 +1,4 @@
-"""What one router's HTTP port counts, beside what its Router does (metrics.py)."""
+"""Metrics of one router's HTTP port; those of its Router are in metrics.py."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 

@@ -1,4 +1,4 @@
-"""Prompts to token ids, bounded by the context. Synchronous: whoever calls it decides on which process."""
+"""Prompts to token ids, bounded by the context. Synchronous: the caller chooses the process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

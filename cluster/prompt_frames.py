@@ -1,4 +1,4 @@
-"""What a router and its prompt_process.py say to each other: frames of a JSON head and of a body.
+"""Messages between a router and its prompt_process.py: frames of a JSON head and a body.
 
 the bytes of both (two uint32), the head, the body
 """

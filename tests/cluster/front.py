@@ -201,7 +201,7 @@ def served(
     template: str = TEMPLATE,
     connections: ConnectionLimits | None = None,
 ) -> Generator[Served]:
-    """Both doors on real sockets, on an event loop of their own."""
+    """The HTTP and the gRPC server on real sockets, on an event loop of their own."""
     ready = threading.Event()
     found: list[Served] = []
     stop = asyncio.Event()

@@ -17,7 +17,9 @@ from .errors import DiptychError, OutOfBlocks
 from .prefix_cache import PrefixCache
 from .sequence import ScheduledSequence, Sequence, SequenceStatus
 
-LIVE_SLACK_BLOCKS = 2  # that a running sequence may fill between its offer and its seal
+# That a running sequence may fill between its offer and its seal: where its sink takes longer, it waits, and its client
+# with it. The sink reserves them.
+LIVE_SLACK_BLOCKS = 8
 
 
 @dataclass(slots=True)

@@ -157,6 +157,16 @@ def test_no_grpc_message_keeps_the_event_loop(router: Routed, name: str) -> None
     assert router.worst_loop_s() < MAX_LOOP_S
 
 
+def test_no_grpc_answer_keeps_the_event_loop(router: Routed) -> None:
+    sampling = pb.SamplingParams(prompt_logprobs=20, max_tokens=1)
+    request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[300] * 6000), sampling=sampling)
+    router.worst_loop_s()
+    with grpc.insecure_channel(router.address) as channel:
+        answers = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
+        assert sum(len(answer.prompt_logprobs) for answer in answers) == 5999
+    assert router.worst_loop_s() < MAX_LOOP_S
+
+
 def test_a_field_that_nobody_reads_is_not_kept_while_its_call_runs(router: Routed) -> None:
     """Ten bodies of 15 MiB, each with a call that is still under way when the next is sent."""
     before = router.memory()

@@ -17,6 +17,7 @@ from .rpc import ClientCall, SimChannel
 from .sampling import SALTS, VOCAB_SIZE, choose_sampling, expected_output
 
 if TYPE_CHECKING:
+    from .routers import RouterProcess
     from .world import World
 
 SHORT_S = 0.5  # for a client that stops reading to meet its deadline
@@ -38,6 +39,8 @@ class Client:
     finish: FinishReason | None = None
     error: DiptychError | None = None
     has_left: bool = False
+    router: "RouterProcess | None" = None  # that it came to
+    is_cut: bool = False  # for its router was killed
     ended_at: float | None = None
 
     @property
@@ -48,6 +51,8 @@ class Client:
     def outcome(self) -> str:
         if self.error is not None:
             return self.error.code
+        if self.is_cut:
+            return "cut"
         return "left" if self.has_left else "done"
 
 

@@ -84,7 +84,7 @@ def stall(world: "World") -> None:
     about_a_lease = rng.uniform(0.3, 2.0) * world.lease_s
     seconds = rng.choice((rng.uniform(0.01, 0.5), about_a_lease, about_a_lease, rng.uniform(3.0, 8.0)))
     if rng.random() < 0.1:
-        world.stall(world.router_process, min(seconds, 3.0))
+        world.stall(world.routers.some().process, min(seconds, 3.0))
         return
     worker = world.workers[rng.choice(_hosts(world))]
     if worker is not None:
@@ -94,7 +94,7 @@ def stall(world: "World") -> None:
 def partition(world: "World") -> None:
     """Between two hosts, one way or both ways."""
     rng = world.rng
-    a, b = rng.sample([*_hosts(world), "router"], 2)
+    a, b = rng.sample([*_hosts(world), world.routers.some_name()], 2)
     seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(1.0, 6.0)))
     world.note(f"partition {a} -> {b} for {seconds:.2f} s")
     world.network.block(a, b, seconds)
@@ -114,9 +114,9 @@ def cut(world: "World") -> None:
 
 def slow_link(world: "World") -> None:
     rng = world.rng
-    a, b = rng.sample([*_hosts(world), "router"], 2)
+    a, b = rng.sample([*_hosts(world), world.routers.some_name()], 2)
     if rng.random() < 0.5:
-        b = "router"  # tokens overtake each other
+        b = world.routers.some_name()  # tokens overtake each other
     factor = 10 ** rng.uniform(1, 2.5) * 0.002 / world.network.latency_s
     world.note(f"slow {a} -> {b}: {factor:.0f} times")
     world.network.slow_down(a, b, factor)
@@ -174,7 +174,7 @@ def freeze_a_pull(world: "World") -> None:
 def clock_jumps(world: "World") -> None:
     """Of one process, ahead."""
     rng = world.rng
-    process = rng.choice([world.router_process, *(w.process for w in world.living())])
+    process = rng.choice([world.routers.some().process, *(w.process for w in world.living())])
     seconds = rng.choice((rng.uniform(0.01, 0.5), rng.uniform(0.3, 2.0) * world.lease_s))
     world.note(f"the clock of {process.name} jumps by {seconds:.2f} s")
     world.network.troubles.add(world.clock.now, world.clock.now, process.name)

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from diptych.cluster.generation import TokenLogprob
 from diptych.proto import worker_pb2
 from diptych.workers.errors import DeadlineExceeded, RequestFailsSteps, Unavailable
-from diptych.workers.sequence import SequenceStatus
+from diptych.workers.sequence import Sequence, SequenceStatus
 
 from .reasons import check_failure
 from .sampling import logprobs
 from .violation import Violation, demand
 
 if TYPE_CHECKING:
+    from .routers import RouterProcess
     from .worker import Worker
     from .world import Client, World
 
@@ -21,12 +22,13 @@ CALM_QUIET_S = 0.5
 
 def what_is_held(world: "World") -> str:
     """The first thing that some live process still holds, or nothing."""
-    assert world.router is not None
-    for view in world.router._fleet.views():
-        if view.num_in_flight or view.pending_tokens or view.held_blocks:
-            return f"the router counts {view.num_in_flight} legs at {view.incarnation}"
-    if world.router._runs:
-        return f"{len(world.router._runs)} runs"
+    for at in world.routers.living():
+        assert at.router is not None
+        for view in at.router._fleet.views():
+            if view.num_in_flight or view.pending_tokens or view.held_blocks:
+                return f"{at.name} counts {view.num_in_flight} legs at {view.incarnation}"
+        if at.router._runs:
+            return f"{at.name} has {len(at.router._runs)} runs"
     for worker in world.living():
         service = worker.service
         if service is None or not worker.has_started:
@@ -49,12 +51,12 @@ def what_is_held(world: "World") -> str:
     return ""
 
 
-def is_able(world: "World", worker: "Worker") -> bool:
-    """To take a request."""
-    if worker.incarnation not in world.listed or not worker.has_started or worker.process.is_stalled:
+def is_able(world: "World", router: "RouterProcess", worker: "Worker") -> bool:
+    """To take a request from that router."""
+    if worker.incarnation not in router.listed or not worker.has_started or worker.process.is_stalled:
         return False
     assert worker.service is not None
-    return not (worker.service._is_draining or world.network.is_cut("router", worker.process.name))
+    return not (worker.service._is_draining or world.network.is_cut(router.name, worker.process.name))
 
 
 def _integrity(worker: "Worker") -> worker_pb2.WorkerState:
@@ -82,10 +84,19 @@ def check_worker(world: "World", worker: "Worker") -> None:
     given_up = {i for i in service._handoffs._source._open if _is_given_up(worker, i)}
     worker.check_for(given_up, now, "is open, and the engine gave it up")
     worker.check_for({k for k in worker.engine._sequences if service._links.of(k) is None}, now, "runs without a link")
-    link = None if world.router is None else world.router._links.get(worker.incarnation)
-    if link is not None and world.weather.name == "calm":
-        unheard = {k for k in worker.engine._sequences if int(k.partition("/")[2]) not in link._listeners}
+    if world.weather.name == "calm":
+        unheard = {k for k, s in worker.engine._sequences.items() if not _is_heard(world, worker, k, s)}
         worker.check_for(unheard, now, "runs, and nobody listens")
+        worker.check_for(service.unaware(), now, "has not said that its router knows of the drain")
+
+
+def _is_heard(world: "World", worker: "Worker", key: str, sequence: Sequence) -> bool:
+    """By the very router that asked for it."""
+    client = next((c for c in world.clients if c.request.request_id == sequence.request.request_id), None)
+    if client is None or client.router is None or client.router.router is None:
+        return True
+    link = client.router.router._links.get(worker.incarnation)
+    return link is None or int(key.partition("/")[2]) in link._listeners
 
 
 def _is_given_up(worker: "Worker", handoff_id: str) -> bool:
@@ -103,13 +114,14 @@ def check_end(world: "World") -> None:
 
 def check_running(world: "World", client: "Client") -> None:
     """Whether its client reads or not, a request ends by its deadline."""
-    if world.clock.now > _latest(world, client) and client.request.request_id in world.records:
+    is_late = world.clock.now > _latest(client) and not client.is_cut
+    if is_late and client.request.request_id in world.records:
         record = world.records[client.request.request_id]
         demand(record.is_over and not record.legs(), f"{client.request.request_id} runs on after its deadline")
 
 
-def _latest(world: "World", client: "Client") -> float:
-    return client.arrives_at + client.request.timeout_s + world.stall_s + SLACK_S
+def _latest(client: "Client") -> float:
+    return client.arrives_at + client.request.timeout_s + (client.router.stall_s if client.router else 0.0) + SLACK_S
 
 
 def may_fail_on_a_calm_day(world: "World", request_id: str, source: worker_pb2.HandoffSource) -> bool:
@@ -144,7 +156,7 @@ def _check_client(world: "World", client: "Client") -> None:
         is_whole = client.tokens == expected and client.error is None
         demand(is_whole, f"{name}: finished after {len(client.tokens)} of {len(expected)} tokens")
         return
-    if client.has_left:
+    if client.has_left or client.is_cut:
         return
     world.step_faults.check(name)
     if isinstance(client.error, RequestFailsSteps):
@@ -153,6 +165,6 @@ def _check_client(world: "World", client: "Client") -> None:
     demand(type(client.error) in (DeadlineExceeded, Unavailable), f"{name}: {client.error!r}")
     demand(world.weather.name != "calm", f"{name} failed on a calm day: {client.error!r}")
     assert client.ended_at is not None
-    latest = _latest(world, client) + client.stops_s
+    latest = _latest(client) + client.stops_s
     check_failure(world, client)
     demand(client.ended_at <= latest, f"{name} ended {client.ended_at - latest:.1f} s after its deadline")

@@ -70,7 +70,8 @@ class CheckedRunner:
         self.layout = layout
         self._numbers: Numbers = np.zeros(num_blocks * layout.block_bytes // _width(layout), STORAGE[layout.dtype])
         self._places = _places(layout, num_blocks)
-        self._known = {salt: _known(replace(layout, block_size=1), i) for i, salt in enumerate(SALTS)}
+        alike = replace(layout, block_size=1, axis_order=KVLayout.axis_order, packing=ROWS)
+        self._known = {salt: _known(alike, i) for i, salt in enumerate(SALTS)}
         num_tables = 1 if haste is None else 2  # used in turn, as compiled_steps.py does
         self._tables = deque(BatchTables(layout.block_size, num_blocks) for _ in range(num_tables))
         self._stream, self._haste = FakeStream(self._compute), haste
@@ -249,7 +250,7 @@ def _side_by_side(layers: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.stack([layer[..., np.arange(widest) % layer.shape[-1]] for layer in layers], axis=-2)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _known(layout: KVLayout, salt: int) -> Numbers:
     """[k and v, token or position, layer, numbers of all ranks]: what they are, in the order of `_places`."""
     number, ranks = np.arange(VOCAB_SIZE)[:, None, None], layout.tensor_parallel

@@ -7,6 +7,7 @@
 Anything else that fails is a Violation: a router that gives up early, or waits for nothing, finds no reason here.
 """
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from .violation import demand
 if TYPE_CHECKING:
     from .world import Client, World
 
-ROUTER = "router"
 LINGER_S = 6.0  # after a trouble's end, until both sides have noticed, given up what was under way, and found back
 MOMENT_S = 1e-6  # a trouble is often what ends an attempt in the same instant
 ENOUGH_S = 3.0  # of quiet time: any request would have ended, whatever waits before it
@@ -45,7 +45,7 @@ class Troubles:
 
     def spans(self, hosts: Iterable[str], began: float, ended: float) -> list[tuple[float, float]]:
         """Those of [began, ended] in which one of these hosts, or what goes between two of them, was in trouble."""
-        near = {*hosts, ROUTER}
+        near = {*hosts}
         spans = [(max(t.began, began), min(t.ended + LINGER_S, ended)) for t in self._all if near.issuperset(t.hosts)]
         return [span for span in spans if span[0] < span[1]]
 
@@ -62,6 +62,7 @@ class Attempt:
 class Story:
     """Of one request."""
 
+    router: str
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     failed_at: float | None = None
 
@@ -70,10 +71,10 @@ class Story:
         spans: list[tuple[float, float]] = []
         at = began
         for attempt in self.attempts:
-            spans += troubles.spans(("fleet",), at, attempt.began)
+            spans += troubles.spans((self.router, fleet_of(self.router)), at, attempt.began)
             at = min(attempt.ended, ended)
             spans += troubles.spans(attempt.hosts, attempt.began, at)
-        spans += troubles.spans(("fleet",), at, ended)
+        spans += troubles.spans((self.router, fleet_of(self.router)), at, ended)
         return ended - began - _length(spans)
 
 
@@ -83,14 +84,14 @@ class WatchedRecord(RequestRecord):
     def __init__(self, world: "World", *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self._world = world
-        self.story = Story()
+        self.story = Story(asyncio.get_running_loop().name)  # type: ignore[attr-defined]
 
     @property
     def max_attempts(self) -> int:
         return self._max_attempts
 
     def begin(self, *args: object, **kwargs: object) -> Actions:
-        self.story.attempts.append(Attempt(self._world.clock.now, set()))
+        self.story.attempts.append(Attempt(self._world.clock.now, {self.story.router}))
         return self._met(super().begin(*args, **kwargs))  # type: ignore[arg-type]
 
     def begin_sink(self, *args: object) -> Actions:
@@ -122,6 +123,11 @@ class WatchedRecord(RequestRecord):
         return actions
 
 
+def fleet_of(router: str) -> str:
+    """Stands for the workers that a router can reach: in trouble where there is none."""
+    return f"fleet of {router}"
+
+
 def check_failure(world: "World", client: "Client") -> None:
     """`client` got an Unavailable or a DeadlineExceeded."""
     name, error = client.request.request_id, client.error
@@ -138,7 +144,7 @@ def check_failure(world: "World", client: "Client") -> None:
     demand(quiet_s <= ENOUGH_S, f"{name} failed after {quiet_s:.1f} s in which nothing was wrong: {error!r}")
     if error.code == "service_unavailable":
         waited = record.story.attempts[-1].ended if record.story.attempts else client.arrives_at
-        gone_s = _length(troubles.spans(("fleet",), waited, ended))
+        gone_s = _length(troubles.spans((record.story.router, fleet_of(record.story.router)), waited, ended))
         demand(gone_s >= world.no_worker_wait_s - SHORT_S, f"{name} was given up after {gone_s:.1f} s: {error!r}")
 
 

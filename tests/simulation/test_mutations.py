@@ -10,6 +10,7 @@ from .bridge_mutations import BRIDGE_MUTATIONS
 from .mutations import MUTATIONS, Replacement, planted
 from .mutations_ahead import AHEAD
 from .mutations_giving_up import GIVING_UP
+from .mutations_routers import ROUTERS
 from .mutations_sampling import SAMPLING
 from .mutations_steps import STEPS
 from .mutations_world import WORLD
@@ -17,7 +18,7 @@ from .violation import Violation
 from .world import simulate
 
 NUM_SEEDS = 600
-ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP + SAMPLING + STEPS + WORLD
+ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP + ROUTERS + SAMPLING + STEPS + WORLD
 FIRST = {  # tried before all others: a seed that showed it when this was written, of bugs that few seeds show
     "a_leg_is_not_aborted": 146,
     "lease_is_never_renewed": 123,

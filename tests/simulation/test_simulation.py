@@ -32,7 +32,7 @@ def test_any_fault_at_any_step_costs_time_and_never_a_token() -> None:
     for process, output in zip(running, outputs, strict=True):
         assert process.returncode == 0, output
     text = "\n".join(outputs)
-    for must_occur in ("calm: done", "storm: done", "fog: done", "gale: left"):
+    for must_occur in ("calm: done", "storm: done", "fog: done", "gale: left", "storm: cut"):
         assert must_occur in text
 
 

@@ -25,8 +25,7 @@ from .step_faults import StepFault
 from .violation import demand
 
 if TYPE_CHECKING:
-    from diptych.workers.service import WorkerService
-
+    from .routers import WatchedService
     from .world import World
 
 MOMENT_S = 0.4
@@ -352,7 +351,7 @@ class Worker:
     pool: str
     runner: CheckedRunner
     staging: CountedStaging = field(default_factory=CountedStaging)
-    service: "WorkerService | None" = None
+    service: "WatchedService | None" = None
     wrong_since: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
     @property

@@ -1,4 +1,4 @@
-"""A whole cluster in one thread: the real router and the real workers, over a simulated network, clock and memory.
+"""A whole cluster in one thread: real routers and real workers, over a simulated network, clock and memory.
 
 Replaced are sockets (network.py, rpc.py), time and event loops (clock.py), the engine's thread and RDMA (worker.py),
 Ray's supervisor and the clients (here). All else is the code that is shipped, drivers included. A seed decides
@@ -14,9 +14,8 @@ from functools import partial
 
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.workers import kv_bridge, service
+from diptych.workers import kv_bridge
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.errors import DiptychError
 from diptych.workers.handoff import SourceState
@@ -30,7 +29,8 @@ from .faults import Fault, Weather, choose_weather, drain, plan
 from .invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
 from .memory import CheckedRunner, PoisonedList, layer_sizes, plan_layout, vary
 from .network import Network
-from .reasons import WatchedRecord
+from .reasons import WatchedRecord, fleet_of
+from .routers import RouterProcess, Routers, WatchedService
 from .rpc import SimChannel
 from .seams import replaced
 from .step_faults import StepFaults
@@ -61,10 +61,8 @@ class World:
         self.workers: dict[str, Worker | None] = {}
         self.processes: list[ProcessLoop] = []
         self.moves: set[str] = set()  # hand-offs of running sequences
-        self.listed: set[str] = set()  # by the router's last word from the supervisor
         self.no_worker_wait_s = 10.0
         self.supervisor_back_at = 0.0
-        self.stall_s = 0.0  # of the router
         self.prefill_tokens_s = rng.choice((50.0, 50.0, 1e6))  # for the policy: moving KV is cheap, or is not
         self.has_fabric = rng.random() < 0.5  # RDMA has a network of its own
         self.read_timeout_s = rng.uniform(1.0, 3.0)
@@ -81,9 +79,9 @@ class World:
         self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
         self.step_faults = StepFaults(self, self.weather.step_fault)
-        self.router_process = self._process("router")
-        self.supervisor = self._process("supervisor")
-        self.router: Router | None = None
+        self.routers = Routers(self)
+        self._faults = sorted([*self._faults, *self.routers.plan()], key=lambda f: f.at_packet)
+        self.supervisor = self.add_process("supervisor")
         self.released: dict[str, str] = {}  # hand-off -> the sink that it was released to
         self.records: dict[str, WatchedRecord] = {}
 
@@ -117,7 +115,7 @@ class World:
                 wire_dtype="bfloat16" if rng.random() < 0.1 else None,
             )
 
-    def _process(self, name: str) -> ProcessLoop:
+    def add_process(self, name: str) -> ProcessLoop:
         process = ProcessLoop(self.clock, self.rng, name, self.crash)
         self.processes.append(process)
         return process
@@ -147,7 +145,7 @@ class World:
     def start_worker(self, host: str) -> None:
         if self.workers[host] is not None:
             return
-        process = self._process(host)
+        process = self.add_process(host)
         looks_ahead = (self.seed + list(self.workers).index(host)) % 2 == 0
         haste = random.Random(self.seed) if looks_ahead else None
         runner = CheckedRunner(self._layouts[host], self._num_blocks[host], haste)
@@ -157,11 +155,12 @@ class World:
         self.workers[host] = worker
 
         async def main() -> None:
-            worker.service = service.WorkerService(self._configs[host], runner)
+            watched = worker.service = WatchedService(self._configs[host], runner)
+            watched.world = self
             manager = worker.engine.manager
             manager._free = PoisonedList(manager._free, runner)
             try:
-                await worker.service.start()
+                await watched.start()
             except Exception as e:
                 self.crash(f"{worker.incarnation} does not start: {e!r}", e)
 
@@ -217,27 +216,23 @@ class World:
 
     def stall(self, process: ProcessLoop, seconds: float) -> None:
         self.note(f"stop {process.name} for {seconds:.2f} s")
-        if process is self.router_process:
-            self.stall_s += seconds
+        if router := self.routers.of(process):
+            router.stall_s += seconds
         process.stall(self.clock.now + seconds)
         self.network.on_stall(process)
 
     def tell_fleet(self) -> None:
-        """The supervisor notices in a while, and the router hears of it."""
-        when = max(self.clock.now + self.rng.uniform(0.01, 0.5), self.supervisor_back_at)
-        self.clock.at(when, self._send_fleet)
+        """The supervisor notices in a while, and each router hears of it in its own time."""
+        for name in self.routers.names:
+            when = max(self.clock.now + self.rng.uniform(0.01, 0.5), self.supervisor_back_at)
+            self.clock.at(when, self._send_fleet, name)
 
-    def _send_fleet(self) -> None:
+    def _send_fleet(self, name: str) -> None:
         if self.clock.now < self.supervisor_back_at:
-            self.clock.at(self.supervisor_back_at, self._send_fleet)
+            self.clock.at(self.supervisor_back_at, self._send_fleet, name)
             return
         infos = [WorkerInfo(w.incarnation, w.address, w.pool, w.pool) for w in self.living()]
-        self.router_process.call_soon(self._take_fleet, infos)
-
-    def _take_fleet(self, infos: list[WorkerInfo]) -> None:
-        assert self.router is not None
-        self.listed = {info.incarnation for info in infos}
-        self.router.update_fleet(infos)
+        self.routers.tell(name, infos)
 
     def on_release(self, handoff_id: str, sink: str) -> None:
         """A source said that it held the lease for `sink` throughout."""
@@ -258,15 +253,19 @@ class World:
         if self.weather.name == "calm" and not may_fail_on_a_calm_day(self, request_id, source):
             self.bug(f"{request_id}: the hand-off {source.handoff_id} failed on a calm day")
 
-    def _admit(self, client: Client) -> None:
-        task = self.router_process.create_task(self._ask(client))
-        if client.leaves_at is not None:
-            self.clock.at(client.leaves_at, self.router_process.call_soon, task.cancel)
+    def _arrive(self, client: Client) -> None:
+        at = self.routers.admit(client)
+        at.process.call_soon(self._admit, client, at)
 
-    async def _ask(self, client: Client) -> None:
-        assert self.router is not None
+    def _admit(self, client: Client, at: RouterProcess) -> None:
+        task = at.process.create_task(self._ask(client, at))
+        if client.leaves_at is not None:
+            self.clock.at(client.leaves_at, at.process.call_soon, task.cancel)
+
+    async def _ask(self, client: Client, at: RouterProcess) -> None:
+        assert at.router is not None
         try:
-            async with aclosing(self.router.stream(client.request)) as deltas:
+            async with aclosing(at.router.stream(client.request)) as deltas:
                 async for delta in deltas:
                     client.tokens += delta.token_ids
                     client.logprobs += delta.logprobs
@@ -335,12 +334,7 @@ class World:
             no_worker_wait_s=self.no_worker_wait_s,
             max_attempts=rng.randint(3, 5),
         )
-
-        async def main() -> None:
-            self.router = Router(config)
-            await self.router.start()
-
-        self.router_process.call_soon(lambda: self.router_process.create_task(main()))
+        self.routers.start(config)
         for host in self.workers:
             self.start_worker(host)
         if self.weather.name == "calm":
@@ -350,18 +344,20 @@ class World:
             if rng.random() < 0.7 and list(self._pools.values()).count("decode") > 1:
                 self.clock.at(rng.uniform(0.5, 1.5), drain, self)
         for client in self.clients:
-            self.clock.at(client.arrives_at, self.router_process.call_soon, self._admit, client)
+            self.clock.at(client.arrives_at, self._arrive, client)
         for fault in self._faults:
             self.clock.at(fault.at_s, self._strike_late, fault)
 
     def _wait_for_clients(self) -> None:
         last = max(c.arrives_at + c.request.timeout_s + c.stops_s for c in self.clients)
         while any(c.ended_at is None for c in self.clients):
-            if self.clock.now > last + self.stall_s + 1.0:
+            if self.clock.now > last + max(router.stall_s for router in self.routers.living()) + 1.0:
                 raise Hang(self._late())
             self.clock.run_until(self.clock.now + CHECK_S)
-            if not any(is_able(self, worker) for worker in self.living()):
-                self.network.troubles.add(self.clock.now - CHECK_S, self.clock.now, "fleet")
+            for router in self.routers.living():
+                if not any(is_able(self, router, worker) for worker in self.living()):
+                    fleet = fleet_of(router.name)
+                    self.network.troubles.add(self.clock.now - CHECK_S, self.clock.now, fleet)
             self._check()
 
     def _late(self) -> str:

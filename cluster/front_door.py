@@ -32,7 +32,7 @@ class Limits:
     max_stop_chars: int = 1024  # of one stop string
     max_timeout_s: float = 600.0  # also the time-out of a call that names none
     max_body_bytes: int = 16 << 20
-    max_message_bytes: int = 4 << 20  # of gRPC, whose messages are read in the router
+    max_message_bytes: int = 2 << 20  # of gRPC, whose messages the event loop reads: some 25 ms at most
     max_held_body_bytes: int = 128 << 20  # of all bodies that are being read, beyond the first 64 KiB of each
     max_answer_logprobs: int = 1 << 18  # in an answer that is sent in one piece
     max_gathered_logprobs: int = 1 << 21  # in all such answers that are being gathered

@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 
+from diptych.cluster.front_door import Limits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
@@ -122,7 +123,7 @@ def test_no_body_keeps_the_event_loop(router: Routed, name: str) -> None:
     assert router.worst_loop_s() < MAX_LOOP_S
 
 
-MESSAGE_BYTES = (4 << 20) - 256  # nearly all that is allowed
+MESSAGE_BYTES = Limits().max_message_bytes - 256  # nearly all that is allowed
 MESSAGES = [pb.ChatMessage(role="u")] * (MESSAGE_BYTES // 5)
 BIASES = dict.fromkeys(range(MESSAGE_BYTES // 12), 1.0)
 LONG: dict[str, tuple[pb.GenerateRequest, str]] = {

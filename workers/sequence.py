@@ -14,10 +14,13 @@ sampled exactly when none is left. Decode is the case where one is left.
 import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from .prompt_logprobs import PromptLogprobs
 from .request import Request
 from .timings import SequenceClock
+
+if TYPE_CHECKING:
+    from .prompt_logprobs import PromptLogprobs  # brings numpy, which clients of the cluster do without
 
 NEVER = 1 << 60  # a position that no sequence reaches
 

@@ -29,8 +29,9 @@ def chat(server: Served, content: str = "hi", **options: Any) -> httpx.Response:
 
 
 def children() -> list[int]:
-    """Processes that this one has started."""
-    return [process.pid for process in psutil.Process().children()]
+    """Processes that read prompts for this one."""
+    module = "diptych.cluster.prompt_process"
+    return [process.pid for process in psutil.Process().children() if module in process.cmdline()]
 
 
 RESERVED = [

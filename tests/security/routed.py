@@ -87,7 +87,8 @@ async def serve_worker(pipe: Connection, stop: asyncio.Event) -> None:
 
 
 async def serve_router(pipe: Connection, stop: asyncio.Event, address: str, incarnation: str) -> None:
-    router = {"http_port": 0, "grpc_port": 0}
+    # FakeRunner computes a whole context in Python, and keeps its own loop from answering for seconds.
+    router = {"http_port": 0, "grpc_port": 0, "worker_timeout_s": 60}
     config = build({"model": str(TINY), "pools": {"mixed": {"replicas": 1}}, "router": router})
     process = RouterProcess(Deployment(config, TOKEN, is_local=True))
     process.update_fleet([WorkerInfo(incarnation, address, role="mixed", pool="mixed")])

@@ -49,7 +49,7 @@ def read(name: str) -> ClusterAddress | None:
 
 
 def names() -> list[str]:
-    """Of the clusters that were started from here and whose `diptych serve` still runs."""
+    """Names of the clusters that were started from here and whose `diptych serve` still runs."""
     found = (_read(path) for path in sorted(home().glob("*.json")))
     return [address.name for address in found if address and serving_process(address)]
 

@@ -15,7 +15,7 @@ class Budget:
 
     @contextmanager
     def share(self) -> Generator["Share"]:
-        """For one call; what it took is given back at the end."""
+        """Open one call's share; give back at the end what it took."""
         share = Share(self)
         try:
             yield share

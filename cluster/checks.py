@@ -47,7 +47,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def crowding(config: ClusterConfig, num_cores: int) -> str | None:
-    """What to say, before they are started, of more workers than this machine has cores; None where each has one."""
+    """Warn of more workers than this machine has cores, before they start; None where each has one."""
     num = sum(pool.replicas * pool.data_parallel * pool.tensor_parallel for _, pool in config.pools.items())
     if config.is_on_gpus or num <= num_cores:
         return None

@@ -44,8 +44,11 @@ class ByteDetokenizer:
 class StreamDetokenizer:
     """All other vocabularies: the library's DecodeStream, begun anew after tokens that never become text."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int], *, skip_special: bool = True
+    ) -> None:
         self._backend = backend
+        self._skip_special = skip_special
         # A context that begins within a character reads as none: up to three tokens more have its other bytes.
         contexts = [list(prompt_token_ids[-NUM_CONTEXT_TOKENS - n :]) for n in range(MAX_CHARACTER_BYTES)]
         self._restart(next((c for c in contexts if not self._decode(c).endswith(REPLACEMENT)), []))
@@ -71,7 +74,7 @@ class StreamDetokenizer:
         # A stream that starts on an unfinished character would show it a second time.
         self._context = [] if self._decode(context).endswith(REPLACEMENT) else context
         self._held: list[int] = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=True)
+        return self._backend.decode(ids, skip_special_tokens=self._skip_special)

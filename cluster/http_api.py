@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -162,7 +163,7 @@ class HttpApi:
         return texts
 
     async def _decode(self, ids: Sequence[int]) -> str:
-        decode = self._door.tokenizer.decode
+        decode = partial(self._door.tokenizer.decode, special=True)
         return decode(ids) if len(ids) < MIN_LARGE_SIZE else await asyncio.to_thread(decode, ids)
 
     def _model_card(self, info: ModelInfo) -> dict[str, object]:

@@ -224,6 +224,12 @@ def header_value(fields: Iterable[UnknownField]) -> str:
     return ", ".join(field.name for field in fields)
 
 
+def name_some(names: Sequence[str]) -> str:
+    """Up to MAX_NAMES of a client's names, for an error."""
+    shown = ", ".join(map(shorten, names[:MAX_NAMES]))
+    return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
+
+
 def shorten(name: str) -> str:
     """A client's name in printable ASCII without spaces and commas, cut to MAX_NAME_CHARS; never empty."""
     return quote(name[:MAX_NAME_CHARS], safe="[]", errors="replace")[:MAX_NAME_CHARS] or "%"

@@ -42,10 +42,10 @@ class Format:
     chunk_kind: str
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, *, echoes: bool = False
+        self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, echo: Sequence[str] = ()
     ) -> None:
-        """`echoes`: texts begin with those of the prompts. Raises InvalidRequest where the answer would repeat too many
-        tokens of prompts."""
+        """`echo`: the prompt's text for each choice, whose text begins with it (none: no echo). Raises InvalidRequest
+        where the answer would repeat too many tokens of prompts."""
         if include.token_ids:
             check_repeated(generation, "return_token_ids")
         self._generation = generation
@@ -57,9 +57,9 @@ class Format:
         self._num_tokens = [0 for _ in self._indices]  # in the chunks so far
         self._names = TokenNames(tokenizer, include.tokens_as_ids)
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
-        self._echoes_logprobs = echoes and self._wants_logprobs
+        self._echoes_logprobs = bool(echo) and self._wants_logprobs
         self._prompt_logprobs = CallPrompts(
-            generation, self._names, echo=self._echoes_logprobs, num_listed=include.prompt_logprobs
+            generation, self._names, echo if self._wants_logprobs else (), num_listed=include.prompt_logprobs
         )
         # Chunks differ in more than their text.
         self._varies = include.continuous_usage or include.token_ids
@@ -150,7 +150,7 @@ class CompletionFormat(Format):
     def __init__(
         self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, echo: Sequence[str] = ()
     ) -> None:
-        super().__init__(generation, tokenizer, model, include, echoes=bool(echo))
+        super().__init__(generation, tokenizer, model, include, echo)
         self._echo = list(echo) or [""] * len(self._indices)
         self._num_echoed = [len(text) for text in self._echo]
         self._owes_prompt = [bool(echo) or include.token_ids for _ in self._indices]  # to its first chunk
@@ -285,8 +285,8 @@ def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta], num_ech
     entries = [entry for d in deltas for entry in d.logprobs]
 
     def top(entry: TokenLogprob) -> Json:
-        # The sampled token is always among them, as OpenAI has it: up to k + 1 entries.
-        both = (*entry.top, (entry.token_id, entry.logprob))
+        # The sampled token is always among them, as OpenAI has it, and the first, as vLLM has it: up to k + 1 entries.
+        both = ((entry.token_id, entry.logprob), *entry.top)
         return {names.legacy(token_id): finite(logprob) for token_id, logprob in both}
 
     return {

@@ -20,9 +20,11 @@ from .tokenizer import Tokenizer
 class CallPrompts:
     """A prompt is known by the index of its first choice."""
 
-    def __init__(self, generation: Generation, names: TokenNames, *, echo: bool, num_listed: int | None) -> None:
-        """`echo`: write them as the beginning of `logprobs`. `num_listed`: write `prompt_logprobs` with so many
-        alternatives."""
+    def __init__(
+        self, generation: Generation, names: TokenNames, echo: Sequence[str], *, num_listed: int | None
+    ) -> None:
+        """`echo`: the prompt's text for each choice; write them as the beginning of `logprobs` (none: do not).
+        `num_listed`: write `prompt_logprobs` with so many alternatives."""
         self._n = generation.n
         self._requests = [completion.request for completion in generation.completions]
         self._names = names
@@ -67,7 +69,7 @@ class CallPrompts:
         request = self._requests[first]
         tokens = PromptTokens(request.prompt_token_ids, parts, self._names)
         if self._echo:
-            self._echoed[first] = tokens.echoed(request.sampling.logprobs or 0)
+            self._echoed[first] = tokens.echoed(self._echo[first], request.sampling.logprobs or 0)
         if self._num_listed is not None:
             self._listed[first] = tokens.listed(self._num_listed)
 
@@ -89,13 +91,13 @@ class PromptTokens:
             self._top_ids += part.top_ids.tolist()
             self._top_logprobs += [list(map(finite, row)) for row in part.top_logprobs.tolist()]
 
-    def echoed(self, num_top: int) -> dict[str, Written]:
-        """The columns of a completion's `logprobs`, before those of its own tokens."""
+    def echoed(self, text: str, num_top: int) -> dict[str, Written]:
+        """The columns of a completion's `logprobs`, before those of its own tokens. `text`: of the prompt."""
         return {
             "tokens": Written.of(map(self._names.legacy, self._ids)),
             "token_logprobs": Written.of(chain((None,), self._logprobs)),
             "top_logprobs": Written.of(chain((None,), self._tops(num_top))),
-            "text_offset": Written.of(_offsets(self._ids, self._names.tokenizer)),
+            "text_offset": Written.of(text_offsets(self._ids, text, self._names.tokenizer)),
         }
 
     def listed(self, num_top: int) -> Written:
@@ -107,7 +109,7 @@ class PromptTokens:
         for own, logprob, ids, top in zip(
             self._ids[1:], self._logprobs, self._top_ids, self._top_logprobs, strict=True
         ):
-            both = zip((*ids[:num_top], own), (*top[:num_top], logprob), strict=True)
+            both = zip((own, *ids[:num_top]), (logprob, *top[:num_top]), strict=True)
             yield {name(token_id): value for token_id, value in both}
 
     def _entries(self, num_top: int) -> Iterator[Json]:
@@ -123,9 +125,14 @@ class PromptTokens:
             yield found
 
 
-def _offsets(token_ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[int]:
-    """Where each token begins in the text of all, in characters."""
-    detokenizer, num_chars = tokenizer.detokenizer(), 0
+def text_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Iterator[int]:
+    """Where each token begins in the prompt's text, in characters. That text may lack special tokens, which the
+    tokenizer puts around a text."""
+    detokenizer, num_chars = tokenizer.detokenizer(special=True), 0
     for token_id in token_ids:
+        if special := tokenizer.special_text(token_id):
+            num_chars += len(detokenizer.flush())
         yield num_chars
+        if special and not text.startswith(special, num_chars):
+            continue
         num_chars += len(detokenizer.push(token_id))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..workers.errors import InvalidRequest
 from ..workers.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from .front_door import GenerationSpec
-from .openai_fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField
+from .openai_fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
 from .openai_format import Include
 from .openai_messages import ChatMessage, Many, Tool
 from .prompt_encoding import Chat, Prompt
@@ -294,15 +294,19 @@ def _check_logprobs(name: str, num: int) -> None:
 def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
     if len(given) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
-    bias: dict[int, float] = {}
-    for key, value in given.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and is_number):
-            raise InvalidRequest(f"logit_bias must be {_EXPECTED['logit_bias']}", param="logit_bias")
-        if not -100 <= value <= 100:
-            raise InvalidRequest("a logit_bias must be in [-100, 100]", param="logit_bias")
-        bias[int(key)] = float(value)
-    return bias
+    wrong = [key for key, value in given.items() if not _is_bias(key, value)]
+    if wrong:
+        raise InvalidRequest(
+            f"logit_bias must be {_EXPECTED['logit_bias']}, not as it is at {name_some(wrong)}", param="logit_bias"
+        )
+    if not all(-100 <= value <= 100 for value in given.values()):
+        raise InvalidRequest("a logit_bias must be in [-100, 100]", param="logit_bias")
+    return {int(key): float(value) for key, value in given.items()}
+
+
+def _is_bias(key: str, value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return key.isascii() and key.isdecimal() and len(key) <= 10 and is_number
 
 
 def _token_ids(entry: object) -> tuple[int, ...]:

@@ -89,10 +89,10 @@ class Tokenizer:
         # The batch call lets other threads run meanwhile, and keeps no offsets.
         return tuple(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, special ones left out."""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of the tokens; special ones are left out unless `special`."""
         # The batch call lets other threads run meanwhile.
-        return self._backend.decode_batch([token_ids], skip_special_tokens=True)[0]
+        return self._backend.decode_batch([token_ids], skip_special_tokens=not special)[0]
 
     def render_chat(
         self,
@@ -113,11 +113,15 @@ class Tokenizer:
         """The bytes that a token stands for, a special one its name; b"" for an id that no token has."""
         return self._bytes_of(token_id)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        """For the tokens that follow a prompt."""
+    def special_text(self, token_id: int) -> str:
+        """The name of a special token; "" for any other."""
+        return self._bytes_of(token_id).decode() if token_id in self._special_ids else ""
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, special: bool = False) -> Detokenizer:
+        """For the tokens that follow a prompt. Special ones are left out unless `special`."""
         if "ByteLevel" in self._decoders:
-            return ByteDetokenizer(self._shown_bytes_of)
-        return StreamDetokenizer(self._backend, prompt_token_ids)
+            return ByteDetokenizer(self._bytes_of if special else self._shown_bytes_of)
+        return StreamDetokenizer(self._backend, prompt_token_ids, skip_special=not special)
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -76,6 +76,7 @@ class Echo:
         self.model_error: DiptychError | None = None
         self.ready = True
         self.tokens_a_delta = 1
+        self.num_likelier = 0  # tokens that are likelier than each that is told
         self.context = CONTEXT
 
     def all_started(self, num: int) -> threading.Event:
@@ -120,8 +121,9 @@ class Echo:
                 cached = 3 if made == len(tokens) else 0
                 # It takes a second a token.
                 timings = TIMINGS if made == len(tokens) or finish is not None else None
-                prompt = _prompt_logprobs(request) if made == len(tokens) else ()
-                yield TokenDelta(tuple(tokens), _logprobs(request, tokens), finish, cached, made, timings, prompt)
+                prompt = _prompt_logprobs(request, self.num_likelier) if made == len(tokens) else ()
+                logprobs = _logprobs(request, tokens, self.num_likelier)
+                yield TokenDelta(tuple(tokens), logprobs, finish, cached, made, timings, prompt)
                 await asyncio.sleep(0)
         finally:
             self.closed.append(request.request_id)
@@ -143,20 +145,21 @@ class Echo:
         return b"diptych_requests_total 7\n"
 
 
-def _logprobs(request: Request, tokens: Sequence[int]) -> tuple[TokenLogprob, ...]:
-    """Of token t: -t/100; the k most likely are t and those after it."""
+def _logprobs(request: Request, tokens: Sequence[int], num_likelier: int) -> tuple[TokenLogprob, ...]:
+    """Of token t: -t/100; the k most likely are the `num_likelier` before it, it and those after it."""
     k = request.sampling.logprobs
     if k is None:
         return ()
-    return tuple(TokenLogprob(t, -t / 100, tuple((t + i, -(t + i) / 100) for i in range(k))) for t in tokens)
+    near = range(-num_likelier, k - num_likelier)
+    return tuple(TokenLogprob(t, -t / 100, tuple((t + i, -(t + i) / 100) for i in near)) for t in tokens)
 
 
-def _prompt_logprobs(request: Request) -> tuple[PromptLogprobs, ...]:
+def _prompt_logprobs(request: Request, num_likelier: int) -> tuple[PromptLogprobs, ...]:
     """Likewise, in two parts; a token's rank is its id."""
     k, ids = request.sampling.prompt_logprobs, np.array(request.prompt_token_ids, dtype=np.int32)
     if k is None or len(ids) < 2:
         return ()
-    top = ids[:, None] + np.arange(k, dtype=np.int32)
+    top = ids[:, None] + np.arange(-num_likelier, k - num_likelier, dtype=np.int32)
     half = 1 + len(ids) // 2
     parts = [(first, slice(first, end)) for first, end in ((1, half), (half, len(ids))) if first < end]
     return tuple(

@@ -6,12 +6,15 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from tokenizers import processors
 
 from diptych.cluster import front_door
+from diptych.cluster.openai_prompt_logprobs import text_offsets
+from diptych.cluster.tokenizer import Tokenizer
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
-from .front import Echo, Served, served
+from .front import Echo, Served, byte_backend, served
 
 
 @pytest.fixture
@@ -59,6 +62,46 @@ def test_loglikelihood_of_token_ids_as_lm_eval_asks_for_it(client: openai.OpenAI
             assert own == pytest.approx(-token / 100) and own == max(tops.values())
     assert answer.usage is not None
     assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (3 * max_tokens, 9)
+
+
+def test_echoed_token_ids_show_special_tokens_and_offsets_count_them(client: openai.OpenAI) -> None:
+    """Of a prompt by ids the text is that of all its tokens; of a text it is what was sent."""
+    ids = [258, *"h€".encode(), 256, *b"y", 0xE2, 259]  # user, h, €, end, y, the beginning of a character, assistant
+    for prompt, text in ((ids, "<|user|>h€<|end|>y\ufffd<|assistant|>"), ("<|user|>h<|end|>", "<|user|>h<|end|>")):
+        [choice] = client.completions.create(model="echo", prompt=prompt, echo=True, logprobs=0, max_tokens=0).choices
+        assert choice.text == text and choice.logprobs is not None
+        offsets = choice.logprobs.text_offset
+        assert offsets is not None
+        assert offsets == ([0, 8, 9, 9, 9, 10, 17, 18, 19] if prompt == ids else [0, 8, 9])
+
+
+def test_text_offsets_leave_out_what_the_tokenizer_puts_around_a_text() -> None:
+    backend = byte_backend()
+    backend.post_processor = processors.TemplateProcessing(
+        "<|user|> $0 <|end|>", special_tokens=[("<|user|>", 258), ("<|end|>", 256)]
+    )
+    tokenizer = Tokenizer(backend, {}, None)
+    for text, offsets in (("a€b", [0, 0, 1, 1, 1, 2, 3]), ("<|user|>a", [0, 8, 8, 9])):
+        assert list(text_offsets(tokenizer.encode(text), text, tokenizer)) == offsets
+
+
+def test_a_token_is_the_first_of_those_that_are_told_in_its_place(client: openai.OpenAI, server: Served) -> None:
+    """As vLLM writes them: also where others are likelier, and where tokens are named by ids."""
+    server.source.num_likelier = 2
+    [choice] = client.completions.create(
+        model="echo",
+        prompt="ab",
+        echo=True,
+        logprobs=1,
+        max_tokens=1,
+        extra_body={"return_tokens_as_token_ids": True},
+    ).choices
+    assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None
+    assert choice.logprobs.tokens == ["token_id:97", "token_id:98", "token_id:97"]
+    assert [list(top) for top in choice.logprobs.top_logprobs[1:]] == [
+        ["token_id:98", "token_id:96"],
+        ["token_id:97", "token_id:95"],
+    ]
 
 
 def test_without_echo_no_tokens_are_refused(client: openai.OpenAI) -> None:

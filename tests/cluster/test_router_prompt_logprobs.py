@@ -119,6 +119,25 @@ def test_a_resumed_request_asks_for_what_did_not_come() -> None:
     run(test)
 
 
+def test_of_a_handed_off_request_the_source_alone_is_asked_for_them() -> None:
+    async def test() -> None:
+        async with scripted("prefill", "decode") as workers:
+            router = Router(RoutingConfig())
+            router.update_fleet([w.info for w in workers])
+            await router.start()
+            while not all(w.is_up for w in router.snapshot()):
+                await asyncio.sleep(0.002)
+            answering = asyncio.create_task(answer(router, asking(PROMPT, 9)))
+            source, sink = [await worker.submitted() for worker in workers]
+            assert (source.HasField("offer"), sink.HasField("source")) == (True, True)
+            assert [submit.sampling.HasField("prompt_logprobs") for submit in (source, sink)] == [True, False]
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+            await router.stop()
+
+    run(test)
+
+
 @pytest.mark.parametrize(("first", "end", "num_top"), [(1, 8, 3), (2, 8, 2), (1, 41, 2)])
 def test_a_worker_that_sends_other_prompt_logprobs_than_were_asked_for_ends_the_request(
     first: int, end: int, num_top: int

@@ -66,6 +66,7 @@ DOUBLING = "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x =
         "{{ '%99999999999d' % 1 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ (range(99999) | list) * 99999 }}",
+        "{% set text = messages[0].content * 2000000 %}",  # 198 MB, of which nothing is told
         "{% for i in range(99999) %}{{ messages[0].content * 99 }}{% endfor %}",
     ],
 )

@@ -10,20 +10,38 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..workers.errors import ConfigError
+from ..workers.errors import ConfigError, InternalError
+from ..workers.kv_layout import LARGEST
 from ..workers.models.expert_placement import DEALT_OUT, IN_ORDER, Placement, by_load, contiguous, round_robin
 
 if TYPE_CHECKING:
-    from ..proto.worker_pb2 import WorkerState
+    from ..proto.worker_pb2 import LoadReport, WorkerState
 
 Counts = dict[int, list[int]]  # by layer, of each expert
+MAX_EXPERTS = 4096  # of a layer
+MAX_LAYERS = LARGEST["num_layers"]
+
+
+def check_counts(load: "LoadReport") -> None:
+    """Raise InternalError for more counts than any model has experts or layers."""
+    if len(load.expert_tokens) > MAX_EXPERTS or len(load.expert_imbalance) > MAX_LAYERS:
+        raise InternalError(
+            f"a load report counts {len(load.expert_tokens)} experts and {len(load.expert_imbalance)} layers: at most "
+            f"{MAX_EXPERTS} and {MAX_LAYERS}"
+        )
 
 
 def add_up(states: "Iterable[WorkerState]") -> Counts:
+    """Raises InternalError where workers count unlike layers."""
     found: Counts = {}
     for state in states:
         for layer in state.experts:
             before = found.get(layer.layer, [0] * len(layer.tokens))
+            if len(before) != len(layer.tokens):
+                raise InternalError(
+                    f"workers count {len(before)} and {len(layer.tokens)} experts in layer {layer.layer}: they serve "
+                    "different models. Start the cluster again with one checkpoint"
+                )
             found[layer.layer] = [a + b for a, b in zip(before, layer.tokens, strict=True)]
     return dict(sorted(found.items()))
 

@@ -16,6 +16,7 @@ from ..workers.kv_layout import KVLayout
 from ..workers.runner import ModelInfo
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_FROM_PROTO
+from .expert_loads import check_counts
 from .generation import Health
 from .links import Link, read_links
 
@@ -169,6 +170,7 @@ class Fleet:
                 f"a load report tells of {load.num_free_blocks} free blocks of {load.num_blocks}; "
                 f"the worker has {view.num_blocks}"
             )
+        check_counts(load)
         view.links = read_links(load)
         view.load = load
         view.is_draining = view.is_draining or load.draining

@@ -15,6 +15,7 @@ from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import DiptychError, InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
+from .expert_loads import check_counts
 from .links import Link, read_links
 from .plurals import count
 
@@ -131,6 +132,7 @@ class WorkerControl:
 
     def _on_load(self, load: worker_pb2.LoadReport) -> None:
         try:
+            check_counts(load)
             self.links = read_links(load)
         except InternalError as e:
             log.warning("a report of %s is dropped: %s", self.address, e.message)

@@ -18,6 +18,7 @@ import grpc.aio
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import ConfigError, DiptychError, InternalError, StepFailed, WorkerLost, from_wire
+from ..workers.names import MAX_CHARS
 from ..workers.prompt_logprobs import PromptLogprobs
 from ..workers.request import MAX_LOGPROBS
 from ..workers.timings import SequenceTimings
@@ -240,7 +241,7 @@ class WorkerLink:
 
     def _on_hello(self, hello: worker_pb2.Hello) -> None:
         if hello.incarnation != self.info.incarnation:
-            raise WorkerLost(f"another process answers there (incarnation {hello.incarnation or 'none'})")
+            raise WorkerLost(f"another process answers there (incarnation {hello.incarnation[:MAX_CHARS] or 'none'})")
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
                 f"the worker speaks protocol version {hello.protocol_version}, this router {PROTOCOL_VERSION}: "

@@ -27,6 +27,7 @@ NO_TORCH = {
     "models.shards",
     "models.spec",
     "models.weight_bytes",
+    "names",
     "prefix_cache",
     "prompt_logprobs",
     "quant.formats",

@@ -41,6 +41,7 @@ from .handoff_types import (
 )
 from .kv_bridge import Bridge
 from .kv_layout import KVLayout, KVMemory
+from .names import check_lengths
 from .staging import Staging
 from .timings import PeerTraffic, PullClock, PullTimes
 from .transport.base import Source, Transport
@@ -252,6 +253,7 @@ class Pull:
                 raise HandoffError(
                     f"the source offers {opened.num_tokens:,} tokens; this worker's whole pool holds {most:,}"
                 )
+            check_lengths(HandoffError, transport=opened.transport, agent_name=opened.nixl.agent_name)
             layout, asked = KVLayout.from_proto(opened.layout), self._around.settings.wire_dtype
             bridge = Bridge(memory, layout, opened.num_pool_blocks, asked)
             if opened.transport not in self._around.transports:

@@ -40,6 +40,7 @@ from .kv_checksums import pool_checksums
 from .kv_layout import KVLayout, KVMemory
 from .kv_packing import to_wire
 from .kv_wire import on_the_wire
+from .names import FromSink, check_sink, check_subscription
 from .transport.base import Transport
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
@@ -164,6 +165,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     async def Subscribe(self, request: kv_pb2.SubscribeRequest, context: Context) -> AsyncIterator[kv_pb2.Announcement]:
         try:
+            check_subscription(request)
             wire = on_the_wire(self._layout.dtype, request.wire_dtype)
             transports = self._check(request, wire)
             outgoing = await self._offered(request.handoff_id, request.wait_s)
@@ -189,6 +191,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     async def Pull(self, request: kv_pb2.PullRequest, context: Context) -> AsyncIterator[kv_pb2.PullChunk]:
         try:
+            check_sink(request)
             segment = Segment.from_proto(request.segment, self._memory.num_blocks)
         except HandoffError as error:
             await _refuse(context, error)
@@ -209,6 +212,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
                         yield kv_pb2.PullChunk(data=narrowed[start : start + CHUNK_BYTES])
 
     async def Renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewResponse:
+        await _refuse_names(request, context)
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None:
             return kv_pb2.RenewResponse(held=False)
@@ -216,6 +220,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         return kv_pb2.RenewResponse(held=self._carry_out(outgoing, actions))
 
     async def Release(self, request: kv_pb2.ReleaseRequest, context: Context) -> kv_pb2.ReleaseResponse:
+        await _refuse_names(request, context)
         outgoing = self._find(request.handoff_id)
         if outgoing is None:
             return kv_pb2.ReleaseResponse(held=False)
@@ -225,6 +230,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         return kv_pb2.ReleaseResponse(held=held)
 
     async def Abandon(self, request: kv_pb2.AbandonRequest, context: Context) -> kv_pb2.AbandonResponse:
+        await _refuse_names(request, context)
         outgoing = self._open.get(request.handoff_id)
         if outgoing is not None:
             self._carry_out(outgoing, outgoing.machine.leave(request.sink_incarnation, self._now()))
@@ -356,6 +362,13 @@ def _announcement(what: Segment | Seal | Aborted) -> kv_pb2.Announcement:
             )
         case Aborted():
             return kv_pb2.Announcement(aborted=kv_pb2.Aborted(error=what.error, message=what.message))
+
+
+async def _refuse_names(request: FromSink, context: Context) -> None:
+    try:
+        check_sink(request)
+    except HandoffError as error:
+        await _refuse(context, error)
 
 
 async def _refuse(context: Context, error: DiptychError) -> NoReturn:

@@ -39,6 +39,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 KEY_AND_VALUE = 2  # vectors; a latent is 1
 MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
 MAX_FAULTS = 16  # that an error names
+MAX_SHOWN_CHARS = 64  # of a name in an error
 LARGEST = {
     "block_size": 1 << 16,
     "num_layers": 1 << 12,
@@ -171,7 +172,7 @@ class KVLayout:
         """Raise LayoutMismatch, showing the two layouts side by side, unless KV can move between them, converted where
         they differ. `peer` may hold anything."""
         faults = [
-            f"{name}: {getattr(self, name)} here, {getattr(peer, name)} there"
+            f"{name}: {self._shown(name)} here, {peer._shown(name)} there"
             for name in MUST_AGREE
             if getattr(self, name) != getattr(peer, name)
         ] + peer._faults()
@@ -195,11 +196,11 @@ class KVLayout:
             if not 1 <= getattr(self, name) <= largest
         ]
         if self.dtype not in DTYPE_BYTES:
-            faults.append(f"dtype: {self.dtype!r} there is unknown")
+            faults.append(f"dtype: {self._shown('dtype')!r} there is unknown")
         if self.axis_order not in AXIS_ORDERS.values():
-            faults.append(f"axis_order: {self.axis_order!r} there is unknown")
+            faults.append(f"axis_order: {self._shown('axis_order')!r} there is unknown")
         if self.packing not in (ROWS, DOT):
-            faults.append(f"packing: {self.packing!r} there is unknown")
+            faults.append(f"packing: {self._shown('packing')!r} there is unknown")
         elif self.packing == DOT and not self.can_be_dot:
             vectors = f"{self.num_vectors} x {self.head_dim}"
             faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
@@ -221,7 +222,7 @@ class KVLayout:
     def _shown(self, name: str) -> str:
         """A field, for people."""
         if name != "layer_shapes":
-            return str(getattr(self, name))
+            return str(getattr(self, name))[:MAX_SHOWN_CHARS]
         found = Counter(self.layer_shapes).most_common(MAX_FAULTS)
         return ", ".join(f"{num} of {_by(shape)}" for shape, num in found) or "alike"
 

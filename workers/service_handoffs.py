@@ -26,6 +26,7 @@ from .engine_thread import EngineThread
 from .errors import DiptychError, HandoffError, SequenceEnded
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
+from .names import check_lengths
 from .service_links import Links, handle_of
 
 PREFIX_TIMEOUT_S = 3.0  # a prefix that takes longer is computed
@@ -76,10 +77,20 @@ class ServiceHandoffs:
 
     def offer(self, key: str, handoff_id: str) -> None:
         """A running sequence."""
+        try:
+            check_lengths(HandoffError, handoff_id=handoff_id)
+        except HandoffError as e:
+            self._links.send_failure(key, e, handoff=True)
+            return
         self._engine.post(lambda engine: engine.offer(key, handoff_id))
 
     def offer_prefix(self, message: worker_pb2.OfferPrefix) -> None:
         handoff_id, token_ids, salt = message.handoff_id, message.token_ids, message.cache_salt
+        try:
+            check_lengths(HandoffError, handoff_id=handoff_id)
+        except HandoffError as e:
+            log.warning("a router offered what cannot be: %s", e)
+            return
         self._engine.post(lambda engine: engine.offer_prefix(handoff_id, token_ids, salt))
 
     def pull(self, key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> None:

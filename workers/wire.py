@@ -3,7 +3,9 @@
 from typing import Any
 
 from ..proto import inference_pb2, worker_pb2
+from .errors import InvalidRequest
 from .logit_bias import LogitBias
+from .names import check_lengths
 from .request import Request, SamplingParams, check_counts, check_prompt_length
 from .scheduler import Role
 from .sequence import FinishReason
@@ -71,7 +73,13 @@ def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) 
 
 
 def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> Request:
-    """Raises InvalidRequest or PromptTooLong for lists that are too long to be copied."""
+    """Raises InvalidRequest or PromptTooLong for lists that are too long to be copied, and for names too long to be
+    kept."""
+    check_lengths(InvalidRequest, request_id=message.request_id, handoff_id=message.offer.handoff_id)
+    for source in (message.source, message.prefix):
+        check_lengths(
+            InvalidRequest, handoff_id=source.handoff_id, address=source.address, incarnation=source.incarnation
+        )
     check_prompt_length(len(message.prompt_token_ids) + len(message.output_token_ids), max_context_tokens)
     return Request(
         request_id=message.request_id,

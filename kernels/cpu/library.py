@@ -6,6 +6,7 @@ best that this processor has is chosen here. Kernels take a Team first; while on
 
 import ctypes
 import os
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -61,16 +62,13 @@ class Team:
         handle.diptych_team_create.restype = ctypes.c_void_p
         numbers = (ctypes.c_int32 * num_threads)(*cores) if cores is not None else None
         self.address: int = handle.diptych_team_create(ctypes.c_int32(num_threads), numbers)
-        self._destroy = handle.diptych_team_destroy
+        self._end = weakref.finalize(self, handle.diptych_team_destroy, ctypes.c_void_p(self.address))
+        self._end.atexit = False  # its threads end with the process
 
     def close(self) -> None:
         """Idempotent."""
-        address, self.address = self.address, 0
-        if address:
-            self._destroy(ctypes.c_void_p(address))
-
-    def __del__(self) -> None:
-        self.close()
+        self.address = 0
+        self._end()
 
 
 @cache

@@ -3,10 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cluster.expert_loads import add_up, balance, imbalance, save
+from diptych.cluster.expert_loads import MAX_EXPERTS, MAX_LAYERS, add_up, balance, check_counts, imbalance, save
+from diptych.cluster.fleet import Fleet, WorkerInfo
 from diptych.proto import worker_pb2
-from diptych.workers.errors import ConfigError
+from diptych.workers.errors import ConfigError, InternalError
+from diptych.workers.kv_layout import KVLayout
 from diptych.workers.models.expert_placement import read_loads
+from diptych.workers.runner import ModelInfo
 
 
 def state(**layers: list[int]) -> worker_pb2.WorkerState:
@@ -17,6 +20,26 @@ def state(**layers: list[int]) -> worker_pb2.WorkerState:
 def test_workers_are_added_up_by_layer() -> None:
     assert add_up([state(l2=[1, 2], l0=[3, 4, 5]), state(), state(l2=[10, 0])]) == {0: [3, 4, 5], 2: [11, 2]}
     assert add_up([]) == {}
+
+
+def test_workers_that_count_unlike_layers_are_told_apart() -> None:
+    with pytest.raises(InternalError, match="2 and 3 experts in layer 2: they serve different models"):
+        add_up([state(l2=[1, 2]), state(l2=[1, 2, 3])])
+
+
+@pytest.mark.parametrize(("num_experts", "num_layers"), [(MAX_EXPERTS + 1, 1), (1, MAX_LAYERS + 1)])
+def test_a_report_of_more_experts_than_a_model_has_is_refused(num_experts: int, num_layers: int) -> None:
+    """By routers, which would make a series of each, and by the supervisor."""
+    load = worker_pb2.LoadReport(num_blocks=8, expert_tokens=[1] * num_experts, expert_imbalance=[1.0] * num_layers)
+    with pytest.raises(InternalError, match="a load report counts"):
+        check_counts(load)
+    fleet = Fleet()
+    fleet.update([WorkerInfo("w", "w:1", "decode", "decode")])
+    layout = KVLayout("float32", 4, num_layers=1, num_kv_heads=1, head_dim=1, model_id="fake")
+    model = ModelInfo("fake", "FakeForCausalLM", 1000, 512, (0,), "float32")
+    fleet.welcome("w", worker_pb2.Hello(model=model.to_proto("0"), layout=layout.to_proto(), num_blocks=8))
+    with pytest.raises(InternalError, match="a load report counts"):
+        fleet.report("w", load)
 
 
 def test_what_is_saved_is_what_a_placement_reads(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What all calls of a router may hold together of something: bytes of bodies, log-probabilities of answers."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from ..workers.errors import Overloaded
 
@@ -13,14 +13,9 @@ class Budget:
         self._refusal = refusal
         self.num_held = 0
 
-    @contextmanager
-    def share(self) -> Generator["Share"]:
-        """Open one call's share; give back at the end what it took."""
-        share = Share(self)
-        try:
-            yield share
-        finally:
-            self.num_held -= share.num_taken
+    def share(self) -> "Share":
+        """One call's share, to be entered."""
+        return Share(self)
 
     def take(self, num: int) -> None:
         """Raises Overloaded."""
@@ -30,9 +25,19 @@ class Budget:
 
 
 class Share:
+    """Gives back at its end what it took."""
+
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self.num_taken = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.num_held -= self.num_taken
 
     def take(self, num: int) -> None:
         """Raises Overloaded."""

@@ -129,7 +129,9 @@ class Fleet:
         if self._model is None:
             raise Unavailable("no worker has joined yet: try again in a moment")
         contexts = [v.max_context_tokens for v in self._views.values() if v.is_up]
-        return replace(self._model, max_context_tokens=min(contexts)) if contexts else self._model
+        if not contexts or (least := min(contexts)) == self._model.max_context_tokens:
+            return self._model
+        return replace(self._model, max_context_tokens=least)
 
     def health(self, num_requests: int) -> Health:
         roles = [v.role for v in self._views.values() if v.is_available]
@@ -202,7 +204,7 @@ class Fleet:
         """Its prefill is done."""
         leg = self._legs[handle]
         self._views[leg.worker].pending_tokens -= leg.num_tokens
-        self._legs[handle] = replace(leg, num_tokens=0)
+        self._legs[handle] = LegLoad(leg.worker, 0, leg.num_blocks)
 
     def close_leg(self, handle: int) -> None:
         """Idempotent."""

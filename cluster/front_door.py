@@ -95,8 +95,7 @@ class FrontDoor:
             group = f"{request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
                 index = len(completions)
-                request = self._request(spec, f"{request_id}-{index}", token_ids, choice_seed(seed, i), info)
-                request = replace(request, group=group)
+                request = self._request(spec, f"{request_id}-{index}", token_ids, choice_seed(seed, i), info, group)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n
@@ -141,7 +140,13 @@ class FrontDoor:
         return await self.encoder.encode_text(prompt, info.max_context_tokens)
 
     def _request(
-        self, spec: GenerationSpec, request_id: str, token_ids: tuple[int, ...], seed: int, info: ModelInfo
+        self,
+        spec: GenerationSpec,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        seed: int,
+        info: ModelInfo,
+        group: str,
     ) -> Request:
         room = max(1, info.max_context_tokens - len(token_ids))
         default = room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
@@ -154,6 +159,7 @@ class FrontDoor:
             sampling=replace(spec.sampling, seed=seed, max_tokens=max_tokens),
             timeout_s=self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s,
             cache_salt=spec.cache_salt.encode(),
+            group=group,
         )
 
 

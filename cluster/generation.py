@@ -139,14 +139,8 @@ class Completion:
         if delta.finish_reason is FinishReason.ABORT:
             raise RequestAborted("the worker aborted the request: send it again")
         if self._prompt_only:
-            text = TextDelta(self.index, "", (), finish_reason=FinishReason.LENGTH)
-        else:
-            text = self._text(delta)
-        if delta.prompt_logprobs:
-            text.prompt_logprobs = delta.prompt_logprobs
-        return text
-
-    def _text(self, delta: TokenDelta) -> TextDelta:
+            end = FinishReason.LENGTH
+            return TextDelta(self.index, "", (), finish_reason=end, prompt_logprobs=delta.prompt_logprobs)
         text: list[str] = []
         offsets: list[int] = []
         stop = None
@@ -169,6 +163,7 @@ class Completion:
             delta.token_ids,
             delta.logprobs,
             tuple(offsets) if delta.logprobs else (),
+            prompt_logprobs=delta.prompt_logprobs,
         )
 
     def _show(self, piece: str) -> tuple[str, str | None]:
@@ -189,6 +184,7 @@ class Completion:
             tuple(offsets) if delta.logprobs else (),
             delta.finish_reason if stop is None else FinishReason.STOP,
             stop,
+            delta.prompt_logprobs,
         )
 
 

@@ -31,7 +31,7 @@ from .http_edge import Access, surround
 from .http_errors import EXCEPTION_HANDLERS, call_id, error_object, request_id
 from .http_metrics import HttpMetrics
 from .http_stream import EventStream, while_connected
-from .json_parts import to_json
+from .json_parts import to_json, to_small_json
 from .openai_calls import with_prompts
 from .openai_fields import UnknownFields, header_value
 from .openai_format import ChatFormat, CompletionFormat, Format, check_repeated, to_event
@@ -124,8 +124,9 @@ class HttpApi:
             call = await self._read(kind, body)
             del body
         self._unknown_fields.note(call.unknown)
-        request.state.ignored = header_value(call.unknown)
-        if call.stream:
+        if call.unknown:
+            request.state.ignored = header_value(call.unknown)
+        if call.stream or call.spec.sampling.logprobs is None:
             return call
         return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
 
@@ -149,7 +150,8 @@ class HttpApi:
     async def _whole(self, generation: Generation, form: Format) -> bytes:
         async with aclosing(generation.batches()) as batches:
             with self._gathered.share() as held:
-                return await to_json(await form.whole(await gather(batches, held)))
+                answer = await form.whole(await gather(batches, held))
+                return to_small_json(answer) if form.is_small else await to_json(answer)
 
     async def _echo(self, spec: GenerationSpec, generation: Generation) -> list[str]:
         """The prompt's text, for each choice. Raises InvalidRequest."""
@@ -179,7 +181,7 @@ class HttpApi:
 async def _events(generation: Generation, form: Format) -> AsyncGenerator[str, None]:
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
-            yield form.events(await form.prepare(batch) if form.is_waiting else batch)
+            yield form.events(await form.prepare(batch) if form.tells_of_prompts else batch)
     yield form.last_events()
 
 

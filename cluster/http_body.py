@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import Generator
+from collections.abc import Iterable
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -57,10 +57,10 @@ class _Body:
     def __len__(self) -> int:
         return len(self._body)
 
-    def steps(self, piece: bytes) -> Generator[None]:
+    def steps(self, piece: bytes) -> Iterable[None]:
         """Take a piece, in steps between which others may run. Raises BodyTooLarge, InvalidRequest."""
         self._add(piece)
-        yield from ()
+        return ()
 
     def whole(self) -> bytes:
         return bytes(self._body)
@@ -78,7 +78,7 @@ class _GzipBody(_Body):
         super().__init__(max_bytes)
         self._inflater = zlib.decompressobj(_GZIP_BITS)
 
-    def steps(self, piece: bytes) -> Generator[None]:
+    def steps(self, piece: bytes) -> Iterable[None]:
         try:
             while piece:
                 inflated = self._inflater.decompress(piece, STEP_BYTES)

@@ -89,6 +89,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None  # of a head, or of the close
         self._stall: asyncio.TimerHandle | None = None  # while the client does not read
         self._in_head = self._in_body = self._is_lingering = False
+        self._has_begun_head = False  # in the data that is parsed now
         self._num_head_bytes = 0  # of whole header fields
         self._num_unused_bytes = 0  # fed to the parser since the last head or request was complete, less the body's
         self._num_body_bytes = 0
@@ -136,6 +137,9 @@ class Connection(HttpToolsProtocol):
             # In a body: sizes of chunks and trailers.
             if self._num_unused_bytes > self._limits.max_header_bytes + self._num_body_bytes:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            elif self._has_begun_head and self._in_head:  # most come whole, and need no timer
+                self._arm(self._limits.header_timeout_s, self._on_late_head)
+        self._has_begun_head = False
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -153,19 +157,20 @@ class Connection(HttpToolsProtocol):
             raise _TooLarge
         self._unset_keepalive_if_required()
         super().on_message_begin()
-        self._in_head = True
+        self._in_head = self._has_begun_head = True
         self._num_head_bytes = self._num_body_bytes = 0
-        self._arm(self._limits.header_timeout_s, self._on_late_head)
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        self._num_head_bytes += len(url)
+        if self._num_head_bytes > self._limits.max_header_bytes:
+            raise _TooLarge
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer: nobody asks for it
-        self._count_head(len(name) + len(value) + len(b": \r\n"))
-        if len(self.headers) >= MAX_HEADERS:
+        self._num_head_bytes += len(name) + len(value) + len(b": \r\n")
+        if self._num_head_bytes > self._limits.max_header_bytes or len(self.headers) >= MAX_HEADERS:
             raise _TooLarge
         super().on_header(name, value)
 
@@ -198,11 +203,6 @@ class Connection(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
-
-    def _count_head(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes
-        if self._num_head_bytes > self._limits.max_header_bytes:
-            raise _TooLarge
 
     def _on_late_head(self) -> None:
         if self._is_answering:  # the next request's head, before this one's answer

@@ -14,10 +14,14 @@ class HttpMetrics:
         r = self._registry
         labels = ["route", "status"]
         self._answers = Counter("diptych_http_responses", "HTTP answers that began", labels, registry=r)
+        self._known: dict[tuple[str, str], Counter] = {}  # the library looks them up behind a lock
         self._connections = Gauge("diptych_http_connections", "Open connections to the HTTP port", registry=r)
 
     def answered(self, path: str, status: int) -> None:
-        self._answers.labels(route_of(path), str(status)).inc()
+        series = (route_of(path), str(status))
+        if (answers := self._known.get(series)) is None:
+            answers = self._known[series] = self._answers.labels(*series)
+        answers.inc()
 
     def refused(self, status: int) -> None:
         """Before a request was read."""

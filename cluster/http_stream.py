@@ -28,21 +28,24 @@ T = TypeVar("T")
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The work's result. Raises RequestAborted, having cancelled the work, when the client goes away before."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    # A task of its own: to resume it for a token does not pass through all that is around the application.
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_cancel_when_disconnected(receive, task))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise RequestAborted("the client closed the connection")
+        return await task  # cancelled with this one
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if not gone.done() or (caller is not None and caller.cancelling()):
+            raise
+        raise RequestAborted("the client closed the connection") from None
     finally:
-        task.cancel()
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _cancel_when_disconnected(receive: Receive, task: "asyncio.Task[Any]") -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    task.cancel()
 
 
 class EventStream:

@@ -40,6 +40,11 @@ async def to_json(value: dict[str, Any]) -> bytes:
     return "".join(parts).encode()
 
 
+def to_small_json(value: dict[str, Any]) -> bytes:
+    """The same of a small value, in one go. It holds nothing Written."""
+    return _dumps(value).encode()
+
+
 def to_text(value: dict[str, Any]) -> str:
     """The JSON of `value` in one go: for what is Written already."""
     return "".join(_parts(value, DEPTH))
@@ -70,5 +75,4 @@ def _parts(value: Any, depth: int) -> Iterator[str]:
         yield "]"
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

@@ -20,6 +20,8 @@ from .tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
 MAX_REPEATED_TOKENS = 1 << 18  # of prompts, in one answer, over its choices
+MAX_SMALL_TOKENS = 2048  # of an answer that is written in one go, prompts included: a millisecond where each is long
+_to_ascii = json.JSONEncoder(separators=(",", ":")).encode
 _TEXT = "\0"  # stands for the text in a chunk that is made once
 
 
@@ -61,13 +63,16 @@ class Format:
         self._prompt_logprobs = CallPrompts(
             generation, self._names, echo if self._wants_logprobs else (), num_listed=include.prompt_logprobs
         )
+        # Log-probabilities of prompts are to come: `prepare` each batch.
+        self.tells_of_prompts = self._prompt_logprobs.is_waiting
         # Chunks differ in more than their text.
         self._varies = include.continuous_usage or include.token_ids
 
     @property
-    def is_waiting(self) -> bool:
-        """Log-probabilities of prompts are to come: `prepare` each batch."""
-        return self._prompt_logprobs.is_waiting
+    def is_small(self) -> bool:
+        """A whole answer of few tokens, each with its text and id at most."""
+        num_tokens = sum(len(c.request.prompt_token_ids) + c.num_tokens for c in self._generation.completions)
+        return num_tokens <= MAX_SMALL_TOKENS and not (self._wants_logprobs or self.tells_of_prompts)
 
     async def prepare(self, batch: Sequence[TextDelta]) -> Sequence[TextDelta]:
         """What can be told of it, and of batches before it. Others run meanwhile."""
@@ -87,7 +92,7 @@ class Format:
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
         """The answer in one piece. Others run meanwhile."""
-        if self.is_waiting:
+        if self.tells_of_prompts:
             deltas = await self.prepare(deltas)
         own: list[list[TextDelta]] = [[] for _ in self._indices]
         for delta in deltas:
@@ -133,12 +138,14 @@ class Format:
 
     async def _all_logprobs(self, of: "LogprobsOf", deltas: Sequence[TextDelta]) -> Json | None:
         """`of` all deltas, a slice at a time. Its lists are Written."""
+        if not self._wants_logprobs:
+            return None
         found: Json = {}
-        for part in _slices(deltas) if self._wants_logprobs else ():
+        for part in _slices(deltas):
             for name, value in of(self._names, part).items():
                 found[name] = found.get(name, Written(())) + Written.of(value) if isinstance(value, list) else value
             await asyncio.sleep(0)
-        return found if self._wants_logprobs else None
+        return found
 
 
 class CompletionFormat(Format):
@@ -260,7 +267,7 @@ LogprobsOf = Callable[[TokenNames, Sequence[TextDelta]], Json]
 
 
 def to_event(value: Json) -> str:
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+    return f"data: {_to_ascii(value)}\n\n"
 
 
 def _chat_chunk(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..workers.errors import InvalidRequest
-from ..workers.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from ..workers.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, NO_BIAS, SamplingParams
 from .front_door import GenerationSpec
 from .openai_fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
 from .openai_format import Include
@@ -135,7 +135,7 @@ class _Body(BaseModel):
         return SamplingParams(
             **given,
             top_k=0 if self.top_k in (None, -1) else self.top_k or 0,
-            logit_bias=_logit_bias(self.logit_bias or {}),
+            logit_bias=_logit_bias(self.logit_bias) if self.logit_bias else NO_BIAS,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -25,6 +25,7 @@ from .tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 16_384  # of text: about 5 ms of encoding
 MAX_SMALL_BYTES = 65_536  # of a task for the process that answers small ones
+SLICE = 2048  # prompts and token ids that are read in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,17 @@ class PromptEncoder:
         process = self._small if len(body) <= MAX_SMALL_BYTES else self._large
         head, found = await process.ask(task | {"max_context_tokens": max_context_tokens}, body)
         prompts: list[Encoded] = []
-        start = num_call = head["call"]
+        num_read, start = 0, head["call"]
         for num_ids, num_text in head["prompts"]:
             ids, start = array("I", found[start : start + num_ids]), start + num_ids
             text = None if num_text < 0 else found[start : start + num_text].decode()
             start += max(num_text, 0)
             prompts.append(Encoded(tuple(ids), text))
-            await asyncio.sleep(0)  # a million numbers take a while
-        return found[:num_call], prompts
+            num_read += 1 + num_ids
+            if num_read >= SLICE:  # a million numbers take a while
+                num_read = 0
+                await asyncio.sleep(0)
+        return found[: head["call"]], prompts
 
 
 class PromptProcess:
@@ -110,11 +114,12 @@ class PromptProcess:
         """Its answer's head and body. Raises the error that it answers with; InvalidRequest where it took too much;
         Overloaded where its turn does not come; Unavailable once it is closed."""
         try:
-            await asyncio.wait_for(self._turn.acquire(), self._limits.max_wait_s)
+            async with asyncio.timeout(self._limits.max_wait_s):
+                await self._turn.acquire()
         except TimeoutError as e:
             raise Overloaded("the prompts before this one take too long to read: try again later") from e
         try:
-            if self._under_way is not None:
+            if self._under_way is not None and not self._under_way.done():
                 await asyncio.wait((self._under_way,))
             if self._is_closed:
                 raise Unavailable("the router is ending: send the request again")

@@ -27,6 +27,8 @@ from .prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
 from .ray_agent import end_with_parent
 from .tokenizer import Tokenizer
 
+MAX_JOINED_BYTES = 65_536  # of a body that is copied behind its head
+
 log = logging.getLogger("diptych.prompts")
 
 
@@ -62,8 +64,12 @@ def _read(stream: BinaryIO) -> tuple[Head, bytes] | None:
 
 
 def _send(sock: socket.socket, frame: Frame) -> None:
-    for part in frame:
-        sock.sendall(part)
+    head, body = frame
+    if len(body) <= MAX_JOINED_BYTES:  # so that the router wakes up once
+        sock.sendall(head + body)
+    else:
+        sock.sendall(head)
+        sock.sendall(body)
 
 
 def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:

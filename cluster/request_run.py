@@ -8,7 +8,6 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Protocol
 
 from ..workers.errors import (
@@ -195,7 +194,7 @@ class RequestRun:
         """With the request's timings where they have changed by more than their total."""
         now, record = self.times.started_at + delta.elapsed_s, self.record
         if self.times.delivered(len(delta.token_ids), now) or delta.finish_reason is not None:
-            return replace(delta, timings=self.times.timings(now, record.num_attempts, record.num_migrations))
+            delta.timings = self.times.timings(now, record.num_attempts, record.num_migrations)
         return delta
 
     def _wake(self) -> None:

@@ -39,8 +39,9 @@ async def gather(batches: AsyncIterable[Sequence[TextDelta]], held: Share) -> li
     found: list[TextDelta] = []
     num_merged = 0
     async for batch in batches:
-        if num := sum(1 + len(entry.top) for delta in batch for entry in delta.logprobs):
-            held.take(num)
+        for delta in batch:
+            if delta.logprobs:
+                held.take(sum(1 + len(entry.top) for entry in delta.logprobs))
         found += batch
         if len(found) - num_merged >= MERGED_DELTAS:
             found[num_merged:] = _merged(found[num_merged:])

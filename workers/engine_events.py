@@ -133,5 +133,12 @@ class StepOutput:
     load: worker_pb2.LoadReport | None = None
 
     def __bool__(self) -> bool:
-        said = self.prompt_logprobs or self.tokens or self.failures or self.handoffs
-        return bool(said or self.stored or self.removed or self.load)
+        return bool(
+            self.tokens
+            or self.prompt_logprobs
+            or self.failures
+            or self.handoffs
+            or self.stored
+            or self.removed
+            or self.load
+        )

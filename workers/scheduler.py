@@ -153,7 +153,8 @@ class Scheduler:
 
     def measured(self, batch: Batch, seconds: float) -> None:
         """The batch took so long; call it before what was computed is counted."""
-        self._suspects.computed(batch)
+        if self._suspects.sequences:
+            self._suspects.computed(batch)
         if self.config.target_step_s != 0 and batch.prompt_logprobs is None:  # those take longer than their tokens do
             work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
             for entry in batch.entries[batch.num_decodes :]:
@@ -165,6 +166,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next step's batch; empty when nothing can run."""
         self._end_prefills()
+        if not self._suspects.sequences:
+            return self._together()
         if self._suspects.take_turn():
             return self._alone() or self._together()
         return self._together() or self._alone()
@@ -183,7 +186,9 @@ class Scheduler:
 
     def _together(self) -> Batch:
         """A step of all that are not computed alone."""
-        entries = self._suspects.left_out_of(self._schedule_decodes())
+        entries = self._schedule_decodes()
+        if self._suspects.sequences:
+            entries = self._suspects.left_out_of(entries)
         num_decodes = len(entries)
         budget = self._prefill_budget(entries)
         self._schedule_prefills(entries, budget)

@@ -147,6 +147,8 @@ class Batch:
         cls, entries: SequenceOf[ScheduledSequence], num_decodes: int, copies: SequenceOf[tuple[int, int]] = ()
     ) -> "Batch":
         """O(entries that do not decode)."""
+        if num_decodes == len(entries):
+            return cls(entries, num_decodes, copies)
         is_due = any(e.sequence.next_prompt_logprob < e.sequence.num_prompt for e in entries[num_decodes:])
         return cls(entries, num_decodes, copies, prompt_logprobs=[] if is_due else None)
 

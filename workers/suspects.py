@@ -14,38 +14,37 @@ from .sequence import Batch, ScheduledSequence, Sequence
 
 class Suspects:
     def __init__(self) -> None:
-        self._sequences: dict[Sequence, None] = {}
+        self.sequences: dict[Sequence, None] = {}  # to be read; most of the time there are none
         self._had_turn = False
 
     def __contains__(self, sequence: object) -> bool:
-        return sequence in self._sequences
+        return sequence in self.sequences
 
     def add(self, sequence: Sequence) -> None:
         """If it is one."""
         if sequence.num_alone:
-            self._sequences[sequence] = None
+            self.sequences[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
-        self._sequences.pop(sequence, None)
+        self.sequences.pop(sequence, None)
+        self._had_turn &= bool(self.sequences)
 
     def computed(self, batch: Batch) -> None:
         """Without a failure; call it before the batch's tokens are accepted."""
-        if not self._sequences:
-            return
         for entry in batch.entries:
-            if entry.sequence in self._sequences and entry.samples:
+            if entry.sequence in self.sequences and entry.samples:
                 entry.sequence.num_alone -= 1
                 if not entry.sequence.num_alone:
                     self.discard(entry.sequence)
 
     def take_turn(self) -> bool:
         """Whether this step is theirs."""
-        self._had_turn = bool(self._sequences) and not self._had_turn
+        self._had_turn = bool(self.sequences) and not self._had_turn
         return self._had_turn
 
     def left_out_of(self, entries: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        return [e for e in entries if e.sequence not in self._sequences] if self._sequences else entries
+        return [e for e in entries if e.sequence not in self.sequences]
 
     def first(self, running: Container[Sequence]) -> Sequence | None:
         """Who is next, of those that run and do not wait for a peer."""
-        return next((s for s in self._sequences if s in running and not s.is_held), None)
+        return next((s for s in self.sequences if s in running and not s.is_held), None)

@@ -6,7 +6,7 @@ from ..proto import inference_pb2, worker_pb2
 from .errors import InvalidRequest
 from .logit_bias import LogitBias
 from .names import check_lengths
-from .request import Request, SamplingParams, check_counts, check_prompt_length
+from .request import NO_BIAS, Request, SamplingParams, check_counts, check_prompt_length
 from .scheduler import Role
 from .sequence import FinishReason
 
@@ -68,7 +68,9 @@ def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) 
     check_counts(len(message.logit_bias), len(message.stop_token_ids))
     given: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
     return SamplingParams(
-        **(defaults | given), logit_bias=LogitBias(message.logit_bias), stop_token_ids=tuple(message.stop_token_ids)
+        **(defaults | given),
+        logit_bias=LogitBias(message.logit_bias) if message.logit_bias else NO_BIAS,
+        stop_token_ids=tuple(message.stop_token_ids),
     )
 
 

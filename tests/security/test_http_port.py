@@ -105,6 +105,14 @@ def test_a_head_that_drips_is_answered_408(server: Served) -> None:
         assert status(sock) == 408
 
 
+def test_a_head_that_begins_behind_a_whole_request_and_drips_is_answered_408(server: Served) -> None:
+    with dialled(server) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + START)
+        first, _, second = answer(sock).partition(b"HTTP/1.1 408")
+        assert first.startswith(b"HTTP/1.1 200")
+        assert second
+
+
 def test_a_connection_that_says_nothing_is_closed(server: Served) -> None:
     with dialled(server) as sock:
         assert answer(sock) == b""

@@ -134,8 +134,8 @@ class HttpApi:
         if len(body) <= MAX_INLINE_BYTES:
             return parse(kind, body).call()
         self._door.source.admit(1)
-        most = self._door.model().max_context_tokens
-        return with_prompts(*await self._door.encoder.read_body(kind.__name__, body, most))
+        most, max_prompts = self._door.model().max_context_tokens, self._door.limits.max_sequences
+        return with_prompts(*await self._door.encoder.read_body(kind.__name__, body, most, max_prompts))
 
     async def _answer(
         self, request: Request, generation: Generation, form: Format, stream: bool

@@ -20,10 +20,14 @@ MAX_PROMPT_TOKENS = 1 << 20  # of one call, over all its prompts; more where the
 _CALL = TypeAdapter(Call)
 
 
-def read_call(tokenizer: Tokenizer, kind: str, body: bytes, max_context_tokens: int) -> tuple[bytes, list[Encoded]]:
+def read_call(
+    tokenizer: Tokenizer, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
+) -> tuple[bytes, list[Encoded]]:
     """The call without its prompts as JSON, and its prompts. `kind`: a body's class name. Raises InvalidRequest."""
     chat = kind == ChatBody.__name__
     call = parse(ChatBody, body).call() if chat else parse(CompletionBody, body).call()
+    if (num := len(call.spec.prompts)) > max_prompts:
+        raise InvalidRequest(f"{num} prompts; a call has at most {max_prompts}: send several calls", param="prompt")
     found: list[Encoded] = []
     most, num_tokens = max(MAX_PROMPT_TOKENS, max_context_tokens), 0
     for prompt in call.spec.prompts:

@@ -69,9 +69,11 @@ class PromptEncoder:
         _, [prompt] = await self._ask({"kind": CHAT}, body, max_context_tokens)
         return prompt.token_ids
 
-    async def read_body(self, kind: str, body: bytes, max_context_tokens: int) -> tuple[bytes, list[Encoded]]:
+    async def read_body(
+        self, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
+    ) -> tuple[bytes, list[Encoded]]:
         """See openai_calls.read_call. Raises InvalidRequest, PromptTooLong, Overloaded."""
-        return await self._ask({"kind": BODY, "body": kind}, body, max_context_tokens)
+        return await self._ask({"kind": BODY, "body": kind, "max_prompts": max_prompts}, body, max_context_tokens)
 
     async def _ask(self, task: Head, body: bytes, max_context_tokens: int) -> tuple[bytes, list[Encoded]]:
         process = self._small if len(body) <= MAX_SMALL_BYTES else self._large

@@ -101,7 +101,7 @@ def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     # Takes four times as long to import as all the rest, and a process for chats alone does without.
     from .openai_calls import read_call
 
-    call, prompts = read_call(tokenizer, task["body"], body, most)
+    call, prompts = read_call(tokenizer, task["body"], body, most, task["max_prompts"])
     return _of_prompts(prompts, call)
 
 

@@ -84,6 +84,7 @@ LARGEST: dict[str, tuple[str, bytes, int]] = {
         to_json(prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, stream=True),
         200,
     ),
+    "a million prompts of one token": (COMPLETIONS, repeated('{"prompt":[', "[7]", "]}", 4 * MIB), 400),
     "long prompts, 128": (COMPLETIONS, to_json(prompt=[[7] * 2000] * 128, max_tokens=1), 200),
     "log-probabilities in one piece": (
         CHAT,

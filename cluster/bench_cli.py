@@ -38,7 +38,9 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     ),
     api: Annotated[Api | None, typer.Option(help="[default: chat for conversations, else completions]")] = None,
     model: Annotated[str | None, typer.Option(help="Its name there.  [default: the one that is served]")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="DIPTYCH_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DIPTYCH_API_KEY", help="Other users of this machine can read a flag.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder with the model's tokenizer.json, or `tiny`: prompts are text, else ids.")
     ] = None,

@@ -21,7 +21,7 @@ from ..workers.exit_codes import FOUND, INTERRUPTED, exit_code
 from . import address_file, config_file
 from .bench_cli import bench
 from .checks import resolve_model
-from .config import POOL_NAMES
+from .config import POOL_NAMES, ClusterConfig
 from .experts_cli import experts
 from .plan_cli import plan
 
@@ -74,7 +74,13 @@ def _root(
 
 
 Name = Annotated[str, typer.Option(help="The cluster's name.")]
-Replicas = Annotated[int | None, typer.Option(min=0, show_default=False)]
+ServeKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=config_file.KEY_VARIABLES["api_key"],
+        help="Asked of every client. Other users of this machine can read a flag: use the variable, or a file.",
+    ),
+]
 
 
 @app.command()
@@ -89,13 +95,8 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     host: Annotated[str | None, typer.Option(help="Where the front door listens.  [default: 127.0.0.1]")] = None,
     http_port: Annotated[int | None, typer.Option(help="0: any free port.  [default: 8000]")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="0: any free port.  [default: 50051]")] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="DIPTYCH_API_KEY",
-            help="Asked of every client. `ps` shows a flag to others: better the variable.",
-        ),
-    ] = None,
+    api_key: ServeKey = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of the API key; wins over --api-key.")] = None,
     strict: Annotated[bool | None, typer.Option(help="Refuse requests with unknown fields.  [default: ignore]")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.  [default: bfloat16]")] = None,
@@ -129,7 +130,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
             "host": host,
             "http_port": http_port,
             "grpc_port": grpc_port,
-            "api_key": api_key,
+            "api_key": config_file.read_key(api_key_file) if api_key_file else api_key,
             "metrics_key": os.environ.get(config_file.KEY_VARIABLES["metrics_key"]),  # no flag: `ps` would show it
             "strict": strict,
         },
@@ -141,14 +142,7 @@ def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         "threads": threads,
         "cores": cores,
     }
-    settings = config_file.load(config, flags, {"prefill": prefill, "decode": decode, "mixed": mixed}, shared)
-    from .launcher import Stopped
-    from .launcher import serve as run
-
-    try:
-        run(settings.model_copy(update={"model": resolve_model(settings.model)}), _console())
-    except Stopped:
-        raise typer.Exit(INTERRUPTED) from None
+    _run(config_file.load(config, flags, {"prefill": prefill, "decode": decode, "mixed": mixed}, shared))
 
 
 @app.command()
@@ -241,6 +235,16 @@ def doctor() -> None:
 app.command()(_reports_errors(bench))
 app.command()(_reports_errors(plan))
 app.command()(_reports_errors(experts))
+
+
+def _run(settings: ClusterConfig) -> None:
+    """Serve until the end."""
+    from .launcher import Stopped, serve
+
+    try:
+        serve(settings.model_copy(update={"model": resolve_model(settings.model)}), _console())
+    except Stopped:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _parse_targets(texts: list[str]) -> dict[str, int]:

@@ -64,6 +64,17 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def read_key(path: Path) -> str:
+    """The API key in a file. Raises ConfigError."""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--api-key-file: cannot read {path} ({e}): check the path") from e
+    if not key:
+        raise ConfigError(f"--api-key-file: {path} is empty: write the key into it")
+    return key
+
+
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, int]]:
     """The file's mapping, and the line (from 1) of each key by its path. Raises ConfigError."""
     try:

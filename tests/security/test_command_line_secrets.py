@@ -1,9 +1,13 @@
-"""What `ps` shows to every user of a machine holds no secret: a worker's token comes from a file or the environment."""
+"""`ps` shows command lines to every user of a machine: tokens and keys come from a file or the environment."""
 
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from diptych.cluster import launcher
+from diptych.cluster.cli import app
+from diptych.cluster.config import ClusterConfig
 from diptych.workers.errors import ConfigError
 from diptych.workers.worker import parse_args
 
@@ -12,7 +16,8 @@ SECRET = "0123456789abcdef"
 
 @pytest.fixture(autouse=True)
 def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DIPTYCH_AUTH_TOKEN", raising=False)
+    for name in ("DIPTYCH_AUTH_TOKEN", "DIPTYCH_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize("args", [("--auth-token", SECRET), (f"--auth-token={SECRET}",)])
@@ -40,3 +45,19 @@ def test_a_file_without_a_token_does_not_open_the_worker(tmp_path: Path) -> None
     for name, expected in (("empty", "is empty"), ("absent", "cannot read")):
         with pytest.raises(ConfigError, match=expected):
             parse_args(["--model", "m", "--auth-token-file", str(tmp_path / name)])
+
+
+def test_an_api_key_comes_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ClusterConfig] = []
+    monkeypatch.setattr(launcher, "serve", lambda config, console: seen.append(config))
+    monkeypatch.setenv("DIPTYCH_API_KEY", "of-the-environment")
+    (tmp_path / "key").write_text(f"{SECRET}\n")
+    assert CliRunner().invoke(app, ["serve", "tiny", "--api-key-file", str(tmp_path / "key")]).exit_code == 0
+    assert seen[0].router.api_key == SECRET
+
+
+def test_a_file_without_an_api_key_does_not_open_the_front_door(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for name, expected in (("empty", "is empty"), ("absent", "cannot read")):
+        result = CliRunner().invoke(app, ["serve", "tiny", "--api-key-file", str(tmp_path / name)])
+        assert (result.exit_code, expected in result.stderr) == (2, True)

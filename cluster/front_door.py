@@ -7,20 +7,22 @@ Here a request gets its seed, its deadline and the ids of its completions; what 
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from ..workers.errors import InvalidRequest, UnknownModel
+from ..workers.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from ..workers.request import Request, SamplingParams
 from ..workers.runner import ModelInfo
 from .generation import MIN_LARGE_SIZE, Completion, Generation, TokenSource
-from .prompt_encoder import ProcessLimits, PromptEncoder
-from .prompt_encoding import Chat, Encoded, Prompt
+from .prompt_encoder import MAX_INLINE_CHARS, ProcessLimits, PromptEncoder
+from .prompt_encoding import Chat, Encoded, Prompt, encode_text
 from .stop_strings import StopStrings, StopTable
 from .tokenizer import Tokenizer
 
 MAX_PROMPT_LOGPROBS = 1 << 17  # numbers, over the choices of a call
 _MASK = (1 << 64) - 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,35 @@ class GenerationSpec:
     timeout_s: float | None = None
     model: str | None = None
     cache_salt: str = ""  # prefix-cache namespace: other salts never share blocks
+    waited_s: float = 0.0  # of the time-out: until its prompts were read
     prompt_only: bool = False  # no token is wanted, whatever max_tokens: what is asked for is of the prompts
+
+
+class TimeLeft:
+    """Seconds of a call's time-out that are left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def check(self) -> float:
+        """Raises DeadlineExceeded where there are none."""
+        if self._seconds <= 0:
+            raise _unread()
+        return self._seconds
+
+    async def spend(self, work: Awaitable[T]) -> T:
+        """What `work` gives. Raises DeadlineExceeded where it takes more than is left."""
+        loop = asyncio.get_running_loop()
+        began, deadline = loop.time(), asyncio.timeout(self._seconds)
+        try:
+            async with deadline:
+                return await work
+        except TimeoutError as e:
+            if not deadline.expired():
+                raise
+            raise _unread() from e
+        finally:
+            self._seconds -= loop.time() - began
 
 
 class FrontDoor:
@@ -81,15 +111,19 @@ class FrontDoor:
         return info
 
     async def start(self, spec: GenerationSpec, request_id: str) -> Generation:
-        """Nothing runs before the generation's `batches` is read. Raises InvalidRequest, Overloaded, Unavailable."""
+        """Nothing runs before the generation's `batches` is read. Raises InvalidRequest, Overloaded, Unavailable,
+        DeadlineExceeded."""
         info = self.model(spec.model)
         self._check_counts(spec)
         self.source.admit(len(spec.prompts) * spec.n)
+        asked_s = self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
+        prompts, left_s = await self._encode_all(spec.prompts, info, TimeLeft(asked_s - spec.waited_s))
+        if left_s < asked_s:
+            spec = replace(spec, timeout_s=left_s)
         stops = StopTable(spec.stop)
         completions: list[Completion] = []
         num_logprobs = 0  # of prompts
-        for prompt in spec.prompts:
-            token_ids = await self._encode(prompt, info)
+        for token_ids in prompts:
             # A seed that we draw is drawn for each prompt, so that a prompt sent twice is answered twice.
             seed = secrets.randbits(64) if spec.seed is None else spec.seed & _MASK
             group = f"{request_id}-{len(completions)}" if spec.n > 1 else ""
@@ -107,7 +141,7 @@ class FrontDoor:
                 completions.append(completion)
             if completions[-1].request.size >= MIN_LARGE_SIZE:
                 await asyncio.sleep(0)  # for others: to check it took a while
-        return Generation(self.source, request_id, completions, spec.n)
+        return Generation(self.source, request_id, completions, spec.n, asked_s)
 
     def _check_counts(self, spec: GenerationSpec) -> None:
         limits = self.limits
@@ -130,14 +164,31 @@ class FrontDoor:
                 f"timeout_s must be in (0, {limits.max_timeout_s:g}], got {spec.timeout_s}", param="timeout_s"
             )
 
-    async def _encode(self, prompt: Prompt, info: ModelInfo) -> tuple[int, ...]:
-        if isinstance(prompt, tuple):
-            return prompt
-        if isinstance(prompt, Encoded):
-            return prompt.token_ids
-        if isinstance(prompt, Chat):
-            return await self.encoder.encode_chat(prompt, info.max_context_tokens)
-        return await self.encoder.encode_text(prompt, info.max_context_tokens)
+    async def _encode_all(
+        self, prompts: Sequence[Prompt], info: ModelInfo, left: "TimeLeft"
+    ) -> tuple[list[tuple[int, ...]], float]:
+        """Their token ids, and the seconds that are left. Raises DeadlineExceeded."""
+        found: list[tuple[int, ...]] = []
+        for prompt in prompts:
+            found.append(await self._encode(prompt, info, left))
+            if len(found[-1]) >= MIN_LARGE_SIZE:
+                await asyncio.sleep(0)  # for others: to encode it took a while
+        return found, left.check()
+
+    async def _encode(self, prompt: Prompt, info: ModelInfo, left: "TimeLeft") -> tuple[int, ...]:
+        """What is encoded in a process may wait for it, which counts."""
+        most = info.max_context_tokens
+        match prompt:
+            case tuple():
+                return prompt
+            case Encoded():
+                return prompt.token_ids
+            case Chat():
+                return await left.spend(self.encoder.encode_chat(prompt, most))
+            case str() if len(prompt) <= MAX_INLINE_CHARS:
+                return encode_text(self.tokenizer, prompt, most)
+            case str():
+                return await left.spend(self.encoder.encode_text(prompt, most))
 
     def _request(
         self,
@@ -161,6 +212,12 @@ class FrontDoor:
             cache_salt=spec.cache_salt.encode(),
             group=group,
         )
+
+
+def _unread() -> DeadlineExceeded:
+    return DeadlineExceeded(
+        "the prompt was not read before the request's time was over: send less, or ask for a longer timeout_s"
+    )
 
 
 def _num_prompt_logprobs(request: Request) -> int:

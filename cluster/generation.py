@@ -191,7 +191,15 @@ class Completion:
 class Generation:
     """The completions of one call: n for each prompt, those of a prompt side by side."""
 
-    def __init__(self, source: TokenSource, request_id: str, completions: Sequence[Completion], n: int) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        request_id: str,
+        completions: Sequence[Completion],
+        n: int,
+        asked_s: float | None = None,
+    ) -> None:
+        """`asked_s`: the client's time-out, where a part of it has gone already."""
         assert completions and len(completions) % n == 0
         self.request_id = request_id
         self.completions = completions
@@ -199,6 +207,7 @@ class Generation:
         self._source = source
         self._firsts = completions[::n]
         self.timeout_s = completions[0].request.timeout_s
+        self._asked_s = self.timeout_s if asked_s is None else asked_s
 
     @property
     def usage(self) -> Usage:
@@ -283,7 +292,7 @@ class Generation:
 
     def _deadline_exceeded(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the request did not finish within {self.timeout_s:g} s: ask for fewer tokens, or for a longer timeout_s"
+            f"the request did not finish within {self._asked_s:g} s: ask for fewer tokens, or for a longer timeout_s"
         )
 
 

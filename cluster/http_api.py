@@ -135,7 +135,10 @@ class HttpApi:
             return parse(kind, body).call()
         self._door.source.admit(1)
         most, max_prompts = self._door.model().max_context_tokens, self._door.limits.max_sequences
-        return with_prompts(*await self._door.encoder.read_body(kind.__name__, body, most, max_prompts))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        call = with_prompts(*await self._door.encoder.read_body(kind.__name__, body, most, max_prompts))
+        return replace(call, spec=replace(call.spec, waited_s=loop.time() - began))
 
     async def _answer(
         self, request: Request, generation: Generation, form: Format, stream: bool

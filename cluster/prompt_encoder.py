@@ -1,6 +1,6 @@
 """The router's side of prompt_process.py: prompts in, token ids out, without holding up the event loop.
 
-    PromptEncoder   short texts here, all else in one of two processes: small tasks do not wait for large ones
+    PromptEncoder   two processes, so that small tasks do not wait for large ones; short texts need none
     PromptProcess   one such process: started when first asked, and again after it was ended
 
 A task that takes more than its limits ends its process, and is refused by name; other tasks wait for the next process.
@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from ..workers.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, from_wire
-from .prompt_encoding import Chat, Encoded, encode_text
+from .prompt_encoding import Chat, Encoded
 from .prompt_frames import BODY, CHAT, SIZES, TEXT, Head, to_frame
 from .tokenizer import Tokenizer
 
-MAX_INLINE_CHARS = 16_384  # of text: about 5 ms of encoding
+MAX_INLINE_CHARS = 16_384  # of text that the front door encodes itself: about 5 ms
 MAX_SMALL_BYTES = 65_536  # of a task for the process that answers small ones
 SLICE = 2048  # prompts and token ids that are read in one go
 
@@ -58,8 +58,6 @@ class PromptEncoder:
 
     async def encode_text(self, text: str, max_context_tokens: int) -> tuple[int, ...]:
         """Raises InvalidRequest, PromptTooLong, Overloaded."""
-        if len(text) <= MAX_INLINE_CHARS:
-            return encode_text(self._tokenizer, text, max_context_tokens)
         _, [prompt] = await self._ask({"kind": TEXT}, text.encode(errors="replace"), max_context_tokens)
         return prompt.token_ids
 

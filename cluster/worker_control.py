@@ -20,7 +20,7 @@ from .links import Link, read_links
 from .plurals import count
 
 REPLY_S = 5.0
-HELLO_S = 60.0  # of a worker that has just started, on cores that all who start share
+REPORT_S = 60.0  # of a worker that has just started, on cores that all who start share
 RECONNECT_S = 0.5
 
 log = logging.getLogger("diptych.supervisor")
@@ -46,15 +46,15 @@ class WorkerControl:
 
     @classmethod
     async def open(cls, address: str, token: str | None) -> Self:
-        """Raises WorkerLost if the worker says no hello in time."""
+        """With its first report, which tells whether it drains. Raises WorkerLost if that does not come in time."""
         control = cls(address, token)
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with asyncio.timeout(REPORT_S):
                 await control._is_known.wait()
         except BaseException as e:
             await control.close()
             if isinstance(e, TimeoutError):
-                raise WorkerLost(f"the worker at {address} said no hello within {HELLO_S:g} s") from e
+                raise WorkerLost(f"the worker at {address} sent no report within {REPORT_S:g} s") from e
             raise
         return control
 
@@ -123,10 +123,9 @@ class WorkerControl:
         while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
             self.num_received += 1
             match message.WhichOneof("message"):
-                case "hello":
-                    self._is_known.set()
                 case "load":
                     self._on_load(message.load)
+                    self._is_known.set()
                 case _:
                     pass
 

@@ -6,12 +6,17 @@ from typing import Any, cast
 import pytest
 
 from diptych.cluster import worker_watch
-from diptych.cluster.handles import RouterStarted
+from diptych.cluster.handles import RouterStarted, WorkerHandle
+from diptych.cluster.plan import Phase
 from diptych.cluster.worker_control import WorkerControl
 from diptych.cluster.worker_record import WorkerRecord
-from diptych.cluster.worker_watch import drain, until_started
+from diptych.cluster.worker_watch import drain, until_dead, until_started
 from diptych.proto.worker_pb2 import LoadReport
-from diptych.workers.errors import WorkerLost
+from diptych.workers.errors import DiptychError, WorkerLost
+from diptych.workers.scheduler import Role
+from diptych.workers.wire import ROLE_TO_PROTO
+
+from .scripted_worker import scripted
 
 
 class Control:
@@ -47,6 +52,52 @@ def test_books_are_compared_once_nobody_of_the_gang_has_requests() -> None:
     asyncio.run(drain(gang, 60.0))
     assert not busy.is_busy
     assert (idle.num_asked, busy.num_asked) == (1, 1)
+
+
+class Reporting:
+    """Of a worker that reports at so many looks, then never again."""
+
+    def __init__(self, num_reports: int) -> None:
+        self.load = LoadReport(role=ROLE_TO_PROTO[Role.DECODE])
+        self._num_reports = num_reports
+        self.num_told = 0
+
+    @property
+    def num_received(self) -> int:
+        self.num_told += self.num_told < self._num_reports
+        return self.num_told
+
+
+class Living:
+    async def wait(self) -> DiptychError:
+        return await asyncio.get_running_loop().create_future()
+
+
+def test_a_worker_that_reports_no_more_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "TICK_S", 0.001)
+    control = Reporting(4 * worker_watch.SILENT_TICKS)
+    worker = WorkerRecord("decode-1", "decode", Phase.READY)
+    handle = cast(WorkerHandle, cast(Any, Living()))
+    error = asyncio.run(until_dead(worker, handle, cast(WorkerControl, cast(Any, control))))
+    assert isinstance(error, WorkerLost) and "it hangs: silent for 0.015 s" in error.message
+    assert control.num_told == 4 * worker_watch.SILENT_TICKS
+
+
+def test_the_supervisor_knows_a_worker_once_it_knows_whether_it_drains() -> None:
+    """Else it would count one that an earlier supervisor drained, and drain another in its place."""
+
+    async def test() -> None:
+        async with scripted("decode") as [worker]:
+            control = WorkerControl(worker.info.address, None)
+            while not control.num_received:  # the hello
+                await asyncio.sleep(0.002)
+            assert not control._is_known.is_set()
+            worker.load(draining=True)
+            await control._is_known.wait()
+            assert control.load.draining
+            await control.close()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 class Unplaced:

@@ -119,6 +119,49 @@ def test_the_event_loop_runs_on_while_a_template_does_not_end() -> None:
     assert children() == []
 
 
+def test_a_template_ends_by_its_processor_time_however_long_it_might_wait() -> None:
+    limits = Limits(process=ProcessLimits(cpu_s=0.5, wall_factor=100_000))
+    with served(Echo(laps=1), limits=limits, template=SWITCHED.replace("HOSTILE", NESTED)) as server:
+        assert chat(server, hostile=True).status_code == 400
+        assert chat(server).status_code == 200
+
+
+def test_a_process_that_was_ended_between_two_chats_is_started_again() -> None:
+    with served(Echo(laps=1)) as server:
+        assert chat(server).status_code == 200
+        [pid] = children()
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        try:
+            assert select.select([pidfd], [], [], 30)[0]
+        finally:
+            os.close(pidfd)
+        assert chat(server).status_code == 200
+
+
+def test_waiting_for_a_template_is_part_of_a_requests_time() -> None:
+    """Of its own, and of those before it: a request ends at its deadline, and a worker has what is left of it."""
+    template = SWITCHED.replace("HOSTILE", NESTED)
+    limits = Limits(process=ProcessLimits(cpu_s=3600, wall_factor=1, max_wait_s=3600))
+    with served(Echo(laps=1), limits=limits, template=template) as server:
+        for hostile in (True, False):
+            options = {"chat_template_kwargs": {"hostile": hostile}, "timeout_s": 0.2}
+            body = {"messages": [{"role": "user", "content": "x"}]} | options
+            response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            assert response.status_code == 504
+            assert "the prompt was not read before" in response.json()["error"]["message"]
+        [pid] = children()
+        os.kill(pid, signal.SIGKILL)
+        assert chat(server).status_code == 200
+        text = {
+            "prompt": "x" * (CONTEXT // 2),
+            "user": "x" * 70_000,
+            "max_tokens": 1,
+        }  # read in a process, as it is large
+        assert httpx.post(f"{server.url}/v1/completions", json=text, timeout=60).status_code == 200
+        assert [0 < request.timeout_s < limits.max_timeout_s for request in server.source.requests] == [True, True]
+
+
 ROUTER = """
 import asyncio
 from diptych.cluster.prompt_encoder import ProcessLimits, PromptEncoder

@@ -43,6 +43,7 @@ from ..workers.errors import (
     HandoffError,
     InternalError,
     LayoutMismatch,
+    SequenceEnded,
     StepFailed,
     Unavailable,
     WorkerDraining,
@@ -351,7 +352,7 @@ class RequestRecord:
         handoff.may_send_another_sink &= not sink.has_spoken and (not is_handoff or is_on_the_way(error))
         if handoff.runs_on:
             self.failed_pairs.add((handoff.source.worker, sink.worker))
-            self.num_failed_migrations += not isinstance(error, WorkerDraining)
+            self.num_failed_migrations += not isinstance(error, WorkerDraining | SequenceEnded)
             return _NOTHING
         if not (error.retryable or is_handoff):
             return self.fail(error)

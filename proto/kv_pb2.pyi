@@ -485,7 +485,7 @@ class RenewRequest(_message.Message):
     handoff_id: _builtins.str
     sink_incarnation: _builtins.str
     num_segments_read: _builtins.int
-    """of those announced; all of them: a live source may seal"""
+    """of those announced, the first that are read: with few left a live source may seal"""
     def __init__(
         self,
         *,

@@ -20,6 +20,7 @@ NO_TORCH = {
     "garbage",
     "kv_layout",
     "kv_plan",
+    "live_handoff",
     "models.compiled_limits",
     "models.expert_placement",
     "models.families",

@@ -187,7 +187,7 @@ class Engine:
         self.outgoing.end_lease(handoff_id)
 
     def caught_up(self, handoff_id: str) -> None:
-        """The sink has all blocks that were announced: a running sequence that is handed off stops here. Idempotent."""
+        """The sink has read nearly all that was announced: a running sequence that is handed off stops. Idempotent."""
         sequence = self.outgoing.still_running(handoff_id)
         if sequence is None or not sequence.is_decoding:
             return

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from .block_manager import BlockManager, blocks_for
 from .errors import DiptychError, HandoffError, RequestAborted
 from .handoff_types import Reservation
+from .live_handoff import headroom_blocks
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
 from .sequence import Provisional, Sequence, SequenceStatus
@@ -92,7 +93,7 @@ class IncomingHandoffs:
                 continue
             self._manager.share(held)
             num_needed = blocks_for(max(num_tokens, sequence.num_tokens), self._cache.block_size) - len(held)
-            headroom = min(self._scheduler.num_running, self._manager.num_blocks // 8)
+            headroom = headroom_blocks(self._scheduler.num_running, self._manager.num_blocks)
             if num_needed + headroom > self._manager.num_free:
                 self._manager.release(held)
                 return

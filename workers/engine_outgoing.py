@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 from .block_manager import BlockManager, blocks_for
 from .engine_events import HandoffEnded, HandoffEvent, HandoffOpened, HandoffSealed, SegmentReady
 from .errors import DiptychError, OutOfBlocks
+from .live_handoff import offered_tokens
 from .prefix_cache import PrefixCache
 from .sequence import ScheduledSequence, Sequence, SequenceStatus
-
-# That a running sequence may fill between its offer and its seal: where its sink takes longer, it waits, and its client
-# with it. The sink reserves them.
-LIVE_SLACK_BLOCKS = 8
 
 
 @dataclass(slots=True)
@@ -54,8 +51,8 @@ class OutgoingHandoffs:
     def open_live(self, handoff_id: str, sequence: Sequence) -> list[HandoffEvent]:
         """The sequence decodes here, and goes on doing so until it is sealed."""
         assert sequence.is_decoding and sequence.handoff_id is None
-        slack = LIVE_SLACK_BLOCKS * self._cache.block_size
-        num_tokens = min(sequence.num_tokens + slack, sequence.max_num_tokens)
+        num_remaining = sequence.max_num_tokens - sequence.num_tokens
+        num_tokens = offered_tokens(sequence.num_tokens, num_remaining, self._cache.block_size)
         sequence.handoff_id = handoff_id
         self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence, num_tokens)
         opened = HandoffOpened(handoff_id, sequence.key, num_tokens, is_live=True)

@@ -7,8 +7,8 @@ Source, one a hand-off id:
       └──────────────┴──abort: the engine gives it up──> ABORTED
 
     RELEASED, EXPIRED and ABORTED each yield EndLease, once: only then may the leased blocks be freed.
-    A live source's sequence runs on while it is OPEN; CaughtUp says that the sink has read all that was announced, and
-    then the seal is near: the sequence stops for one short segment.
+    A live source's sequence runs on while it is OPEN; CaughtUp says that the sink has read nearly all that was
+    announced, or gains on it no more (live_handoff.py). Then the sequence stops, and is sealed.
     A sink holds the hand-off from `subscribe` until its stream ends or it abandons; then another may take over.
 
 Sink, one a pull:
@@ -28,7 +28,6 @@ A `sink` is the name of one attempt of one process, never used again: a late mes
 as such, and `release` can be asked again when its answer was lost.
 """
 
-import enum
 from collections.abc import Iterable
 
 from .errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, WorkerLost
@@ -52,21 +51,17 @@ from .handoff_types import (
     Segment,
     Settle,
     SinkAction,
+    SinkState,
     SourceAction,
+    SourceState,
     Tell,
+    why_over,
 )
+from .live_handoff import SinkLag
 
 RENEW_AFTER = 1 / 3  # of the lease, since the source's last answer
 ASK_AGAIN_AFTER = 1 / 6  # of the lease, when an answer is late
 SILENT_AFTER = 2 / 3  # of the lease without an answer: the source is gone
-
-
-class SourceState(enum.Enum):
-    OPEN = "open"
-    SEALED = "sealed"
-    RELEASED = "released"
-    EXPIRED = "expired"
-    ABORTED = "aborted"
 
 
 class SourceHandoff:
@@ -86,7 +81,8 @@ class SourceHandoff:
         self._deadline = now + lease_s
         self._segments: list[Segment] = []
         self._seal: Seal | None = None
-        self._over = ""  # why
+        self._over: DiptychError = LeaseLost("")  # what a sink is told that comes after the end
+        self._lag = SinkLag()
         self._named: dict[int, tuple[int, int]] = {}  # position -> (block id, generation)
         self._layers: dict[int, int] = {}  # position -> mask of the layers announced
 
@@ -127,7 +123,7 @@ class SourceHandoff:
     def abort(self, error: DiptychError, now: float) -> list[SourceAction]:
         """Idempotent."""
         actions = self.tick(now)
-        return actions + self._end(SourceState.ABORTED, Aborted(type(error).__name__, error.message))
+        return actions + self._end(SourceState.ABORTED, error)
 
     # From sinks
 
@@ -135,7 +131,7 @@ class SourceHandoff:
         """Refuse, or renew the lease for `sink` and tell it all that was announced so far."""
         actions = self.tick(now)
         if not self.is_live:
-            return [*actions, Refuse(LeaseLost(f"the hand-off is over: {self._over}"))]
+            return [*actions, Refuse(self._over)]
         if self.sink is not None:
             return [*actions, Refuse(HandoffError("another sink holds the hand-off, or an earlier attempt still does"))]
         self.sink = sink
@@ -156,12 +152,12 @@ class SourceHandoff:
         return [*actions, EndStream(sink), *(self._end(SourceState.ABORTED, None) if is_over else [])]
 
     def renew(self, sink: str, now: float, num_read: int = 0) -> list[SourceAction]:
-        """`num_read`: segments of which the sink has nothing left to read."""
+        """`num_read`: of the segments, the first of which the sink has nothing left to read."""
         actions = self.tick(now)
         held = self.is_held_by(sink)
         if held:
             self._deadline = now + self._lease_s
-            if self.runs_on and self.state is SourceState.OPEN and num_read == len(self._segments):
+            if self.runs_on and self.state is SourceState.OPEN and self._lag.must_stop(self._segments, num_read):
                 actions.append(CaughtUp())
         return [*actions, Answer(held)]
 
@@ -193,29 +189,21 @@ class SourceHandoff:
 
     def tick(self, now: float) -> list[SourceAction]:
         if self.is_live and now >= self._deadline:
-            message = f"the lease of {self._lease_s:g} s was not renewed in time"
-            return self._end(SourceState.EXPIRED, Aborted(LeaseLost.__name__, message))
+            error = LeaseLost(f"the lease of {self._lease_s:g} s was not renewed in time")
+            return self._end(SourceState.EXPIRED, error)
         return []
 
     def _tell(self, what: Segment | Seal | Aborted) -> list[SourceAction]:
         return [] if self.sink is None else [Tell(self.sink, what)]
 
-    def _end(self, state: SourceState, why: Aborted | None) -> list[SourceAction]:
+    def _end(self, state: SourceState, error: DiptychError | None) -> list[SourceAction]:
         if not self.is_live:
             return []
-        self.state, self._over = state, state.value if why is None else f"{state.value}, {why.message}"
+        self.state, self._over = state, why_over(state, error)
         for what in (self._segments, self._named, self._layers):
             what.clear()
-        farewell = [] if why is None else self._tell(why)
+        farewell = [] if error is None else self._tell(Aborted(type(error).__name__, error.message))
         return [*farewell, *([] if self.sink is None else [EndStream(self.sink)]), EndLease()]
-
-
-class SinkState(enum.Enum):
-    WAITING = "waiting"
-    PULLING = "pulling"
-    PULLED = "pulled"
-    COMMITTED = "committed"
-    FAILED = "failed"
 
 
 class SinkHandoff:
@@ -235,7 +223,7 @@ class SinkHandoff:
         self._table: tuple[int, ...] | None = None
         self._num_held = 0  # tokens
         self._reading: set[int] = set()
-        self._num_read = 0
+        self._num_told = 0  # segments that the source knows to be read
         self._may_still_land = False
         self._seal: Seal | None = None
 
@@ -330,7 +318,6 @@ class SinkHandoff:
 
     def read_done(self, number: int, now: float) -> list[SinkAction]:
         self._reading.remove(number)
-        self._num_read += 1
         return self._say_when_read(now)
 
     def read_failed(self, number: int, error: DiptychError, now: float, *, may_still_land: bool) -> list[SinkAction]:
@@ -364,6 +351,11 @@ class SinkHandoff:
             return []
         return self._ask(now)
 
+    @property
+    def _num_read(self) -> int:
+        """Of the segments, the first of which nothing is left to read."""
+        return 0 if self._table is None else min(self._reading, default=len(self._segments))
+
     def _heard(self, now: float) -> None:
         assert self._lease_s is not None
         self._ask_at = now + self._lease_s * RENEW_AFTER
@@ -372,24 +364,28 @@ class SinkHandoff:
     def _ask(self, now: float) -> list[SinkAction]:
         assert self._lease_s is not None
         self._ask_at = now + self._lease_s * ASK_AGAIN_AFTER
-        return [Release() if self.state is SinkState.PULLED else Renew(self._num_read)]
+        if self.state is SinkState.PULLED:
+            return [Release()]
+        self._num_told = self._num_read
+        return [Renew(self._num_told)]
 
     def _read(self, number: int) -> list[SinkAction]:
         if self._table is None:
             return []
         segment = self._segments[number].without_first(self._num_held // self._offer.block_size)
         if not segment.block_ids:
-            self._num_read += 1
             return []
         self._reading.add(number)
         return [Read(number, segment, self._table, self._num_held)]
 
     def _say_when_read(self, now: float) -> list[SinkAction]:
-        """All that was announced is read: release what is sealed, and let a live source know."""
-        if self.state is not SinkState.PULLING or self._table is None or self._reading:
+        """Release what is sealed once all is read; let a live source know how far we are."""
+        if self.state is not SinkState.PULLING or self._table is None:
             return []
         if self._seal is None:
-            return self._ask(now) if self._offer.is_live else []
+            return self._ask(now) if self._offer.is_live and self._num_read > self._num_told else []
+        if self._reading:
+            return []
         self.state = SinkState.PULLED
         self._heard(now)
         seal = self._seal

@@ -9,12 +9,12 @@ from .errors import (
     DeadlineExceeded,
     DiptychError,
     HandoffError,
-    RequestAborted,
     SequenceEnded,
     Unavailable,
     WorkerLost,
     from_wire,
 )
+from .handoff_types import is_sequence_end
 
 
 def error_of(e: grpc.aio.AioRpcError) -> DiptychError:
@@ -38,5 +38,5 @@ def error_of_abort(message: kv_pb2.Aborted) -> DiptychError:
     error = from_wire(message.error, message.message)
     if isinstance(error, HandoffError | Unavailable):
         return error
-    kind = SequenceEnded if isinstance(error, RequestAborted) else HandoffError
+    kind = SequenceEnded if is_sequence_end(error) else HandoffError
     return kind(f"the source gave the hand-off up: {message.message}")

@@ -11,7 +11,7 @@ import grpc.aio
 
 from ..proto import kv_pb2_grpc, worker_pb2
 from .channel import auth_metadata, open_channel
-from .errors import ChecksumMismatch, DiptychError, RequestAborted, Unavailable, WorkerLost
+from .errors import ChecksumMismatch, DiptychError, RequestAborted, SequenceEnded, Unavailable, WorkerLost
 from .handoff_intake import AS_IT_IS, PullSettings
 from .handoff_pull import Errand, Pull, PullResult, SinkPort, Surroundings
 from .kv_layout import KVMemory
@@ -113,7 +113,7 @@ class HandoffSink:
         try:
             return await asyncio.shield(pull.done)
         except DiptychError as e:
-            traffic.num_failed += not isinstance(e, RequestAborted)
+            traffic.num_failed += not isinstance(e, RequestAborted | SequenceEnded)
             self.num_checksum_failures += isinstance(e, ChecksumMismatch)
             if isinstance(e, WorkerLost):
                 self._lines.retire(line)

@@ -59,7 +59,7 @@ class SourcePort(Protocol):
         ...
 
     def caught_up(self, handoff_id: str) -> None:
-        """The sink of a live hand-off has read all that was announced. May come often; must not block."""
+        """The sink of a live hand-off has read nearly all that was announced. May come often; must not block."""
         ...
 
     def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:

@@ -1,11 +1,41 @@
 """What the two machines of a hand-off say: to each other, and to those who drive them. Plain data; see handoff.py."""
 
+import enum
 from dataclasses import dataclass
 
 from ..proto import kv_pb2
-from .errors import DiptychError, HandoffError
+from .errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, RequestAborted, SequenceEnded
 
 CHECKSUM_BYTES = 16  # a block
+
+
+class SourceState(enum.Enum):
+    OPEN = "open"
+    SEALED = "sealed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+
+
+class SinkState(enum.Enum):
+    WAITING = "waiting"
+    PULLING = "pulling"
+    PULLED = "pulled"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+def is_sequence_end(error: DiptychError) -> bool:
+    """Whether a source gives a hand-off up because its sequence ended there: it finished, was aborted or ran out of
+    time. Nothing failed then, and nothing is lost."""
+    return isinstance(error, SequenceEnded | RequestAborted | DeadlineExceeded)
+
+
+def why_over(state: SourceState, error: DiptychError | None) -> HandoffError:
+    """What a sink is told that comes when the hand-off has ended in `state`, by `error` if there was one."""
+    if error is not None and is_sequence_end(error):
+        return SequenceEnded(f"the hand-off is over: {state.value}, {error.message}")
+    return LeaseLost(f"the hand-off is over: {state.value}" + ("" if error is None else f", {error.message}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +154,7 @@ class EndLease:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """The sink of a live hand-off has read all that was announced: now the sequence may stop, and be sealed."""
+    """The sink of a live hand-off is as near as it will come: now the sequence may stop, and be sealed."""
 
 
 SourceAction = Refuse | Tell | EndStream | Answer | EndLease | CaughtUp
@@ -164,7 +194,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """`num_read`: segments of which nothing is left to read. Answer with `renewed`, or not at all."""
+    """`num_read`: of the segments, the first of which nothing is left to read. Answer with `renewed`, or not at all."""
 
     num_read: int
 

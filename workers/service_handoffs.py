@@ -53,7 +53,7 @@ class ServiceHandoffs:
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._offered: dict[str, _Offered] = {}  # by hand-off id
         self._num_bytes = 0  # pulled
-        self._num_failed = 0  # pulls of sequences that were still wanted
+        self._num_failed = 0  # pulls of sequences that did not end, nor were aborted, meanwhile
 
     def attach(self, source: HandoffSource, sink: HandoffSink) -> None:
         self._source = source

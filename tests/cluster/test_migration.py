@@ -6,6 +6,7 @@ from diptych.cluster.fleet import WorkerInfo, WorkerView
 from diptych.cluster.kv_costs import DEFAULT_LINK_BYTES_S, PULL_LATENCY_S, compute_s, link_bytes_s, pull_s
 from diptych.cluster.migration import REST_S, MovableLeg, Move, drain_move, is_short_of_blocks, relief
 from diptych.proto import worker_pb2
+from diptych.workers.live_handoff import offered_tokens, slack_tokens
 
 NUM_BLOCKS = 100
 NOW = 1000.0
@@ -24,7 +25,7 @@ def worker(name: str, role: str = "decode", *, free: int = NUM_BLOCKS, **fields:
 
 
 def leg(handle: int, worker: str = "a", **fields: object) -> MovableLeg:
-    given: dict[str, object] = {"num_tokens": 40, "num_remaining": 20, "began_at": float(handle)} | fields
+    given: dict[str, object] = {"num_tokens": 40, "num_remaining": 40, "began_at": float(handle)} | fields
     return MovableLeg(handle, worker, **given)  # type: ignore[arg-type]
 
 
@@ -43,22 +44,33 @@ def test_a_few_at_a_time() -> None:
     workers = [worker("a", is_draining=True), worker("b")]
     assert drain_move(workers, [leg(1)], {"a": 3, "b": 9}, 4, NOW) == Move(1, "b")
     assert drain_move(workers, [leg(1)], {"a": 4}, 4, NOW) is None
-    assert drain_move(workers, [leg(1), leg(2, num_remaining=30), leg(3)], {}, 4, NOW) == Move(2, "b")
+    assert drain_move(workers, [leg(1), leg(2, num_remaining=50), leg(3)], {}, 4, NOW) == Move(2, "b")
 
 
-def test_a_leg_that_fits_nowhere_stays() -> None:
+def test_a_leg_that_fits_nowhere_with_what_its_handoff_reserves_stays() -> None:
     source = worker("a", is_draining=True)
     for other in (
-        worker("b", free=9),
-        worker("b", held_blocks=91),
+        worker("b", free=17),
+        worker("b", free=18, num_running=1),
+        worker("b", held_blocks=83),
         worker("b", is_up=False),
         worker("b", is_draining=True),
         worker("b", is_listed=False),
         worker("b", "prefill"),
-        worker("b", max_context_tokens=59),
+        worker("b", max_context_tokens=79),
     ):
         assert drain_move([source, other], [leg(1)], {}, 4, NOW) is None
-    assert drain_move([source, worker("b", free=10)], [leg(1)], {}, 4, NOW) == Move(1, "b")
+    assert offered_tokens(40, 40, 4) == 18 * 4
+    assert drain_move([source, worker("b", free=18)], [leg(1)], {}, 4, NOW) == Move(1, "b")
+    assert drain_move([source, worker("b", free=19, num_running=1)], [leg(1)], {}, 4, NOW) == Move(1, "b")
+    assert drain_move([source, worker("b", free=12)], [leg(1, num_remaining=9)], {}, 4, NOW) is None
+    assert drain_move([source, worker("b", free=13)], [leg(1, num_remaining=9)], {}, 4, NOW) == Move(1, "b")
+
+
+def test_a_leg_with_two_blocks_of_tokens_to_make_ends_where_it_drains() -> None:
+    workers = [worker("a", is_draining=True), worker("b")]
+    assert drain_move(workers, [leg(1, num_remaining=8)], {}, 4, NOW) is None
+    assert drain_move(workers, [leg(1, num_remaining=9)], {}, 4, NOW) == Move(1, "b")
 
 
 def test_after_a_move_that_failed_a_leg_rests() -> None:
@@ -71,9 +83,10 @@ def test_after_a_move_that_failed_a_leg_rests() -> None:
 # -- relief --------------------------------------------------------------------------------------------------------
 
 
-def test_short_is_less_than_two_blocks_for_each_that_runs() -> None:
-    assert is_short_of_blocks(worker("a", free=7, num_running=4))
-    assert not is_short_of_blocks(worker("a", free=8, num_running=4))
+def test_short_is_less_than_each_that_runs_may_fill_while_one_moves() -> None:
+    assert slack_tokens(1, 4) == 8 * 4
+    assert is_short_of_blocks(worker("a", free=31, num_running=4))
+    assert not is_short_of_blocks(worker("a", free=32, num_running=4))
     assert not is_short_of_blocks(worker("a", free=0))
 
 
@@ -82,9 +95,9 @@ def test_the_youngest_goes_where_there_is_room_for_all_of_it() -> None:
     workers = [source, worker("b", free=60), worker("c", free=50)]
     assert relief(workers, source, [leg(1), leg(3), leg(2), leg(9, "b")], NOW) == Move(3, "b")
     assert relief(workers, source, [leg(1), leg(3, num_remaining=300)], NOW) == Move(1, "b")
-    assert relief([source, worker("b", free=16)], source, [leg(1)], NOW) is None
-    assert relief([source, worker("b", free=17)], source, [leg(1)], NOW) == Move(1, "b")
-    assert relief([source, worker("b", free=17, num_running=1)], source, [leg(1)], NOW) is None
+    assert relief([source, worker("b", free=27)], source, [leg(1)], NOW) is None
+    assert relief([source, worker("b", free=28)], source, [leg(1)], NOW) == Move(1, "b")
+    assert relief([source, worker("b", free=28, num_running=1)], source, [leg(1)], NOW) is None
     assert relief([source, worker("p", "prefill")], source, [leg(1)], NOW) is None
 
 
@@ -94,6 +107,9 @@ def test_what_may_end_before_its_move_is_done_stays() -> None:
     assert relief(workers, source, [leg(1, num_remaining=8)], NOW) is None
     assert relief(workers, source, [leg(1, num_remaining=9)], NOW) == Move(1, "b")
     assert relief(workers, source, [leg(1), leg(2, num_remaining=1)], NOW) == Move(1, "b")
+    enough = worker("a", free=20, num_running=4)  # for 20 tokens of each
+    assert relief([enough, worker("b")], enough, [leg(1, num_remaining=20)], NOW) is None
+    assert relief([enough, worker("b")], enough, [leg(1, num_remaining=21)], NOW) == Move(1, "b")
 
 
 def test_what_is_cheaper_to_compute_again_is_not_moved() -> None:

@@ -30,6 +30,7 @@ from diptych.workers.errors import (
     LeaseLost,
     OutOfBlocks,
     RequestAborted,
+    SequenceEnded,
     TransportError,
     Unavailable,
     WorkerDraining,
@@ -531,11 +532,13 @@ def test_migrations_that_fail_are_bounded() -> None:
     assert driver.taken() == [100, 101, 102]
 
 
-def test_a_worker_that_drains_is_no_failed_migration() -> None:
+@pytest.mark.parametrize("error", [WorkerDraining("draining"), SequenceEnded("it finished where it ran")])
+def test_a_worker_that_drains_or_a_sequence_that_ends_is_no_failed_migration(error: DiptychError) -> None:
     driver = migrating()
     for handle in range(2, 9):
-        driver.failed(handle, WorkerDraining("draining"))
+        driver.failed(handle, error, handoff=isinstance(error, SequenceEnded))
         driver.migrate(f"B{handle}")
+    assert driver.record.num_failed_migrations == 0
 
 
 def test_the_new_worker_fails_after_the_old_one_handed_off() -> None:

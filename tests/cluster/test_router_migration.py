@@ -19,8 +19,8 @@ UNREACHABLE = TransportError("the source cannot be reached")
 
 
 async def running_at(worker: ScriptedWorker, router: Router, **fields: Any) -> tuple[int, "asyncio.Task[list[int]]"]:
-    """A request that `worker` alone runs: it has made tokens 50 and 51."""
-    answer = reading(router.stream(request(**fields)))
+    """A request that `worker` alone runs, long enough to move: it has made tokens 50 and 51."""
+    answer = reading(router.stream(request(**({"max_tokens": 20} | fields))))
     handle = (await worker.submitted()).handle
     worker.tokens(handle, [50, 51])
     return handle, answer

@@ -158,7 +158,6 @@ def the_last_segment_is_not_read() -> list[Replacement]:
         actions = real(self, number)
         if number and actions and isinstance(actions[0], Read):
             self._reading.discard(number)
-            self._num_read += 1
             return []
         return actions
 

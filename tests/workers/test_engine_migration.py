@@ -4,9 +4,9 @@ import pytest
 
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffHeld
-from diptych.workers.engine_outgoing import LIVE_SLACK_BLOCKS
 from diptych.workers.errors import HandoffError, OutOfBlocks, RequestAborted, StepFailed
 from diptych.workers.fake_runner import fake_output
+from diptych.workers.live_handoff import offered_tokens, slack_tokens
 from diptych.workers.sequence import FinishReason
 
 from .engines import HANDOFF, Move, assert_clean, make, run, tokens
@@ -14,6 +14,7 @@ from .sequences import make_request
 
 BLOCK = 4  # tokens
 PROMPT = [1, 2, 3, 5, 7, 11]  # no sum on its way is a multiple of 1000: only max_tokens ends it
+SLACK = slack_tokens(len(PROMPT), BLOCK)
 
 
 def decode(
@@ -61,7 +62,7 @@ def test_it_waits_when_it_has_made_what_was_offered() -> None:
     move = Move(source, sink)
     made += [e.token_id for e in tokens(move.hear([source.step() for _ in range(50)]), "0/1")]
     assert move.opened is not None and move.sealed is None
-    assert move.opened.num_tokens == len(PROMPT) + 3 + LIVE_SLACK_BLOCKS * BLOCK == len(PROMPT) + len(made) - 1
+    assert move.opened.num_tokens == len(PROMPT) + 3 + SLACK == len(PROMPT) + len(made) - 1
     # Another sink may come when the router has all tokens, of which the last has no KV yet.
     sink.submit("0/1", make_request(PROMPT, 40), made, importing=True)
     move.read()
@@ -73,6 +74,19 @@ def test_it_waits_when_it_has_made_what_was_offered() -> None:
     assert_clean(sink)
 
 
+def test_a_long_sequence_is_offered_with_more_to_make() -> None:
+    source = make()
+    decode(source, 3, prompt=[1] * 33 * BLOCK, max_tokens=90)
+    source.offer("0/1", HANDOFF)
+    move = Move(source, make())
+    move.hear([source.step()])
+    assert move.opened is not None
+    assert move.opened.num_tokens == offered_tokens(33 * BLOCK + 3, 87, BLOCK) == 33 * BLOCK + 3 + SLACK + 2 * BLOCK
+    source.abort("0/1")
+    source.end_lease(HANDOFF)
+    assert_clean(source)
+
+
 def test_it_runs_on_when_what_it_waited_for_does_not_come() -> None:
     source = make()
     made = decode(source, 3)
@@ -80,7 +94,7 @@ def test_it_runs_on_when_what_it_waited_for_does_not_come() -> None:
     outputs = [source.step() for _ in range(50)]
     assert [e for o in outputs for e in o.handoffs if isinstance(e, HandoffHeld)] == [HandoffHeld(HANDOFF)]
     made += [e.token_id for e in tokens(outputs, "0/1")]
-    assert len(made) == 3 + LIVE_SLACK_BLOCKS * BLOCK + 1 < 40
+    assert len(made) == 3 + SLACK + 1 < 40
     source.end_lease(HANDOFF)
     assert made + [e.token_id for e in tokens(run(source), "0/1")] == fake_output(PROMPT, 40)
     assert_clean(source)

@@ -215,6 +215,7 @@ def test_the_opening_is_checked_before_anything_is_reserved(
     ("error", "kind"),
     [
         (RequestAborted("the client left"), SequenceEnded),
+        (DeadlineExceeded("the request ran out of time"), SequenceEnded),
         (Unavailable("stopping"), Unavailable),
         (LeaseLost("x"), LeaseLost),
     ],

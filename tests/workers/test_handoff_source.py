@@ -216,7 +216,7 @@ def test_an_abort_reaches_the_sink_by_name() -> None:
             assert await stream.read() is grpc.aio.EOF
             assert served.engine.ended == ["h"]
             code, name, details = await refusal(it.subscribe())
-            assert (code, name) == (grpc.StatusCode.FAILED_PRECONDITION, "LeaseLost") and "aborted" in details
+            assert (code, name) == (grpc.StatusCode.FAILED_PRECONDITION, "SequenceEnded") and "aborted" in details
 
     run(test)
 

@@ -132,6 +132,37 @@ def test_what_cannot_be_handed_off_is_told_to_the_sink_at_once() -> None:
     run(test)
 
 
+def test_a_sequence_that_ends_before_its_sink_comes_is_no_failed_handoff() -> None:
+    """What really fails counts."""
+
+    async def test() -> None:
+        async with worker(step_s=STEP_S) as (source, source_at), worker() as (_, sink_at):
+            here, there = Router(source_at), Router(sink_at)
+            await here.submit(1, make_request(PROMPT, 9))
+            made = await here.tokens(1)
+            await here.send(offer=worker_pb2.Offer(handle=1, handoff_id="late"))
+            await here.submit(2, make_request(PROMPT, 1), offer=worker_pb2.HandoffOffer(handoff_id="one token"))
+            made += await here.tokens(2)
+            assert [t for _, t in made] == fake_output(PROMPT, 9) + fake_output(PROMPT, 1)
+            for handle, handoff_id in ((1, "late"), (2, "one token")):
+                await there.submit(
+                    handle, make_request(PROMPT, 9), [5], source=source_of(source, source_at, handoff_id)
+                )
+                assert (await there.read("failed")).failed.error == "SequenceEnded"
+            load = (await there.idle_state()).load
+            assert (load.num_handoffs_failed, [link.num_failed for link in load.links]) == (0, [0])
+            gone = worker_pb2.HandoffSource(handoff_id="x", address=source_at, incarnation="another")
+            await there.submit(3, make_request(PROMPT, 9), [5], source=gone)
+            assert (await there.read("failed")).failed.error == "WorkerLost"
+            load = (await there.idle_state()).load
+            assert (load.num_handoffs_failed, [link.num_failed for link in load.links]) == (1, [0, 1])
+            assert_clean(await here.idle_state())
+            await here.close()
+            await there.close()
+
+    run(test)
+
+
 def test_a_cached_prefix_moves_to_another_worker() -> None:
     async def test() -> None:
         async with worker() as (source, source_at), worker() as (_, sink_at):

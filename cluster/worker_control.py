@@ -87,11 +87,12 @@ class WorkerControl:
         return f"{count(num, 'KV block')} held by nobody, or twice: a bug, please report it" if num else ""
 
     async def is_drained(self) -> bool:
-        """Drains, as every router knows, computes nothing, holds no KV for others. Raises InternalError, WorkerLost."""
+        """Drains, computes nothing, holds no KV for others, and every router has heard all that it waited for. Raises
+        InternalError, WorkerLost."""
         state = await self.state()
         load = state.load
         busy = load.num_running + load.num_waiting + load.num_leased_blocks + load.num_quarantined_blocks
-        return load.draining and busy + state.num_open_handoffs + state.num_unaware_links == 0
+        return load.draining and busy + state.num_open_handoffs + state.num_unfinished_links == 0
 
     async def close(self) -> None:
         """Idempotent."""
@@ -138,7 +139,7 @@ class WorkerControl:
             return
         if load.draining and not self._knows_draining:
             self._knows_draining = True
-            self._outbox.put_nowait(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen()))
+            self._outbox.put_nowait(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=True)))
         self.load = load
 
     async def _write(self, call: Any) -> None:

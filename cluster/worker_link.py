@@ -76,6 +76,7 @@ class WorkerLink:
         self._vocab_size = 0
         self._answered = 0  # the ping that was answered last
         self._knows_draining = False  # and has said so on this stream
+        self._is_done = False  # and has said so too: it drains, and no request of ours is there
         self._is_up = False
         self._reason = ""
         self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
@@ -94,9 +95,9 @@ class WorkerLink:
 
     def abort(self, handle: int) -> None:
         """Stop it, wherever it is. Idempotent."""
-        self._listeners.pop(handle, None)
         if self._is_up:
             self._send(worker_pb2.RouterMessage(abort=worker_pb2.Abort(handle=handle)))
+        self._drop(handle)
 
     def offer(self, offer: worker_pb2.Offer) -> None:
         """Hand a running request off. Only while the link is up."""
@@ -108,7 +109,7 @@ class WorkerLink:
 
     def forget(self, handle: int) -> None:
         """It has ended there already."""
-        self._listeners.pop(handle, None)
+        self._drop(handle)
 
     async def close(self) -> None:
         """Hang up: the worker aborts what is left. Idempotent."""
@@ -134,7 +135,7 @@ class WorkerLink:
         channel = open_channel(self.info.address)
         call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(self._token))
         self._greeted = asyncio.Event()
-        self._knows_draining = False
+        self._knows_draining = self._is_done = False
         tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
         reason = HUNG_UP
         try:
@@ -258,7 +259,16 @@ class WorkerLink:
         if load.draining and not self._knows_draining:
             # The owner chooses this worker no more: what was submitted before is on the stream already.
             self._knows_draining = True
-            self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen()))
+            self._is_done = self.is_idle
+            self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=self._is_done)))
+
+    def _drop(self, handle: int) -> LegListener | None:
+        """Nothing more is waited for of this request; of a worker that drains, perhaps nothing at all any more."""
+        listener = self._listeners.pop(handle, None)
+        if self._is_up and self._knows_draining and self.is_idle and not self._is_done:
+            self._is_done = True
+            self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=True)))
+        return listener
 
     def _on_step(self, step: worker_pb2.StepEvents) -> None:
         """Hands each token to its request. Raises InternalError for columns that do not fit together."""
@@ -296,7 +306,7 @@ class WorkerLink:
             listener.on_prompt_logprobs(message.handle, PromptLogprobs.from_proto(message, self._vocab_size))
 
     def _on_failed(self, failed: worker_pb2.RequestFailed) -> None:
-        listener = self._listeners.pop(failed.handle, None)
+        listener = self._drop(failed.handle)
         if listener is not None:
             error = from_wire(failed.error, failed.message)
             error.retryable = failed.retryable

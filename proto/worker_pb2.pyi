@@ -343,17 +343,22 @@ Global___Drain: _TypeAlias = Drain  # noqa: Y015
 @_typing.final
 class DrainSeen(_message.Message):
     """Answers the first load report that says `draining`: nothing new follows on this stream. Until then the worker takes what
-    comes, so that a planned drain refuses nothing that was already sent.
+    comes, so that a planned drain refuses nothing that was already sent. Said again with `is_done` once the sender has heard
+    the end of all that it submitted: what the worker said last may be under way long after nothing runs there.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    IS_DONE_FIELD_NUMBER: _builtins.int
+    is_done: _builtins.bool
     def __init__(
         self,
+        *,
+        is_done: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_done", b"is_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -985,14 +990,14 @@ class WorkerState(_message.Message):
     NUM_UNACCOUNTED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_OPEN_HANDOFFS_FIELD_NUMBER: _builtins.int
     EXPERTS_FIELD_NUMBER: _builtins.int
-    NUM_UNAWARE_LINKS_FIELD_NUMBER: _builtins.int
+    NUM_UNFINISHED_LINKS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     num_cached_blocks: _builtins.int
     num_unaccounted_blocks: _builtins.int
     """0, or a bug"""
     num_open_handoffs: _builtins.int
-    num_unaware_links: _builtins.int
-    """streams whose other end may still submit, while the worker drains"""
+    num_unfinished_links: _builtins.int
+    """streams whose other end has not said that it is done, while the worker drains"""
     @_builtins.property
     def load(self) -> Global___LoadReport: ...
     @_builtins.property
@@ -1008,11 +1013,11 @@ class WorkerState(_message.Message):
         num_unaccounted_blocks: _builtins.int = ...,
         num_open_handoffs: _builtins.int = ...,
         experts: _abc.Iterable[Global___LayerExperts] | None = ...,
-        num_unaware_links: _builtins.int = ...,
+        num_unfinished_links: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks", "num_unaware_links", b"num_unaware_links"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "incarnation", b"incarnation", "load", b"load", "num_cached_blocks", b"num_cached_blocks", "num_open_handoffs", b"num_open_handoffs", "num_unaccounted_blocks", b"num_unaccounted_blocks", "num_unfinished_links", b"num_unfinished_links"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

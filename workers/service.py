@@ -167,7 +167,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Unavailable as e:
             return await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         state.incarnation = self.incarnation
-        state.num_unaware_links = sum(self._is_draining and not link.knows_draining for link in self._links)
+        state.num_unfinished_links = sum(self._is_draining and not link.is_done for link in self._links)
         self._complete(state.load)
         return state
 
@@ -188,6 +188,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     self._drain(link)
                 case "drain_seen":
                     link.knows_draining = self._is_draining
+                    link.is_done = self._is_draining and message.drain_seen.is_done
                 case "offer":
                     self._handoffs.offer(link.key(message.offer.handle), message.offer.handoff_id)
                 case "offer_prefix":
@@ -237,6 +238,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _drain(self, link: RouterLink) -> None:
         """Every router is told at once; what it had sent before it heard of it is taken all the same."""
         link.knows_draining = self._is_draining = True
+        link.is_done = not link.keys
         self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
 
     def _abort(self, link: RouterLink, key: str) -> None:

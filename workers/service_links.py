@@ -22,6 +22,7 @@ class RouterLink:
     )  # None ends the stream
     keys: dict[str, None] = field(default_factory=dict[str, None])  # in order: a run can be replayed
     knows_draining: bool = False  # its other end submits nothing any more
+    is_done: bool = False  # nor does it wait for anything
 
     def key(self, handle: int) -> str:
         return f"{self.number}/{handle}"

@@ -32,7 +32,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self.ended: asyncio.Queue[int] = asyncio.Queue()  # numbers of links that broke
         self.num_links = 0
-        self.num_drains_seen = 0
+        self.drains_seen = asyncio.Queue[bool]()  # whether the router says that it is done
         self.answers_pings = True
         self.hello: worker_pb2.Hello | None = worker_pb2.Hello(
             incarnation=self.incarnation,
@@ -81,7 +81,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                     if self.answers_pings:
                         self.send(pong=worker_pb2.Pong(number=message.ping.number))
                 case "drain_seen":
-                    self.num_drains_seen += 1
+                    self.drains_seen.put_nowait(message.drain_seen.is_done)
                 case _:
                     self.received.put_nowait(message)
 

@@ -63,9 +63,36 @@ def test_a_worker_that_drains_hands_its_request_over() -> None:
             hand_off(old, offer, 3)
             new.tokens(submit.handle, [53], start=3, finish=FinishReason.LENGTH)
             assert await answer == [50, 51, 52, 53]
-            assert old.received.empty() and old.num_drains_seen == 1
+            assert old.received.empty()
+            assert [await old.drains_seen.get() for _ in range(2)] == [False, True]
             assert metric(router, "diptych_request_migrations_total 1.0")
             assert metric(router, "diptych_request_resumes_total 0.0")
+
+    run(test)
+
+
+def test_a_router_is_done_with_a_worker_that_drains_when_it_has_heard_all_it_waited_for() -> None:
+    """Not before the worker's last words have come, however late; and once on each stream."""
+
+    async def test() -> None:
+        async with scripted("mixed", "mixed") as (old, idle), routing(old) as router:
+            first, second = [await running_at(old, router) for _ in range(2)]
+            router.update_fleet([old.info, idle.info])
+            await settled(router, lambda: router.health().num_mixed_workers == 2)
+            idle.load(draining=True)
+            assert await idle.drains_seen.get(), "nothing was there"
+            old.load(draining=True)
+            assert not await old.drains_seen.get()
+            old.tokens(first[0], [52], start=2, finish=FinishReason.STOP)
+            assert await first[1] == [50, 51, 52]
+            old.load(draining=True)
+            assert old.drains_seen.empty()
+            old.tokens(second[0], [52], start=2, finish=FinishReason.STOP)
+            assert await second[1] == [50, 51, 52]
+            assert await old.drains_seen.get()
+            old.load(draining=True)
+            await settled(router, lambda: not any(w.num_in_flight for w in router.snapshot()))
+            assert old.drains_seen.empty() and idle.drains_seen.empty()
 
     run(test)
 

@@ -128,8 +128,9 @@ class WatchedService(WorkerService):
         super()._submit(link, submit)
 
     def unaware(self) -> set[str]:
-        """Streams whose routers have not said that they know of the drain."""
-        return {f"link {link.number}" for link in self._links if self._is_draining and not link.knows_draining}
+        """Streams whose routers have not said that they know of the drain, or that all has ended that they had here."""
+        silent = [link for link in self._links if not (link.knows_draining and (link.is_done or link.keys))]
+        return {f"link {link.number}" for link in silent if self._is_draining}
 
 
 def kill_router(world: "World") -> None:

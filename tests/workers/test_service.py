@@ -154,7 +154,8 @@ def test_bad_requests_and_draining_are_told_by_name() -> None:
 
 
 def test_a_drain_refuses_nothing_from_a_router_that_has_not_heard_of_it() -> None:
-    """What such a router sends is served; once it says that it knows, the worker can be drained for good."""
+    """What such a router sends is served. The worker can be drained for good once it says that it knows, and then that
+    it has heard the end of all that it sent."""
 
     async def test() -> None:
         async with worker() as (_, address):
@@ -163,14 +164,18 @@ def test_a_drain_refuses_nothing_from_a_router_that_has_not_heard_of_it() -> Non
             await supervisor.send(drain=worker_pb2.Drain())
             while not (await router.read("load")).load.draining:
                 pass
-            assert (await router.idle_state()).num_unaware_links == 1
+            assert (await router.idle_state()).num_unfinished_links == 1
             await router.submit(1, make_request([1, 2], 3))
             assert [token for _, token in await router.tokens(1)] == fake_output([1, 2], 3)
             await router.send(drain_seen=worker_pb2.DrainSeen())
             await router.submit(2, make_request([1], 3))
             failed = (await router.read("failed")).failed
             assert (failed.handle, failed.error) == (2, "WorkerDraining")
-            assert (await router.idle_state()).num_unaware_links == 0
+            assert (await router.idle_state()).num_unfinished_links == 1
+            await router.send(drain_seen=worker_pb2.DrainSeen(is_done=True))
+            await router.submit(3, make_request([1], 3))
+            await router.read("failed")
+            assert (await router.idle_state()).num_unfinished_links == 0
             await router.close()
             await supervisor.close()
 

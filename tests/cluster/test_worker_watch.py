@@ -78,7 +78,8 @@ def test_a_worker_that_reports_no_more_hangs(monkeypatch: pytest.MonkeyPatch) ->
     control = Reporting(4 * worker_watch.SILENT_TICKS)
     worker = WorkerRecord("decode-1", "decode", Phase.READY)
     handle = cast(WorkerHandle, cast(Any, Living()))
-    error = asyncio.run(until_dead(worker, handle, cast(WorkerControl, cast(Any, control))))
+    watching = until_dead(worker, handle, cast(WorkerControl, cast(Any, control)))
+    error = asyncio.run(asyncio.wait_for(watching, 60))
     assert isinstance(error, WorkerLost) and "it hangs: silent for 0.015 s" in error.message
     assert control.num_told == 4 * worker_watch.SILENT_TICKS
 

@@ -77,7 +77,11 @@ def test_streamed_token_ids_of_a_chat(client: openai.OpenAI, logprobs: bool) -> 
     assert [chunk.choices[0].token_ids for chunk in others] == [[t] for t in (*"h€".encode(), END)]
 
 
-def test_a_stop_string_ends_the_token_ids_where_it_ends_the_text(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("tokens_a_delta", [1, 4])
+def test_a_stop_string_ends_the_token_ids_where_it_ends_the_text(
+    client: openai.OpenAI, server: Served, tokens_a_delta: int
+) -> None:
+    server.source.tokens_a_delta = tokens_a_delta
     answer: Any = client.completions.create(model="echo", prompt="abcd", stop="bc", extra_body=IDS)
     assert (answer.choices[0].text, answer.choices[0].token_ids) == ("a", list(b"abc"))
 

@@ -36,4 +36,5 @@ def _as_one(gang_id: str, views: Sequence[WorkerView]) -> WorkerView:
     phases = {view.phase for view in views}
     phase = next(phase for phase in PHASES if phase in phases)
     num_requests = sum(view.num_requests for view in views)
-    return WorkerView(gang_id, views[0].pool, phase, num_requests, any(view.is_draining for view in views))
+    is_draining, is_silent = any(view.is_draining for view in views), any(view.is_silent for view in views)
+    return WorkerView(gang_id, views[0].pool, phase, num_requests, is_draining, is_silent)

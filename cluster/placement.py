@@ -34,6 +34,7 @@ from .address_file import no_cluster
 from .config import WILDCARD_HOSTS
 from .cores import CoreClaim
 from .deployment import NAMESPACE, Deployment, cluster_of, first_worker_ids, make_router_id, supervisor_name
+from .fleet_watch import Watch, follow, last_line
 from .gang import gang_of, rank_of
 from .handles import RouterStarted, WorkerStarted
 from .place import Place, bundle_of, give_back
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from .status import ClusterStatus
 
 STOP_S = 3.0  # for a worker to close its sockets and memory; then it is killed
-RETRY_S = 0.5
 KV_NAMESPACE = b"diptych"
 
 log = logging.getLogger("diptych.placement")
@@ -126,23 +126,14 @@ class RouterActor:
             started = await self._process.start()
         except DiptychError as e:
             return Refused.because(e, "" if self._deployment.is_local else platform.node())
-        self._follower = asyncio.create_task(self._follow())
+        self._follower = asyncio.create_task(follow(self._watch, self._process.update_fleet, (RayError, Unavailable)))
         if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
             return replace(started, host=get_node_ip_address())
         return started
 
-    async def _follow(self) -> None:
-        """Keep the last view while no supervisor answers: its successor will."""
-        version = 0
-        while True:
-            try:
-                supervisor = find_supervisor(self._deployment.config.name)
-                while True:
-                    version, workers = await supervisor.watch_fleet.remote(version)
-                    self._process.update_fleet(workers)
-            except (RayError, Unavailable) as e:
-                log.warning("no supervisor answers: %s", last_line(e))
-                await asyncio.sleep(RETRY_S)
+    def _watch(self) -> Watch:
+        """Raises Unavailable."""
+        return find_supervisor(self._deployment.config.name).watch_fleet.remote
 
     async def alive(self) -> Refused | None:
         """Answered by the event loop that serves requests."""
@@ -382,11 +373,6 @@ def _cause_of_death(error: RayError) -> str:
         return last_line(error)
     kind, detail = found.groups()
     return "it was killed, ran out of memory or crashed" if kind == "SYSTEM_ERROR" else detail
-
-
-def last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 def _kv() -> Any:

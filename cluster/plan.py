@@ -28,6 +28,7 @@ class WorkerView:
     phase: Phase
     num_requests: int = 0
     is_draining: bool = False  # by its own word
+    is_silent: bool = False  # since it was taken over from an earlier supervisor, for which it may serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,9 @@ def after_failure(failures: Failures, error: str, *, lived_s: float, now: float)
 
 
 def _surplus(members: list[WorkerView], target: int) -> list[WorkerView]:
-    """Who leaves: those that serve nobody yet, then the least busy."""
-    order = sorted(members, key=lambda w: (w.phase is Phase.READY, w.num_requests, w.worker_id))
+    """Who leaves: those that serve nobody yet, then the least busy. Not one that is silent: it may serve."""
+    known = [w for w in members if not w.is_silent]
+    order = sorted(known, key=lambda w: (w.phase is Phase.READY, w.num_requests, w.worker_id))
     return order[: max(len(members) - target, 0)]
 
 

@@ -102,7 +102,7 @@ def choose_prefix(workers: Sequence[WorkerView], facts: RequestFacts, worker: st
         num_tokens = _pullable_tokens(source, facts)
         num_new = num_tokens - num_held
         pair = (source.incarnation, worker)
-        if num_new <= 0 or not source.is_up or source is sink or pair in facts.failed_pairs:
+        if num_new <= 0 or not source.is_available or source is sink or pair in facts.failed_pairs:
             continue
         saved_s = compute_s(sink, num_new, workers) - PULL_GAIN * pull_s(source, sink, num_new)
         if saved_s > best_saved_s:

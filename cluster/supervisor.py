@@ -26,8 +26,8 @@ from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle
 from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
 from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
 from .worker_control import WorkerControl
-from .worker_record import WorkerRecord
-from .worker_watch import TICK_S, drain, last_words, until_dead, until_lost, until_started
+from .worker_record import WorkerRecord, announced
+from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_lost, until_started
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
@@ -146,8 +146,8 @@ class Supervisor:
 
     def _start(self, gang_id: str, pool: str, *, is_new: bool = True) -> None:
         for worker_id in members(gang_id, self._config.pools.get(pool).data_parallel):
-            worker = self._workers[worker_id] = WorkerRecord(worker_id, pool)
-            worker.task = self._spawn(self._keep_worker(worker, is_new=is_new))
+            worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, is_new=is_new)
+            worker.task = self._spawn(self._keep_worker(worker))
         self._publish()
 
     def _end(self, gang: Iterable[WorkerRecord]) -> None:
@@ -174,13 +174,13 @@ class Supervisor:
 
     # -- one worker -------------------------------------------------------------------------------------------------
 
-    async def _keep_worker(self, worker: WorkerRecord, *, is_new: bool) -> None:
+    async def _keep_worker(self, worker: WorkerRecord) -> None:
         handle: WorkerHandle | None = None
         error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
         try:
             handle = await self._launcher.worker(worker.worker_id, worker.pool)
-            worker.started = await until_started(handle, worker.wait_for, is_new=is_new)
-            worker.control = await WorkerControl.open(worker.started.address, self._token)
+            worker.started = await until_started(handle, worker.wait_for, is_new=worker.is_new)
+            worker.control = await until_known(handle, WorkerControl.open(worker.started.address, self._token))
             worker.ready_at = time.monotonic()
             worker.enter(Phase.READY)
             self._publish()
@@ -290,7 +290,7 @@ class Supervisor:
             async with asyncio.timeout(WATCH_S):
                 while self._version == version:
                     await self._changed.wait()
-        return self._version, [info for w in self._workers.values() if (info := w.info())]
+        return self._version, announced(self._workers.values())
 
     # -- targets ----------------------------------------------------------------------------------------------------
 

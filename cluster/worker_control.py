@@ -77,6 +77,8 @@ class WorkerControl:
             if e.code() is grpc.StatusCode.INTERNAL:
                 raise InternalError(f"the worker at {self.address}: {e.details()}") from e
             raise WorkerLost(f"the worker at {self.address} did not tell its state: {e.code().name}") from e
+        except grpc.aio.UsageError as e:
+            raise WorkerLost(f"the worker at {self.address} did not tell its state: {e}") from e  # `close` was called
 
     async def audit(self) -> str:
         """What is wrong with the worker's block bookkeeping, or nothing."""

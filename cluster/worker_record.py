@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ..proto.worker_pb2 import LoadReport
 from ..workers.wire import ROLE_FROM_PROTO
 from .fleet import WorkerInfo
+from .gang import gang_of
 from .handles import WorkerStarted
 from .plan import Phase, WorkerView
 from .status import LinkStatus, WorkerStatus
@@ -19,6 +20,7 @@ class WorkerRecord:
     worker_id: str
     pool: str
     phase: Phase = Phase.STARTING
+    is_new: bool = True  # no earlier supervisor started it
     since: float = field(default_factory=time.monotonic)  # of the phase
     ready_at: float | None = None
     waiting_for: str = ""  # what must come before it can be placed
@@ -55,7 +57,8 @@ class WorkerRecord:
     def view(self) -> WorkerView:
         """For the plan."""
         num_requests = self.load.num_running + self.load.num_waiting
-        return WorkerView(self.worker_id, self.pool, self.phase, num_requests, self.load.draining)
+        is_silent = self.phase is Phase.STARTING and not (self.is_new or self.waiting_for)
+        return WorkerView(self.worker_id, self.pool, self.phase, num_requests, self.load.draining, is_silent)
 
     def info(self) -> WorkerInfo | None:
         """For routers; None while it has no requests to take or to finish."""
@@ -87,3 +90,10 @@ class WorkerRecord:
             num_decode_tokens=load.num_decode_tokens,
             num_checksum_failures=load.num_checksum_failures,
         )
+
+
+def announced(workers: Collection[WorkerRecord]) -> list[WorkerInfo]:
+    """For routers: the workers of gangs that have all of their members."""
+    incomplete = {gang_of(worker.worker_id) for worker in workers if worker.phase is Phase.STARTING}
+    infos = (worker.info() for worker in workers if gang_of(worker.worker_id) not in incomplete)
+    return [info for info in infos if info]

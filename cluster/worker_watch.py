@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
-from ..workers.errors import DiptychError, WorkerLost
+from ..workers.errors import DiptychError, InternalError, WorkerLost
 from ..workers.scheduler import Role
 from ..workers.wire import ROLE_TO_PROTO
 from .handles import RouterHandle, RouterStarted, Startable, WorkerHandle, WorkerStarted
@@ -62,6 +62,19 @@ async def until_lost(handle: RouterHandle) -> DiptychError:
         death.cancel()
 
 
+async def until_known(handle: WorkerHandle, opening: Coroutine[None, None, WorkerControl]) -> WorkerControl:
+    """What `opening` returns. Raises what that raises, and why the process ended, where it does so first."""
+    opened, death = asyncio.ensure_future(opening), asyncio.ensure_future(handle.wait())
+    try:
+        await asyncio.wait([opened, death], return_when=asyncio.FIRST_COMPLETED)
+        if not opened.done():
+            raise death.result()
+        return opened.result()
+    finally:
+        death.cancel()
+        opened.cancel()
+
+
 async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> DiptychError:
     """Why it is. Meanwhile it is kept in its pool's role."""
     death = asyncio.ensure_future(handle.wait())
@@ -95,16 +108,21 @@ async def last_words(worker: WorkerRecord, handle: WorkerHandle) -> DiptychError
 
 
 async def drain(gang: Sequence[WorkerRecord], timeout_s: float) -> None:
-    """Returns when none of them has anything left, or cannot say so, or after `timeout_s`."""
+    """Returns when none of them has anything left, one ends or has wrong books, or after `timeout_s`. One that does not
+    answer is asked again: it may well have something left."""
     deadline = time.monotonic() + timeout_s
     controls = [worker.control for worker in gang if worker.control]
-    try:
-        while time.monotonic() < deadline:
+    names = ", ".join(worker.worker_id for worker in gang)
+    while time.monotonic() < deadline and all(worker.phase is Phase.DRAINING for worker in gang):
+        try:
             if await _are_drained(controls):
                 return
-            await asyncio.sleep(DRAIN_POLL_S)
-    except DiptychError as e:
-        log.warning("%s could not be drained: %s", ", ".join(worker.worker_id for worker in gang), e)
+        except WorkerLost as e:
+            log.info("%s is asked again whether it has anything left: %s", names, e)
+        except InternalError as e:
+            log.warning("%s cannot be drained: %s", names, e)
+            return
+        await asyncio.sleep(DRAIN_POLL_S)
 
 
 async def _are_drained(controls: Sequence[WorkerControl]) -> bool:

@@ -116,3 +116,11 @@ def test_the_plan_reaches_its_targets_in_one_go(
     live = [w.pool for w in after.values() if w.phase in (Phase.STARTING, Phase.READY)]
     assert {pool: live.count(pool) for pool in POOLS} == dict(goal.replicas)
     assert plan(after.values(), goal, {}, 0.0) == []
+
+
+def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced() -> None:
+    """It may serve: who stops it, ends what it runs."""
+    silent = WorkerView("d-1", "decode", Phase.STARTING, is_silent=True)
+    assert plan([silent], targets(), {}, 0.0) == []
+    assert plan([silent], targets(decode=1), {}, 0.0) == []
+    assert plan([silent, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-2")]

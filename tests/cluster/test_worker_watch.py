@@ -1,4 +1,4 @@
-"""What the supervisor waits for: a gang that drains, a process that starts."""
+"""What the supervisor waits for: a gang that drains, a process that starts; and what it tells of both."""
 
 import asyncio
 from typing import Any, cast
@@ -6,13 +6,13 @@ from typing import Any, cast
 import pytest
 
 from diptych.cluster import worker_watch
-from diptych.cluster.handles import RouterStarted, WorkerHandle
+from diptych.cluster.handles import RouterStarted, WorkerHandle, WorkerStarted
 from diptych.cluster.plan import Phase
 from diptych.cluster.worker_control import WorkerControl
-from diptych.cluster.worker_record import WorkerRecord
-from diptych.cluster.worker_watch import drain, until_dead, until_started
+from diptych.cluster.worker_record import WorkerRecord, announced
+from diptych.cluster.worker_watch import drain, until_dead, until_known, until_started
 from diptych.proto.worker_pb2 import LoadReport
-from diptych.workers.errors import DiptychError, WorkerLost
+from diptych.workers.errors import DiptychError, InternalError, WorkerLost
 from diptych.workers.scheduler import Role
 from diptych.workers.wire import ROLE_TO_PROTO
 
@@ -46,7 +46,7 @@ class Control:
 
 def test_books_are_compared_once_nobody_of_the_gang_has_requests() -> None:
     idle, busy = Control(0), Control(2)
-    gang = [WorkerRecord(f"decode-1.{rank}", "decode") for rank in (0, 1)]
+    gang = [WorkerRecord(f"decode-1.{rank}", "decode", Phase.DRAINING) for rank in (0, 1)]
     for worker, control in zip(gang, (idle, busy), strict=True):
         worker.control = cast(WorkerControl, cast(Any, control))
     asyncio.run(drain(gang, 60.0))
@@ -99,6 +99,88 @@ def test_the_supervisor_knows_a_worker_once_it_knows_whether_it_drains() -> None
             await control.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+class Silent(Control):
+    """Of a worker that does not answer so many times."""
+
+    def __init__(self, num_silent: int, error: DiptychError) -> None:
+        super().__init__(0)
+        self._num_silent = num_silent
+        self._error = error
+        self.record = WorkerRecord("decode-1", "decode", Phase.DRAINING)
+        self.record.control = cast(WorkerControl, cast(Any, self))
+
+    async def is_drained(self) -> bool:
+        if await super().is_drained() and self.num_asked > self._num_silent:
+            return True
+        raise self._error
+
+
+def test_a_worker_that_does_not_say_whether_it_is_done_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "DRAIN_POLL_S", 0.001)
+    silent = Silent(3, WorkerLost("UNAVAILABLE"))
+    asyncio.run(drain([silent.record], 60.0))
+    assert silent.num_asked == 4
+
+
+def test_a_worker_whose_books_are_wrong_is_not_asked_again() -> None:
+    wrong = Silent(3, InternalError("an invariant is broken"))
+    asyncio.run(drain([wrong.record], 60.0))
+    assert wrong.num_asked == 1
+
+
+def test_a_drain_is_over_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "DRAIN_POLL_S", 0.001)
+    gone = Silent(1 << 30, WorkerLost("UNAVAILABLE"))
+
+    async def main() -> None:
+        draining = asyncio.create_task(drain([gone.record], 60.0))
+        while gone.num_asked < 2:
+            await asyncio.sleep(0)
+        gone.record.enter(Phase.STOPPING)
+        await draining
+
+    asyncio.run(main())
+
+
+class Ended:
+    """A process that ended after its start."""
+
+    async def wait(self) -> DiptychError:
+        return WorkerLost("SIGKILL")
+
+
+def test_a_worker_that_dies_before_its_hello_is_lost_at_once() -> None:
+    async def main() -> None:
+        async def never() -> WorkerControl:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        await until_known(cast(WorkerHandle, cast(Any, Ended())), never())
+
+    with pytest.raises(WorkerLost, match="SIGKILL"):
+        asyncio.run(main())
+
+
+def test_a_control_that_is_closed_tells_no_state() -> None:
+    async def main() -> None:
+        control = WorkerControl("127.0.0.1:1", None)
+        await control.close()
+        await control.state()
+
+    with pytest.raises(WorkerLost, match="closed"):
+        asyncio.run(main())
+
+
+def test_a_gang_is_announced_once_it_has_all_its_members() -> None:
+    first, second = (WorkerRecord(f"decode-1.{rank}", "decode", Phase.READY) for rank in (0, 1))
+    for worker in (first, second):
+        worker.started = WorkerStarted("127.0.0.1:1", worker.worker_id, 1, "here")
+    second.phase = Phase.STARTING
+    assert announced([first, second]) == []
+    second.phase = Phase.READY
+    assert announced([first, second]) == [first.info(), second.info()]
 
 
 class Unplaced:

@@ -1,0 +1,38 @@
+"""How a router learns the fleet: by a long poll at the supervisor. Knows no Ray."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from .fleet import WorkerInfo
+
+RETRY_S = 0.5
+
+log = logging.getLogger("diptych.placement")
+
+Watch = Callable[[int], Awaitable[tuple[int, list[WorkerInfo]]]]  # Supervisor.watch_fleet of one supervisor
+
+
+async def follow(
+    find: Callable[[], Watch],
+    update_fleet: Callable[[list[WorkerInfo]], None],
+    away: tuple[type[Exception], ...],
+) -> None:
+    """Until cancelled, `update_fleet` with what the supervisor says. Calls nothing while no supervisor answers: its
+    successor will, and requests go on by the last view. `away`: the errors of `find` and of a call that mean this."""
+    version = 0
+    while True:
+        try:
+            watch_fleet = find()
+            while True:
+                version, workers = await watch_fleet(version)
+                update_fleet(workers)
+        except away as e:
+            log.warning("no supervisor answers: %s", last_line(e))
+            await asyncio.sleep(RETRY_S)
+
+
+def last_line(error: Exception) -> str:
+    """Ray's errors are pages, which end with what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

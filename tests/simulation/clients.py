@@ -120,4 +120,4 @@ def forge_a_pull(world: "World") -> None:
             world.note("a forged pull was refused")
         await channel.close()
 
-    world.supervisor.call_soon(lambda: world.supervisor.create_task(pull()))
+    world.outsider.call_soon(lambda: world.outsider.create_task(pull()))

@@ -153,13 +153,15 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Close what is left, so that nothing runs when it is collected."""
         self.kill()
         asyncio._set_running_loop(self)
-        for task in self.tasks:
-            if not task.done():
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                try:
-                    task.get_coro().close()  # type: ignore[union-attr]
-                except RuntimeError:
-                    continue  # a cleanup that awaits, in a process that is gone
+        while self.tasks:
+            tasks, self.tasks = self.tasks, []  # what is closed may leave others behind
+            for task in tasks:
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    try:
+                        task.get_coro().close()  # type: ignore[union-attr]
+                    except RuntimeError:
+                        continue  # a cleanup that awaits, in a process that is gone
 
     # -- asyncio ----------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from diptych.workers.sequence import Sequence
-
 if TYPE_CHECKING:
     from .world import World
 
@@ -57,25 +55,30 @@ class Fault:
     strike: Callable[["World"], None]
 
 
-def plan(rng: random.Random, weather: Weather) -> list[Fault]:
+Kinds = tuple[tuple[Callable[["World"], None], int], ...]  # with their weights
+
+
+def plan(rng: random.Random, weather: Weather, of: Kinds) -> list[Fault]:
     """In the order in which they strike."""
-    kinds, weights = zip(*(FOG_KINDS if weather is FOG else KINDS), strict=True)
+    kinds, weights = zip(*of, strict=True)
     num = rng.randint(1, weather.num_faults) if weather.num_faults else 0
     faults = [Fault(rng.randint(20, 700), rng.uniform(1.0, 6.0), rng.choices(kinds, weights)[0]) for _ in range(num)]
     return sorted(faults, key=lambda f: f.at_packet)
 
 
-def _hosts(world: "World") -> list[str]:
-    return list(world.workers)
+def _some_host(world: "World") -> str:
+    """Nothing, where no host is known yet."""
+    names = world.supervision.names()
+    return world.rng.choice(names) if names else ""
 
 
 def kill(world: "World") -> None:
     """SIGKILL; mostly a new process at the same address soon, sometimes none if others live."""
     rng = world.rng
-    host = rng.choice(_hosts(world))
+    host = _some_host(world)
     world.kill(host)
     if rng.random() < 0.8 or world.num_living == 0:
-        world.clock.after(rng.uniform(0.05, 3.0), world.start_worker, host)
+        world.supervision.replace(host, 0.05, 3.0)
 
 
 def stall(world: "World") -> None:
@@ -86,7 +89,7 @@ def stall(world: "World") -> None:
     if rng.random() < 0.1:
         world.stall(world.routers.some().process, min(seconds, 3.0))
         return
-    worker = world.workers[rng.choice(_hosts(world))]
+    worker = world.workers.get(_some_host(world))
     if worker is not None:
         world.stall(worker.process, seconds)
 
@@ -94,7 +97,7 @@ def stall(world: "World") -> None:
 def partition(world: "World") -> None:
     """Between two hosts, one way or both ways."""
     rng = world.rng
-    a, b = rng.sample([*_hosts(world), world.routers.some_name()], 2)
+    a, b = rng.sample([*world.supervision.peers(), world.routers.some_name()], 2)
     seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(1.0, 6.0)))
     world.note(f"partition {a} -> {b} for {seconds:.2f} s")
     world.network.block(a, b, seconds)
@@ -114,7 +117,7 @@ def cut(world: "World") -> None:
 
 def slow_link(world: "World") -> None:
     rng = world.rng
-    a, b = rng.sample([*_hosts(world), world.routers.some_name()], 2)
+    a, b = rng.sample([*world.supervision.peers(), world.routers.some_name()], 2)
     if rng.random() < 0.5:
         b = world.routers.some_name()  # tokens overtake each other
     factor = 10 ** rng.uniform(1, 2.5) * 0.002 / world.network.latency_s
@@ -124,23 +127,9 @@ def slow_link(world: "World") -> None:
 
 def terminate(world: "World") -> None:
     """SIGTERM: the process stops in good order, and another comes."""
-    rng = world.rng
-    host = rng.choice(_hosts(world))
+    host = _some_host(world)
     world.terminate(host)
-    world.clock.after(rng.uniform(1.0, 4.0), world.start_worker, host)
-
-
-def _has_far_to_go(sequence: Sequence) -> bool:
-    return sequence.is_decoding and sequence.request.sampling.max_tokens - sequence.num_output > 8
-
-
-def drain(world: "World") -> None:
-    """A worker with running sequences, as soon as there is one: they can only move."""
-    busy = [w for w in world.living() if w.has_started and any(map(_has_far_to_go, w.engine._sequences.values()))]
-    if busy:
-        world.drain(world.rng.choice(busy).process.name)
-    elif world.clock.now < 6.0:
-        world.clock.after(0.02, drain, world)
+    world.supervision.replace(host, 1.0, 4.0)
 
 
 def freeze_a_pull(world: "World") -> None:
@@ -179,23 +168,3 @@ def clock_jumps(world: "World") -> None:
     world.note(f"the clock of {process.name} jumps by {seconds:.2f} s")
     world.network.troubles.add(world.clock.now, world.clock.now, process.name)
     process.jump(seconds)
-
-
-def supervisor_away(world: "World") -> None:
-    """The router keeps its last view of the fleet."""
-    world.note("the supervisor is away")
-    world.supervisor_back_at = world.clock.now + world.rng.uniform(0.5, 5.0)
-
-
-KINDS: tuple[tuple[Callable[["World"], None], int], ...] = (
-    (kill, 6),
-    (stall, 6),
-    (partition, 5),
-    (cut, 5),
-    (slow_link, 3),
-    (terminate, 2),
-    (drain, 12),
-    (supervisor_away, 2),
-    (clock_jumps, 2),
-)
-FOG_KINDS = ((stall, 5), (freeze_a_pull, 6), (drain, 3), (slow_link, 3), (partition, 2), (clock_jumps, 2))

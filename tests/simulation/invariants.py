@@ -32,8 +32,10 @@ def what_is_held(world: "World") -> str:
     for worker in world.living():
         service = worker.service
         if service is None or not worker.has_started:
+            if world.is_supervised:
+                continue  # its supervisor waits for it
             return f"{worker.incarnation} has not started"
-        state = _integrity(worker)
+        state = integrity(worker)
         load = state.load
         for what, count in (
             ("unaccounted blocks", state.num_unaccounted_blocks),
@@ -59,7 +61,7 @@ def is_able(world: "World", router: "RouterProcess", worker: "Worker") -> bool:
     return not (worker.service._is_draining or world.network.is_cut(router.name, worker.process.name))
 
 
-def _integrity(worker: "Worker") -> worker_pb2.WorkerState:
+def integrity(worker: "Worker") -> worker_pb2.WorkerState:
     try:
         return worker.engine.check_integrity()
     except AssertionError as e:

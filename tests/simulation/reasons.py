@@ -43,10 +43,14 @@ class Troubles:
     def add(self, began: float, ended: float, *hosts: str) -> None:
         self._all.append(Trouble(began, ended, hosts))
 
-    def spans(self, hosts: Iterable[str], began: float, ended: float) -> list[tuple[float, float]]:
-        """Those of [began, ended] in which one of these hosts, or what goes between two of them, was in trouble."""
+    def spans(
+        self, hosts: Iterable[str], began: float, ended: float, *, linger_s: float = LINGER_S, of: str = ""
+    ) -> list[tuple[float, float]]:
+        """Those of [began, ended] in which one of these hosts, or what goes between two of them, was in trouble. `of`:
+        only what has to do with that one."""
         near = {*hosts}
-        spans = [(max(t.began, began), min(t.ended + LINGER_S, ended)) for t in self._all if near.issuperset(t.hosts)]
+        mine = (t for t in self._all if near.issuperset(t.hosts) and (not of or of in t.hosts))
+        spans = [(max(t.began, began), min(t.ended + linger_s, ended)) for t in mine]
         return [span for span in spans if span[0] < span[1]]
 
 
@@ -75,7 +79,7 @@ class Story:
             at = min(attempt.ended, ended)
             spans += troubles.spans(attempt.hosts, attempt.began, at)
         spans += troubles.spans((self.router, fleet_of(self.router)), at, ended)
-        return ended - began - _length(spans)
+        return ended - began - length_of(spans)
 
 
 class WatchedRecord(RequestRecord):
@@ -144,11 +148,11 @@ def check_failure(world: "World", client: "Client") -> None:
     demand(quiet_s <= ENOUGH_S, f"{name} failed after {quiet_s:.1f} s in which nothing was wrong: {error!r}")
     if error.code == "service_unavailable":
         waited = record.story.attempts[-1].ended if record.story.attempts else client.arrives_at
-        gone_s = _length(troubles.spans((record.story.router, fleet_of(record.story.router)), waited, ended))
+        gone_s = length_of(troubles.spans((record.story.router, fleet_of(record.story.router)), waited, ended))
         demand(gone_s >= world.no_worker_wait_s - SHORT_S, f"{name} was given up after {gone_s:.1f} s: {error!r}")
 
 
-def _length(spans: list[tuple[float, float]]) -> float:
+def length_of(spans: list[tuple[float, float]]) -> float:
     """Of their union."""
     length, at = 0.0, float("-inf")
     for began, ended in sorted(spans):

@@ -6,8 +6,10 @@ routers need is made by a generator of its own, so that a world of one router is
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+from diptych.cluster.deployment import make_router_id
 from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
 from diptych.cluster.router import Router
@@ -29,19 +31,23 @@ LAST_DIGITS_OF_TWO = (5, 9)  # of the seeds whose worlds have two
 class RouterProcess:
     process: ProcessLoop
     router: Router | None = None
-    listed: set[str] = field(default_factory=set[str])  # by its last word from the supervisor
+    infos: list[WorkerInfo] = field(default_factory=list[WorkerInfo])  # its last word from the supervisor
     stall_s: float = 0.0
 
     @property
     def name(self) -> str:
         return self.process.name
 
+    @property
+    def listed(self) -> set[str]:
+        return {info.incarnation for info in self.infos}
+
 
 class Routers:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.rng = random.Random(f"routers of {world.seed}")
-        self.names = ["router-0", "router-1"][: 1 + (world.seed % 10 in LAST_DIGITS_OF_TWO)]
+        self.names = [make_router_id(number) for number in range(1 + (world.seed % 10 in LAST_DIGITS_OF_TWO))]
         self._all = {name: RouterProcess(world.add_process(name)) for name in self.names}
         self._homes: dict[str, str] = {}  # of requests: their completions come to one router
         self._config: RoutingConfig  # since start
@@ -51,6 +57,10 @@ class Routers:
 
     def living(self) -> list[RouterProcess]:
         return [router for router in self._all.values() if not router.process.is_dead]
+
+    def at(self, name: str) -> RouterProcess:
+        """The last of that name."""
+        return self._all[name]
 
     def some(self) -> RouterProcess:
         return self.rng.choice(self.living())
@@ -87,26 +97,26 @@ class Routers:
         for client in world.clients:
             if client.router is router and client.ended_at is None:
                 client.is_cut, client.ended_at = True, world.clock.now
-        world.clock.after(self.rng.uniform(0.05, 3.0), self._restart, router.name)
+        world.supervision.on_router_kill(router.name, partial(self.restart, router.name))
 
-    def _restart(self, name: str) -> None:
+    def restart(self, name: str) -> None:
         world = self._world
         if world.is_over:
             return
         world.note(f"start {name}")
         router = self._all[name] = RouterProcess(world.add_process(name))
         self._start(router)
-        world.tell_fleet()
+        world.supervision.on_router_start(name)
 
     def tell(self, name: str, infos: list[WorkerInfo]) -> None:
         router = self._all[name]
-        router.process.call_soon(self._take, router, infos)
+        router.process.call_soon(self.take, router, infos)
 
-    def _take(self, router: RouterProcess, infos: list[WorkerInfo]) -> None:
+    def take(self, router: RouterProcess, infos: list[WorkerInfo]) -> None:
         if router.router is None:
-            router.process.call_soon(self._take, router, infos)
+            router.process.call_soon(self.take, router, infos)
             return
-        router.listed = {info.incarnation for info in infos}
+        router.infos = infos
         router.router.update_fleet(infos)
 
     def admit(self, client: "Client") -> RouterProcess:

@@ -191,6 +191,8 @@ class ClientCall:
         served: list[ServerCall] = []
 
         def receive(item: Any) -> None:
+            if connection.server_knows:
+                return  # it came after the connection's end
             if not served:
                 served.append(ServerCall(server, self, connection))
             else:
@@ -321,8 +323,11 @@ class SimChannel:
         self._host = address.partition(":")[0]
         self._connection: Connection | None = None
         self._backs_off_until = 0.0
+        self._is_closed = False
 
     def connection(self) -> Connection | None:
+        if self._is_closed:
+            raise grpc.aio.UsageError("Channel is closed.")
         old = self._connection
         if old is not None and old.client_knows:
             if not old.is_up:
@@ -338,6 +343,7 @@ class SimChannel:
         self.network.trouble(self.process.name, self._host)
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._connection is not None:
             self._connection.client_breaks("the channel was closed")
 

@@ -10,7 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from diptych.cluster import kv_costs, request_run, router, worker_link
+from diptych.cluster import kv_costs, request_run, router, worker_control, worker_link
 from diptych.workers import handoff_pull, handoff_sink, handoff_source, kv_bridge, service
 from diptych.workers.engine import Engine
 from diptych.workers.transport.grpc import GrpcTransport
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .world import World
 
 LOAD_REPEAT_S = 1.0
+EPOCH_NS = 10**18
 
 
 def _silent(*_: object, **__: object) -> None:
@@ -72,6 +73,8 @@ def replaced(world: "World") -> Iterator[None]:
         (router, "RouterMetrics", _NoMetrics),
         (kv_costs, "MIN_MEASURED_TOKENS", 1 << 30),  # computing takes no virtual time within a step
         (kv_costs, "DEFAULT_PREFILL_TOKENS_S", world.prefill_tokens_s),
+        (worker_control, "open_channel", channel),
+        (time, "time_ns", lambda: EPOCH_NS + int(world.clock.now * 1e9)),
         (time, "monotonic", lambda: asyncio.get_running_loop().time()),
     ]
     kept = [(where, name, getattr(where, name)) for where, name, _ in seams]

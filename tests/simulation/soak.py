@@ -18,7 +18,7 @@ SHOWN = 400  # lines of a schedule
 
 
 def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
-    """How the requests ended, by weather, and the number of events.
+    """How the requests ended, by weather, the number of events, and of seeds with a real supervisor.
 
     Raises Violation for the first seed that fails, with its schedule."""
     outcomes: Counter[str] = Counter()
@@ -30,6 +30,7 @@ def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
             raise Violation(explain(seed, e)) from e
         outcomes.update(f"{world.weather.name}: {client.outcome}" for client in world.clients)
         outcomes["events"] += world.clock.num_events
+        outcomes["supervised seeds"] += world.is_supervised
         if shows_progress and number % 1000 == 0:
             print(f"{number} seeds in {time.perf_counter() - began:.0f} s", flush=True)
     return outcomes

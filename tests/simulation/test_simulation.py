@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .faults import CALM
+from .supervised import is_supervised
 from .world import World, simulate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,7 +33,7 @@ def test_any_fault_at_any_step_costs_time_and_never_a_token() -> None:
     for process, output in zip(running, outputs, strict=True):
         assert process.returncode == 0, output
     text = "\n".join(outputs)
-    for must_occur in ("calm: done", "storm: done", "fog: done", "gale: left", "storm: cut"):
+    for must_occur in ("calm: done", "storm: done", "fog: done", "gale: left", "storm: cut", "supervised seeds"):
         assert must_occur in text
 
 
@@ -56,6 +57,12 @@ def test_the_hash_seed_decides_nothing() -> None:
     outputs = [process.communicate()[0].splitlines()[1:] for process in running]
     assert outputs[0] == outputs[1]
     assert outputs[0]
+
+
+def test_no_request_notices_that_targets_change_and_supervisors_die() -> None:
+    for seed in filter(is_supervised, range(200)):
+        world = simulate(seed, CALM)
+        assert {client.outcome for client in world.clients} <= {"done", "left"}
 
 
 def test_on_a_calm_day_everything_is_answered_at_once() -> None:

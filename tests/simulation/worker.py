@@ -164,7 +164,7 @@ class SimEngineThread(EngineThread):
         except StepFault:  # it computes nothing any more: its process ends, and its supervisor starts another
             self._is_stopping = True
             world.clock.after(0.0, world.kill, host)
-            world.clock.after(world.rng.uniform(0.5, 2.0), world.start_worker, host)
+            world.supervision.replace(host, 0.5, 2.0)
         else:
             self._is_busy = True
             self._schedule(world.clock.now + world.step_s(host))

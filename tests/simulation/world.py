@@ -12,32 +12,30 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
 
-from diptych.cluster.fleet import WorkerInfo
 from diptych.cluster.policy import RoutingConfig
-from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.proto import worker_pb2
 from diptych.workers import kv_bridge
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.errors import DiptychError
 from diptych.workers.handoff import SourceState
-from diptych.workers.kv_layout import KVLayout
 from diptych.workers.request import Request
-from diptych.workers.worker_config import WorkerConfig
 
 from .clients import Client, forge_a_pull, plan_clients
 from .clock import Clock, ProcessLoop, dispose
-from .faults import Fault, Weather, choose_weather, drain, plan
+from .faults import Fault, Weather, choose_weather
+from .hosts import Host
 from .invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
-from .memory import CheckedRunner, PoisonedList, layer_sizes, plan_layout, vary
+from .memory import PoisonedList
 from .network import Network
 from .reasons import WatchedRecord, fleet_of
 from .routers import RouterProcess, Routers, WatchedService
-from .rpc import SimChannel
+from .scripted import Scripted
 from .seams import replaced
 from .step_faults import StepFaults
+from .supervised import Supervised, is_supervised
 from .violation import Crash, Hang, Violation, demand
 from .worker import Worker
 
-QUIET_LIMIT_S = 60.0  # after the last request has ended and all is well again: by then nothing is held any more
 CHECK_S = 0.25
 NUM_TOKENS = (72, 120)  # that a worker's KV memory holds
 
@@ -62,58 +60,31 @@ class World:
         self.processes: list[ProcessLoop] = []
         self.moves: set[str] = set()  # hand-offs of running sequences
         self.no_worker_wait_s = 10.0
-        self.supervisor_back_at = 0.0
         self.prefill_tokens_s = rng.choice((50.0, 50.0, 1e6))  # for the policy: moving KV is cheap, or is not
         self.has_fabric = rng.random() < 0.5  # RDMA has a network of its own
         self.read_timeout_s = rng.uniform(1.0, 3.0)
         self._num_incarnations = itertools.count(1)
-        self._faults = plan(rng, self.weather)
-        self._pools: dict[str, str] = {}
-        self._steps: dict[str, float] = {}
-        self._configs: dict[str, WorkerConfig] = {}
-        self._num_blocks: dict[str, int] = {}
-        self._layouts: dict[str, KVLayout] = {}
-        self._plan_workers()
-        largest = max(max(layer_sizes(layout)) for layout in self._layouts.values())
-        self.chunk_bytes = largest * 3 // 4  # less than a block
+        self.is_supervised = is_supervised(seed)
+        self.supervision = Supervised(self) if self.is_supervised else Scripted(self)
+        self._faults = self.supervision.plan_faults(rng)
+        self.hosts: dict[str, Host] = {}
+        self.chunk_bytes = self.supervision.plan_hosts(rng).largest_layer * 3 // 4  # less than a block
         self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
         self.step_faults = StepFaults(self, self.weather.step_fault)
         self.routers = Routers(self)
         self._faults = sorted([*self._faults, *self.routers.plan()], key=lambda f: f.at_packet)
-        self.supervisor = self.add_process("supervisor")
+        self.outsider = self.add_process("outsider")
         self.released: dict[str, str] = {}  # hand-off -> the sink that it was released to
         self.records: dict[str, WatchedRecord] = {}
 
     # -- the cluster ------------------------------------------------------------------------------------------------
 
-    def _plan_workers(self) -> None:
-        rng = self.rng
-        pools = ["prefill"] * rng.randint(1, 2) + ["decode"] * rng.randint(1, 3) + ["mixed"] * (rng.random() < 0.2)
-        transports = rng.choice((("nixl", "grpc"), ("nixl", "grpc"), ("grpc",)))
-        layout = plan_layout(rng)
-        usual, are_alike = vary(rng, layout), rng.random() < 0.4
-        for number, pool in enumerate(pools):
-            host = f"{pool}{pools[:number].count(pool)}"
-            self._pools[host] = pool
-            self._steps[host] = 10 ** rng.uniform(-3, -1.2)
-            own = self._layouts[host] = usual if are_alike else vary(rng, layout)
-            self._num_blocks[host] = own.num_blocks_for(rng.randint(*NUM_TOKENS)) + (own.block_size > 4)
-            self.workers[host] = None
-            if verifies := rng.random() < 0.3:
-                self.network.verifying.add(host)
-            self._configs[host] = WorkerConfig(
-                model="fake",
-                role=pool,
-                chunk_tokens=rng.choice((4, 6, 12, 0)),
-                max_batch_tokens=rng.choice((8, 16, 64)),
-                prefix_cache=rng.random() < 0.85,
-                transports=transports,
-                lease_s=self.lease_s,
-                layer_groups=rng.choice((0, 1, 2, 3)),
-                verify_kv=verifies,
-                wire_dtype="bfloat16" if rng.random() < 0.1 else None,
-            )
+    def add_host(self, host: Host) -> None:
+        self.hosts[host.name] = host
+        self.workers.setdefault(host.name, None)
+        if host.config.verify_kv:
+            self.network.verifying.add(host.name)
 
     def add_process(self, name: str) -> ProcessLoop:
         process = ProcessLoop(self.clock, self.rng, name, self.crash)
@@ -121,7 +92,7 @@ class World:
         return process
 
     def step_s(self, host: str) -> float:
-        return self._steps[host] * self.rng.uniform(0.5, 1.5)
+        return self.hosts[host].step_s * self.rng.uniform(0.5, 1.5)
 
     def read_delay(self, incarnation: str, sink: str) -> float:
         source = self.worker_of(incarnation)
@@ -142,33 +113,30 @@ class World:
     def living(self) -> Iterator[Worker]:
         return (w for w in self.workers.values() if w is not None)
 
-    def start_worker(self, host: str) -> None:
-        if self.workers[host] is not None:
-            return
-        process = self.add_process(host)
+    def make_worker(self, host: str) -> Worker:
+        """A new process, which is to `serve`."""
+        of, process = self.hosts[host], self.add_process(host)
         looks_ahead = (self.seed + list(self.workers).index(host)) % 2 == 0
-        haste = random.Random(self.seed) if looks_ahead else None
-        runner = CheckedRunner(self._layouts[host], self._num_blocks[host], haste)
-        worker = Worker(process, f"{host}.{next(self._num_incarnations)}", self._pools[host], runner)
+        runner = of.make_runner(random.Random(self.seed) if looks_ahead else None)
+        worker = Worker(process, f"{host}.{next(self._num_incarnations)}", of.config.role, runner)
         runner.may_fail = partial(self.step_faults.strike, host, worker.incarnation)
         self.note(f"start {worker.incarnation}")
         self.workers[host] = worker
+        return worker
 
-        async def main() -> None:
-            watched = worker.service = WatchedService(self._configs[host], runner)
-            watched.world = self
-            manager = worker.engine.manager
-            manager._free = PoisonedList(manager._free, runner)
-            try:
-                await watched.start()
-            except Exception as e:
-                self.crash(f"{worker.incarnation} does not start: {e!r}", e)
-
-        process.call_soon(lambda: process.create_task(main()))
-        self.tell_fleet()
+    async def serve(self, worker: Worker) -> None:
+        """In its process."""
+        watched = worker.service = WatchedService(self.hosts[worker.process.name].config, worker.runner)
+        watched.world = self
+        manager = worker.engine.manager
+        manager._free = PoisonedList(manager._free, worker.runner)
+        try:
+            await watched.start()
+        except Exception as e:
+            self.crash(f"{worker.incarnation} does not start: {e!r}", e)
 
     def kill(self, host: str) -> None:
-        worker = self.workers[host]
+        worker = self.workers.get(host)
         if worker is None:
             return
         self.note(f"kill {worker.incarnation}")
@@ -176,10 +144,10 @@ class World:
         worker.process.kill()
         self.network.servers.pop(host, None)
         self.network.on_kill(worker.process)
-        self.tell_fleet()
+        self.supervision.on_kill(host)
 
     def terminate(self, host: str) -> None:
-        worker = self.workers[host]
+        worker = self.workers.get(host)
         if worker is None or worker.service is None:
             return
         self.note(f"terminate {worker.incarnation}")
@@ -192,47 +160,12 @@ class World:
 
         worker.process.call_soon(lambda: worker.process.create_task(stop()))
 
-    def drain(self, host: str) -> None:
-        """By the supervisor, over a Link of its own; later it ends the process, and starts another."""
-        worker, rng = self.workers[host], self.rng
-        if worker is None:
-            return
-        self.note(f"drain {worker.incarnation}")
-        self.network.troubles.add(self.clock.now, float("inf"), host)
-
-        async def tell() -> None:
-            channel = SimChannel(self.network, Weather(), worker.address)
-            call = worker_pb2_grpc.WorkerStub(channel).Link()  # type: ignore[arg-type]
-            await call.write(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
-            await asyncio.sleep(stay_s)
-            call.cancel()
-            await channel.close()
-
-        stay_s = rng.uniform(0.3, 4.0)
-        self.supervisor.call_soon(lambda: self.supervisor.create_task(tell()))
-        if self.weather.name != "calm":
-            self.clock.after(stay_s, self.terminate, host)
-            self.clock.after(stay_s + rng.uniform(0.5, 2.0), self.start_worker, host)
-
     def stall(self, process: ProcessLoop, seconds: float) -> None:
         self.note(f"stop {process.name} for {seconds:.2f} s")
         if router := self.routers.of(process):
             router.stall_s += seconds
         process.stall(self.clock.now + seconds)
         self.network.on_stall(process)
-
-    def tell_fleet(self) -> None:
-        """The supervisor notices in a while, and each router hears of it in its own time."""
-        for name in self.routers.names:
-            when = max(self.clock.now + self.rng.uniform(0.01, 0.5), self.supervisor_back_at)
-            self.clock.at(when, self._send_fleet, name)
-
-    def _send_fleet(self, name: str) -> None:
-        if self.clock.now < self.supervisor_back_at:
-            self.clock.at(self.supervisor_back_at, self._send_fleet, name)
-            return
-        infos = [WorkerInfo(w.incarnation, w.address, w.pool, w.pool) for w in self.living()]
-        self.routers.tell(name, infos)
 
     def on_release(self, handoff_id: str, sink: str) -> None:
         """A source said that it held the lease for `sink` throughout."""
@@ -335,14 +268,7 @@ class World:
             max_attempts=rng.randint(3, 5),
         )
         self.routers.start(config)
-        for host in self.workers:
-            self.start_worker(host)
-        if self.weather.name == "calm":
-            for _ in range(rng.randint(0, 2)):
-                a, b = rng.sample(list(self.workers), 2)
-                self.network.slowness[a, b] = 10 ** rng.uniform(0, 0.8)
-            if rng.random() < 0.7 and list(self._pools.values()).count("decode") > 1:
-                self.clock.at(rng.uniform(0.5, 1.5), drain, self)
+        self.supervision.start()
         for client in self.clients:
             self.clock.at(client.arrives_at, self._arrive, client)
         for fault in self._faults:
@@ -367,6 +293,7 @@ class World:
     def _check(self) -> None:
         if self.bugs:
             raise self.bugs[0]
+        self.supervision.check()
         for client in self.clients:
             check_running(self, client)
         for worker in self.living():
@@ -376,16 +303,18 @@ class World:
     def _settle(self) -> None:
         """All is well again: everything that was held must come back."""
         self._faults.clear()
-        self.supervisor_back_at = 0.0
         self.network.heal()
-        for process in self.processes:
-            process.go_on()
+        self.supervision.settle()
         began = self.clock.now
         while held := what_is_held(self):
-            demand(self.clock.now <= began + QUIET_LIMIT_S, f"never given back: {held}")
+            demand(self.clock.now <= began + self.supervision.quiet_limit_s, f"never given back: {held}")
             self.clock.run_until(self.clock.now + 0.1)
             self._check()
         self.quiet_after_s = self.clock.now - began
+        while left := self.supervision.what_is_left():
+            demand(self.clock.now <= began + self.supervision.quiet_limit_s, f"never settled: {left}")
+            self.clock.run_until(self.clock.now + CHECK_S)
+            self._check()
         self._check()
 
 

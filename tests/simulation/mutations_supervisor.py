@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from diptych.cluster import supervisor, worker_watch
@@ -135,6 +136,11 @@ def a_death_before_the_hello_is_not_noticed() -> list[Replacement]:
     return [(supervisor, "until_known", until_known)]
 
 
+def a_silent_worker_that_was_taken_over_is_surplus() -> list[Replacement]:
+    real = WorkerRecord.view
+    return [(WorkerRecord, "view", lambda self: replace(real(self), is_silent=False))]
+
+
 def half_a_gang_is_announced() -> list[Replacement]:
     def announced(workers: Sequence[WorkerRecord]) -> list[WorkerInfo]:
         return [info for worker in workers if (info := worker.info())]
@@ -168,5 +174,6 @@ SUPERVISOR = (
     silence_is_counted_in_seconds,
     a_worker_that_hangs_is_kept,
     a_death_before_the_hello_is_not_noticed,
+    a_silent_worker_that_was_taken_over_is_surplus,
     half_a_gang_is_announced,
 )

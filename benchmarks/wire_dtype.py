@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from diptych.workers.handoff_types import Read, Segment
 from diptych.workers.kv_bridge import Bridge
 from diptych.workers.kv_layout import KVMemory
+from diptych.workers.kv_segment import Read, Segment
 from diptych.workers.kv_wire import narrow, vector_bytes, widen
 from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.request import Request, SamplingParams

@@ -28,13 +28,7 @@ from .bench_stats import summarise
 from .bench_text import TextSource, TokenText, WordText
 from .bench_traces import azure_sessions, mooncake_sessions, sharegpt_sessions
 from .bench_types import Reply, Session
-from .bench_workloads import (
-    Lengths,
-    arrivals,
-    multi_turn_sessions,
-    random_sessions,
-    shared_prefix_sessions,
-)
+from .bench_workloads import Lengths, arrivals, multi_turn_sessions, random_sessions, shared_prefix_sessions
 from .checks import resolve_model
 from .tokenizer import Tokenizer
 

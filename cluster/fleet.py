@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from ..proto import inference_pb2, worker_pb2
 from ..workers.errors import ConfigError, InternalError, Unavailable
 from ..workers.kv_layout import KVLayout
+from ..workers.role import Role
 from ..workers.runner import ModelInfo
-from ..workers.scheduler import Role
 from ..workers.wire import ROLE_FROM_PROTO
 from .expert_loads import check_counts
 from .generation import Health

@@ -20,9 +20,8 @@ from typing import Any, Protocol, TypeVar
 
 from ..workers.errors import DeadlineExceeded, InternalError, RequestAborted
 from ..workers.prompt_logprobs import PromptLogprobs
-from ..workers.request import Request
+from ..workers.request import FinishReason, Request
 from ..workers.runner import ModelInfo
-from ..workers.sequence import FinishReason
 from .detokenizer import Detokenizer
 from .stop_strings import StopStrings
 from .timings import RequestTimings

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from ..workers.sequence import FinishReason
+from ..workers.request import FinishReason
 from ..workers.timings import SequenceTimings
 from .generation import TokenLogprob
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..workers.live_handoff import SLACK_BLOCKS, headroom_blocks, offered_tokens
-from ..workers.scheduler import Role
+from ..workers.role import Role
 from .fleet import WorkerView
 from .kv_costs import compute_s, pull_s
 

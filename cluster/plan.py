@@ -6,9 +6,11 @@
 A pool's first failure is mended at once; workers that keep failing young are started again after 1, 2, 4 .. 30 s.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+
+from .gang import gang_of
 
 STABLE_S = 20.0  # a worker that lived this long did not fail because of its settings
 LONGEST_BACKOFF_S = 30.0
@@ -19,6 +21,9 @@ class Phase(Enum):
     READY = "ready"
     DRAINING = "draining"  # takes nothing new, finishes its own
     STOPPING = "stopping"
+
+
+PHASES = (Phase.STOPPING, Phase.DRAINING, Phase.STARTING, Phase.READY)  # a gang's is the first that a member is in
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +127,19 @@ def _moves(
                 missing[target] -= 1
                 moves.append(SetRole(worker.worker_id, target))
     return moves
+
+
+def gangs_of(workers: Iterable[WorkerView]) -> list[WorkerView]:
+    """Each as if it were one worker."""
+    found: dict[str, list[WorkerView]] = {}
+    for worker in workers:
+        found.setdefault(gang_of(worker.worker_id), []).append(worker)
+    return [_as_one(gang_id, views) for gang_id, views in found.items()]
+
+
+def _as_one(gang_id: str, views: Sequence[WorkerView]) -> WorkerView:
+    phases = {view.phase for view in views}
+    phase = next(phase for phase in PHASES if phase in phases)
+    num_requests = sum(view.num_requests for view in views)
+    is_draining, is_silent = any(view.is_draining for view in views), any(view.is_silent for view in views)
+    return WorkerView(gang_id, views[0].pool, phase, num_requests, is_draining, is_silent)

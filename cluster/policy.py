@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..workers.errors import ConfigError, Unavailable
-from ..workers.scheduler import Role
+from ..workers.role import Role
 from .fleet import WorkerView
 from .kv_costs import compute_s, pull_s
 

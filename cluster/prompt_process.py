@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..workers.errors import DiptychError, InternalError, InvalidRequest
+from ..workers.parent_process import end_with_parent
 from .prompt_encoding import Chat, Encoded, encode_chat, encode_text
 from .prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
-from .ray_agent import end_with_parent
 from .tokenizer import Tokenizer
 
 MAX_JOINED_BYTES = 65_536  # of a body that is copied behind its head

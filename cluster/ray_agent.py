@@ -23,6 +23,7 @@ def main(folder: str, node_id: str, names: list[str]) -> None:
 
 
 def end_with_parent() -> None:
+    # As workers/parent_process.py does: this file imports no package.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

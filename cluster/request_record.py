@@ -48,8 +48,7 @@ from ..workers.errors import (
     Unavailable,
     WorkerDraining,
 )
-from ..workers.request import Request
-from ..workers.sequence import FinishReason
+from ..workers.request import FinishReason, Request
 from ..workers.timings import SequenceTimings
 from .generation import TokenDelta, TokenLogprob
 from .leg_failures import FailedStep, fails_steps, is_on_the_way

@@ -10,30 +10,11 @@ import secrets
 from collections.abc import Iterator
 from typing import Protocol
 
-from ..workers.errors import (
-    DeadlineExceeded,
-    DiptychError,
-    InternalError,
-    RequestAborted,
-    Unavailable,
-    WorkerDraining,
-)
+from ..workers.errors import DeadlineExceeded, DiptychError, InternalError, RequestAborted, Unavailable, WorkerDraining
 from ..workers.prompt_logprobs import PromptLogprobs
 from ..workers.request import Request
 from .generation import TokenDelta
-from .legs import (
-    Abort,
-    Actions,
-    Choose,
-    ChooseSink,
-    Forget,
-    Leg,
-    LegToken,
-    Offer,
-    OfferPrefix,
-    Spoke,
-    Submit,
-)
+from .legs import Abort, Actions, Choose, ChooseSink, Forget, Leg, LegToken, Offer, OfferPrefix, Spoke, Submit
 from .policy import RequestFacts, Route
 from .request_record import MAX_DELTA_TOKENS, RequestRecord
 from .timings import RequestTimes, RequestTimings

@@ -21,9 +21,22 @@ from .config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
 from .deployment import make_router_id, make_worker_id
 from .expert_loads import add_up
 from .fleet import WorkerInfo
-from .gang import gang_of, gangs_of, members
+from .gang import gang_of, members
 from .handles import Launcher, RouterHandle, RouterStarted, WorkerHandle
-from .plan import Action, Drain, Failures, Phase, SetRole, Start, Stop, Targets, WorkerView, after_failure, plan
+from .plan import (
+    Action,
+    Drain,
+    Failures,
+    Phase,
+    SetRole,
+    Start,
+    Stop,
+    Targets,
+    WorkerView,
+    after_failure,
+    gangs_of,
+    plan,
+)
 from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord, announced

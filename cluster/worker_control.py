@@ -13,7 +13,7 @@ import grpc.aio
 from ..proto import worker_pb2, worker_pb2_grpc
 from ..workers.channel import auth_metadata, open_channel
 from ..workers.errors import DiptychError, InternalError, WorkerLost
-from ..workers.scheduler import Role
+from ..workers.role import Role
 from ..workers.wire import ROLE_TO_PROTO
 from .expert_loads import check_counts
 from .links import Link, read_links

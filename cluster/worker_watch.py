@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from ..workers.errors import DiptychError, InternalError, WorkerLost
-from ..workers.scheduler import Role
+from ..workers.role import Role
 from ..workers.wire import ROLE_TO_PROTO
 from .handles import RouterHandle, RouterStarted, Startable, WorkerHandle, WorkerStarted
 from .heartbeat import Heartbeat, Silence

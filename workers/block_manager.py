@@ -19,11 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from .errors import OutOfBlocks
 
 
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks of `block_size` tokens hold `num_tokens`; the last one may not be full."""
-    return -(-num_tokens // block_size)
-
-
 class BlockManager:
     """References and generations of `num_blocks` blocks. Every operation is O(blocks named)."""
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .handoff_types import Segment
 from .kv_layout import Runs
+from .kv_segment import Segment
 from .staging import Staging
 
 if TYPE_CHECKING:

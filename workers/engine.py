@@ -16,14 +16,7 @@ from ..proto import worker_pb2
 from .block_manager import BlockManager
 from .engine_ahead import LaunchedSteps
 from .engine_announcer import StepAnnouncer
-from .engine_events import (
-    FailureEvent,
-    HandoffEnded,
-    HandoffHeld,
-    HandoffRefused,
-    StepOutput,
-    TokenNote,
-)
+from .engine_events import FailureEvent, HandoffEnded, HandoffHeld, HandoffRefused, StepOutput, TokenNote
 from .engine_incoming import IncomingHandoffs
 from .engine_load import EngineLoad
 from .engine_outbox import Outbox
@@ -41,8 +34,9 @@ from .errors import (
 )
 from .prefix_cache import PrefixCache, block_hashes
 from .request import Request, check_cache_salt
+from .role import Role
 from .runner import Runner
-from .scheduler import Role, Scheduler, SchedulerConfig
+from .scheduler import Scheduler, SchedulerConfig
 from .self_test import compute_two_tokens
 from .sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
 from .timings import PullTimes, SequenceClock, SequenceTimings

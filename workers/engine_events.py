@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ..proto import worker_pb2
 from .errors import DiptychError
 from .prompt_logprobs import PromptLogprobs
-from .sequence import FinishReason
+from .request import FinishReason
 from .timings import SequenceTimings
 
 

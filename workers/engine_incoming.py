@@ -12,9 +12,10 @@ which is the back-pressure that a source sees.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .block_manager import BlockManager, blocks_for
+from .block_manager import BlockManager
 from .errors import DiptychError, HandoffError, RequestAborted
 from .handoff_types import Reservation
+from .kv_layout import blocks_for
 from .live_handoff import headroom_blocks
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler

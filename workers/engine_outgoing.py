@@ -11,9 +11,10 @@ Block bookkeeping only: the protocol is in handoff.py.
 
 from dataclasses import dataclass, field
 
-from .block_manager import BlockManager, blocks_for
+from .block_manager import BlockManager
 from .engine_events import HandoffEnded, HandoffEvent, HandoffOpened, HandoffSealed, SegmentReady
 from .errors import DiptychError, OutOfBlocks
+from .kv_layout import blocks_for
 from .live_handoff import offered_tokens
 from .prefix_cache import PrefixCache
 from .sequence import ScheduledSequence, Sequence, SequenceStatus

@@ -42,13 +42,11 @@ from .handoff_types import (
     EndStream,
     Fail,
     Offer,
-    Read,
     Refuse,
     Release,
     Renew,
     Reserve,
     Seal,
-    Segment,
     Settle,
     SinkAction,
     SinkState,
@@ -57,6 +55,7 @@ from .handoff_types import (
     Tell,
     why_over,
 )
+from .kv_segment import Read, Segment
 from .live_handoff import SinkLag
 
 RENEW_AFTER = 1 / 3  # of the lease, since the source's last answer

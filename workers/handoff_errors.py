@@ -5,15 +5,7 @@ import grpc.aio
 
 from ..proto import kv_pb2
 from .channel import ERROR_KEY
-from .errors import (
-    DeadlineExceeded,
-    DiptychError,
-    HandoffError,
-    SequenceEnded,
-    Unavailable,
-    WorkerLost,
-    from_wire,
-)
+from .errors import DeadlineExceeded, DiptychError, HandoffError, SequenceEnded, Unavailable, WorkerLost, from_wire
 from .handoff_types import is_sequence_end
 
 

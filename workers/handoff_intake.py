@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from .device_kv import Staged
 from .errors import ChecksumMismatch, DiptychError, TransportError
-from .handoff_types import CHECKSUM_BYTES, Read, Segment
 from .kv_bridge import Bridge
 from .kv_layout import KVMemory
+from .kv_segment import CHECKSUM_BYTES, Read, Segment
 from .staging import Slice, Staging
 from .transport.base import Reader
 

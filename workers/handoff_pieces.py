@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from typing import NamedTuple
 
-from .handoff_types import Segment
 from .kv_layout import ROWS, KVLayout, KVMemory, Runs
+from .kv_segment import Segment
 from .kv_wire import vector_bytes
 from .transport.runs import gather, in_parts
 

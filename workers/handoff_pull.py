@@ -29,18 +29,17 @@ from .handoff_types import (
     Commit,
     Fail,
     Offer,
-    Read,
     Release,
     Renew,
     Reservation,
     Reserve,
     Seal,
-    Segment,
     Settle,
     SinkAction,
 )
 from .kv_bridge import Bridge
 from .kv_layout import KVLayout, KVMemory
+from .kv_segment import Read, Segment
 from .names import check_lengths
 from .staging import Staging
 from .timings import PeerTraffic, PullClock, PullTimes

@@ -24,21 +24,11 @@ from .channel import ERROR_KEY
 from .errors import DiptychError, HandoffError, TransportError, Unavailable, UnknownHandoff, WorkerLost
 from .handoff import SourceHandoff
 from .handoff_pieces import leaving, pieces
-from .handoff_types import (
-    Aborted,
-    Answer,
-    CaughtUp,
-    EndLease,
-    EndStream,
-    Refuse,
-    Seal,
-    Segment,
-    SourceAction,
-    Tell,
-)
+from .handoff_types import Aborted, Answer, CaughtUp, EndLease, EndStream, Refuse, Seal, SourceAction, Tell
 from .kv_checksums import pool_checksums
 from .kv_layout import KVLayout, KVMemory
 from .kv_packing import to_wire
+from .kv_segment import Segment
 from .kv_wire import on_the_wire
 from .names import FromSink, check_sink, check_subscription
 from .transport.base import Transport

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .errors import LayoutMismatch, TransportError
-from .handoff_types import CHECKSUM_BYTES, Read, Segment
 from .kv_checksums import pool_checksums
 from .kv_layout import ROWS, Copies, KVLayout, KVMemory, Offsets, Runs, Stretch
 from .kv_packing import Pool, unpacked
+from .kv_segment import CHECKSUM_BYTES, Read, Segment
 from .kv_wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, widen
 
 PART_BYTES = 4 << 20  # read at once: large enough for the wire, small enough that reading and converting overlap

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..proto import kv_pb2
-from .block_manager import blocks_for
 from .errors import LayoutMismatch
 
 if TYPE_CHECKING:
@@ -50,6 +49,11 @@ LARGEST = {
 }
 Offsets = NDArray[np.int64]
 Shape = tuple[int, int]  # of a layer: num_kv_heads of the model, head_dim
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """How many blocks of `block_size` tokens hold `num_tokens`; the last one may not be full."""
+    return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True)

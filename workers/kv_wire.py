@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import LayoutMismatch
-from .handoff_types import CHECKSUM_BYTES
 from .kv_layout import KVLayout
+from .kv_segment import CHECKSUM_BYTES
 
 WIRE_DTYPES = ("bfloat16", "int8")  # that a sink may ask for
 _WIDTH = {"float32": 4, "bfloat16": 2, "int8": 1}

@@ -8,8 +8,8 @@ Workers act by it; routers reckon with the same numbers (cluster/migration.py).
 
 from collections.abc import Sequence
 
-from .block_manager import blocks_for
-from .handoff_types import Segment
+from .kv_layout import blocks_for
+from .kv_segment import Segment
 
 # That a running sequence may fill between its offer and its seal, however short it is: asking and answering takes time.
 SLACK_BLOCKS = 8

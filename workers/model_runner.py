@@ -52,8 +52,8 @@ from .models.weight_bytes import check_fits
 from .models.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
 from .parallel import Alone, Group
 from .quant.formats import check_shares
-from .rank import RankSettings, told_of
 from .rank_processes import OnLoss, RankProcesses
+from .rank_settings import RankSettings, told_of
 from .request import SamplingParams
 from .runner import Launched, LayerWatch, ModelInfo
 from .sampler import Sampler, is_plain

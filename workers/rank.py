@@ -6,7 +6,6 @@
 It serves nobody: it ends when it is killed, when the worker's own process is gone, or when a rank does not do its part.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -37,61 +35,17 @@ from .kv_cache import KVCache, available_bytes
 from .kv_plan import layout_of
 from .models.compiled import CompiledDecoder, read_weights
 from .models.decoder import Decoder
-from .models.expert_placement import Placement
 from .models.families import load_spec
 from .models.rope import Ropes, rope_tables
 from .models.sharding import Share, spec_of
 from .models.spec import ModelSpec
 from .models.weights import DTYPES, Checkpoint, load_weights
 from .parallel import GlooGroup, Group
+from .parent_process import end_with_parent
+from .rank_settings import GO, READY, RankSettings
 from .step import Step, StepLimits, Words, hear
 
-READY = b"ready\n"  # on the life line, once the weights are read
-GO = b"g"  # from rank 0, once all are ready: they may read their weights at very different speeds
-PR_SET_PDEATHSIG = 1
 CHECK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankSettings:
-    model_path: str
-    dtype: str
-    block_size: int
-    axis_order: str  # of kv_layout.py, as packing
-    packing: str
-    max_context_tokens: int
-    num_threads: int
-    size: int
-    cpu_isa: str = "none"  # of the compiled kernels that compute; "none": torch does
-    cores: tuple[int, ...] | None = None  # of all ranks
-    quantize: str | None = None
-    experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, of each rank what it holds
-    device: str = "cpu"  # rank 0's
-    max_running: int = 1  # sequences in a batch, on GPUs
-    graph_tokens: int | None = None  # there, see RankSteps
-    rank: int = 0
-    memory_fd: int = -1
-    link_fd: int = -1  # of a socket to rank 0
-    sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
-    meeting: str = ""
-    parent_pid: int = 0
-
-    @property
-    def share(self) -> Share:
-        if self.experts is None:
-            return Share(self.rank, self.size)
-        experts = {int(layer): Placement.of(held) for layer, held in self.experts.items()}
-        return Share(self.rank, self.size, experts)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def told_of(share: Share) -> dict[str, list[list[int]]] | None:
-    """RankSettings.experts."""
-    if share.experts is None:
-        return None
-    return {str(layer): [list(held) for held in of.held] for layer, of in share.experts.items()}
 
 
 def follow(settings: RankSettings, life_line: int) -> None:
@@ -211,13 +165,6 @@ def _read_to_gpu(
     return steps_with
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
-        raise RankLost("the worker of this rank is gone")
-
-
 def main(argv: list[str]) -> NoReturn:
     # A signal to the whole process group is for rank 0 to act on, which then ends us.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -226,7 +173,9 @@ def main(argv: list[str]) -> NoReturn:
     life_line = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL, for one, writes what it logs to standard output
     try:
-        end_with_parent(settings.parent_pid)
+        end_with_parent()
+        if os.getppid() != settings.parent_pid:
+            raise RankLost("the worker of this rank is gone")
         with torch.inference_mode():
             follow(settings, life_line)
     except DiptychError as e:

@@ -39,7 +39,7 @@ from .gpu.device_group import DeviceGroup, device_meeting
 from .gpu.joined_memory import Joining, make_link
 from .gpu.virtual_memory import virtual_memory_of
 from .parallel import STALL, GlooGroup, Group
-from .rank import GO, READY, RankSettings
+from .rank_settings import GO, READY, RankSettings
 from .step import Words, tell
 
 OnLoss = Callable[[RankLost], object]

@@ -1,5 +1,6 @@
 """What a client asked for: Request and SamplingParams. Frozen; knows neither torch nor the wire."""
 
+import enum
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,12 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
 NO_BIAS = LogitBias({})
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True)

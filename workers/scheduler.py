@@ -17,10 +17,11 @@ O(sequences that run), with a small constant: decodes keep their entries from st
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
-from .block_manager import BlockManager, blocks_for
+from .block_manager import BlockManager
+from .kv_layout import blocks_for
 from .prefix_cache import PrefixCache
+from .role import Role
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from .shared_prompts import SharedPrompts
 from .step_cost import Budget, StepCost, StepWork, target_s
@@ -30,14 +31,6 @@ from .waiting_queue import WaitingQueue
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
 TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
-
-
-class Role(Enum):
-    """What a worker is used for: a weight of its scheduler, changed at run time."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True)

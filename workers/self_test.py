@@ -2,7 +2,8 @@
 
 import math
 
-from .block_manager import BlockManager, blocks_for
+from .block_manager import BlockManager
+from .kv_layout import blocks_for
 from .request import Request, SamplingParams
 from .runner import Runner
 from .sequence import Batch, ScheduledSequence, Sequence

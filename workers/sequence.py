@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .request import Request
+from .request import FinishReason, Request
 from .timings import SequenceClock
 
 if TYPE_CHECKING:
@@ -31,12 +31,6 @@ class SequenceStatus(enum.Enum):
     RUNNING = "running"
     HANDED_OFF = "handed_off"
     FINISHED = "finished"
-
-
-class FinishReason(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
 
 
 @dataclass(slots=True, eq=False)

@@ -31,8 +31,8 @@ from .errors import DiptychError, InvalidRequest, Unavailable, WorkerDraining
 from .handoff_intake import PullSettings
 from .handoff_sink import HandoffSink
 from .handoff_source import HandoffSource
+from .role import Role
 from .runner import Runner
-from .scheduler import Role
 from .service_handoffs import ServiceHandoffs
 from .service_links import Links, RouterLink, handle_of, parts_of
 from .staging import Staging

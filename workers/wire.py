@@ -6,9 +6,8 @@ from ..proto import inference_pb2, worker_pb2
 from .errors import InvalidRequest
 from .logit_bias import LogitBias
 from .names import check_lengths
-from .request import NO_BIAS, Request, SamplingParams, check_counts, check_prompt_length
-from .scheduler import Role
-from .sequence import FinishReason
+from .request import NO_BIAS, FinishReason, Request, SamplingParams, check_counts, check_prompt_length
+from .role import Role
 
 MAX_MESSAGE_BYTES = 64 << 20
 GRPC_OPTIONS = (

@@ -16,14 +16,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from .cores import (
-    affinity_kept,
-    bind_this_thread,
-    cores_to_serve,
-    openmp_settings,
-    part_of,
-    usable_cores,
-)
+from .cores import affinity_kept, bind_this_thread, cores_to_serve, openmp_settings, part_of, usable_cores
 from .errors import ConfigError, DiptychError, InternalError, RankLost, WorkerLost
 from .event_loop import new_event_loop
 from .exit_codes import exit_code

@@ -8,7 +8,8 @@ from .doors import Seat
 from .errors import ConfigError
 from .kv_layout import AXIS_ORDERS
 from .kv_wire import WIRE_DTYPES
-from .scheduler import TPOT_S, Role, SchedulerConfig
+from .role import Role
+from .scheduler import TPOT_S, SchedulerConfig
 
 MAX_RANKS = 64
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.

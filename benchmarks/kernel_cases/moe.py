@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.gate_mul import SILU
-from diptych.kernels.grouped_gemm import (
-    ExpertWeight,
-    block_m_of,
-    grouped_product_triton,
-    grouped_product_twin,
-)
+from diptych.kernels.grouped_gemm import ExpertWeight, block_m_of, grouped_product_triton, grouped_product_twin
 from diptych.kernels.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe_routing import Routing, moe_routing_triton
 from diptych.kernels.moe_sort import moe_sort_triton, moe_sort_twin

@@ -23,9 +23,8 @@ from diptych.cluster.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.errors import DiptychError, Overloaded
 from diptych.workers.event_loop import new_event_loop
 from diptych.workers.prompt_logprobs import PromptLogprobs
-from diptych.workers.request import Request
+from diptych.workers.request import FinishReason, Request
 from diptych.workers.runner import ModelInfo
-from diptych.workers.sequence import FinishReason
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -11,9 +11,9 @@ from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.workers.channel import bind, make_server
 from diptych.workers.errors import DiptychError
 from diptych.workers.kv_layout import KVLayout
+from diptych.workers.request import FinishReason
+from diptych.workers.role import Role
 from diptych.workers.runner import ModelInfo
-from diptych.workers.scheduler import Role
-from diptych.workers.sequence import FinishReason
 from diptych.workers.wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_TO_PROTO
 
 MODEL = ModelInfo("fake", "FakeForCausalLM", 1000, 512, (0,), "float32")

@@ -8,8 +8,8 @@ from diptych.cluster.fleet import Fleet, LegLoad, WorkerInfo
 from diptych.proto import worker_pb2
 from diptych.workers.errors import ConfigError, InternalError, LayoutMismatch, Unavailable
 from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout
+from diptych.workers.role import Role
 from diptych.workers.runner import ModelInfo
-from diptych.workers.scheduler import Role
 from diptych.workers.wire import ROLE_TO_PROTO
 
 MODEL = ModelInfo("fake", "FakeForCausalLM", 1000, 512, (0,), "float32")

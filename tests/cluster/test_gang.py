@@ -1,7 +1,7 @@
 """Workers that start and end together, counted as one."""
 
-from diptych.cluster.gang import gang_of, gangs_of, members, rank_of
-from diptych.cluster.plan import Phase, WorkerView
+from diptych.cluster.gang import gang_of, members, rank_of
+from diptych.cluster.plan import Phase, WorkerView, gangs_of
 
 
 def test_ids_say_whose_they_are() -> None:

@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.generation import (
-    MAX_UNREAD_DELTAS,
-    Completion,
-    Generation,
-    TextDelta,
-    TokenDelta,
-    TokenLogprob,
-)
+from diptych.cluster.generation import MAX_UNREAD_DELTAS, Completion, Generation, TextDelta, TokenDelta, TokenLogprob
 from diptych.cluster.stop_strings import StopStrings, StopTable
 from diptych.cluster.timings import RequestTimings
 from diptych.workers.errors import (
@@ -25,8 +18,7 @@ from diptych.workers.errors import (
     RequestAborted,
     WorkerLost,
 )
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason, Request, SamplingParams
 
 from .front import END, Echo, byte_tokenizer
 

@@ -9,19 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from diptych.cluster.legs import (
-    Abort,
-    Action,
-    Choose,
-    ChooseSink,
-    Forget,
-    Leg,
-    LegToken,
-    Offer,
-    Part,
-    Spoke,
-    Submit,
-)
+from diptych.cluster.legs import Abort, Action, Choose, ChooseSink, Forget, Leg, LegToken, Offer, Part, Spoke, Submit
 from diptych.cluster.policy import Route
 from diptych.cluster.request_record import RequestRecord
 from diptych.workers.errors import (
@@ -33,8 +21,7 @@ from diptych.workers.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason, Request, SamplingParams
 
 KV_GONE = LeaseLost("the lease lapsed")
 UNREACHABLE = TransportError("the pull failed")

@@ -36,8 +36,7 @@ from diptych.workers.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason, Request, SamplingParams
 
 LOST = WorkerLost("lost")
 KV_GONE = LeaseLost("the lease lapsed")

@@ -24,8 +24,7 @@ from diptych.workers.errors import (
     WorkerDraining,
 )
 from diptych.workers.prefix_cache import block_hashes
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason, Request, SamplingParams
 
 from .front import byte_tokenizer
 from .scripted_worker import MODEL, ScriptedWorker, scripted

@@ -9,7 +9,7 @@ from diptych.cluster.router import Router
 from diptych.proto import worker_pb2
 from diptych.workers.errors import OutOfBlocks, TransportError, WorkerDraining
 from diptych.workers.prefix_cache import block_hashes
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason
 
 from .scripted_worker import NUM_BLOCKS, ScriptedWorker, scripted
 from .test_router import CONFIG, PROMPT, reading, request, routing, run, settled

@@ -13,8 +13,7 @@ from diptych.proto import worker_pb2
 from diptych.workers.errors import InternalError, WorkerDraining
 from diptych.workers.fake_runner import fake_output, fake_prompt_logprobs
 from diptych.workers.prompt_logprobs import PromptLogprobs
-from diptych.workers.request import Request
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason, Request
 
 from .scripted_worker import ScriptedWorker, scripted
 from .test_router_with_workers import CONFIG, TIMEOUT_S, cluster, prompts, request, run

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from diptych.workers.errors import OutOfBlocks
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason
 from diptych.workers.timings import HandoffTimings, SequenceTimings
 
 from .scripted_worker import scripted

@@ -8,13 +8,7 @@ import pytest
 from diptych.cluster.leg_failures import num_alone
 from diptych.cluster.legs import Submit
 from diptych.cluster.router import Router
-from diptych.workers.errors import (
-    DiptychError,
-    RequestFailsSteps,
-    StepFailed,
-    StepFailedAlone,
-    Unavailable,
-)
+from diptych.workers.errors import DiptychError, RequestFailsSteps, StepFailed, StepFailedAlone, Unavailable
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.fake_stream import FakeStep
 from diptych.workers.sequence import SampledToken

@@ -15,7 +15,7 @@ from diptych.cluster.worker_link import WorkerLink
 from diptych.proto import worker_pb2
 from diptych.workers.errors import ConfigError, DiptychError, InternalError, OutOfBlocks, WorkerLost
 from diptych.workers.prompt_logprobs import PromptLogprobs
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason
 from diptych.workers.timings import SequenceTimings
 
 from .scripted_worker import ScriptedWorker, scripted

@@ -13,7 +13,7 @@ from diptych.cluster.worker_record import WorkerRecord, announced
 from diptych.cluster.worker_watch import drain, until_dead, until_known, until_started
 from diptych.proto.worker_pb2 import LoadReport
 from diptych.workers.errors import DiptychError, InternalError, WorkerLost
-from diptych.workers.scheduler import Role
+from diptych.workers.role import Role
 from diptych.workers.wire import ROLE_TO_PROTO
 
 from .scripted_worker import scripted

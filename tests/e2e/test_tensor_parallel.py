@@ -17,7 +17,7 @@ from diptych.cluster.router import Router
 from diptych.cluster.worker_control import WorkerControl
 from diptych.workers.exit_codes import UNAVAILABLE
 from diptych.workers.request import Request, SamplingParams
-from diptych.workers.scheduler import Role
+from diptych.workers.role import Role
 from diptych.workers.wire import ROLE_TO_PROTO
 
 from ..checkpoints import make_checkpoint, untied_prompts

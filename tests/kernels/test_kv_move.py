@@ -8,9 +8,9 @@ import torch
 
 from diptych.kernels.kv_move import KVSlots, move_kv
 from diptych.kernels.kv_scales import quantise
-from diptych.workers.handoff_types import Segment
 from diptych.workers.kv_bridge import Bridge, _head_copies
 from diptych.workers.kv_layout import LAYER_MAJOR, KVLayout, KVMemory, Region
+from diptych.workers.kv_segment import Segment
 
 SOURCE = KVLayout("float32", 4, 3, 8, 16, "model", tensor_parallel=2)
 LATENTS = replace(SOURCE, num_kv_heads=1, head_dim=24, num_vectors=1)

@@ -9,8 +9,7 @@ import grpc.aio
 from diptych.cluster.generation import TokenLogprob
 from diptych.proto import kv_pb2
 from diptych.workers.errors import DiptychError
-from diptych.workers.request import Request
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason, Request
 
 from .faults import Weather
 from .rpc import ClientCall, SimChannel

@@ -20,7 +20,8 @@ from diptych.workers.engine_outgoing import OutgoingHandoffs
 from diptych.workers.handoff import SinkHandoff, SourceHandoff
 from diptych.workers.handoff_pull import Pull
 from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.handoff_types import Abandon, Answer, Commit, EndLease, Fail, Read, Release, Renew
+from diptych.workers.handoff_types import Abandon, Answer, Commit, EndLease, Fail, Release, Renew
+from diptych.workers.kv_segment import Read
 from diptych.workers.prefix_cache import PrefixCache
 from diptych.workers.service import WorkerService
 from diptych.workers.service_handoffs import ServiceHandoffs

@@ -13,9 +13,9 @@ from diptych.workers.engine_events import StepOutput
 from diptych.workers.engine_thread import IDLE_WAIT_S, EngineThread
 from diptych.workers.errors import TransportError, WorkerLost
 from diptych.workers.handoff_pull import Errand, Pull
-from diptych.workers.handoff_types import Segment
 from diptych.workers.kv_bridge import Bridge
 from diptych.workers.kv_layout import Copies, Region
+from diptych.workers.kv_segment import Segment
 from diptych.workers.staging import GRAIN_BYTES
 from diptych.workers.transport.base import Reader, Source, Transport
 

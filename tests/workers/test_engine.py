@@ -9,18 +9,11 @@ import pytest
 
 from diptych.workers.engine import Engine
 from diptych.workers.engine_events import HandoffEnded, HandoffSealed, SegmentReady, StepOutput
-from diptych.workers.errors import (
-    DeadlineExceeded,
-    DiptychError,
-    InvalidRequest,
-    LeaseLost,
-    RequestAborted,
-)
+from diptych.workers.errors import DeadlineExceeded, DiptychError, InvalidRequest, LeaseLost, RequestAborted
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.handoff_types import Reservation
-from diptych.workers.request import Request, SamplingParams
+from diptych.workers.request import FinishReason, Request, SamplingParams
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import FinishReason
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
 from .engines import HANDOFF, Clock, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens

@@ -12,10 +12,10 @@ from diptych.workers.errors import DeadlineExceeded
 from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.fake_stream import FakeStep
 from diptych.workers.handoff_types import Reservation
-from diptych.workers.request import SamplingParams
+from diptych.workers.request import FinishReason, SamplingParams
 from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import Batch, FinishReason, SampledToken
+from diptych.workers.sequence import Batch, SampledToken
 from diptych.workers.timings import SequenceTimings
 
 from .engines import HANDOFF, Clock, Move, assert_clean, reserve, run, tokens

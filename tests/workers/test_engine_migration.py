@@ -7,7 +7,7 @@ from diptych.workers.engine_events import HandoffHeld
 from diptych.workers.errors import HandoffError, OutOfBlocks, RequestAborted, StepFailed
 from diptych.workers.fake_runner import fake_output
 from diptych.workers.live_handoff import offered_tokens, slack_tokens
-from diptych.workers.sequence import FinishReason
+from diptych.workers.request import FinishReason
 
 from .engines import HANDOFF, Move, assert_clean, make, run, tokens
 from .sequences import make_request

@@ -10,9 +10,10 @@ from diptych.workers.fake_runner import FakeRunner, fake_output
 from diptych.workers.fake_stream import FakeStep
 from diptych.workers.handoff_types import Reservation
 from diptych.workers.prefix_cache import block_hashes
+from diptych.workers.request import FinishReason
 from diptych.workers.runner import LayerWatch
 from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import Batch, FinishReason
+from diptych.workers.sequence import Batch
 from diptych.workers.timings import HandoffTimings, PullTimes, SequenceTimings
 
 from .engines import Clock, Move, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens

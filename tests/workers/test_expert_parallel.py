@@ -22,7 +22,7 @@ from diptych.workers.models.sharding import Share, check_divides, share_of_worke
 from diptych.workers.models.spec import MoeSpec
 from diptych.workers.models.weights import Checkpoint, DecoderWeights
 from diptych.workers.parallel import Alone, Group
-from diptych.workers.rank import RankSettings, told_of
+from diptych.workers.rank_settings import RankSettings, told_of
 from diptych.workers.step import Step
 
 from ..checkpoints import make_checkpoint, random_prompts

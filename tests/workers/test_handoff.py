@@ -15,17 +15,16 @@ from diptych.workers.handoff_types import (
     EndStream,
     Fail,
     Offer,
-    Read,
     Refuse,
     Release,
     Renew,
     Reserve,
     Seal,
-    Segment,
     Settle,
     SinkAction,
     Tell,
 )
+from diptych.workers.kv_segment import Read, Segment
 
 NUM_LAYERS = 3
 FIRST = Segment(0, (5, 6), (1, 1), 0, NUM_LAYERS)

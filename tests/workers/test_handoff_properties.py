@@ -5,19 +5,8 @@ from hypothesis import strategies as st
 
 from diptych.workers.errors import RequestAborted
 from diptych.workers.handoff import SinkState, SourceState
-from diptych.workers.handoff_types import (
-    Answer,
-    Begin,
-    Commit,
-    EndLease,
-    Fail,
-    Offer,
-    Read,
-    Refuse,
-    Release,
-    Renew,
-    Segment,
-)
+from diptych.workers.handoff_types import Answer, Begin, Commit, EndLease, Fail, Offer, Refuse, Release, Renew
+from diptych.workers.kv_segment import Read, Segment
 
 from .test_handoff import FIRST, LAST, NUM_LAYERS, SEAL, sink, source
 

@@ -5,11 +5,7 @@ import asyncio
 import pytest
 
 from diptych.proto import kv_pb2
-from diptych.workers.errors import (
-    OutOfBlocks,
-    RequestAborted,
-    TransportError,
-)
+from diptych.workers.errors import OutOfBlocks, RequestAborted, TransportError
 from diptych.workers.kv_layout import Copies, Region
 from diptych.workers.timings import PullTimes
 from diptych.workers.transport.base import Reader, Source, Transport

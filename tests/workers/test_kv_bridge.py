@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from diptych.proto import kv_pb2
 from diptych.workers.errors import LayoutMismatch, TransportError
 from diptych.workers.handoff_pieces import leaving
-from diptych.workers.handoff_types import CHECKSUM_BYTES, Read, Segment
 from diptych.workers.kv_bridge import PART_BYTES, Bridge
 from diptych.workers.kv_checksums import pool_checksums
 from diptych.workers.kv_layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, KVMemory, Shape
 from diptych.workers.kv_packing import to_wire
+from diptych.workers.kv_segment import CHECKSUM_BYTES, Read, Segment
 from diptych.workers.kv_wire import on_the_wire, piece_bytes
 from diptych.workers.transport.runs import gather
 

@@ -12,7 +12,8 @@ from diptych.workers.errors import (
     SequenceEnded,
 )
 from diptych.workers.handoff import SinkHandoff, SourceHandoff
-from diptych.workers.handoff_types import CaughtUp, Offer, Read, Refuse, Renew, Segment, SinkAction
+from diptych.workers.handoff_types import CaughtUp, Offer, Refuse, Renew, SinkAction
+from diptych.workers.kv_segment import Read, Segment
 from diptych.workers.live_handoff import NEAR_BLOCKS, SLACK_BLOCKS, SinkLag, offered_tokens, slack_tokens
 
 NUM_LAYERS = 3

@@ -2,12 +2,8 @@ import pytest
 
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.prefix_cache import PrefixCache
-from diptych.workers.scheduler import (
-    LEAST_PREFILL_TOKENS,
-    Role,
-    Scheduler,
-    SchedulerConfig,
-)
+from diptych.workers.role import Role
+from diptych.workers.scheduler import LEAST_PREFILL_TOKENS, Scheduler, SchedulerConfig
 from diptych.workers.sequence import Batch, Sequence, SequenceStatus
 from diptych.workers.step_cost import ANSWER_TOKENS, TARGET_DECODE_STEPS, WAITING_PER_LEFT, StepWork
 

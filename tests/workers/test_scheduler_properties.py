@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from diptych.workers.block_manager import BlockManager
 from diptych.workers.prefix_cache import PrefixCache
-from diptych.workers.scheduler import LEAST_PREFILL_TOKENS, Role, Scheduler, SchedulerConfig
+from diptych.workers.role import Role
+from diptych.workers.scheduler import LEAST_PREFILL_TOKENS, Scheduler, SchedulerConfig
 from diptych.workers.sequence import Batch, Sequence
 from diptych.workers.step_cost import StepWork
 

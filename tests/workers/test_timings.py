@@ -6,13 +6,7 @@ import pytest
 
 from diptych.proto import worker_pb2
 from diptych.workers.errors import InternalError
-from diptych.workers.timings import (
-    HandoffTimings,
-    PeerTraffic,
-    PullClock,
-    SequenceClock,
-    SequenceTimings,
-)
+from diptych.workers.timings import HandoffTimings, PeerTraffic, PullClock, SequenceClock, SequenceTimings
 
 
 class Clock:

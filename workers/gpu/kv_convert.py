@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.kv_move import KVSlots, move_kv
-from ..handoff_types import Segment
 from ..kv_bridge import Bridge
 from ..kv_layout import GROUP, ROWS, KVLayout
+from ..kv_segment import Segment
 from ..models.weights import DTYPES
 
 

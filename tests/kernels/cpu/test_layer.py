@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels.cpu.layer import (
-    AttentionKind,
-    CompiledLayers,
-    DecoderShape,
-    PackedLayer,
-    PackedOuter,
-    StepMemory,
-)
+from diptych.kernels.cpu.layer import AttentionKind, CompiledLayers, DecoderShape, PackedLayer, PackedOuter, StepMemory
 from diptych.kernels.cpu.library import Library, Team
 from diptych.kernels.cpu.linear import Then, pack
 from diptych.kernels.paged_batch import AttentionOptions

@@ -3,11 +3,7 @@ import torch
 
 from diptych.kernels.expert_counts import count_experts_triton, count_experts_twin
 from diptych.kernels.gate_mul import GELU, SILU, SWIGLU_CLAMPED
-from diptych.kernels.grouped_gemm import (
-    ExpertWeight,
-    grouped_product_triton,
-    grouped_product_twin,
-)
+from diptych.kernels.grouped_gemm import ExpertWeight, grouped_product_triton, grouped_product_twin
 from diptych.kernels.moe_combine import moe_combine_triton, moe_combine_twin
 from diptych.kernels.moe_routing import Routing, moe_routing_triton, moe_routing_twin
 from diptych.kernels.moe_sort import ExpertOrder, moe_sort_triton, moe_sort_twin

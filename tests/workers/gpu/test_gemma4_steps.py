@@ -6,8 +6,8 @@ import pytest
 
 from diptych.workers.device_kv import Staged
 from diptych.workers.gpu.flow import Flow, Pieces
-from diptych.workers.handoff_types import Segment
 from diptych.workers.kv_bridge import Bridge
+from diptych.workers.kv_segment import Segment
 from diptych.workers.model_runner import ModelRunner
 from diptych.workers.models.families import load_spec
 from diptych.workers.runner import LayerWatch

@@ -12,10 +12,10 @@ from diptych.workers.errors import TransportError
 from diptych.workers.gpu import kv_pool
 from diptych.workers.gpu.fake_device import FakeDevice
 from diptych.workers.gpu.kv_convert import Placing, place_of, rows_of
-from diptych.workers.handoff_types import Segment
 from diptych.workers.kv_checksums import pool_checksums
 from diptych.workers.kv_layout import DOT, LAYER_MAJOR, Runs
 from diptych.workers.kv_packing import unpacked
+from diptych.workers.kv_segment import Segment
 from diptych.workers.kv_wire import narrow, widen
 
 from ..handoff_pair import LARGE, SMALL, make_memory, memory_bytes

@@ -14,10 +14,10 @@ import torch
 from compiled import compiled_team
 from torch import Tensor
 
+from diptych.kernels.attention.paged_attention import paged_attention_twin
+from diptych.kernels.attention.paged_batch import PagedBatch
 from diptych.kernels.cpu.attention import Heads, Limits, Scratch, pack, paged_attention, plan_attention
 from diptych.kernels.cpu.library import Team
-from diptych.kernels.paged_attention import paged_attention_twin
-from diptych.kernels.paged_batch import PagedBatch
 
 BLOCK_SIZE = 16
 POOL_BYTES = 96 << 20  # of all layers together: three times the last-level cache of a desktop

@@ -26,12 +26,12 @@ from pathlib import Path
 
 from faults import Worker, leaked, worker_command
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.workers.errors import DiptychError
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.worker_config import WorkerConfig
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.errors import DiptychError
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "tiny")
 ROLES = ("prefill", "prefill", "decode", "decode")

@@ -24,10 +24,10 @@ from typing import Any
 
 from overlap import worker
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.workers.request import Request, SamplingParams
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.request import Request, SamplingParams
 
 PROMPT_TOKENS = 64
 SHAPE: dict[str, Any] = {

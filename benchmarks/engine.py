@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 from roofline import ModelCost, Roofline, measure
 
-from diptych.workers.cores import bind_this_thread, usable_cores
-from diptych.workers.engine import Engine
-from diptych.workers.models.families import load_spec
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.worker import load_runner
-from diptych.workers.worker_config import WorkerConfig
+from diptych.workers.common.cores import bind_this_thread, usable_cores
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.engine.engine import Engine
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.server.worker import load_runner
 
 if TYPE_CHECKING:
     from torch import Tensor

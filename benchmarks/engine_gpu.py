@@ -34,7 +34,7 @@ from gpu_engine.rig import Rig, Settings, make_rig
 from gpu_engine.timed import CudaClock, TimedDevice
 from roofline import Roofline
 
-from diptych.workers.gpu.cuda_device import CudaDevice
+from diptych.workers.device.cuda_device import CudaDevice
 
 NO_GPU = "This measures the engine on a GPU, and torch sees none here."
 PARTS = ("decode", "prefill", "serving", "memory")

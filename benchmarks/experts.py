@@ -37,7 +37,7 @@ from diptych.kernels.cpu.experts import ExpertMemory, Gate, PackedExperts, exper
 from diptych.kernels.cpu.formats import Format  # noqa: E402
 from diptych.kernels.cpu.library import Team  # noqa: E402
 from diptych.kernels.cpu.linear import PackedLinear, Then, pack, packed_bytes  # noqa: E402
-from diptych.kernels.gate_mul import ALPHA, LIMIT  # noqa: E402
+from diptych.kernels.elementwise.gate_mul import ALPHA, LIMIT  # noqa: E402
 
 NUM_CHOICES = 3  # different ones, in turn
 

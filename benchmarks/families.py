@@ -16,9 +16,9 @@ import torch
 import transformers
 from engine import LOADS, ours, prompts
 
-from diptych.workers.engine import Engine
-from diptych.workers.worker import load_runner
-from diptych.workers.worker_config import WorkerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.engine.engine import Engine
+from diptych.workers.server.worker import load_runner
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 49152,

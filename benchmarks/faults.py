@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.worker_control import WorkerControl
+from diptych.cluster.control.worker_control import WorkerControl
+from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import worker_pb2
-from diptych.workers.errors import DiptychError, WorkerLost
+from diptych.workers.common.errors import DiptychError, WorkerLost
 
 CHUNK_BYTES = 1 << 16
 START_S = 120.0
@@ -167,7 +167,7 @@ def num_held(state: worker_pb2.WorkerState) -> int:
 
 
 def worker_command(model: str, role: str, flags: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "diptych.workers.worker", "--model", model, "--role", role, *flags]
+    return [sys.executable, "-m", "diptych.workers.server.worker", "--model", model, "--role", role, *flags]
 
 
 async def leaked(workers: Sequence[Worker]) -> dict[str, int]:

@@ -32,16 +32,16 @@ from urllib.request import urlopen
 
 from cpu_time import threads_s
 
-from diptych.cluster.config_file import build
-from diptych.cluster.deployment import Deployment
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.router_process import RouterProcess
-from diptych.workers.event_loop import new_event_loop
-from diptych.workers.fake_runner import FakeRunner
-from diptych.workers.fake_stream import FakeStep
-from diptych.workers.sequence import SampledToken
-from diptych.workers.service import WorkerService
-from diptych.workers.worker_config import WorkerConfig
+from diptych.cluster.common.config_file import build
+from diptych.cluster.common.deployment import Deployment
+from diptych.cluster.placement.router_process import RouterProcess
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.workers.common.event_loop import new_event_loop
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.sequence import SampledToken
+from diptych.workers.server.service import WorkerService
+from diptych.workers.testing.fake_runner import FakeRunner
+from diptych.workers.testing.fake_stream import FakeStep
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny"
 PROMPT = "A diptych is two panels joined by one hinge. " * 10

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diptych.kernels.paged_batch import PagedBatch
-from diptych.workers.models.mla import absorbed, expanded
-from diptych.workers.models.spec import LatentSpec, RopeSpec
-from diptych.workers.models.weights import LayerWeights
+from diptych.kernels.attention.paged_batch import PagedBatch
+from diptych.workers.models.checkpoint.weights import LayerWeights
+from diptych.workers.models.families.spec import LatentSpec, RopeSpec
+from diptych.workers.models.layers.mla import absorbed, expanded
 
 SPEC = LatentSpec(16, 0, 512, nope_dim=128, rope_dim=64, value_dim=128, rope=RopeSpec(), scale=192**-0.5)
 BLOCK_SIZE = 16

@@ -32,19 +32,19 @@ from typing import Any
 
 import grpc.aio
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
 from diptych.proto import kv_pb2, worker_pb2, worker_pb2_grpc
-from diptych.workers import service
-from diptych.workers.cores import bind_this_thread, cpus_of_this_thread
-from diptych.workers.errors import ConfigError, RankLost
-from diptych.workers.kv_layout import Copies, Region
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.service import WorkerAddress
+from diptych.workers.common.cores import bind_this_thread, cpus_of_this_thread
+from diptych.workers.common.errors import ConfigError, RankLost
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.kv.layout import Copies, Region
+from diptych.workers.server import service
+from diptych.workers.server.service import WorkerAddress
+from diptych.workers.server.worker import run_worker
 from diptych.workers.transport.base import Reader, Source, Transport
-from diptych.workers.worker import run_worker
-from diptych.workers.worker_config import WorkerConfig
 
 VOCAB = 8192
 NEW_TOKENS = 24

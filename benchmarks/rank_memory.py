@@ -21,13 +21,13 @@ import psutil
 from chaos import routed, started
 from faults import Worker, worker_command
 
-from diptych.cluster.router import Router
+from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.workers.channel import open_channel
-from diptych.workers.request import Request, SamplingParams
+from diptych.workers.common.channel import open_channel
+from diptych.workers.common.request import Request, SamplingParams
 
 MIB = 1 << 20
-IMPORTS = "import sys, diptych.workers.rank; print(flush=True); sys.stdin.read()"
+IMPORTS = "import sys, diptych.workers.execution.rank; print(flush=True); sys.stdin.read()"
 PROMPT_TOKENS = 1000
 KV_NAME = "diptych-kv"  # of the memory file
 

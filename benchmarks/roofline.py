@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from diptych.workers.models.spec import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
+from diptych.workers.models.families.spec import AttentionSpec, LatentSpec, MlpSpec, ModelSpec, MoeSpec
 
 READ_BYTES = 512 << 20
 REPEATS = 4000  # of the tile: some 3 ms

@@ -15,9 +15,9 @@ from compiled import compiled_team
 from diptych.kernels.cpu.greedy import greedy
 from diptych.kernels.cpu.linear import linear, pack
 from diptych.kernels.cpu.sample import RowSampler
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.sampler import Sampler
-from diptych.workers.sequence import Sequence
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.sequence import Sequence
+from diptych.workers.sampling.sampler import Sampler
 
 SETTINGS = {
     "greedy": SamplingParams(temperature=0.0),

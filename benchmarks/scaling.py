@@ -32,9 +32,9 @@ from urllib.request import urlopen
 import numpy as np
 
 from diptych import AsyncClient
-from diptych.workers.errors import DiptychError
+from diptych.workers.common.errors import DiptychError
 
-CLI = [sys.executable, "-m", "diptych.cluster.cli"]
+CLI = [sys.executable, "-m", "diptych.cluster.cli.main"]
 READY_S = 120.0
 SCALE_S = 180.0
 POLL_S = 0.5

@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from diptych.workers.engine import Engine
-from diptych.workers.kv_layout import KVLayout, KVMemory, Region
-from diptych.workers.launched import Deferred
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.runner import Launched, LayerWatch, ModelInfo
-from diptych.workers.scheduler import SchedulerConfig
-from diptych.workers.sequence import Batch, SampledToken
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.launched import Deferred
+from diptych.workers.core.runner import Launched, LayerWatch, ModelInfo
+from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.sequence import Batch, SampledToken
+from diptych.workers.engine.engine import Engine
+from diptych.workers.kv.layout import KVLayout, KVMemory, Region
 
 BLOCK_SIZE = 16
 NUM_PROMPT = 200

@@ -45,7 +45,7 @@ def diptych(model: Path, pools: Mapping[str, int], threads: int, kv_gib: int, ex
     return Command(
         "diptych",
         [
-            *(sys.executable, "-m", "diptych.cluster.cli", "serve", str(model), *workers),
+            *(sys.executable, "-m", "diptych.cluster.cli.main", "serve", str(model), *workers),
             *("--name", f"versus-{uuid.uuid4().hex[:8]}", "--http-port", "{port}", "--grpc-port", "0"),
             *("--served-model-name", MODEL_NAME, "--max-context-tokens", str(MAX_CONTEXT)),
             *("--threads", str(threads), "--kv-memory", f"{kv_gib}GiB", *extra),

@@ -36,7 +36,7 @@ class Serving:
 
     def __init__(self, model: Path, home: str, flags: list[str]) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "DIPTYCH_", "OMP_"))}
-        command = [sys.executable, "-m", "diptych.cluster.cli", "serve", str(model), "--http-port", "0"]
+        command = [sys.executable, "-m", "diptych.cluster.cli.main", "serve", str(model), "--http-port", "0"]
         self.reached: dict[str, float] = {}
         self._began = time.monotonic()
         self._process = subprocess.Popen(

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from diptych.kernels.cpu.layer import PARTS
-from diptych.workers.compiled_steps import CompiledSteps
-from diptych.workers.engine import Engine
-from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.models.families import load_spec
-from diptych.workers.models.spec import AttentionSpec, MlpSpec, ModelSpec
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.cpu.compiled_steps import CompiledSteps
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.families.spec import AttentionSpec, MlpSpec, ModelSpec
 
 # name: (batch, prompt tokens, new tokens)
 WORKLOADS = {

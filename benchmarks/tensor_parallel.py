@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine import LOADS, Load, ours, prompts
 
-from diptych.workers.cores import bind_this_thread, usable_cores
-from diptych.workers.engine import Engine
-from diptych.workers.worker import load_runner
-from diptych.workers.worker_config import WorkerConfig
+from diptych.workers.common.cores import bind_this_thread, usable_cores
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.engine.engine import Engine
+from diptych.workers.server.worker import load_runner
 
 if TYPE_CHECKING:
-    from diptych.workers.runner import Runner
+    from diptych.workers.core.runner import Runner
 
 CALLS = ("all_reduce", "gather", "broadcast")
 MAX_CONTEXT = 2048
@@ -34,7 +34,9 @@ class Spent:
     """Seconds in each of CALLS of this process, from here on."""
 
     def __init__(self) -> None:
-        from diptych.workers.parallel import GlooGroup  # and torch, once a runner has settled how its threads wait
+        from diptych.workers.parallel.groups import (
+            GlooGroup,  # and torch, once a runner has settled how its threads wait
+        )
 
         self.seconds: defaultdict[str, float] = defaultdict(float)
         for name in CALLS:

@@ -30,11 +30,11 @@ from transfer_decode import DecodeFigures, decode_while
 from transfer_source import LAYOUT, POOL_BYTES, SLEEP, SPIN, make_pool, raw_agent
 
 from diptych.proto import kv_pb2, kv_pb2_grpc, worker_pb2
-from diptych.workers.channel import open_channel
-from diptych.workers.handoff_pull import MAX_READS
-from diptych.workers.handoff_sink import HandoffSink
-from diptych.workers.handoff_types import Reservation
-from diptych.workers.kv_layout import Copies, KVMemory
+from diptych.workers.common.channel import open_channel
+from diptych.workers.handoff.pull import MAX_READS
+from diptych.workers.handoff.sink import HandoffSink
+from diptych.workers.handoff.types import Reservation
+from diptych.workers.kv.layout import Copies, KVMemory
 from diptych.workers.transport.base import Reader, Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.select import make_transports

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from diptych.workers.engine import Engine
-from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
 
 BATCH, PROMPT_TOKENS = 4, 64
 ROUNDS, STEPS = 20, 10  # of each kind

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from diptych.proto import kv_pb2_grpc
-from diptych.workers.channel import bind, make_server
-from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.kv_layout import KVLayout, KVMemory, Region
+from diptych.workers.common.channel import bind, make_server
+from diptych.workers.handoff.source import HandoffSource
+from diptych.workers.kv.layout import KVLayout, KVMemory, Region
 from diptych.workers.transport.nixl_thread import SERVE_POLL_S, UCX_SETTINGS
 from diptych.workers.transport.select import make_transports
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from diptych.workers.kv_bridge import Bridge
-from diptych.workers.kv_layout import KVMemory
-from diptych.workers.kv_segment import Read, Segment
-from diptych.workers.kv_wire import narrow, vector_bytes, widen
-from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.sequence import Batch, ScheduledSequence, Sequence
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.sequence import Batch, ScheduledSequence, Sequence
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.kv.bridge import Bridge
+from diptych.workers.kv.layout import KVMemory
+from diptych.workers.kv.segment import Read, Segment
+from diptych.workers.kv.wire import narrow, vector_bytes, widen
 from diptych.workers.transport.runs import gather
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny"

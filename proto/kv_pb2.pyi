@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class KVLayout(_message.Message):
-    """How KV lies in a worker's pool; workers/kv_layout.py has the arithmetic. The source's layout is the wire's: a sink
+    """How KV lies in a worker's pool; workers/kv/layout.py has the arithmetic. The source's layout is the wire's: a sink
     with another one converts.
     """
 
@@ -53,7 +53,7 @@ class KVLayout(_message.Message):
     tensor_parallel: _builtins.int
     """ranks, one after the other in the pool; each holds its share of the heads"""
     packing: _builtins.str
-    """"rows", as axis_order says, or "dot": a layer of a block as workers/kv_packing.py says"""
+    """"rows", as axis_order says, or "dot": a layer of a block as workers/kv/packing.py says"""
     num_vectors: _builtins.int
     """of a slot, layer and head, the axis "kv": 2, key and value (also where absent), or 1, a latent"""
     @_builtins.property

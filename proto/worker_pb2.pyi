@@ -755,7 +755,7 @@ class RequestFailed(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     error: _builtins.str
-    """name of the exception in workers/errors.py"""
+    """name of the exception in workers/common/errors.py"""
     message: _builtins.str
     retryable: _builtins.bool
     """the same request may succeed on another worker"""

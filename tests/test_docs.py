@@ -9,14 +9,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from diptych.cluster.bench_cli import bench
-from diptych.cluster.bench_report import Result, to_json
-from diptych.cluster.bench_stats import summarise
-from diptych.cluster.bench_types import Reply
-from diptych.cluster.config import ClusterConfig, PoolConfig, RouterConfig, ServiceLevel
-from diptych.cluster.config_file import build
-from diptych.cluster.openai_types import ChatBody, CompletionBody, StreamOptions
-from diptych.cluster.timings import RequestTimings
+from diptych.cluster.bench.command import bench
+from diptych.cluster.bench.report import Result, to_json
+from diptych.cluster.bench.stats import summarise
+from diptych.cluster.bench.types import Reply
+from diptych.cluster.common.config import ClusterConfig, PoolConfig, RouterConfig, ServiceLevel
+from diptych.cluster.common.config_file import build
+from diptych.cluster.common.timings import RequestTimings
+from diptych.cluster.front.openai.types import ChatBody, CompletionBody, StreamOptions
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md") for p in ROOT.glob(pattern))

@@ -3,50 +3,67 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "proto"}, "cluster": {"proto", "workers"}}
-# Of workers, what cluster may import: each must import without torch (tested below).
-NO_TORCH = {
-    "block_manager",
-    "channel",
-    "cores",
-    "errors",
-    "event_loop",
-    "exit_codes",
-    "garbage",
-    "kv_layout",
-    "kv_plan",
-    "live_handoff",
-    "models.compiled_limits",
-    "models.expert_placement",
-    "models.families",
-    "models.sharding",
-    "models.shards",
-    "models.spec",
-    "models.weight_bytes",
-    "names",
-    "prefix_cache",
-    "prompt_logprobs",
-    "quant.formats",
-    "request",
-    "runner",
-    "scheduler",
-    "sequence",
-    "timings",
-    "wire",
-    "worker_config",
+# Of each room its folders. A file imports what stands in its own folder, and in those above it.
+FOLDERS = {
+    "proto": [""],
+    "kernels": ["common", "elementwise", "kv", "attention", "mla", "gemm", "moe", "sampling", "cpu"],
+    "workers": [
+        "common",
+        "kv",
+        "core",
+        "parallel",
+        "config",
+        "transport",
+        "handoff",
+        "engine",
+        "sampling",
+        "models/families",
+        "models/plan",
+        "models/quant",
+        "models/checkpoint",
+        "device",
+        "models/layers",
+        "ranks",
+        "execution/cpu",
+        "execution/gpu",
+        "execution",
+        "server",
+        "testing",
+    ],
+    "cluster": [
+        "common",
+        "tokens",
+        "preflight",
+        "routing",
+        "front",
+        "front/openai",
+        "front/http",
+        "front/grpc",
+        "client",
+        "control",
+        "placement",
+        "bench",
+        "cli",
+    ],
 }
+ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "proto"}, "cluster": {"proto", "workers"}}
+# Of workers, what cluster may import: each file imports without torch (tested below).
+NO_TORCH = ["common", "kv", "core", "config", "models/families", "models/plan"]
+STARTS_WORKERS = "cluster/placement/placement.py"
+MOST_FILES = 17  # in a folder
 FORBIDDEN = {
     "cluster": {"torch", "transformers", "triton", "nixl"},
     "workers": {"ray", "transformers"},
     "kernels": {"ray", "transformers", "grpc"},
     "proto": {"ray", "torch"},
 }
-MAY_IMPORT = {"cluster/convert_tokenizer.py": {"transformers"}}  # a process of its own
+MAY_IMPORT = {"cluster/tokens/convert_tokenizer.py": {"transformers"}}  # a process of its own
 NEVER = {"pickle", "cloudpickle", "dill"}
 
 
@@ -73,30 +90,45 @@ def imports(path: Path) -> list[tuple[tuple[str, ...], bool]]:
     return found
 
 
+def folder_of(parts: tuple[str, ...]) -> str:
+    """parts: of a module in a room, or of a name in one."""
+    for length in range(len(parts), 1, -1):
+        if (ROOT / Path(*parts[:length])).with_suffix(".py").exists():
+            return "/".join(parts[1 : length - 1])
+    raise AssertionError(f"there is no module {'.'.join(parts)}")
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_keep_the_direction_of_the_house(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    forbidden = (FORBIDDEN[room] | NEVER) - MAY_IMPORT.get(str(path.relative_to(ROOT)), set())
+    name = str(path.relative_to(ROOT))
+    room, _, rest = name.partition("/")
+    above = FOLDERS[room][: FOLDERS[room].index(str(Path(rest).parent).strip(".")) + 1]
+    forbidden = (FORBIDDEN[room] | NEVER) - MAY_IMPORT.get(name, set())
     for parts, inside in imports(path):
-        if inside:
-            target = parts[0]
-            module = "/".join(parts)
+        if inside and parts[0] in ROOMS:  # else the package's own __init__: its version
+            target, module = parts[0], "/".join(parts)
             assert not any(module.startswith(each.removesuffix(".py")) for each in MAY_IMPORT), f"imports {module}"
-            if target not in ROOMS:
-                continue  # the package's own __init__: its version
-            assert target == room or target in ROOMS[room], f"{room} must not import {'.'.join(parts)}"
-            if room == "cluster" and target == "workers" and path.name != "placement.py":
-                name = ".".join(parts[1:])
-                is_free = any(f"{name}.".startswith(f"{free}.") for free in NO_TORCH)
-                assert is_free, f"cluster must not import workers.{name}"
-        else:
+            assert target == room or target in ROOMS[room], f"{room} must not import {module}"
+            folder = folder_of(parts)
+            if target == room:
+                assert folder in above, f"{name} must not import {module}: its folder stands below"
+            if room == "cluster" and target == "workers" and name != STARTS_WORKERS:
+                assert folder in NO_TORCH, f"cluster must not import {module}"
+        elif not inside:
             assert parts[0] != "diptych", "inside the package, imports are relative"
             assert parts[0] not in forbidden, f"{room} must not import {parts[0]}"
 
 
-@pytest.mark.parametrize("name", sorted(NO_TORCH))
-def test_what_cluster_imports_of_workers_needs_no_torch(name: str) -> None:
-    code = f"import sys, diptych.workers.{name}; sys.exit('torch' in sys.modules)"
+def test_a_folder_holds_no_more_files_than_a_reader_keeps_in_mind() -> None:
+    numbers = Counter(path.parent for path in sources())
+    assert {str(folder.relative_to(ROOT)): n for folder, n in numbers.items() if n > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("folder", NO_TORCH)
+def test_what_cluster_imports_of_workers_needs_no_torch(folder: str) -> None:
+    stems = sorted(path.stem for path in (ROOT / "workers" / folder).glob("*.py"))
+    modules = ", ".join(f"diptych.workers.{folder.replace('/', '.')}.{stem}" for stem in stems)
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

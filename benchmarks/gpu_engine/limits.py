@@ -8,7 +8,7 @@ from kernel_bench.runner import find_limits
 from kernel_bench.timing import CudaClock
 from roofline import Roofline
 
-from diptych.workers.gpu.device import Device
+from diptych.workers.device.device import Device
 
 LINK_BYTES = 256 << 20
 REPEATS = 20

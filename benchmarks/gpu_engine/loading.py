@@ -1,4 +1,4 @@
-"""How fast weights come from a mapped file that is in memory to a device (workers/gpu/upload.py)."""
+"""How fast weights come from a mapped file that is in memory to a device (workers/device/upload.py)."""
 
 import os
 import tempfile
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from diptych.workers.gpu.device import Device
-from diptych.workers.gpu.upload import Upload
+from diptych.workers.device.device import Device
+from diptych.workers.device.upload import Upload
 
 from .report import Figure
 

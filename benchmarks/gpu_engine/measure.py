@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from roofline import ModelCost, Roofline
 
-from diptych.workers.engine import Engine
-from diptych.workers.errors import DiptychError
-from diptych.workers.handoff_types import Reservation
-from diptych.workers.models.weights import DTYPES
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.timings import PullTimes
+from diptych.workers.common.errors import DiptychError
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.common.timings import PullTimes
+from diptych.workers.engine.engine import Engine
+from diptych.workers.handoff.types import Reservation
+from diptych.workers.models.checkpoint.weights import DTYPES
 
 from .report import Figure
 from .rig import Rig

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from diptych.workers.models.spec import (
+from diptych.workers.models.checkpoint.weights import DecoderWeights, LayerWeights
+from diptych.workers.models.families.spec import (
     AttentionSpec,
     LatentSpec,
     LayerSpec,
@@ -15,8 +16,7 @@ from diptych.workers.models.spec import (
     RopeSpec,
     RoutingSpec,
 )
-from diptych.workers.models.tensor_names import Pieces, layer_tensors, outer_tensors
-from diptych.workers.models.weights import DecoderWeights, LayerWeights
+from diptych.workers.models.plan.tensor_names import Pieces, layer_tensors, outer_tensors
 
 
 def llama3(

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.workers.engine import Engine
-from diptych.workers.gpu.device_sampler import DeviceSampler
-from diptych.workers.gpu.gpu_steps import GpuSteps
-from diptych.workers.gpu.precision import settle_products
-from diptych.workers.gpu.rank_steps import GRAPH_TOKENS, RankSteps
-from diptych.workers.kv_cache import KVCache, available_bytes
-from diptych.workers.kv_plan import layout_of, plan_num_blocks
-from diptych.workers.model_runner import ModelRunner
-from diptych.workers.models.decoder import Decoder
-from diptych.workers.models.rope import rope_tables
-from diptych.workers.models.spec import ModelSpec
-from diptych.workers.models.weights import DTYPES
-from diptych.workers.runner import ModelInfo
-from diptych.workers.scheduler import SchedulerConfig
+from diptych.workers.core.runner import ModelInfo
+from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.device.kv_cache import KVCache, available_bytes
+from diptych.workers.device.precision import settle_products
+from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.gpu.device_sampler import DeviceSampler
+from diptych.workers.execution.gpu.gpu_steps import GpuSteps
+from diptych.workers.execution.gpu.rank_steps import GRAPH_TOKENS, RankSteps
+from diptych.workers.execution.model_runner import ModelRunner
+from diptych.workers.models.checkpoint.weights import DTYPES
+from diptych.workers.models.families.spec import ModelSpec
+from diptych.workers.models.layers.decoder import Decoder
+from diptych.workers.models.layers.rope import rope_tables
+from diptych.workers.models.plan.kv_plan import layout_of, plan_num_blocks
 
 from .models import num_bytes, random_weights
 from .timed import TimedDevice

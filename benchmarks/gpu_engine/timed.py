@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diptych.workers.gpu.device import Device, Event, Lane, Work
+from diptych.workers.device.device import Device, Event, Lane, Work
 
 Span = tuple[float, float]  # seconds, of one clock
 

@@ -25,7 +25,7 @@ def groups() -> list[str]:
 
 def chosen(only: list[str]) -> Iterator[tuple[str, Case]]:
     """Each case of a group, or of a kernel, that one of the patterns names, in the same order each time."""
-    importlib.import_module("triton")  # before any kernel: see kernels/lang.py
+    importlib.import_module("triton")  # before any kernel: see kernels/common/lang.py
     for group in groups():
         for case in importlib.import_module(f"kernel_cases.{group}").cases():
             if any(fnmatch.fnmatch(name, pattern) for name in (group, case.kernel) for pattern in only):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diptych.kernels.block_copy import copy_blocks_triton
-from diptych.kernels.kv_move import KVSlots, move_kv_triton, move_kv_twin
+from diptych.kernels.kv.block_copy import copy_blocks_triton
+from diptych.kernels.kv.kv_move import KVSlots, move_kv_triton, move_kv_twin
 
 from .common import DEVICE, HALF, MOVES, Case, Random, sized
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from diptych.kernels.decode_attention import decode_attention_triton, decode_attention_twin
-from diptych.kernels.decode_plan import DecodePlan, Decodes, decode_config, plan_decode, plan_decode_triton
-from diptych.kernels.kv_scales import quantise
-from diptych.kernels.paged_batch import AttentionOptions
-from diptych.kernels.tuning import chip_of
+from diptych.kernels.attention.decode_attention import decode_attention_triton, decode_attention_twin
+from diptych.kernels.attention.decode_plan import DecodePlan, Decodes, decode_config, plan_decode, plan_decode_triton
+from diptych.kernels.attention.paged_batch import AttentionOptions
+from diptych.kernels.common.tuning import chip_of
+from diptych.kernels.kv.kv_scales import quantise
 
 from .common import DEVICE, HALF, Case, Goal, Random, sized
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from diptych.kernels.log_totals import log_totals_triton, log_totals_twin
-from diptych.kernels.logit_changes import IN_PROMPT, Changes, change_logits_triton, change_logits_twin
-from diptych.kernels.sampling import Draws, sample_triton, sample_twin
+from diptych.kernels.sampling.log_totals import log_totals_triton, log_totals_twin
+from diptych.kernels.sampling.logit_changes import IN_PROMPT, Changes, change_logits_triton, change_logits_twin
+from diptych.kernels.sampling.sampling import Draws, sample_triton, sample_twin
 
 from .common import DEVICE, Case, Goal, Random, compiled, sized
 

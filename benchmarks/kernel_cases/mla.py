@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from diptych.kernels.decode_plan import DecodePlan, Decodes
-from diptych.kernels.mla_decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
-from diptych.kernels.mla_prefill import Chunks, mla_prefill_triton
+from diptych.kernels.attention.decode_plan import DecodePlan, Decodes
+from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
+from diptych.kernels.mla.prefill import Chunks, mla_prefill_triton
 
 from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, sized
 

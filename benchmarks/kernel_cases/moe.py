@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diptych.kernels.gate_mul import SILU
-from diptych.kernels.grouped_gemm import ExpertWeight, block_m_of, grouped_product_triton, grouped_product_twin
-from diptych.kernels.moe_combine import moe_combine_triton, moe_combine_twin
-from diptych.kernels.moe_routing import Routing, moe_routing_triton
-from diptych.kernels.moe_sort import moe_sort_triton, moe_sort_twin
-from diptych.kernels.packed_weight import pack
-from diptych.kernels.quantise_rows import quantise_rows_triton, quantise_rows_twin
-from diptych.kernels.scaled_gemm import ScaledWeight
+from diptych.kernels.elementwise.gate_mul import SILU
+from diptych.kernels.gemm.packed_weight import pack
+from diptych.kernels.gemm.quantise_rows import quantise_rows_triton, quantise_rows_twin
+from diptych.kernels.gemm.scaled_gemm import ScaledWeight
+from diptych.kernels.moe.grouped_gemm import ExpertWeight, block_m_of, grouped_product_triton, grouped_product_twin
+from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
+from diptych.kernels.moe.moe_routing import Routing, moe_routing_triton
+from diptych.kernels.moe.moe_sort import moe_sort_triton, moe_sort_twin
 
 from .common import DEVICE, HALF, Case, Goal, Random, sized
 
@@ -47,7 +47,7 @@ class Inputs:
         return (quantise_rows_triton if is_triton else quantise_rows_twin)(x, weight.values.dtype, weight.has_blocks)
 
     def layer(self, is_triton: bool) -> Tensor:
-        """As kernels/moe.py has it, by the kernels or by their twins; the choice by the kernel for both."""
+        """As kernels/moe/moe.py has it, by the kernels or by their twins; the choice by the kernel for both."""
         weights, experts = moe_routing_triton(self.logits, ROUTING)
         block_m = block_m_of(experts.numel(), NUM_EXPERTS, DEVICE)
         order = (moe_sort_triton if is_triton else moe_sort_twin)(experts, NUM_EXPERTS, block_m)

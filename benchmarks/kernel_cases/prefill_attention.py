@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from diptych.kernels.kv_scales import dequantise, quantise
-from diptych.kernels.paged_batch import AttentionOptions, PagedBatch
-from diptych.kernels.prefill_attention import prefill_attention_triton
+from diptych.kernels.attention.paged_batch import AttentionOptions, PagedBatch
+from diptych.kernels.attention.prefill_attention import prefill_attention_triton
+from diptych.kernels.kv.kv_scales import dequantise, quantise
 
 from .common import DEVICE, HALF, IS_TINY, Case, Goal, Random, Tensors, sized
 

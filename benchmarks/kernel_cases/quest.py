@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from diptych.kernels.decode_attention import decode_attention_triton, decode_attention_twin
-from diptych.kernels.decode_plan import DecodePlan, Decodes, decode_config, plan_decode
-from diptych.kernels.quest import (
+from diptych.kernels.attention.decode_attention import decode_attention_triton, decode_attention_twin
+from diptych.kernels.attention.decode_plan import DecodePlan, Decodes, decode_config, plan_decode
+from diptych.kernels.attention.quest import (
     choose_blocks,
     score_blocks_triton,
     score_blocks_twin,
     summarise_triton,
     summarise_twin,
 )
-from diptych.kernels.tuning import chip_of
+from diptych.kernels.common.tuning import chip_of
 
 from .common import DEVICE, HALF, Case, Random, sized
 from .decode_attention import BLOCK_SIZE, DIM, HEADS, KV_HEADS, Inputs

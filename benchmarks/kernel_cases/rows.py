@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diptych.kernels.gate_mul import GELU_TANH, SILU, gate_mul_triton, gate_mul_twin
-from diptych.kernels.rms_norm import add_rms_norm_triton, add_rms_norm_twin, rms_norm_triton, rms_norm_twin
-from diptych.kernels.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin
+from diptych.kernels.elementwise.gate_mul import GELU_TANH, SILU, gate_mul_triton, gate_mul_twin
+from diptych.kernels.elementwise.rms_norm import add_rms_norm_triton, add_rms_norm_twin, rms_norm_triton, rms_norm_twin
+from diptych.kernels.kv.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin
 
 from .common import DEVICE, HALF, MOVES, Case, Random, compiled, sized
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diptych.kernels.quantise_rows import quantise_rows_triton, quantise_rows_twin
-from diptych.kernels.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin, static_workspace
-from diptych.kernels.split_k import SplitWorkspace
+from diptych.kernels.gemm.quantise_rows import quantise_rows_triton, quantise_rows_twin
+from diptych.kernels.gemm.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin, static_workspace
+from diptych.kernels.gemm.split_k import SplitWorkspace
 
 from .common import DEVICE, HALF, IS_TINY, MOVES, Case, Goal, Random, sized
 

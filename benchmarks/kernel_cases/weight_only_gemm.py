@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diptych.kernels.packed_weight import PackedWeight, pack
-from diptych.kernels.split_k import SplitWorkspace
-from diptych.kernels.weight_only_gemm import static_workspace, weight_only_gemm_triton, weight_only_gemm_twin
+from diptych.kernels.gemm.packed_weight import PackedWeight, pack
+from diptych.kernels.gemm.split_k import SplitWorkspace
+from diptych.kernels.gemm.weight_only_gemm import static_workspace, weight_only_gemm_triton, weight_only_gemm_twin
 
 from .common import DEVICE, HALF, Case, Goal, Random, sized
 

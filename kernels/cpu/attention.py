@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch
+from ..attention.paged_attention import NO_OPTIONS, AttentionOptions, PagedBatch
 from .library import DTYPES, Team
 from .limits import LARGEST_HEAD_DIM
 

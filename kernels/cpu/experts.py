@@ -1,4 +1,4 @@
-"""What a row's experts make of it, compiled. Their twin is workers/models/moe.py's."""
+"""What a row's experts make of it, compiled. Their twin is workers/models/layers/moe.py's."""
 
 import ctypes
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..moe_routing import Routing
+from ..moe.moe_routing import Routing
 from .library import DTYPES, Team
 from .linear import Linear, PackedLinear, Then
 

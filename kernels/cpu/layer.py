@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..paged_batch import NO_OPTIONS, AttentionOptions
+from ..attention.paged_batch import NO_OPTIONS, AttentionOptions
 from .attention import Heads, Limits, Rope, Scratch
 from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
 from .greedy import BEST, SCRATCH

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..moe_routing import Routing
+from ..moe.moe_routing import Routing
 from .library import Team
 from .limits import MOST_EXPERTS
 

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of rows of logits, compiled: the twins of workers/choice.py."""
+"""Tokens and log-probabilities of rows of logits, compiled: the twins of workers/sampling/choice.py."""
 
 import ctypes
 from collections.abc import Sequence

@@ -4,9 +4,9 @@ from types import ModuleType
 
 import pytest
 
-from diptych.cluster.config import ClusterConfig
+from diptych.cluster.common.config import ClusterConfig
 
-from .scripts import load
+from ..support.scripts import load
 
 
 @pytest.fixture(scope="module")

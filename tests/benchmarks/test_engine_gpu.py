@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.workers.gpu.fake_device import FakeDevice
-from diptych.workers.models.tensor_names import expected_tensors
+from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.models.plan.tensor_names import expected_tensors
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -38,7 +38,7 @@ from gpu_engine.models import llama3
 from gpu_engine.rig import Settings, make_rig
 from gpu_engine.timed import HostClock, TimedDevice
 from roofline import Roofline
-from diptych.workers.gpu.fake_device import FakeDevice
+from diptych.workers.device.fake_device import FakeDevice
 
 spec = replace(llama3(64, 96, 2, 16, factor=32.0, is_tied=True, num_heads=4, num_kv_heads=2), vocab_size=300)
 limits = Roofline(0, 1e9, 0.0, 1e12)
@@ -225,7 +225,7 @@ def test_a_graph_of_a_timed_lane_replays(fake: FakeDevice) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_every_part_runs_on_a_gpu(graphs: bool) -> None:
-    from diptych.workers.gpu.cuda_device import CudaDevice
+    from diptych.workers.device.cuda_device import CudaDevice
 
     limits_of, measure, models, rig_of, timed = (
         imported(f"gpu_engine.{name}") for name in ("limits", "measure", "models", "rig", "timed")

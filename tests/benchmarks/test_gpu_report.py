@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .scripts import load
+from ..support.scripts import load
 
 script, commands, report = load("gpu_report", "kernel_bench.commands", "kernel_bench.report")
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from .scripts import load
+from ..support.scripts import load
 
 timing, results, runner, supervisor, common = load(
     "kernel_bench.timing",

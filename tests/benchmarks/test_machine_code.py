@@ -1,6 +1,6 @@
 """benchmarks/machine_code.py: what it reads out of disassembled code."""
 
-from .scripts import load
+from ..support.scripts import load
 
 (machine_code,) = load("machine_code")
 

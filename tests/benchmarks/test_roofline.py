@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 from safetensors import safe_open
 
-from diptych.workers.models.families import load_spec
-from diptych.workers.models.spec import MlpSpec, MoeSpec, RoutingSpec
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.families.spec import MlpSpec, MoeSpec, RoutingSpec
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny"

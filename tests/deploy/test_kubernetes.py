@@ -8,8 +8,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from diptych.cluster import config_file
-from diptych.cluster.config import ClusterConfig, PoolConfig
+from diptych.cluster.common import config_file
+from diptych.cluster.common.config import ClusterConfig, PoolConfig
 
 from .kustomize import Manifest, build
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from diptych.cluster import config_file
+from diptych.cluster.common import config_file
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "ray"
 KEY = "a key of the clients"

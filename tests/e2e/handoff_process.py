@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from diptych.proto import kv_pb2_grpc
-from diptych.workers.channel import bind, make_server
-from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.kv_layout import KVLayout, KVMemory, Region
+from diptych.workers.common.channel import bind, make_server
+from diptych.workers.handoff.source import HandoffSource
+from diptych.workers.kv.layout import KVLayout, KVMemory, Region
 from diptych.workers.transport.select import make_transports
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
@@ -34,7 +34,7 @@ class Port:
 
 def make_pool(transport: str, num_blocks: int, content: bytes) -> KVMemory:
     if transport == "cuda_ipc":
-        from ..workers.gpu.fake_cuda import make_device_memory
+        from ..support.gpu.fake_cuda import make_device_memory
 
         return make_device_memory(LAYOUT, num_blocks, content)
     pool = mmap.mmap(-1, len(content), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from diptych import Client
-from diptych.cluster.front_door import choice_seed
+from diptych.cluster.front.front_door import choice_seed
 from diptych.kernels.cpu.library import library
 from diptych.proto import inference_pb2, inference_pb2_grpc
 
-from .cluster_harness import Served, diptych, serving
+from ..support.cluster_harness import Served, diptych, serving
 
 MODEL = "tiny"
 # With the compiled kernels an answer depends on its own tokens alone in bfloat16 too.

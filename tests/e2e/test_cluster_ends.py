@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diptych.cluster.checks import resolve_model
+from diptych.cluster.preflight.checks import resolve_model
 
-from ..checkpoints import make_checkpoint
-from .cluster_harness import END_S, MODEL, diptych, serving, survivors
+from ..support.checkpoints import make_checkpoint
+from ..support.cluster_harness import END_S, MODEL, diptych, serving, survivors
 
 pytestmark = pytest.mark.e2e
 

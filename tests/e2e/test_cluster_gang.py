@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ..checkpoints import make_checkpoint
-from .cluster_harness import Served, diptych, load, serving
-from .harness import TINY
+from ..support.checkpoints import make_checkpoint
+from ..support.cluster_harness import Served, diptych, load, serving
+from ..support.harness import TINY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from diptych.cluster.ray_session import make_token
+from diptych.cluster.placement.ray_session import make_token
 
-from .cluster_harness import CLI, END_S, MODEL, diptych, environment, survivors
+from ..support.cluster_harness import CLI, END_S, MODEL, diptych, environment, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 

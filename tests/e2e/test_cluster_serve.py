@@ -18,9 +18,9 @@ import httpx
 import psutil
 import pytest
 
-from diptych.workers.cores import cores_to_serve, usable_cores
+from diptych.workers.common.cores import cores_to_serve, usable_cores
 
-from .cluster_harness import MODEL, Served, diptych, environment, load, serving, survivors
+from ..support.cluster_harness import MODEL, Served, diptych, environment, load, serving, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diptych.workers.exit_codes import UNAVAILABLE
+from diptych.workers.common.exit_codes import UNAVAILABLE
 
-from ..checkpoints import make_checkpoint, untied_prompts
-from .harness import WorkerHandle, assert_nothing_leaked, unlike_workers
+from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.harness import WorkerHandle, assert_nothing_leaked, unlike_workers
 from .test_tensor_parallel import END_S, FLAGS, NUM_TOKENS, Cases, answer, assert_kv_moves, info, routed
 
 LENGTHS = (1, 40, 130)

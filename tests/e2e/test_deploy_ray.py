@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from diptych.cluster.ray_session import make_token
-from diptych.cluster.reaper import has_open
+from diptych.cluster.placement.ray_session import make_token
+from diptych.cluster.placement.reaper import has_open
 
-from .cluster_harness import END_S, Served, diptych, environment, serving, survivors
+from ..support.cluster_harness import END_S, Served, diptych, environment, serving, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 

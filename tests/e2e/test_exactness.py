@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.service import WorkerService
-from diptych.workers.worker_config import WorkerConfig
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.server.service import WorkerService
 
-from ..checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
-from .harness import TINY, assert_nothing_leaked, unlike_workers
+from ..support.checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
+from ..support.harness import TINY, assert_nothing_leaked, unlike_workers
 
 LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 128, 200, 257, 400, 700, 1000)
 NEW_TOKENS = 64

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.cluster.worker_control import WorkerControl
-from diptych.workers.request import Request, SamplingParams
+from diptych.cluster.control.worker_control import WorkerControl
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.request import Request, SamplingParams
 
-from ..checkpoints import make_checkpoint, untied_prompts
+from ..support.checkpoints import make_checkpoint, untied_prompts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROLES = ("prefill", "prefill", "decode", "decode")

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.workers.request import Request, SamplingParams
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.request import Request, SamplingParams
 
-from ..checkpoints import make_checkpoint, random_prompts, reference_greedy
-from ..workers.gpu.conftest import EVEN
-from .harness import TINY, WorkerHandle, assert_nothing_leaked, unlike_workers
+from ..support.checkpoints import make_checkpoint, random_prompts, reference_greedy
+from ..support.harness import TINY, WorkerHandle, assert_nothing_leaked, unlike_workers
+from ..workers.execution.gpu.conftest import EVEN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.gpu]
 

@@ -12,16 +12,16 @@ import psutil
 import pytest
 import torch
 
-from diptych.workers import rank_processes
-from diptych.workers.errors import InternalError, PeerLost, RankLost
-from diptych.workers.exit_codes import UNAVAILABLE
-from diptych.workers.parallel import GlooGroup
-from diptych.workers.sequence import Batch, ScheduledSequence
+from diptych.workers.common.errors import InternalError, PeerLost, RankLost
+from diptych.workers.common.exit_codes import UNAVAILABLE
+from diptych.workers.core.sequence import Batch, ScheduledSequence
+from diptych.workers.parallel.groups import GlooGroup
+from diptych.workers.ranks import rank_processes
 
-from ..checkpoints import make_checkpoint, untied_prompts
-from ..workers.gpu.serving import DRAWN, GREEDY, Run, generate, load
-from ..workers.gpu.test_gpu_steps import sequence_of
-from .harness import unlike_workers
+from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.gpu.serving import DRAWN, GREEDY, Run, generate, load
+from ..support.harness import unlike_workers
+from ..workers.execution.gpu.test_gpu_steps import sequence_of
 from .test_tensor_parallel import FLAGS, NUM_TOKENS, assert_ended, assert_kv_moves, killed_midway, ranks_of
 
 END_S = 20.0  # for a process that must end; generous, and no test passes by waiting

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from diptych.proto import worker_pb2
-from diptych.workers.errors import DiptychError, LeaseLost, TransportError, WorkerLost
-from diptych.workers.handoff_pull import PullResult
-from diptych.workers.handoff_sink import HandoffSink
-from diptych.workers.kv_layout import KVMemory
+from diptych.workers.common.errors import DiptychError, LeaseLost, TransportError, WorkerLost
+from diptych.workers.handoff.pull import PullResult
+from diptych.workers.handoff.sink import HandoffSink
+from diptych.workers.kv.layout import KVMemory
 from diptych.workers.transport.select import make_transports
 
-from ..workers.gpu.fake_cuda import make_device_memory, seen_by_host
-from ..workers.handoff_pair import LARGE, SinkEngine, make_memory, until_quiet
+from ..support.gpu.fake_cuda import make_device_memory, seen_by_host
+from ..support.handoff_pair import LARGE, SinkEngine, make_memory, until_quiet
 
 pytestmark = pytest.mark.e2e
 

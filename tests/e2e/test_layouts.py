@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.workers.channel import open_channel
-from diptych.workers.gpu.fake_device import FakeDevice
-from diptych.workers.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.service import WorkerService
-from diptych.workers.worker_config import WorkerConfig
+from diptych.workers.common.channel import open_channel
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.server.service import WorkerService
 
-from ..checkpoints import random_prompts, reference_greedy, untied_prompts
-from .harness import TINY
+from ..support.checkpoints import random_prompts, reference_greedy, untied_prompts
+from ..support.harness import TINY
 
 NEW_TOKENS = 16
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 200)

@@ -10,12 +10,12 @@ import httpx
 import pytest
 import torch
 
-from diptych.cluster.front_door import FrontDoor
-from diptych.cluster.http_api import make_app
-from diptych.cluster.tokenizer import Tokenizer
+from diptych.cluster.front.front_door import FrontDoor
+from diptych.cluster.front.http.api import make_app
+from diptych.cluster.tokens.tokenizer import Tokenizer
 
-from ..checkpoints import random_prompts, reference_model
-from .harness import TINY
+from ..support.checkpoints import random_prompts, reference_model
+from ..support.harness import TINY
 from .test_exactness import TOPOLOGIES, routed, services
 
 pytestmark = pytest.mark.e2e

@@ -5,14 +5,14 @@ import signal
 import pytest
 
 from diptych.proto import kv_pb2, kv_pb2_grpc
-from diptych.workers.channel import open_channel
-from diptych.workers.errors import TransportError
-from diptych.workers.kv_layout import Copies
+from diptych.workers.common.channel import open_channel
+from diptych.workers.common.errors import TransportError
+from diptych.workers.kv.layout import Copies
 from diptych.workers.transport.base import Reader, Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
-from ..workers.handoff_pair import LARGE, make_memory
+from ..support.handoff_pair import LARGE, make_memory
 from .test_handoff_processes import NUM_BLOCKS, SourceProcess, check, run, source_process
 
 pytestmark = pytest.mark.e2e

@@ -11,17 +11,17 @@ from subprocess import Popen
 import psutil
 import pytest
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.cluster.worker_control import WorkerControl
-from diptych.workers.exit_codes import UNAVAILABLE
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.role import Role
-from diptych.workers.wire import ROLE_TO_PROTO
+from diptych.cluster.control.worker_control import WorkerControl
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.exit_codes import UNAVAILABLE
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.common.role import Role
+from diptych.workers.common.wire import ROLE_TO_PROTO
 
-from ..checkpoints import make_checkpoint, untied_prompts
-from .harness import WorkerHandle, assert_nothing_leaked, spawn, unlike_workers, workers
+from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.harness import WorkerHandle, assert_nothing_leaked, spawn, unlike_workers, workers
 
 LENGTHS = (1, 3, 17, 40, 130)
 NUM_TOKENS = 24

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.workers.request import Request, SamplingParams
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.request import Request, SamplingParams
 
-from ..checkpoints import make_checkpoint, untied_prompts
-from .harness import WorkerHandle, assert_nothing_leaked, workers
+from ..support.checkpoints import make_checkpoint, untied_prompts
+from ..support.harness import WorkerHandle, assert_nothing_leaked, workers
 
 ROLES = ["prefill", "prefill", "decode", "decode"]
 NUM_TOKENS = 200

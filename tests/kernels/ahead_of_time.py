@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from diptych.kernels import tuning
+from diptych.kernels.common import tuning
 
 ROOT = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "triton_cases"

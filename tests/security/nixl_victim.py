@@ -5,10 +5,10 @@ import json
 import os
 import sys
 
-from diptych.workers.fake_runner import FakeRunner
-from diptych.workers.service import WorkerService
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.server.service import WorkerService
+from diptych.workers.testing.fake_runner import FakeRunner
 from diptych.workers.transport.nixl import NixlTransport
-from diptych.workers.worker_config import WorkerConfig
 
 
 async def main() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from diptych.cluster.connection_limits import ConnectionLimits
-from diptych.cluster.generation import MAX_UNREAD_DELTAS
+from diptych.cluster.front.connection_limits import ConnectionLimits
+from diptych.cluster.routing.generation import MAX_UNREAD_DELTAS
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
-from ..cluster.front import Echo, Served, served
+from ..support.front import Echo, Served, served
 
 NUM_TOKENS = 20_000
 WAIT_S = 60.0  # for what must come; a test that passes waits for none of it

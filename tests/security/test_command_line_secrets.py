@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cluster import launcher
-from diptych.cluster.cli import app
-from diptych.cluster.config import ClusterConfig
-from diptych.workers.errors import ConfigError
-from diptych.workers.worker import parse_args
+from diptych.cluster.cli import launcher
+from diptych.cluster.cli.main import app
+from diptych.cluster.common.config import ClusterConfig
+from diptych.workers.common.errors import ConfigError
+from diptych.workers.server.worker import parse_args
 
 SECRET = "0123456789abcdef"
 

@@ -11,11 +11,11 @@ import grpc
 import httpx
 import pytest
 
-from diptych.cluster.front_door import Limits
+from diptych.cluster.front.front_door import Limits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
-from .routed import CONTEXT, Routed, routed
+from ..support.routed import CONTEXT, Routed, routed
 
 MAX_LOOP_S = 0.05
 MIB = 1 << 20

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.cluster.openai_fields import HEADER
+from diptych.cluster.front.openai.fields import HEADER
 
-from ..cluster.front import Echo, served
+from ..support.front import Echo, served
 
 HOSTILE = ["x\r\nset-cookie: a=b", "a, b", "\x00", "é" * 500, "\x1b[31mred", "%0d%0a", " ", "", "x" * 5000]
 

@@ -11,11 +11,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from diptych.cluster.connection_limits import ConnectionLimits
+from diptych.cluster.front.connection_limits import ConnectionLimits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
-from ..cluster.front import Echo, Served, served
+from ..support.front import Echo, Served, served
 
 KEY = "sesame-sesame"
 NUM_BYTES = 256 << 20  # of a flood

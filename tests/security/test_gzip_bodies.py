@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.cluster.front_door import Limits
+from diptych.cluster.front.front_door import Limits
 
-from ..cluster.front import Echo, Served, served
+from ..support.front import Echo, Served, served
 
 MAX_BYTES = 1 << 20
 BODY = json.dumps({"prompt": "abc"}).encode()

@@ -12,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from diptych.cluster.config import TlsConfig
-from diptych.cluster.connection_limits import ConnectionLimits
-from diptych.cluster.front_door import Limits
-from diptych.cluster.http_listener import origin_of
+from diptych.cluster.common.config import TlsConfig
+from diptych.cluster.front.connection_limits import ConnectionLimits
+from diptych.cluster.front.front_door import Limits
+from diptych.cluster.front.http.listener import origin_of
 
-from ..cluster.front import Echo, Served, served
+from ..support.front import Echo, Served, served
 
 KEY = "sesame-sesame"
 FAST = ConnectionLimits(header_timeout_s=0.3, idle_timeout_s=0.3, send_timeout_s=0.3)

@@ -10,15 +10,15 @@ import grpc.aio
 import pytest
 
 from diptych.proto import kv_pb2, kv_pb2_grpc, worker_pb2
-from diptych.workers.channel import open_channel
-from diptych.workers.errors import HandoffError
-from diptych.workers.fake_runner import fake_output
-from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.names import MAX_CHARS
+from diptych.workers.common.channel import open_channel
+from diptych.workers.common.errors import HandoffError
+from diptych.workers.common.names import MAX_CHARS
+from diptych.workers.handoff.source import HandoffSource
+from diptych.workers.testing.fake_runner import fake_output
 
-from ..workers.handoff_pair import SMALL, TIMEOUT_S, SinkEngine, failure, receive, run, serve, start
-from ..workers.sequences import make_request
-from ..workers.test_service import Router, worker
+from ..support.handoff_pair import SMALL, TIMEOUT_S, SinkEngine, failure, receive, run, serve, start
+from ..support.sequences import make_request
+from ..workers.server.test_service import Router, worker
 
 LONG = "x" * (1 << 20)
 TOO_LONG = f"has 1,048,576 characters; at most {MAX_CHARS}"

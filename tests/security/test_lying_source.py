@@ -8,13 +8,13 @@ import grpc.aio
 import pytest
 
 from diptych.proto import kv_pb2, kv_pb2_grpc, worker_pb2
-from diptych.workers import handoff_source
-from diptych.workers.channel import open_channel
-from diptych.workers.errors import HandoffError, PromptTooLong
-from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.wire import request_from_submit
+from diptych.workers.common.channel import open_channel
+from diptych.workers.common.errors import HandoffError, PromptTooLong
+from diptych.workers.common.wire import request_from_submit
+from diptych.workers.handoff import source as handoff_source
+from diptych.workers.handoff.source import HandoffSource
 
-from ..workers.handoff_pair import SMALL, SinkEngine, failure, receive, run, serve, start, until_quiet
+from ..support.handoff_pair import SMALL, SinkEngine, failure, receive, run, serve, start, until_quiet
 
 NUM_BLOCKS = 8
 NUM_NAMES = 1 << 20  # of blocks or tokens, in one message

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import psutil
 
-from diptych.cluster.reaper import Family
+from diptych.cluster.placement.reaper import Family
 
 HOLD = "import sys; log = open(sys.argv[1], 'a'); print('open', flush=True); sys.stdin.read()"
 # Starts a child that holds a log of the session, and ends its session when it is told to.
 COMMAND = f"""
 import subprocess, sys
 from pathlib import Path
-from diptych.cluster.reaper import Reaper
+from diptych.cluster.placement.reaper import Reaper
 folder = Path(sys.argv[1])
 reaper = Reaper(folder)
 child = subprocess.Popen([sys.executable, "-c", {HOLD!r}, str(folder / "child.log")], stdin=subprocess.PIPE)

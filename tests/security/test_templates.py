@@ -13,11 +13,11 @@ import httpx
 import psutil
 import pytest
 
-from diptych.cluster.chat_template import SPECIAL_TOKENS
-from diptych.cluster.front_door import Limits
-from diptych.cluster.prompt_encoder import ProcessLimits
+from diptych.cluster.front.front_door import Limits
+from diptych.cluster.tokens.chat_template import SPECIAL_TOKENS
+from diptych.cluster.tokens.prompt_encoder import ProcessLimits
 
-from ..cluster.front import CONTEXT, TEMPLATE, Echo, Served, served
+from ..support.front import CONTEXT, TEMPLATE, Echo, Served, served
 
 LIMITS = Limits(process=ProcessLimits(cpu_s=0.5, wall_factor=40, max_memory_bytes=128 << 20))
 MIB = 1 << 20
@@ -30,7 +30,7 @@ def chat(server: Served, content: str = "hi", **options: Any) -> httpx.Response:
 
 def children() -> list[int]:
     """Processes that read prompts for this one."""
-    module = "diptych.cluster.prompt_process"
+    module = "diptych.cluster.front.openai.prompt_process"
     return [process.pid for process in psutil.Process().children() if module in process.cmdline()]
 
 
@@ -164,8 +164,8 @@ def test_waiting_for_a_template_is_part_of_a_requests_time() -> None:
 
 ROUTER = """
 import asyncio
-from diptych.cluster.prompt_encoder import ProcessLimits, PromptEncoder
-from tests.cluster.front import byte_tokenizer
+from diptych.cluster.tokens.prompt_encoder import ProcessLimits, PromptEncoder
+from tests.support.front import byte_tokenizer
 
 async def main():
     encoder = PromptEncoder(byte_tokenizer(), ProcessLimits())

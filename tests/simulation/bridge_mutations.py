@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from diptych.workers import kv_bridge, kv_layout
-from diptych.workers.handoff_intake import Intake
-from diptych.workers.kv_bridge import Bridge
-from diptych.workers.kv_layout import BLOCK_MAJOR, KVLayout, Stretch
+from diptych.workers.handoff.intake import Intake
+from diptych.workers.kv import bridge as kv_bridge
+from diptych.workers.kv import layout as kv_layout
+from diptych.workers.kv.bridge import Bridge
+from diptych.workers.kv.layout import BLOCK_MAJOR, KVLayout, Stretch
 
 from .mutations import Replacement
 

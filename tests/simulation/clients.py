@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from diptych.cluster.generation import TokenLogprob
+from diptych.cluster.routing.generation import TokenLogprob
 from diptych.proto import kv_pb2
-from diptych.workers.errors import DiptychError
-from diptych.workers.request import FinishReason, Request
+from diptych.workers.common.errors import DiptychError
+from diptych.workers.common.request import FinishReason, Request
 
 from .faults import Weather
 from .rpc import ClientCall, SimChannel

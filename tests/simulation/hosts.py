@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from diptych.workers.kv_layout import KVLayout
-from diptych.workers.worker_config import WorkerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.kv.layout import KVLayout
 
 from .memory import CheckedRunner, layer_sizes, plan_layout, vary
 

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from diptych.cluster.generation import TokenLogprob
+from diptych.cluster.routing.generation import TokenLogprob
 from diptych.proto import worker_pb2
-from diptych.workers.errors import DeadlineExceeded, RequestFailsSteps, Unavailable
-from diptych.workers.sequence import Sequence, SequenceStatus
+from diptych.workers.common.errors import DeadlineExceeded, RequestFailsSteps, Unavailable
+from diptych.workers.core.sequence import Sequence, SequenceStatus
 
 from .reasons import check_failure
 from .sampling import logprobs

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diptych.cluster.gang import gang_of
-from diptych.cluster.handles import RouterStarted, WorkerStarted
-from diptych.workers.errors import DiptychError, PeerLost, WorkerLost
+from diptych.cluster.common.gang import gang_of
+from diptych.cluster.common.handles import RouterStarted, WorkerStarted
+from diptych.workers.common.errors import DiptychError, PeerLost, WorkerLost
 
 from .remote import NEWS_S, Actor
 

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diptych.workers.batch_tables import BatchTables
-from diptych.workers.fake_stream import FakeRow, FakeStep, FakeStream
-from diptych.workers.kv_layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, KVMemory, Region
-from diptych.workers.kv_wire import STORAGE, Numbers
-from diptych.workers.request import SamplingParams
-from diptych.workers.runner import LayerWatch, ModelInfo
-from diptych.workers.sequence import Batch, SampledToken
-from diptych.workers.staging import GRAIN_BYTES, Slice, Staging
+from diptych.workers.common.request import SamplingParams
+from diptych.workers.core.batch_tables import BatchTables
+from diptych.workers.core.runner import LayerWatch, ModelInfo
+from diptych.workers.core.sequence import Batch, SampledToken
+from diptych.workers.kv.layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, KVMemory, Region
+from diptych.workers.kv.staging import GRAIN_BYTES, Slice, Staging
+from diptych.workers.kv.wire import STORAGE, Numbers
+from diptych.workers.testing.fake_stream import FakeRow, FakeStep, FakeStream
 
 from .sampling import SALTS, VOCAB_SIZE, logprobs, next_token
 from .violation import Violation, demand
@@ -208,7 +208,7 @@ def layer_sizes(layout: KVLayout) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _places(layout: KVLayout, num_blocks: int) -> Places:
-    """[k and v, block, slot, layer, numbers of all ranks]: where in the pool each is, by kv_layout.py's description and
+    """[k and v, block, slot, layer, numbers of all ranks]: where in the pool each is, by kv/layout.py's description and
     not by its code. A layer of fewer numbers than another one has some of them twice."""
     ranks, slots = layout.tensor_parallel, layout.block_size
     own = [_own(layout, layer) for layer in range(layout.num_layers)]

@@ -9,22 +9,22 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
-from diptych.cluster.leg_handoff import LegHandoff
-from diptych.cluster.request_record import RequestRecord
-from diptych.cluster.router import Router
-from diptych.workers.block_manager import BlockManager
-from diptych.workers.engine import Engine
-from diptych.workers.engine_events import SegmentReady
-from diptych.workers.engine_incoming import IncomingHandoffs
-from diptych.workers.engine_outgoing import OutgoingHandoffs
-from diptych.workers.handoff import SinkHandoff, SourceHandoff
-from diptych.workers.handoff_pull import Pull
-from diptych.workers.handoff_source import HandoffSource
-from diptych.workers.handoff_types import Abandon, Answer, Commit, EndLease, Fail, Release, Renew
-from diptych.workers.kv_segment import Read
-from diptych.workers.prefix_cache import PrefixCache
-from diptych.workers.service import WorkerService
-from diptych.workers.service_handoffs import ServiceHandoffs
+from diptych.cluster.routing.leg_handoff import LegHandoff
+from diptych.cluster.routing.request_record import RequestRecord
+from diptych.cluster.routing.router import Router
+from diptych.workers.core.block_manager import BlockManager
+from diptych.workers.core.prefix_cache import PrefixCache
+from diptych.workers.engine.engine import Engine
+from diptych.workers.engine.events import SegmentReady
+from diptych.workers.engine.incoming import IncomingHandoffs
+from diptych.workers.engine.outgoing import OutgoingHandoffs
+from diptych.workers.handoff.machines import SinkHandoff, SourceHandoff
+from diptych.workers.handoff.pull import Pull
+from diptych.workers.handoff.source import HandoffSource
+from diptych.workers.handoff.types import Abandon, Answer, Commit, EndLease, Fail, Release, Renew
+from diptych.workers.kv.segment import Read
+from diptych.workers.server.handoffs import ServiceHandoffs
+from diptych.workers.server.service import WorkerService
 
 Replacement = tuple[Any, str, Any]
 

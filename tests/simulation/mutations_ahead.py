@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from diptych.workers.block_manager import BlockManager
-from diptych.workers.engine_ahead import LaunchedSteps
+from diptych.workers.core.block_manager import BlockManager
+from diptych.workers.engine.step_pipeline import LaunchedSteps
 
 from .mutations import Replacement
 

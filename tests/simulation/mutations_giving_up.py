@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from diptych.cluster.request_record import RequestRecord
-from diptych.cluster.request_run import RequestRun
-from diptych.cluster.worker_link import WorkerLink
-from diptych.workers.errors import Unavailable
+from diptych.cluster.routing.request_record import RequestRecord
+from diptych.cluster.routing.request_run import RequestRun
+from diptych.cluster.routing.worker_link import WorkerLink
+from diptych.workers.common.errors import Unavailable
 
 from .mutations import Replacement
 

@@ -1,9 +1,9 @@
 """Bugs to plant in what several routers share, and in how they hear of a drain: see mutations.py."""
 
-from diptych.cluster.fleet import WorkerView
+from diptych.cluster.routing.fleet import WorkerView
 from diptych.proto import worker_pb2
-from diptych.workers.service import WorkerService
-from diptych.workers.service_links import Links, RouterLink
+from diptych.workers.server.links import Links, RouterLink
+from diptych.workers.server.service import WorkerService
 
 from .mutations import Replacement
 

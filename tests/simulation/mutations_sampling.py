@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from diptych.cluster import router
-from diptych.workers import prefix_cache
-from diptych.workers.request import Request
-from diptych.workers.sequence import Provisional
+from diptych.cluster.routing import router
+from diptych.workers.common.request import Request
+from diptych.workers.core import prefix_cache
+from diptych.workers.core.sequence import Provisional
 
 from .mutations import Replacement
 

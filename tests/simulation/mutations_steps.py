@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from diptych.cluster import request_record
-from diptych.workers.errors import RequestFailsSteps
-from diptych.workers.suspects import Suspects
+from diptych.cluster.routing import request_record
+from diptych.workers.common.errors import RequestFailsSteps
+from diptych.workers.core.suspects import Suspects
 
 from .mutations import Replacement
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diptych.cluster import supervisor, worker_watch
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.handles import WorkerHandle
-from diptych.cluster.plan import Action, Failures, SetRole, Start
-from diptych.cluster.supervisor import Supervisor
-from diptych.cluster.worker_control import WorkerControl
-from diptych.cluster.worker_record import WorkerRecord
-from diptych.workers.errors import DiptychError
+from diptych.cluster.common.handles import WorkerHandle
+from diptych.cluster.control import supervisor, worker_watch
+from diptych.cluster.control.plan import Action, Failures, SetRole, Start
+from diptych.cluster.control.supervisor import Supervisor
+from diptych.cluster.control.worker_control import WorkerControl
+from diptych.cluster.control.worker_record import WorkerRecord
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.workers.common.errors import DiptychError
 
 from .mutations import Replacement
 

@@ -1,7 +1,7 @@
 """Bugs to plant against bits that flip and clients that do not read: see mutations.py."""
 
-from diptych.cluster.request_run import RequestRun
-from diptych.workers import handoff_intake
+from diptych.cluster.routing.request_run import RequestRun
+from diptych.workers.handoff import intake as handoff_intake
 
 from .mutations import Replacement
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diptych.cluster.legs import Actions
-from diptych.cluster.request_record import RequestRecord
-from diptych.workers.errors import DiptychError, WorkerDraining
+from diptych.cluster.routing.legs import Actions
+from diptych.cluster.routing.request_record import RequestRecord
+from diptych.workers.common.errors import DiptychError, WorkerDraining
 
 from .violation import demand
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from diptych.workers.errors import DiptychError, WorkerLost
+from diptych.workers.common.errors import DiptychError, WorkerLost
 
 from .clock import ProcessLoop, SimFuture
 from .network import Network

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diptych.cluster.deployment import make_router_id
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.policy import RoutingConfig
-from diptych.cluster.router import Router
-from diptych.workers.service import WorkerService
+from diptych.cluster.common.deployment import make_router_id
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.router import Router
+from diptych.workers.server.service import WorkerService
 
 from .clock import ProcessLoop
 from .faults import Fault
 
 if TYPE_CHECKING:
     from diptych.proto import worker_pb2
-    from diptych.workers.service_links import RouterLink
+    from diptych.workers.server.links import RouterLink
 
     from .world import Client, World
 

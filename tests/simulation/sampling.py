@@ -6,7 +6,7 @@ another token.
 import random
 from collections.abc import Sequence
 
-from diptych.workers.request import Request, SamplingParams
+from diptych.workers.common.request import Request, SamplingParams
 
 EOS = 0
 VOCAB_SIZE = 997

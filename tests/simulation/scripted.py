@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from diptych.cluster.fleet import WorkerInfo
+from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.workers.sequence import Sequence
+from diptych.workers.core.sequence import Sequence
 
 from . import faults
 from .faults import Fault, Kinds, Weather

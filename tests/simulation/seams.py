@@ -10,9 +10,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from diptych.cluster import kv_costs, request_run, router, worker_control, worker_link
-from diptych.workers import handoff_pull, handoff_sink, handoff_source, kv_bridge, service
-from diptych.workers.engine import Engine
+from diptych.cluster.control import worker_control
+from diptych.cluster.routing import kv_costs, request_run, router, worker_link
+from diptych.workers.engine.engine import Engine
+from diptych.workers.handoff import pull as handoff_pull
+from diptych.workers.handoff import sink as handoff_sink
+from diptych.workers.handoff import source as handoff_source
+from diptych.workers.kv import bridge as kv_bridge
+from diptych.workers.server import service
 from diptych.workers.transport.grpc import GrpcTransport
 
 from .rpc import SimChannel, SimServer

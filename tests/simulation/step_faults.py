@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from diptych.workers.fake_stream import FakeRow, FakeStep
+from diptych.workers.testing.fake_stream import FakeRow, FakeStep
 
 from .violation import demand
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diptych.cluster.config import ClusterConfig
-from diptych.cluster.config_file import build
-from diptych.cluster.deployment import first_worker_ids
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.fleet_watch import Watch, follow
-from diptych.cluster.supervisor import Supervisor
-from diptych.workers.errors import Unavailable, WorkerLost
+from diptych.cluster.common.config import ClusterConfig
+from diptych.cluster.common.config_file import build
+from diptych.cluster.common.deployment import first_worker_ids
+from diptych.cluster.control.supervisor import Supervisor
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.fleet_watch import Watch, follow
+from diptych.workers.common.errors import Unavailable, WorkerLost
 
 from .faults import Fault
 from .hosts import Hosts

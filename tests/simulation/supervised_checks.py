@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from diptych.cluster.fleet import WorkerInfo
-from diptych.cluster.gang import gang_of
-from diptych.cluster.plan import Phase
-from diptych.cluster.supervisor import ADOPT_S
-from diptych.cluster.worker_record import WorkerRecord, announced
-from diptych.cluster.worker_watch import SILENT_TICKS, TICK_S
+from diptych.cluster.common.gang import gang_of
+from diptych.cluster.control.plan import Phase
+from diptych.cluster.control.supervisor import ADOPT_S
+from diptych.cluster.control.worker_record import WorkerRecord, announced
+from diptych.cluster.control.worker_watch import SILENT_TICKS, TICK_S
+from diptych.cluster.routing.fleet import WorkerInfo
 
 from .invariants import integrity
 from .reasons import length_of

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diptych.proto import kv_pb2
-from diptych.workers.engine import Engine
-from diptych.workers.engine_events import StepOutput
-from diptych.workers.engine_thread import IDLE_WAIT_S, EngineThread
-from diptych.workers.errors import TransportError, WorkerLost
-from diptych.workers.handoff_pull import Errand, Pull
-from diptych.workers.kv_bridge import Bridge
-from diptych.workers.kv_layout import Copies, Region
-from diptych.workers.kv_segment import Segment
-from diptych.workers.staging import GRAIN_BYTES
+from diptych.workers.common.errors import TransportError, WorkerLost
+from diptych.workers.engine.engine import Engine
+from diptych.workers.engine.events import StepOutput
+from diptych.workers.engine.thread import IDLE_WAIT_S, EngineThread
+from diptych.workers.handoff.pull import Errand, Pull
+from diptych.workers.kv.bridge import Bridge
+from diptych.workers.kv.layout import Copies, Region
+from diptych.workers.kv.segment import Segment
+from diptych.workers.kv.staging import GRAIN_BYTES
 from diptych.workers.transport.base import Reader, Source, Transport
 
 from .clock import ProcessLoop, SimFuture, Timer

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from functools import partial
 
-from diptych.cluster.policy import RoutingConfig
+from diptych.cluster.routing.policy import RoutingConfig
 from diptych.proto import worker_pb2
-from diptych.workers import kv_bridge
-from diptych.workers.block_manager import BlockManager
-from diptych.workers.errors import DiptychError
-from diptych.workers.handoff import SourceState
-from diptych.workers.request import Request
+from diptych.workers.common.errors import DiptychError
+from diptych.workers.common.request import Request
+from diptych.workers.core.block_manager import BlockManager
+from diptych.workers.handoff.machines import SourceState
+from diptych.workers.kv import bridge as kv_bridge
 
 from .clients import Client, forge_a_pull, plan_clients
 from .clock import Clock, ProcessLoop, dispose

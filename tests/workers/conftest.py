@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ..checkpoints import ARCHITECTURES, make_checkpoint
+from ..support.checkpoints import ARCHITECTURES, make_checkpoint
 
 CheckpointOf = Callable[[str], Path]
 

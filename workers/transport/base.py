@@ -1,6 +1,6 @@
 """How bytes of KV move: a Transport is one process's end, a Reader is its connection to one source.
 
-It knows regions of memory and runs of bytes in them; what they mean is kv_layout.py's. The sink pulls. `Reader.read`
+It knows regions of memory and runs of bytes in them; what they mean is kv/layout.py's. The sink pulls. `Reader.read`
 returns when every byte has landed. When it raises, `may_still_land` of the TransportError says whether bytes could
 still arrive later; after a cancelled read they always could. The target blocks must then be quarantined until
 `Reader.settled` returns.
@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ...proto import kv_pb2, kv_pb2_grpc
-from ..channel import Metadata
-from ..kv_layout import Copies, Region
+from ..common.channel import Metadata
+from ..kv.layout import Copies, Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...proto import kv_pb2
-from ..device_kv import HANDLE_BYTES, UUID_BYTES, CudaDriver, DeviceKV
-from ..errors import TransportError
-from ..kv_layout import Copies, Region
+from ..common.errors import TransportError
+from ..kv.device_kv import HANDLE_BYTES, UUID_BYTES, CudaDriver, DeviceKV
+from ..kv.layout import Copies, Region
 from .base import Reader, Source, Transport
 from .landing import LandingReader
 from .machine import this_machine

@@ -7,8 +7,8 @@ import grpc
 import grpc.aio
 
 from ...proto import kv_pb2
-from ..errors import TransportError, WorkerLost
-from ..kv_layout import Copies, Region
+from ..common.errors import TransportError, WorkerLost
+from ..kv.layout import Copies, Region
 from .base import Reader, Source, Transport
 from .landing import READ_TIMEOUT_S, SLOWEST_BYTES_S
 from .runs import Scatter

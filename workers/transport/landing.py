@@ -3,7 +3,7 @@
 import asyncio
 from concurrent.futures import Future
 
-from ..errors import TransportError
+from ..common.errors import TransportError
 from .base import Reader
 
 READ_TIMEOUT_S = 20.0

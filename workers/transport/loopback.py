@@ -3,8 +3,8 @@
 import asyncio
 
 from ...proto import kv_pb2
-from ..errors import TransportError
-from ..kv_layout import Copies, KVMemory, Region, Runs
+from ..common.errors import TransportError
+from ..kv.layout import Copies, KVMemory, Region, Runs
 from .base import Reader, Source, Transport
 from .runs import Scatter, gather
 

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Sequence
 
 from ...proto import kv_pb2
-from ..errors import TransportError
-from ..kv_layout import Copies, Region
+from ..common.errors import TransportError
+from ..kv.layout import Copies, Region
 from .base import Reader, Source, Transport
 from .landing import LandingReader
 from .machine import this_machine

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DiptychError, TransportError
-from ..kv_layout import Copies, Offsets, Region
+from ..common.errors import DiptychError, TransportError
+from ..kv.layout import Copies, Offsets, Region
 
 POST_BYTES = 16 << 20
 MAX_POSTED = 4  # transfers of one read at a time

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..device_kv import CopyRows
-from ..kv_layout import Copies, Offsets, Runs
+from ..kv.device_kv import CopyRows
+from ..kv.layout import Copies, Offsets, Runs
 
 
 def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from ..device_kv import DeviceKV
-from ..errors import ConfigError, TransportError
-from ..kv_layout import Region
+from ..common.errors import ConfigError, TransportError
+from ..kv.device_kv import DeviceKV
+from ..kv.layout import Region
 from .base import Transport
 from .cuda_ipc import CudaIpcTransport
 from .grpc import GrpcTransport

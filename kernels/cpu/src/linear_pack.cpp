@@ -50,7 +50,7 @@ void pack_panel(const T *const *rows, int64_t k, T *out) {
 }
 
 // The scale of `count` weights: 0 where all of them are. Int8: the largest becomes 127 or -127. Int4: it becomes -8, so
-// that all sixteen values serve (llama.cpp's Q4_0); the twins are workers/quant/int8.py and int4.py.
+// that all sixteen values serve (llama.cpp's Q4_0); the twins are workers/models/quant/int8.py and int4.py.
 template <class T>
 float scale_of(const T *weights, int64_t count, Format format) {
   float low = 0.0f, high = 0.0f;

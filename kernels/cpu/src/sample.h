@@ -1,4 +1,4 @@
-// A token of one row of logits: the twin of workers/choice.py, and of kernels/gumbel.py.
+// A token of one row of logits: the twin of workers/sampling/choice.py, and of kernels/sampling/gumbel.py.
 #pragma once
 
 #include "select.h"

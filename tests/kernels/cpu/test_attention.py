@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from diptych.kernels.attention.paged_attention import paged_attention_twin
+from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from diptych.kernels.cpu.attention import (
     HeadNorms,
     Heads,
@@ -19,12 +21,10 @@ from diptych.kernels.cpu.attention import (
     unpack,
 )
 from diptych.kernels.cpu.library import Library, Team
-from diptych.kernels.paged_attention import paged_attention_twin
-from diptych.kernels.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
-from diptych.kernels.rms_norm import rms_norm_twin
-from diptych.kernels.rope_kv_write import rope_kv_write_twin
+from diptych.kernels.elementwise.rms_norm import rms_norm_twin
+from diptych.kernels.kv.rope_kv_write import rope_kv_write_twin
 
-from ..paged import make_batch, make_cache
+from ...support.paged import make_batch, make_cache
 
 BATCHES = [
     ([1], [1]),

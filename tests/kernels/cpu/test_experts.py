@@ -11,7 +11,7 @@ from diptych.kernels.cpu.experts import Gate, PackedExperts, experts
 from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import Then, pack
-from diptych.workers.quant.stored import as_stored_
+from diptych.workers.models.quant.stored import as_stored_
 
 GATES = [Gate(), Gate(Then.GELU_MUL), Gate(Then.CLAMPED_MUL, 1.702, 0.75)]
 

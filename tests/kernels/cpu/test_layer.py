@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diptych.kernels.attention.paged_batch import AttentionOptions
 from diptych.kernels.cpu.layer import AttentionKind, CompiledLayers, DecoderShape, PackedLayer, PackedOuter, StepMemory
 from diptych.kernels.cpu.library import Library, Team
 from diptych.kernels.cpu.linear import Then, pack
-from diptych.kernels.paged_batch import AttentionOptions
 
 H, INNER, N, K, D, VOCAB, EPS, BLOCK_SIZE = 48, 80, 4, 2, 16, 70, 1e-5, 16
 NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")

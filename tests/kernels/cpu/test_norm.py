@@ -3,7 +3,7 @@ import torch
 
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.norm import rms_norm
-from diptych.kernels.rms_norm import rms_norm_twin
+from diptych.kernels.elementwise.rms_norm import rms_norm_twin
 
 SIZES = [(1, 16), (5, 63), (2, 7), (33, 576)]
 

@@ -2,7 +2,7 @@ import torch
 
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.routing import route
-from diptych.kernels.moe_routing import Routing, moe_routing_twin
+from diptych.kernels.moe.moe_routing import Routing, moe_routing_twin
 
 FAMILIES = {
     "mixtral": (8, Routing(2)),

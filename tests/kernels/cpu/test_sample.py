@@ -1,4 +1,4 @@
-"""The compiled choice of tokens against its twin, workers/choice.py, over seeds and settings."""
+"""The compiled choice of tokens against its twin, workers/sampling/choice.py, over seeds and settings."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,9 @@ import torch
 
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.sample import Draw, RowSampler
-from diptych.workers.choice import choose, choose_compiled
-from diptych.workers.request import Request, SamplingParams
-from diptych.workers.sequence import Sequence
+from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.core.sequence import Sequence
+from diptych.workers.sampling.choice import choose, choose_compiled
 
 VOCAB = 1007
 SETTINGS = [

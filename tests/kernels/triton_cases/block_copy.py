@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.block_copy import copy_blocks_triton, copy_blocks_twin
+from diptych.kernels.kv.block_copy import copy_blocks_triton, copy_blocks_twin
 
 from .common import DEVICE, DTYPES, Launch, meta, normal
 

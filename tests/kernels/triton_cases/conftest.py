@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-import triton  # noqa: F401 (imported before any kernel: see kernels/lang.py)
+import triton  # noqa: F401 (imported before any kernel: see kernels/common/lang.py)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

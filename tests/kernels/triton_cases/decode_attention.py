@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from diptych.kernels.decode_attention import decode_attention_triton, decode_attention_twin
-from diptych.kernels.decode_plan import (
+from diptych.kernels.attention.decode_attention import decode_attention_triton, decode_attention_twin
+from diptych.kernels.attention.decode_plan import (
     DecodePlan,
     Decodes,
     decode_config,
@@ -10,11 +10,11 @@ from diptych.kernels.decode_plan import (
     plan_decode_triton,
     plan_decode_twin,
 )
-from diptych.kernels.kv_scales import quantise
-from diptych.kernels.paged_batch import NO_OPTIONS, AttentionOptions
-from diptych.kernels.tuning import chip_of
+from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions
+from diptych.kernels.common.tuning import chip_of
+from diptych.kernels.kv.kv_scales import quantise
 
-from ..paged import make_batch, make_cache
+from ...support.paged import make_batch, make_cache
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
 FP8 = torch.float8_e4m3fn

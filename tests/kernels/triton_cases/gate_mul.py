@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul_triton, gate_mul_twin
+from diptych.kernels.elementwise.gate_mul import GELU, GELU_TANH, SILU, SWIGLU_CLAMPED, gate_mul_triton, gate_mul_twin
 
 from .common import DTYPES, Launch, assert_near, meta, normal
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from diptych.kernels.kv_move import KVSlots, move_kv_triton, move_kv_twin
-from diptych.kernels.kv_scales import LARGEST
+from diptych.kernels.kv.kv_move import KVSlots, move_kv_triton, move_kv_twin
+from diptych.kernels.kv.kv_scales import LARGEST
 
 from .common import DEVICE, Launch, meta, normal
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from diptych.kernels import latent_attention
-from diptych.kernels.latent_attention import latent_attention_triton, latent_attention_twin
-from diptych.kernels.paged_batch import PagedBatch
+from diptych.kernels.attention.paged_batch import PagedBatch
+from diptych.kernels.mla import latent_attention
+from diptych.kernels.mla.latent_attention import latent_attention_triton, latent_attention_twin
 
-from ..paged import make_batch, make_cache
+from ...support.paged import make_batch, make_cache
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
 I32 = torch.int32

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.latent_kv_write import latent_kv_write_triton, latent_kv_write_twin
+from diptych.kernels.mla.latent_kv_write import latent_kv_write_triton, latent_kv_write_twin
 
 from .common import DEVICE, DTYPES, Launch, assert_near, meta, normal
 

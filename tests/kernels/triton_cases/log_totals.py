@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.log_totals import log_totals_triton, log_totals_twin
+from diptych.kernels.sampling.log_totals import log_totals_triton, log_totals_twin
 
 from .common import DTYPES, Launch, assert_near, meta, normal
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.logit_changes import (
+from diptych.kernels.sampling.logit_changes import (
     IN_PROMPT,
     Changes,
     change_logits_triton,

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from diptych.kernels.decode_plan import Decodes
-from diptych.kernels.mla_decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
+from diptych.kernels.attention.decode_plan import Decodes
+from diptych.kernels.mla.decode import mla_decode_triton, mla_decode_twin, plan_mla_decode
 
-from ..paged import make_batch, make_cache
+from ...support.paged import make_batch, make_cache
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
 I32 = torch.int32

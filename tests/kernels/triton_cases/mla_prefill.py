@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.mla_prefill import Chunks, mla_prefill_triton, mla_prefill_twin
+from diptych.kernels.mla.prefill import Chunks, mla_prefill_triton, mla_prefill_twin
 
 from .common import DOT_DTYPES, Launch, assert_near, meta, normal
 

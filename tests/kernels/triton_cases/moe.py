@@ -1,17 +1,17 @@
 import pytest
 import torch
 
-from diptych.kernels.expert_counts import count_experts_triton, count_experts_twin
-from diptych.kernels.gate_mul import GELU, SILU, SWIGLU_CLAMPED
-from diptych.kernels.grouped_gemm import ExpertWeight, grouped_product_triton, grouped_product_twin
-from diptych.kernels.moe_combine import moe_combine_triton, moe_combine_twin
-from diptych.kernels.moe_routing import Routing, moe_routing_triton, moe_routing_twin
-from diptych.kernels.moe_sort import ExpertOrder, moe_sort_triton, moe_sort_twin
-from diptych.kernels.packed_weight import PackedWeight, pack
-from diptych.kernels.quantise_rows import quantise_rows_twin
-from diptych.kernels.scaled_gemm import ScaledWeight
+from diptych.kernels.elementwise.gate_mul import GELU, SILU, SWIGLU_CLAMPED
+from diptych.kernels.gemm.packed_weight import PackedWeight, pack
+from diptych.kernels.gemm.quantise_rows import quantise_rows_twin
+from diptych.kernels.gemm.scaled_gemm import ScaledWeight
+from diptych.kernels.moe.expert_counts import count_experts_triton, count_experts_twin
+from diptych.kernels.moe.grouped_gemm import ExpertWeight, grouped_product_triton, grouped_product_twin
+from diptych.kernels.moe.moe_combine import moe_combine_triton, moe_combine_twin
+from diptych.kernels.moe.moe_routing import Routing, moe_routing_triton, moe_routing_twin
+from diptych.kernels.moe.moe_sort import ExpertOrder, moe_sort_triton, moe_sort_twin
 
-from ..quantised import random_codes, random_scaled
+from ...support.quantised import random_codes, random_scaled
 from .common import DEVICE, DOT_DTYPES, DTYPES, Launch, assert_near, meta, normal
 from .quantise_rows import FP8, HOPPER
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from diptych.kernels.paged_attention import paged_attention_triton, paged_attention_twin
+from diptych.kernels.attention.paged_attention import paged_attention_triton, paged_attention_twin
 
-from ..paged import make_batch, make_cache
+from ...support.paged import make_batch, make_cache
 from .common import DEVICE, Launch, assert_near, meta, normal
 
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from diptych.kernels.kv_scales import quantise
-from diptych.kernels.paged_batch import NO_OPTIONS, AttentionOptions
-from diptych.kernels.prefill_attention import prefill_attention_triton, prefill_attention_twin
+from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions
+from diptych.kernels.attention.prefill_attention import prefill_attention_triton, prefill_attention_twin
+from diptych.kernels.kv.kv_scales import quantise
 
-from ..paged import make_batch, make_cache
+from ...support.paged import make_batch, make_cache
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
 FP8 = torch.float8_e4m3fn

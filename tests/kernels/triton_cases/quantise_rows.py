@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.quantise_rows import (
+from diptych.kernels.gemm.quantise_rows import (
     limit_of,
     quantise_rows_by,
     quantise_rows_by_triton,

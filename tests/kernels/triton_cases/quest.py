@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.quest import score_blocks_triton, score_blocks_twin, summarise_triton, summarise_twin
+from diptych.kernels.attention.quest import score_blocks_triton, score_blocks_twin, summarise_triton, summarise_twin
 
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diptych.kernels.rms_norm import add_rms_norm_triton, add_rms_norm_twin, rms_norm_triton, rms_norm_twin
+from diptych.kernels.elementwise.rms_norm import add_rms_norm_triton, add_rms_norm_twin, rms_norm_triton, rms_norm_twin
 
 from .common import DOT_DTYPES, DTYPES, Launch, assert_near, meta, normal
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from diptych.kernels.kv_scales import LARGEST
-from diptych.kernels.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin, rotate_triton, rotate_twin
+from diptych.kernels.kv.kv_scales import LARGEST
+from diptych.kernels.kv.rope_kv_write import rope_kv_write_triton, rope_kv_write_twin, rotate_triton, rotate_twin
 
 from .common import DEVICE, DTYPES, Launch, assert_near, meta, normal
 

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from diptych.kernels.gumbel import gumbel, gumbels, uniforms
-from diptych.kernels.lang import jit, tl
-from diptych.kernels.sampling import Draws, sample_triton, sample_twin
+from diptych.kernels.common.lang import jit, tl
+from diptych.kernels.sampling.gumbel import gumbel, gumbels, uniforms
+from diptych.kernels.sampling.sampling import Draws, sample_triton, sample_twin
 
 from .common import DEVICE, Launch, meta, normal
 

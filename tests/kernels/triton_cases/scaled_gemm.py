@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from diptych.kernels.quantise_rows import quantise_rows_twin
-from diptych.kernels.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin, static_workspace
+from diptych.kernels.gemm.quantise_rows import quantise_rows_twin
+from diptych.kernels.gemm.scaled_gemm import ScaledWeight, scaled_gemm_triton, scaled_gemm_twin, static_workspace
 
-from ..quantised import random_scaled
+from ...support.quantised import random_scaled
 from .common import DEVICE, Launch, assert_near, meta, normal
 from .quantise_rows import FP8, HOPPER
 

@@ -1,8 +1,8 @@
-"""kernels/step_inputs.py: rows that are fed, known and idle; tables that are part of wider ones."""
+"""kernels/elementwise/step_inputs.py: rows that are fed, known and idle; tables that are part of wider ones."""
 
 import torch
 
-from diptych.kernels.step_inputs import DecodeRows, step_inputs_triton, step_inputs_twin
+from diptych.kernels.elementwise.step_inputs import DecodeRows, step_inputs_triton, step_inputs_twin
 
 from .common import DEVICE, Launch, meta
 

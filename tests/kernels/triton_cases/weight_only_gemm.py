@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from diptych.kernels.packed_weight import PackedWeight, pack
-from diptych.kernels.split_k import num_splits
-from diptych.kernels.weight_only_gemm import static_workspace, weight_only_gemm_triton, weight_only_gemm_twin
+from diptych.kernels.gemm.packed_weight import PackedWeight, pack
+from diptych.kernels.gemm.split_k import num_splits
+from diptych.kernels.gemm.weight_only_gemm import static_workspace, weight_only_gemm_triton, weight_only_gemm_twin
 
-from ..quantised import random_codes
+from ...support.quantised import random_codes
 from .common import DEVICE, DOT_DTYPES, Launch, assert_near, meta, normal
 
 

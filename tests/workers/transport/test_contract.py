@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import pytest
 
 from diptych.proto import kv_pb2, kv_pb2_grpc
-from diptych.workers.channel import open_channel
-from diptych.workers.errors import TransportError, WorkerLost
-from diptych.workers.kv_layout import Copies, KVLayout, KVMemory
+from diptych.workers.common.channel import open_channel
+from diptych.workers.common.errors import TransportError, WorkerLost
+from diptych.workers.kv.layout import Copies, KVLayout, KVMemory
 from diptych.workers.transport.base import Reader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
-from ..handoff_pair import LARGE, SMALL, Served, make_memory, piece, run, serve
+from ...support.handoff_pair import LARGE, SMALL, Served, make_memory, piece, run, serve
 
 NAMES = ["loopback", "grpc", "nixl"]
 POISON = 0xA5

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from diptych.proto import kv_pb2
-from diptych.workers.errors import TransportError
-from diptych.workers.kv_layout import Copies, KVMemory, Region
+from diptych.workers.common.errors import TransportError
+from diptych.workers.kv.layout import Copies, KVMemory, Region
 from diptych.workers.transport import nixl_thread
 from diptych.workers.transport.base import Reader, Source
 from diptych.workers.transport.nixl import NixlTransport
 
-from ..handoff_pair import SMALL, make_memory, run
+from ...support.handoff_pair import SMALL, make_memory, run
 
 
 def source_of(endpoint: kv_pb2.NixlEndpoint) -> Source:

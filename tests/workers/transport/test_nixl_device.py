@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from diptych.proto import kv_pb2
-from diptych.workers.kv_layout import Copies, Region
+from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.transport.base import Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
-from ..handoff_pair import run
+from ...support.handoff_pair import run
 
 POOL = Region(0x7F0000000000, 1 << 20, None, device_id=3)
 STAGING = Region(0x10000, 1 << 16, memoryview(bytearray(1 << 16)))

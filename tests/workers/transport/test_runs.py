@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.workers.kv_layout import BLOCK_MAJOR, LAYER_MAJOR, Copies, KVLayout, Runs
+from diptych.workers.kv.layout import BLOCK_MAJOR, LAYER_MAJOR, Copies, KVLayout, Runs
 from diptych.workers.transport.runs import Scatter, equally_spaced, gather, in_parts
 
-from ..handoff_pair import SMALL, make_memory
+from ...support.handoff_pair import SMALL, make_memory
 
 NUM_BLOCKS = 6
 BLOCKS = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=NUM_BLOCKS, unique=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from diptych.proto import kv_pb2
-from diptych.workers.errors import ConfigError, TransportError
-from diptych.workers.kv_layout import Region
+from diptych.workers.common.errors import ConfigError, TransportError
+from diptych.workers.kv.layout import Region
 from diptych.workers.transport import select
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.select import make_transports
 
-from ..handoff_pair import SMALL, make_memory, run
+from ...support.handoff_pair import SMALL, make_memory, run
 
 
 class Absent:

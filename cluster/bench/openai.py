@@ -1,0 +1,193 @@
+"""An OpenAI-compatible endpoint to be measured: POST /v1/completions or /v1/chat/completions, streamed."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult
+
+from ...workers.common.errors import DiptychError, Unauthenticated, Unavailable, UnknownModel
+from .http import HttpClient, Response
+from .types import Call, Failure, Messages, Prompt, Reply
+
+MAX_EVENT_BYTES = 16 << 20
+MAX_MESSAGE_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What is the same in every call. `more`: fields of the body besides (temperature and the like)."""
+
+    model: str
+    is_chat: bool
+    timeout_s: float
+    more: Mapping[str, Any]
+
+
+class OpenAIEndpoint:
+    def __init__(self, url: SplitResult, api_key: str | None) -> None:
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._http = HttpClient(url, headers)
+        base = url.path.rstrip("/")
+        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        self._shown = url.geturl()
+
+    async def find_model(self, wanted: str | None, timeout_s: float) -> str:
+        """`wanted`, or the one model that is served. Raises Unavailable, Unauthenticated, UnknownModel."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._http.get(f"{self._base}/models")
+        except (OSError, TimeoutError) as e:
+            raise Unavailable(f"cannot reach {self._shown}: {_told(e)}. Is the server running at that address?") from e
+        if response.status == 401:
+            raise Unauthenticated(f"{self._shown} asks for an API key: give --api-key, or set DIPTYCH_API_KEY")
+        served = _model_names(response)
+        if served is None:
+            if wanted is None:
+                raise UnknownModel(f"{self._shown} does not list its models (status {response.status}): give --model")
+            return wanted
+        if wanted in served:
+            return wanted
+        names = ", ".join(served[:20]) or "none"
+        if wanted is not None:
+            raise UnknownModel(f"{self._shown} does not serve {wanted!r}. It serves: {names}")
+        if len(served) != 1:
+            raise UnknownModel(f"{self._shown} serves several models: give --model, one of: {names}")
+        return served[0]
+
+    async def ask(self, call: Call, asking: Asking) -> Reply:
+        """One call, to its end; what goes wrong is in the Reply."""
+        path = f"{self._base}/chat/completions" if asking.is_chat else f"{self._base}/completions"
+        body = _body(call, asking)
+        stream = EventReader(Reply(time.perf_counter(), num_input=call.num_tokens))
+        reply = stream.reply
+        try:
+            async with asyncio.timeout(asking.timeout_s):
+                response = await self._http.post(path, body, stream.feed)
+        except TimeoutError:
+            reply.failure = Failure("timeout", f"no whole answer within {asking.timeout_s:g} s: raise --timeout")
+        except OSError as e:
+            reply.failure = Failure(type(e).__name__, _told(e))
+        else:
+            reply.failure = reply.failure or _failure(response)
+        return stream.ended()
+
+    async def close(self) -> None:
+        self._http.close()
+
+
+class EventReader:
+    """Server-sent events of one answer, as bytes come: when its tokens came, its text and its usage."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self._rest = b""
+        self._texts: list[str] = []
+        self._num_counted: int | None = None  # the server's count of output tokens
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Raises ValueError for what is no event."""
+        *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._read(line[5:].strip(), now)
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+
+    def ended(self) -> Reply:
+        reply = self.reply
+        reply.text = "".join(self._texts)
+        reply.num_output = len(reply.token_at) if self._num_counted is None else self._num_counted
+        if reply.failure is None and not reply.ended_at:
+            reply.failure = Failure("empty answer", "the answer held no event with a choice: is it an OpenAI endpoint?")
+        if reply.failure is not None:
+            reply.ended_at = time.perf_counter()
+        return reply
+
+    def _read(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            return
+        event = json.loads(data)
+        try:
+            if error := event.get("error"):
+                self.reply.failure = _named("error in the stream", error)
+            if choices := event.get("choices"):
+                self._read_choice(choices[0], now)
+            if usage := event.get("usage"):
+                self._read_usage(usage)
+        except (AttributeError, KeyError, TypeError) as e:
+            raise ValueError(f"an event is not of OpenAI's form: {data[:80]!r}") from e
+
+    def _read_usage(self, usage: dict[str, Any]) -> None:
+        self.reply.num_input = int(usage.get("prompt_tokens") or self.reply.num_input)
+        self.reply.num_cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        self._num_counted = int(usage["completion_tokens"])
+
+    def _read_choice(self, choice: dict[str, Any], now: float) -> None:
+        delta = choice.get("delta")
+        if delta is None:
+            text = choice.get("text") or ""
+        else:
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        self.reply.ended_at = now
+        # Without text it is a chat's opening, the last word, or a token that is not a whole character yet.
+        is_token = text or (choice.get("finish_reason") is None and not (delta is not None and "role" in delta))
+        if is_token:
+            self.reply.token_at.append(now)
+            self._texts.append(text)
+
+
+def _body(call: Call, asking: Asking) -> bytes:
+    body: dict[str, Any] = {
+        "model": asking.model,
+        "messages" if asking.is_chat else "prompt": _messages(call.prompt) if asking.is_chat else _plain(call.prompt),
+        "max_tokens": call.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return json.dumps(body | dict(asking.more), separators=(",", ":")).encode()
+
+
+def _messages(prompt: Prompt) -> Messages:
+    assert not isinstance(prompt, str)
+    return [message for message in prompt if not isinstance(message, int)]
+
+
+def _plain(prompt: Prompt) -> str | list[Any]:
+    return prompt if isinstance(prompt, str) else list(prompt)
+
+
+def _failure(response: Response) -> Failure | None:
+    if response.status == 200:
+        return None
+    try:
+        error = json.loads(response.body)
+    except ValueError:
+        error = response.body.decode(errors="replace")
+    return _named(f"HTTP {response.status}", error.get("error", error) if isinstance(error, dict) else error)
+
+
+def _named(kind: str, error: object) -> Failure:
+    """Of OpenAI's error object, or of whatever came instead."""
+    if not isinstance(error, dict):
+        return Failure(kind, str(error)[:MAX_MESSAGE_CHARS])
+    code = error.get("code") or error.get("type")
+    return Failure(f"{kind} {code}" if code else kind, str(error.get("message", error))[:MAX_MESSAGE_CHARS])
+
+
+def _model_names(response: Response) -> list[str] | None:
+    """None where the endpoint keeps no such list."""
+    if response.status != 200:
+        return None
+    try:
+        return [str(model["id"]) for model in json.loads(response.body)["data"]]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, DiptychError):
+        return error.message
+    return str(error) or type(error).__name__

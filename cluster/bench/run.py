@@ -1,0 +1,126 @@
+"""Sends the sessions of a workload to an endpoint, and keeps what came of each call.
+
+closed loop     `concurrency` clients, each with one session after the other
+open loop       a session starts at its instant, whatever became of those before it; `concurrency` bounds how many
+                run at once, and the time that a session waits for that is not measured (as in `vllm bench serve`)
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .openai import Asking
+from .types import Call, Messages, Prompt, Reply, Session, Turn
+
+
+class Endpoint(Protocol):
+    async def find_model(self, wanted: str | None, timeout_s: float) -> str: ...
+
+    async def ask(self, call: Call, asking: Asking) -> Reply: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`starts_s`: an instant for each session, in their order; None: a closed loop. `concurrency` 0: no bound.
+    `think_s`: between an answer and the next turn. `max_s`: when to start no more sessions; 0: never."""
+
+    starts_s: Sequence[float] | None
+    concurrency: int
+    think_s: float = 0.0
+    max_s: float = 0.0
+
+
+class Load:
+    """`replies` grows as calls end; `on_reply` is told of each."""
+
+    def __init__(self, endpoint: Endpoint, asking: Asking, on_reply: Callable[[Reply], None]) -> None:
+        self._endpoint = endpoint
+        self._asking = asking
+        self._on_reply = on_reply
+        self.replies: list[Reply] = []
+
+    async def run(self, sessions: Sequence[Session], pace: Pace) -> None:
+        """Until every session has ended. Cancelling ends it at once: calls under way are in no figure."""
+        if pace.starts_s is None:
+            rest = self._in_time(sessions, pace)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(pace.concurrency, len(sessions))):
+                    group.create_task(self._client(rest, pace))
+        else:
+            await self._open_loop(sessions, pace, pace.starts_s)
+
+    async def _open_loop(self, sessions: Sequence[Session], pace: Pace, starts_s: Sequence[float]) -> None:
+        gate = asyncio.Semaphore(pace.concurrency) if pace.concurrency else None
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for session, start_s in sorted(zip(sessions, starts_s, strict=True), key=lambda pair: pair[1]):
+                if pace.max_s and start_s >= pace.max_s:
+                    break
+                await asyncio.sleep(began + start_s - time.perf_counter())
+                if gate is not None:
+                    await gate.acquire()
+                task = group.create_task(self._talk(session, pace.think_s))
+                if gate is not None:
+                    task.add_done_callback(lambda _, gate=gate: gate.release())
+
+    @staticmethod
+    def _in_time(sessions: Sequence[Session], pace: Pace) -> Iterator[Session]:
+        began = time.perf_counter()
+        for session in sessions:
+            if pace.max_s and time.perf_counter() - began >= pace.max_s:
+                return
+            yield session
+
+    async def _client(self, rest: Iterator[Session], pace: Pace) -> None:
+        for session in rest:
+            await self._talk(session, pace.think_s)
+
+    async def _talk(self, session: Session, think_s: float) -> None:
+        """Turn by turn; a turn that fails ends the session."""
+        history = History(self._asking.is_chat)
+        for number, turn in enumerate(session.turns):
+            if number:
+                await asyncio.sleep(think_s)
+            reply = await self._endpoint.ask(history.ask(turn), self._asking)
+            self.replies.append(reply)
+            self._on_reply(reply)
+            if reply.failure is not None:
+                return
+            history.answered(reply)
+
+
+class History:
+    """What a conversation holds so far, in the endpoint's form."""
+
+    def __init__(self, is_chat: bool) -> None:
+        self._is_chat = is_chat
+        self._messages: list[dict[str, str]] = []
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._num_tokens = 0
+
+    def ask(self, turn: Turn) -> Call:
+        self._num_tokens += turn.num_tokens
+        return Call(self._prompt(turn), self._num_tokens, turn.max_tokens)
+
+    def answered(self, reply: Reply) -> None:
+        self._num_tokens += reply.num_output
+        if self._is_chat:
+            self._messages.append({"role": "assistant", "content": reply.text})
+        self._text += reply.text
+        self._token_ids += reply.token_ids
+
+    def _prompt(self, turn: Turn) -> Prompt:
+        if not isinstance(turn.text, str):
+            self._token_ids += turn.text
+            return list(self._token_ids)
+        if self._is_chat:
+            self._messages.append({"role": "user", "content": turn.text})
+            messages: Messages = list(self._messages)
+            return messages
+        self._text += turn.text
+        return self._text

@@ -1,0 +1,124 @@
+"""What `diptych bench` was asked for, checked as far as it can be without the server."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from ...workers.common.errors import ConfigError
+from .traces import Limits
+from .workloads import Lengths
+
+WORKLOADS = ("random", "shared-prefix", "multi-turn", "sharegpt", "azure", "mooncake")
+CONVERSATIONS = ("multi-turn", "sharegpt")
+FROM_FILES = ("sharegpt", "azure", "mooncake")
+APIS = ("completions", "chat")
+_SCHEMES = ("http", "https", "grpc", "grpcs")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`api`: one of APIS; `tokenizer`: a checkpoint's folder; `more`: fields of every call besides its prompt."""
+
+    url: SplitResult
+    api: str
+    model: str | None
+    api_key: str | None
+    tokenizer: str | None
+    vocab_size: int
+    timeout_s: float
+    more: Mapping[str, Any]
+
+    @property
+    def is_grpc(self) -> bool:
+        return self.url.scheme.startswith("grpc")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to send. `file`: of the workloads that are read from one."""
+
+    name: str
+    file: Path | None
+    limits: Limits
+    inputs: Lengths
+    outputs: Lengths
+    turns: Lengths
+    prefix_tokens: int
+    num_prefixes: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """`rate`: sessions a second; None: the trace's own times, or else a closed loop. `concurrency` None: the default.
+    `think_s`: between an answer and the next turn; `max_s`: when to start no more sessions, 0: never."""
+
+    rate: float | None
+    burstiness: float
+    concurrency: int | None
+    think_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`levels`: seconds, by metric; `shown`: the flags, for the JSON's readers."""
+
+    target: Target
+    work: Work
+    arrival: Arrival
+    levels: Mapping[str, float]
+    num_warmup: int
+    json_file: Path | None
+    plot_file: Path | None
+    shown: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def parse_url(text: str) -> SplitResult:
+    """Raises ConfigError."""
+    url = urlsplit(text)
+    try:
+        is_one = url.scheme in _SCHEMES and bool(url.hostname) and (url.port is None or url.port > 0)
+    except ValueError:  # of the port
+        is_one = False
+    if not is_one:
+        raise ConfigError(
+            f"{text!r} is no endpoint: write --url http://HOST:PORT, or grpc://HOST:PORT for Diptych's gRPC"
+        )
+    if url.scheme.startswith("grpc") and url.port is None:
+        raise ConfigError(f"{text!r} names no port: write it as grpc://HOST:50051")
+    return url
+
+
+def choose_api(api: str | None, url: SplitResult, workload: str, *, has_tokenizer: bool) -> str:
+    """`api`, or what suits the workload: prompts are token ids unless there is a tokenizer. Raises ConfigError."""
+    is_grpc, is_conversation = url.scheme.startswith("grpc"), workload in CONVERSATIONS
+    if api is None:
+        api = "chat" if is_conversation and (has_tokenizer or not is_grpc) else "completions"
+    # Over gRPC an answer comes as token ids too, to which the next turn's are added.
+    if not has_tokenizer and (api == "chat" or (is_conversation and not is_grpc)):
+        what = "conversations over HTTP are" if is_conversation and not is_grpc else "--api chat is"
+        raise ConfigError(f"{what} sent as text: give --tokenizer, the folder of the model's checkpoint")
+    return api
+
+
+def parse_level_words(named: Sequence[str], trailing: Sequence[str]) -> list[str]:
+    """--goodput may be repeated, hold several levels, or be followed by more: as `ttft:500 tpot:50`. `trailing`: what
+    stands on the command line without a flag. Raises ConfigError."""
+    words = [word for text in named for word in text.replace(",", " ").split()]
+    for word in trailing:
+        if not named or ":" not in word:
+            raise ConfigError(f"unexpected argument {word!r}: the endpoint is --url, a trace is --file")
+    return [*words, *trailing]
+
+
+def check_output_files(settings: Settings) -> None:
+    """Raises ConfigError for a result that could not be kept."""
+    for file in (settings.json_file, settings.plot_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file.absolute().parent} is no folder: create it, or name another for {file.name}")
+    plot = settings.plot_file
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot draws SVG, which every browser shows: write --plot {plot.with_suffix('.svg')}")

@@ -1,0 +1,126 @@
+"""Replies -> figures, by the definitions of `vllm bench serve`. Pure.
+
+    ttft   sending to the first token            tpot   (e2el - ttft) / (output tokens - 1), one a request
+    itl    gaps between streamed events,         e2el   sending to the last token
+           all requests' together
+
+Only answers that came to their end count, in throughputs too. Percentiles interpolate linearly.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...workers.common.errors import ConfigError
+from .types import Reply
+
+PERCENTILES = (50, 90, 95, 99)
+METRICS = ("ttft", "tpot", "itl", "e2el")
+_LEVELS = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2el", "e2e": "e2el"}
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of one metric, in milliseconds. `percentiles`: by PERCENTILES."""
+
+    mean: float
+    std: float
+    percentiles: Mapping[int, float]
+
+    @classmethod
+    def of(cls, values_s: Sequence[float]) -> "Spread":
+        """Of seconds; zeros where there are none."""
+        if not values_s:
+            return cls(0.0, 0.0, dict.fromkeys(PERCENTILES, 0.0))
+        values_ms = np.asarray(values_s) * 1000
+        found = np.percentile(values_ms, PERCENTILES).tolist()
+        return cls(float(values_ms.mean()), float(values_ms.std()), dict(zip(PERCENTILES, found, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """`good`: how many met the service level; None where none was given. Throughputs are per second."""
+
+    duration_s: float
+    completed: int
+    failures: Mapping[str, int]  # by kind, the most frequent first
+    num_input: int
+    num_cached: int
+    num_output: int
+    max_concurrent: int
+    good: int | None
+    spreads: Mapping[str, Spread] = field(default_factory=dict[str, Spread])
+
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
+
+    def per_s(self, number: float) -> float:
+        return number / self.duration_s if self.duration_s > 0 else 0.0
+
+
+def parse_levels(texts: Iterable[str]) -> dict[str, float]:
+    """["ttft:500", "tpot:50"] -> {"ttft": 0.5, "tpot": 0.05}: milliseconds to seconds. Raises ConfigError."""
+    levels: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition(":")
+        try:
+            level_s = float(number) / 1000
+        except ValueError:
+            level_s = 0.0
+        if name not in _LEVELS or not 0 < level_s < float("inf"):
+            raise ConfigError(
+                f"{text!r} is no service level: write METRIC:MILLISECONDS, as ttft:500, tpot:50, e2el:9000"
+            )
+        if _LEVELS[name] in levels:
+            raise ConfigError(f"--goodput names {name} twice")
+        levels[_LEVELS[name]] = level_s
+    return levels
+
+
+def summarise(replies: Sequence[Reply], duration_s: float, levels: Mapping[str, float]) -> Summary:
+    done = [reply for reply in replies if reply.failure is None]
+    failures = Counter(reply.failure.kind for reply in replies if reply.failure is not None)
+    return Summary(
+        duration_s=duration_s,
+        completed=len(done),
+        failures=dict(failures.most_common()),
+        num_input=sum(reply.num_input for reply in done),
+        num_cached=sum(reply.num_cached for reply in done),
+        num_output=sum(reply.num_output for reply in done),
+        max_concurrent=max_concurrent(replies),
+        good=sum(is_good(reply, levels) for reply in done) if levels else None,
+        spreads={name: Spread.of(values_s(done, name)) for name in METRICS},
+    )
+
+
+def values_s(done: Iterable[Reply], metric: str) -> list[float]:
+    """All values of a metric, in seconds."""
+    if metric == "itl":
+        return [gap for reply in done for gap in reply.itl_s]
+    found = (_value(reply, metric) for reply in done)
+    return [value for value in found if value is not None]
+
+
+def is_good(reply: Reply, levels: Mapping[str, float]) -> bool:
+    """An answer of one token has no tpot, and so keeps any."""
+    return all((_value(reply, metric) or 0.0) <= level_s for metric, level_s in levels.items())
+
+
+def max_concurrent(replies: Iterable[Reply]) -> int:
+    """The most calls that were open at one time."""
+    # At one instant, an end comes before a start.
+    edges = sorted([(r.sent_at, 1) for r in replies] + [(r.ended_at, -1) for r in replies])
+    most = now = 0
+    for _, step in edges:
+        now += step
+        most = max(most, now)
+    return most
+
+
+def _value(reply: Reply, metric: str) -> float | None:
+    if metric == "ttft":
+        return reply.ttft_s
+    return reply.tpot_s if metric == "tpot" else reply.e2e_s

@@ -1,0 +1,77 @@
+"""Made-up workloads: sessions with prompts of given lengths, and the instants at which they are sent. Pure and seeded:
+the same settings make the same prompts in the same order."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...workers.common.errors import ConfigError
+from .text import TextSource
+from .types import Session, Text, Turn
+
+MAX_TOKENS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens: `low` to `high`, both included, all equally likely."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> "Lengths":
+        """ "128" or "64-256". Raises ConfigError."""
+        low, dash, high = text.partition("-")
+        if not (low.isdecimal() and (high.isdecimal() or not dash)):
+            raise ConfigError(f"{flag} must be a number of tokens or a range, as 128 or 64-256, got {text!r}")
+        lengths = cls(int(low), int(high or low))
+        if not 1 <= lengths.low <= lengths.high <= MAX_TOKENS:
+            raise ConfigError(f"{flag} must be from 1 to {MAX_TOKENS} and its range must rise, got {text!r}")
+        return lengths
+
+    def draw(self, rng: np.random.Generator) -> int:
+        return int(rng.integers(self.low, self.high + 1))
+
+
+def random_sessions(
+    num: int, inputs: Lengths, outputs: Lengths, source: TextSource, rng: np.random.Generator
+) -> list[Session]:
+    """Prompts that share nothing."""
+    return [Session((_turn(inputs, outputs, source, rng),)) for _ in range(num)]
+
+
+def shared_prefix_sessions(
+    sessions: list[Session], num_prefixes: int, prefix_tokens: int, source: TextSource, rng: np.random.Generator
+) -> list[Session]:
+    """Each session's first turn begins with one of `num_prefixes` common texts, as many with each; order shuffled."""
+    prefixes = [source.make(prefix_tokens, rng) for _ in range(num_prefixes)]
+    order = rng.permutation(len(sessions))
+    return [
+        Session((_prefixed(session.turns[0], prefixes[i % num_prefixes], prefix_tokens, source), *session.turns[1:]))
+        for i, session in zip(order.tolist(), sessions, strict=True)
+    ]
+
+
+def multi_turn_sessions(
+    num: int, num_turns: Lengths, lengths: tuple[Lengths, Lengths], source: TextSource, rng: np.random.Generator
+) -> list[Session]:
+    """Conversations. `lengths`: of what the client adds each turn, and of the answers."""
+    inputs, outputs = lengths
+    return [Session(tuple(_turn(inputs, outputs, source, rng) for _ in range(num_turns.draw(rng)))) for _ in range(num)]
+
+
+def arrivals(num: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
+    """Instants in seconds, the first 0: gaps of a gamma distribution whose mean is 1 / rate and whose shape is
+    `burstiness`: 1 is a Poisson process, less comes in bursts, more is steadier."""
+    gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), max(num - 1, 0))
+    return [0.0, *np.cumsum(gaps).tolist()][:num]
+
+
+def _turn(inputs: Lengths, outputs: Lengths, source: TextSource, rng: np.random.Generator) -> Turn:
+    num_tokens = inputs.draw(rng)
+    return Turn(source.make(num_tokens, rng), num_tokens, outputs.draw(rng))
+
+
+def _prefixed(turn: Turn, prefix: Text, prefix_tokens: int, source: TextSource) -> Turn:
+    return Turn(source.join([prefix, turn.text]), turn.num_tokens + prefix_tokens, turn.max_tokens)

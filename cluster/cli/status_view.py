@@ -1,0 +1,116 @@
+"""A ClusterStatus as tables for a person."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..common.plurals import count
+from ..control.status import ClusterStatus, PoolStatus, WorkerStatus
+
+_COLOURS = {"ready": "green", "starting": "yellow", "draining": "cyan", "stopping": "dim", "failed": "red"}
+
+
+def render(status: ClusterStatus) -> RenderableType:
+    head = Text.assemble(
+        (status.name, "bold"), "  ", _coloured(status.state), f"  {status.model}", no_wrap=True, overflow="ellipsis"
+    )
+    parts: list[RenderableType] = [head, _pools(status), _workers(status), _routers(status)]
+    if status.links:
+        parts.append(_links(status))
+    parts += [
+        Text(f"{w.worker_id}: waits for {w.waiting_for}", style="yellow") for w in status.workers if w.waiting_for
+    ]
+    parts += [
+        Text(
+            f"{w.worker_id}: {count(w.num_checksum_failures, 'pull')} brought other KV than the source had", style="red"
+        )
+        for w in status.workers
+        if w.num_checksum_failures
+    ]
+    parts += [Text(f"{p.name}: {_trouble(p)}", style="yellow") for p in status.pools if p.last_error]
+    if status.failure:
+        parts.append(Text(f"{status.failure.error}: {status.failure.message}", style="red"))
+    return Group(*parts)
+
+
+def _pools(status: ClusterStatus) -> Table:
+    table = _table("pool", "ready", "target", "bounds", "starting", "draining", "running", "waiting", "KV use")
+    for pool in status.pools:
+        members = [w for w in status.workers if w.pool == pool.name]
+        if not (pool.target or members):
+            continue
+        bounds = f"{pool.min_replicas}..{pool.max_replicas}" if pool.min_replicas < pool.max_replicas else "fixed"
+        running, waiting = sum(w.num_running for w in members), sum(w.num_waiting for w in members)
+        row = (pool.num_ready, pool.target, bounds, pool.num_starting, pool.num_draining, running, waiting)
+        table.add_row(pool.name, *map(str, row), _kv_use(members))
+    return table
+
+
+def _workers(status: ClusterStatus) -> Table:
+    table = _table("worker", "role", "state", "since", "address", "node", "pid", "running", "waiting", "KV use")
+    for w in sorted(status.workers, key=lambda w: (w.pool, w.worker_id)):
+        table.add_row(
+            w.worker_id,
+            w.role,
+            _coloured(w.phase),
+            _duration(w.phase_s),
+            w.address or "",
+            w.node or "",
+            str(w.pid or ""),
+            str(w.num_running),
+            str(w.num_waiting),
+            _kv_use([w]),
+        )
+    return table
+
+
+def _routers(status: ClusterStatus) -> Table:
+    table = _table("router", "state", "HTTP", "gRPC", "pid")
+    for r in status.routers:
+        http = f"{r.host}:{r.http_port}" if r.http_port else ""
+        grpc = f"{r.host}:{r.grpc_port}" if r.grpc_port else ""
+        table.add_row(r.router_id, _coloured(r.phase), http, grpc, str(r.pid or ""))
+    return table
+
+
+def _links(status: ClusterStatus) -> Table:
+    table = _table("sink", "source", "transport", "GB", "GB/s", "reads", "failed pulls")
+    for link in sorted(status.links, key=lambda link: (link.sink, link.source)):
+        table.add_row(
+            link.sink,
+            f"<- {link.source}",
+            link.transport,
+            f"{link.num_bytes / 1e9:.3f}",
+            f"{link.bytes_per_s / 1e9:.2f}",
+            str(link.num_reads),
+            str(link.num_failed),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _coloured(word: str) -> Text:
+    return Text(word, style=_COLOURS.get(word, "yellow"))
+
+
+def _kv_use(workers: list[WorkerStatus]) -> str:
+    blocks = sum(w.num_blocks for w in workers)
+    free = sum(w.num_free_blocks for w in workers)
+    return f"{1 - free / blocks:.0%} of {blocks}" if blocks else ""
+
+
+def _trouble(pool: PoolStatus) -> str:
+    retry = f", next try in {pool.retry_in_s:.0f} s" if pool.retry_in_s > 0 else ""
+    return f"last lost {pool.last_error}{retry}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

@@ -1,0 +1,245 @@
+"""The Python client: text in, text out, over gRPC; the same errors as on the server.
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("Once upon a time", max_tokens=32).text)
+        for text in client.chat_stream([{"role": "user", "content": "Hello"}]):
+            print(text, end="", flush=True)
+
+A TextStream that is closed, or left with `break` inside its `with` block, cancels its call, and the server forgets the
+request. Imports neither torch nor ray nor the server.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Self, Unpack
+
+import grpc
+import grpc.aio
+
+from ...proto import inference_pb2, inference_pb2_grpc
+from ...workers.common.channel import TOKEN_KEY
+from ...workers.common.errors import DiptychError
+from ..common.grpc_errors import error_from_rpc
+from .client_request import Answer, ChatMessages, Completion, Options, Prompt, build_request
+
+DEFAULT_TIMEOUT_S = 600.0
+TIMEOUT_MARGIN_S = 5.0  # after the server's own deadline, whose message says more
+_OPTIONS = (("grpc.max_receive_message_length", 64 << 20),)
+
+
+class TextStream(Iterator[str]):
+    """A completion's text as it comes; `completion` is the whole of it, once it has ended."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._answer = Answer()
+        self._is_closed = False
+
+    def __next__(self) -> str:
+        try:
+            while not self._is_closed:
+                if text := self._answer.add(next(self._call)):
+                    return text
+        except grpc.RpcError as e:
+            raise _typed(e) from e
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        self._is_closed = True
+        self._call.cancel()
+
+    @property
+    def completion(self) -> Completion:
+        return self._answer.completion
+
+
+class AsyncTextStream(AsyncIterator[str]):
+    """As TextStream, for `async for` and `async with`."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._answer = Answer()
+        self._is_closed = False
+
+    async def __anext__(self) -> str:
+        try:
+            while not self._is_closed:
+                response = await self._call.read()
+                if response is grpc.aio.EOF:
+                    break
+                if text := self._answer.add(response):
+                    return text
+        except grpc.RpcError as e:
+            raise _typed(e) from e
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        self._is_closed = True
+        self._call.cancel()
+
+    @property
+    def completion(self) -> Completion:
+        return self._answer.completion
+
+
+class Client:
+    """Raises the DiptychErrors of workers/common/errors.py. Threads may share it."""
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: bool | bytes = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """`tls`: True trusts the system's certificates, bytes (PEM) those; `timeout_s`: of calls that name none."""
+        credentials = _credentials(tls)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, _OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._metadata = _metadata(api_key)
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Complete a text, or token ids."""
+        return _read_all(self.stream(prompt, **options))
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> TextStream:
+        return self._start(build_request(options, prompt=prompt))
+
+    def chat(self, messages: ChatMessages, **options: Unpack[Options]) -> Completion:
+        """Answer a conversation: {"role": …, "content": …} each."""
+        return _read_all(self.chat_stream(messages, **options))
+
+    def chat_stream(self, messages: ChatMessages, **options: Unpack[Options]) -> TextStream:
+        return self._start(build_request(options, messages=messages))
+
+    def model(self) -> inference_pb2.ModelInfo:
+        """The served model."""
+        try:
+            return self._stub.GetModel(
+                inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        except grpc.RpcError as e:
+            raise _typed(e) from e
+
+    def _start(self, request: inference_pb2.GenerateRequest) -> TextStream:
+        timeout_s = _deadline_s(request, self._timeout_s)
+        return TextStream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+
+
+class AsyncClient:
+    """As Client, on an event loop."""
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        api_key: str | None = None,
+        tls: bool | bytes = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """`tls`: True trusts the system's certificates, bytes (PEM) those; `timeout_s`: of calls that name none."""
+        credentials = _credentials(tls)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, _OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, _OPTIONS)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._metadata = _metadata(api_key)
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Complete a text, or token ids."""
+        return await _read_all_async(self.stream(prompt, **options))
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncTextStream:
+        return self._start(build_request(options, prompt=prompt))
+
+    async def chat(self, messages: ChatMessages, **options: Unpack[Options]) -> Completion:
+        """Answer a conversation: {"role": …, "content": …} each."""
+        return await _read_all_async(self.chat_stream(messages, **options))
+
+    def chat_stream(self, messages: ChatMessages, **options: Unpack[Options]) -> AsyncTextStream:
+        return self._start(build_request(options, messages=messages))
+
+    async def model(self) -> inference_pb2.ModelInfo:
+        """The served model."""
+        try:
+            return await self._stub.GetModel(
+                inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
+            )
+        except grpc.RpcError as e:
+            raise _typed(e) from e
+
+    def _start(self, request: inference_pb2.GenerateRequest) -> AsyncTextStream:
+        timeout_s = _deadline_s(request, self._timeout_s)
+        return AsyncTextStream(self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata))
+
+
+def _read_all(stream: TextStream) -> Completion:
+    with stream:
+        for _ in stream:
+            pass
+        return stream.completion
+
+
+async def _read_all_async(stream: AsyncTextStream) -> Completion:
+    async with stream:
+        async for _ in stream:
+            pass
+        return stream.completion
+
+
+def _deadline_s(request: inference_pb2.GenerateRequest, default_s: float) -> float:
+    return (request.timeout_s if request.HasField("timeout_s") else default_s) + TIMEOUT_MARGIN_S
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return ((TOKEN_KEY, f"Bearer {api_key}"),) if api_key is not None else ()
+
+
+def _credentials(tls: bool | bytes) -> grpc.ChannelCredentials | None:
+    if tls is False:
+        return None
+    return grpc.ssl_channel_credentials(None if tls is True else tls)
+
+
+def _typed(error: Any) -> DiptychError:
+    """Every error that a call raises is also the call, or looks like it."""
+    metadata: Iterable[tuple[str, object]] = error.trailing_metadata() or ()
+    return error_from_rpc(error.code(), error.details(), metadata)

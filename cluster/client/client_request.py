@@ -1,0 +1,100 @@
+"""What a client sends and what it gets back, whichever way it calls: proto messages made and gathered."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from ...proto import inference_pb2
+from ...workers.common.errors import InvalidRequest
+from ...workers.common.wire import FINISH_FROM_PROTO
+
+Prompt = str | Sequence[int]  # a text, or token ids
+ChatMessages = Iterable[Mapping[str, str]]  # "role" and "content"
+
+
+class Options(TypedDict, total=False):
+    """What may be said about a completion; the server chooses what is left out."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    stop: str | Sequence[str]
+    timeout_s: float
+    model: str
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" or "length"
+    stop_string: str | None  # the one that ended it
+    usage: inference_pb2.Usage
+    logprobs: tuple[inference_pb2.TokenLogprob, ...]  # one a token, where asked for
+    request_id: str
+    timings: inference_pb2.Timings | None  # where the time went
+
+
+class Answer:
+    """Gathers a call's messages."""
+
+    def __init__(self) -> None:
+        self._responses: list[inference_pb2.GenerateResponse] = []
+
+    def add(self, response: inference_pb2.GenerateResponse) -> str:
+        self._responses.append(response)
+        return response.text
+
+    @property
+    def completion(self) -> Completion:
+        last = self._responses[-1] if self._responses else None
+        finish = FINISH_FROM_PROTO.get(last.finish_reason) if last else None
+        if last is None or finish is None:
+            raise InvalidRequest("the stream has not been read to its end: it has no completion yet")
+        return Completion(
+            text="".join(r.text for r in self._responses),
+            token_ids=tuple(i for r in self._responses for i in r.token_ids),
+            finish_reason=finish.value,
+            stop_string=last.stop_string if last.HasField("stop_string") else None,
+            usage=last.usage,
+            logprobs=tuple(entry for r in self._responses for entry in r.logprobs),
+            request_id=last.request_id,
+            timings=last.timings[0] if last.timings else None,
+        )
+
+
+def build_request(
+    options: Options, *, prompt: Prompt | None = None, messages: ChatMessages | None = None
+) -> inference_pb2.GenerateRequest:
+    """Raises InvalidRequest for what protobuf cannot carry."""
+    sampling: dict[str, Any] = dict(options)
+    stop = sampling.pop("stop", ())
+    call = {name: sampling.pop(name) for name in ("timeout_s", "model", "cache_salt") if name in sampling}
+    try:
+        request = inference_pb2.GenerateRequest(
+            sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif prompt is not None:
+            request.tokens.ids.extend(prompt)
+            request.tokens.SetInParent()
+        if messages is not None:
+            request.chat.SetInParent()
+        for message in messages or ():
+            request.chat.messages.add(role=message["role"], content=message["content"])
+    except (ValueError, TypeError, KeyError) as e:
+        raise InvalidRequest(f"the request cannot be sent: {e}") from e
+    return request

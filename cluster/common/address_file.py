@@ -1,0 +1,88 @@
+"""Where a running cluster can be found from another terminal: one file a cluster, readable by its owner alone."""
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from ...workers.common.errors import ConfigError, Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAddress:
+    name: str
+    ray_address: str
+    token_path: str | None
+    is_local: bool
+    pid: int  # of `diptych serve`
+    started: float  # its start, seconds since the epoch: a process number may be used again
+
+
+def home() -> Path:
+    """DIPTYCH_HOME, or ~/.diptych."""
+    return Path(os.environ.get("DIPTYCH_HOME") or Path.home() / ".diptych")
+
+
+def token_path(name: str) -> Path:
+    return home() / f"{name}.token"
+
+
+def write(address: ClusterAddress) -> None:
+    path = _path(address.name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+        json.dump(asdict(address), file)
+    part.replace(path)
+
+
+def read(name: str) -> ClusterAddress | None:
+    """None where no cluster of that name was started from here. Raises ConfigError for a file that is damaged."""
+    path = _path(name)
+    try:
+        return _read(path)
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"{path} is damaged: delete it, and start the cluster again") from e
+
+
+def names() -> list[str]:
+    """Names of the clusters that were started from here and whose `diptych serve` still runs."""
+    found = (_read(path) for path in sorted(home().glob("*.json")))
+    return [address.name for address in found if address and serving_process(address)]
+
+
+def no_cluster(name: str, where: str, running: Collection[str]) -> Unavailable:
+    """`where`: "here", or on which Ray; `running`: the clusters that are there."""
+    if running:
+        return Unavailable(f"no cluster named {name!r} runs {where}. Those that run: {', '.join(running)}; say --name")
+    return Unavailable(f"no cluster named {name!r} runs {where}: start one with `diptych serve`")
+
+
+def remove(name: str) -> None:
+    _path(name).unlink(missing_ok=True)
+    token_path(name).unlink(missing_ok=True)
+
+
+def serving_process(address: ClusterAddress) -> psutil.Process | None:
+    """The `diptych serve` that wrote it, if it still runs."""
+    try:
+        process = psutil.Process(address.pid)
+        is_it = abs(process.create_time() - address.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        return process if is_it else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _read(path: Path) -> ClusterAddress | None:
+    """Raises ValueError or TypeError for a file that is damaged."""
+    try:
+        return ClusterAddress(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _path(name: str) -> Path:
+    return home() / f"{name}.json"

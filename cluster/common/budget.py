@@ -1,0 +1,45 @@
+"""What all calls of a router may hold together of something: bytes of bodies, log-probabilities of answers."""
+
+from types import TracebackType
+from typing import Self
+
+from ...workers.common.errors import Overloaded
+
+
+class Budget:
+    def __init__(self, most: int, refusal: str) -> None:
+        """`refusal`: what a call is told that would exceed it."""
+        self._most = most
+        self._refusal = refusal
+        self.num_held = 0
+
+    def share(self) -> "Share":
+        """One call's share, to be entered."""
+        return Share(self)
+
+    def take(self, num: int) -> None:
+        """Raises Overloaded."""
+        if self.num_held + num > self._most:
+            raise Overloaded(f"{self._refusal} (at most {self._most} at a time)")
+        self.num_held += num
+
+
+class Share:
+    """Gives back at its end what it took."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.num_taken = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._budget.num_held -= self.num_taken
+
+    def take(self, num: int) -> None:
+        """Raises Overloaded."""
+        self._budget.take(num)
+        self.num_taken += num

@@ -1,0 +1,173 @@
+"""YAML and flags -> ClusterConfig, and what is wrong with them in words that name the key and the line."""
+
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ...workers.common.errors import ConfigError
+from .config import ClusterConfig
+
+KEY_VARIABLES = {"api_key": "DIPTYCH_API_KEY", "metrics_key": "DIPTYCH_METRICS_KEY"}  # of router
+_REMEDIES = {
+    "model": ". Give the folder of a Hugging Face checkpoint, as in `diptych serve /models/llama`, or `diptych serve "
+    "tiny` for the model that ships with Diptych"
+}
+
+Loc = tuple[int | str, ...]
+
+
+def load(
+    path: Path | None,
+    flags: Mapping[str, Any],
+    replicas: Mapping[str, int | None] | None = None,
+    every_pool: Mapping[str, Any] | None = None,
+) -> ClusterConfig:
+    """The file's settings with `flags` (nested like the file; None: not given) over them. `replicas` by pool and what
+    `every_pool` shares are flags too. Raises ConfigError."""
+    settings, lines = read_yaml(path) if path else ({}, {})
+    given = {pool: number for pool, number in (replicas or {}).items() if number is not None}
+    if path is None and not given.get("mixed"):
+        given = {"prefill": 1, "decode": 1, **given}
+    pools = {pool: {"replicas": number} for pool, number in given.items()}
+    settings = merge(merge(settings, flags), {"pools": pools})
+    # A pool that nobody names stays empty, so only those named may take the shared flags.
+    named = settings.get("pools")
+    if isinstance(named, Mapping):
+        settings = merge(settings, {"pools": {pool: every_pool or {} for pool in named}})
+    return build(settings, lines, str(path) if path else None)
+
+
+def build(
+    settings: Mapping[str, Any], lines: Mapping[Loc, int] | None = None, source: str | None = None
+) -> ClusterConfig:
+    try:
+        return ClusterConfig.model_validate(dict(settings))
+    except ValidationError as e:
+        raise ConfigError(_explain(e, lines or {}, source)) from e
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins; mappings are merged key by key, None means not given."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping):
+            if given := merge(below if isinstance(below, Mapping) else {}, value):
+                merged[key] = given
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+def read_key(path: Path) -> str:
+    """The API key in a file. Raises ConfigError."""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--api-key-file: cannot read {path} ({e}): check the path") from e
+    if not key:
+        raise ConfigError(f"--api-key-file: {path} is empty: write the key into it")
+    return key
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, int]]:
+    """The file's mapping, and the line (from 1) of each key by its path. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read {path}: {reason}. Check the path given to --config") from e
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
+    if settings is None or node is None:
+        return {}, {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a mapping (key: value), not a {type(settings).__name__}")
+    lines: dict[Loc, int] = {}
+    _collect_lines(node, (), lines, path)
+    return settings, lines
+
+
+def _collect_lines(node: yaml.Node, loc: Loc, lines: dict[Loc, int], path: Path) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        here = (*loc, str(key.value))
+        line = key.start_mark.line + 1
+        if here in lines:
+            raise ConfigError(f"{path} line {line}: {_dotted(here)} is given twice (first on line {lines[here]})")
+        lines[here] = line
+        _collect_lines(value, here, lines, path)
+
+
+def _explain(error: ValidationError, lines: Mapping[Loc, int], source: str | None) -> str:
+    # A union reports one error for each of its arms: the first says enough.
+    seen: dict[Loc, str] = {}
+    for problem in error.errors(include_url=False):
+        loc = _known_part(problem["loc"])
+        seen.setdefault(loc, _sentence(loc, problem))
+    parts: list[str] = []
+    for loc, sentence in seen.items():
+        line = next((lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines), None)
+        where = f"{source} line {line}: " if source and line else ""
+        parts.append(where + sentence)
+    return "; ".join(parts)
+
+
+def _known_part(loc: Loc) -> Loc:
+    """`loc` without the names of union arms that pydantic appends to it."""
+    model: type[BaseModel] = ClusterConfig
+    for depth, key in enumerate(loc):
+        field = model.model_fields.get(str(key))
+        inner = _model_of(field.annotation) if field else None
+        if inner is None:
+            # A mapping's own keys (a resource's name) belong to the path, the arms of a type do not.
+            is_mapping = field is not None and get_origin(field.annotation) is dict
+            return loc[: depth + 2] if is_mapping else loc[: depth + 1]
+        model = inner
+    return loc
+
+
+def _sentence(loc: Loc, problem: Any) -> str:
+    if problem["type"] == "extra_forbidden":
+        known = _keys_at(loc[:-1])
+        close = get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(known)}"
+        return f"{_dotted(loc)}: unknown key. {hint}"
+    if problem["type"] == "missing":
+        return f"{_dotted(loc)} is missing{_REMEDIES.get(_dotted(loc), '')}"
+    message = problem["msg"].removeprefix("Value error, ")
+    prefix = f"{_dotted(loc)}: " if loc else ""
+    if loc and (variable := KEY_VARIABLES.get(str(loc[-1]))):
+        # A key is not for a terminal; who wrote it into the environment looks for it there.
+        is_from_there = problem["input"] is not None and problem["input"] == os.environ.get(variable)
+        return f"{variable if is_from_there else _dotted(loc)}: {message}"
+    given = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
+    return f"{prefix}{message}{given}"
+
+
+def _keys_at(loc: Loc) -> list[str]:
+    model: type[BaseModel] | None = ClusterConfig
+    for key in loc:
+        assert model is not None
+        model = _model_of(model.model_fields[str(key)].annotation)
+    return list(model.model_fields) if model else []
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _dotted(loc: Loc) -> str:
+    return ".".join(str(part) for part in loc)

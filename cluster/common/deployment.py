@@ -1,0 +1,144 @@
+"""One running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
+
+import hashlib
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from ...workers.common.cores import usable_cores
+from ...workers.config.worker_config import WorkerConfig
+from ...workers.core.scheduler import TPOT_S
+from .config import ClusterConfig, Pools
+from .gang import gang_of, members, rank_of
+from .handles import RouterStarted
+
+NAMESPACE = "diptych"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    config: ClusterConfig
+    token: str  # what workers ask of routers, of each other and of the supervisor
+    is_local: bool  # Ray is ours and on this machine alone: workers listen on loopback and share its cores and memory
+
+    def worker_name(self, worker_id: str) -> str:
+        return f"diptych:{self.config.name}:worker:{worker_id}"
+
+    def router_name(self, router_id: str) -> str:
+        return f"diptych:{self.config.name}:router:{router_id}"
+
+    def owns(self, name: str) -> bool:
+        """Whether it is the name of one of this cluster's workers or routers."""
+        return name.startswith((self.worker_name(""), self.router_name("")))
+
+    def worker_id(self, name: str) -> str | None:
+        """The id in a worker's name; None for a name that is not one of this cluster's workers."""
+        prefix = self.worker_name("")
+        return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    def listening_at(self, before: RouterStarted) -> Self:
+        """The same, with the ports that a router got where it asked for any."""
+        ports = {"http_port": before.http_port, "grpc_port": before.grpc_port}
+        router = self.config.router.model_copy(update=ports)
+        return replace(self, config=self.config.model_copy(update={"router": router}))
+
+    def num_cores(self, pool: str) -> int:
+        """That each worker of the pool should have for itself; 0: it shares. On a machine that is not ours alone, only
+        where the settings say so."""
+        settings = self.config.pools.get(pool)
+        if settings.cores is not None:
+            return settings.cores
+        return (settings.threads or self._fair_cores(pool)) if self.is_local else 0
+
+    def _fair_cores(self, pool: str) -> int:
+        if not self.is_local:
+            return max(int(self.config.pools.get(pool).num_cpus), 1)
+        return max(len(usable_cores()) // max(self.config.pools.num_workers, 1), 1)
+
+    def worker_config(self, pool: str, host: str, worker_id: str) -> WorkerConfig:
+        """`host`: the address on which a worker outside this machine listens."""
+        config, settings = self.config, self.config.pools.get(pool)
+        # Of the node's memory: a gang is on one, and nobody knows who else is. Whole GPUs are a worker's own.
+        share = max(config.pools.num_workers, 1) if self.is_local else settings.data_parallel
+        if config.is_on_gpus and config.gpus_of(settings) >= 1:
+            share = 1
+        return WorkerConfig(
+            model=config.model,
+            role=pool,
+            served_model_name=config.served_model_name,
+            dtype=settings.dtype or config.dtype,
+            device=config.device,
+            threads=settings.threads or settings.cores or self._fair_cores(pool),
+            quantize=config.quantize,
+            cpu_isa=config.cpu_isa,
+            block_size=settings.block_size or config.block_size,
+            kv_axis_order=settings.kv_axis_order or config.kv_axis_order,
+            wire_dtype=settings.wire_dtype or config.wire_dtype,
+            verify_kv=config.verify_kv,
+            tensor_parallel=settings.tensor_parallel,
+            expert_parallel=settings.expert_parallel,
+            expert_placement=settings.expert_placement,
+            expert_copies=settings.expert_copies,
+            data_parallel=settings.data_parallel,
+            data_rank=rank_of(worker_id),
+            meeting=self._meeting(gang_of(worker_id)) if settings.data_parallel > 1 else None,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            kv_memory_fraction=settings.kv_memory_fraction / share,
+            max_context_tokens=config.max_context_tokens,
+            max_batch_tokens=settings.max_batch_tokens,
+            chunk_tokens=settings.chunk_tokens,
+            max_running=settings.max_running,
+            target_step_s=settings.target_step_s,
+            look_ahead=settings.look_ahead,
+            cuda_graphs=settings.cuda_graphs,
+            layer_groups=settings.layer_groups,
+            ttft_s=config.service_level.ttft_s,
+            tpot_s=self._tpot_s(),
+            prefix_cache=config.prefix_cache,
+            transports=config.transports,
+            trusted_rdma_fabric=config.trusted_rdma_fabric,
+            lease_s=config.lease_s,
+            host="127.0.0.1" if self.is_local else host,
+            auth_token=self.token,
+        )
+
+    def _meeting(self, gang_id: str) -> str:
+        """A folder on the machine of the gang, whose name is a secret of this start of it."""
+        name = hashlib.blake2b(f"{self.config.name} {gang_id}".encode(), key=self.token.encode()[:64], digest_size=8)
+        return str(Path(tempfile.gettempdir()) / f"diptych-{name.hexdigest()}")
+
+    def _tpot_s(self) -> float:
+        """What steps with prompts aim at: the time per token that was promised, where one was."""
+        level = self.config.service_level
+        return level.tpot_s if "tpot_s" in level.model_fields_set else TPOT_S
+
+
+def make_worker_id(pool: str, number: int) -> str:
+    """Of a gang. `number`: of all that the cluster has started, from 1."""
+    return f"{pool}-{number}"
+
+
+def make_router_id(number: int) -> str:
+    """`number`: from 0."""
+    return f"router-{number + 1}"
+
+
+def first_worker_ids(pools: Pools) -> list[tuple[str, str]]:
+    """(worker id, pool) of the workers that a new cluster starts."""
+    gangs = [(name, pool.data_parallel) for name, pool in pools.items() for _ in range(pool.replicas)]
+    return [
+        (worker_id, name)
+        for number, (name, size) in enumerate(gangs, 1)
+        for worker_id in members(make_worker_id(name, number), size)
+    ]
+
+
+def supervisor_name(cluster: str) -> str:
+    return f"diptych:{cluster}:supervisor"
+
+
+def cluster_of(name: str) -> str | None:
+    """The cluster whose supervisor has that name; None for a name that is no supervisor's."""
+    cluster = name.removeprefix("diptych:").removesuffix(":supervisor")
+    return cluster if name == supervisor_name(cluster) else None

@@ -1,0 +1,145 @@
+"""What to do about the fleet: workers that are, workers that should be -> actions. Pure; time comes in as a number.
+
+    STARTING --address known--> READY --surplus--> DRAINING --finished--> STOPPING
+       └────────── died at any time: a failure of its pool, which may have to wait before it starts another ──────┘
+
+A pool's first failure is mended at once; workers that keep failing young are started again after 1, 2, 4 .. 30 s.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..common.gang import gang_of
+
+STABLE_S = 20.0  # a worker that lived this long did not fail because of its settings
+LONGEST_BACKOFF_S = 30.0
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"  # takes nothing new, finishes its own
+    STOPPING = "stopping"
+
+
+PHASES = (Phase.STOPPING, Phase.DRAINING, Phase.STARTING, Phase.READY)  # a gang's is the first that a member is in
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    worker_id: str
+    pool: str
+    phase: Phase
+    num_requests: int = 0
+    is_draining: bool = False  # by its own word
+    is_silent: bool = False  # since it was taken over from an earlier supervisor, for which it may serve
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Of one pool: how many in a row died young, the last one's error, and when the next may start."""
+
+    count: int = 0
+    last_error: str = ""
+    retry_at: float = 0.0  # monotonic seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Move a worker to another pool without a restart."""
+
+    worker_id: str
+    pool: str
+
+
+Action = Start | Drain | Stop | SetRole
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Workers wanted by pool. Workers of the `interchangeable` pools differ in their role alone."""
+
+    replicas: Mapping[str, int]
+    interchangeable: Collection[frozenset[str]] = field(default_factory=tuple[frozenset[str], ...])
+
+
+def plan(workers: Iterable[WorkerView], targets: Targets, failures: Mapping[str, Failures], now: float) -> list[Action]:
+    """The actions that bring the fleet to its targets; none when it is there."""
+    live: dict[str, list[WorkerView]] = {pool: [] for pool in targets.replicas}
+    leaving: list[Action] = []
+    for worker in workers:
+        if worker.phase is Phase.READY and worker.is_draining:
+            leaving.append(Drain(worker.worker_id))  # an earlier supervisor told it to: it takes nothing ever again
+        elif worker.phase in (Phase.STARTING, Phase.READY):
+            live[worker.pool].append(worker)
+    missing = {pool: max(targets.replicas[pool] - len(members), 0) for pool, members in live.items()}
+    surplus = {pool: _surplus(members, targets.replicas[pool]) for pool, members in live.items()}
+    actions = leaving + _moves(surplus, missing, targets.interchangeable)
+    for pool, spare in surplus.items():
+        actions += [Stop(w.worker_id) if w.phase is Phase.STARTING else Drain(w.worker_id) for w in spare]
+        if now >= failures.get(pool, Failures()).retry_at:
+            actions += [Start(pool)] * missing[pool]
+    return actions
+
+
+def after_failure(failures: Failures, error: str, *, lived_s: float, now: float) -> Failures:
+    """`lived_s`: how long the worker had been ready; 0 if it never was."""
+    count = 1 if lived_s >= STABLE_S else failures.count + 1
+    delay_s = 0.0 if count == 1 else min(2.0 ** (count - 2), LONGEST_BACKOFF_S)
+    return Failures(count, error, now + delay_s)
+
+
+def _surplus(members: list[WorkerView], target: int) -> list[WorkerView]:
+    """Who leaves: those that serve nobody yet, then the least busy. Not one that is silent: it may serve."""
+    known = [w for w in members if not w.is_silent]
+    order = sorted(known, key=lambda w: (w.phase is Phase.READY, w.num_requests, w.worker_id))
+    return order[: max(len(members) - target, 0)]
+
+
+def _moves(
+    surplus: dict[str, list[WorkerView]], missing: dict[str, int], interchangeable: Collection[frozenset[str]]
+) -> list[Action]:
+    """Fill gaps with ready workers of other pools, taking them out of `surplus` and `missing`."""
+    moves: list[Action] = []
+    for source, leaving in surplus.items():
+        for target in missing:
+            if not any({source, target} <= group for group in interchangeable):
+                continue
+            movers = [w for w in leaving if w.phase is Phase.READY][: missing[target]]
+            for worker in movers:
+                leaving.remove(worker)
+                missing[target] -= 1
+                moves.append(SetRole(worker.worker_id, target))
+    return moves
+
+
+def gangs_of(workers: Iterable[WorkerView]) -> list[WorkerView]:
+    """Each as if it were one worker."""
+    found: dict[str, list[WorkerView]] = {}
+    for worker in workers:
+        found.setdefault(gang_of(worker.worker_id), []).append(worker)
+    return [_as_one(gang_id, views) for gang_id, views in found.items()]
+
+
+def _as_one(gang_id: str, views: Sequence[WorkerView]) -> WorkerView:
+    phases = {view.phase for view in views}
+    phase = next(phase for phase in PHASES if phase in phases)
+    num_requests = sum(view.num_requests for view in views)
+    is_draining, is_silent = any(view.is_draining for view in views), any(view.is_silent for view in views)
+    return WorkerView(gang_id, views[0].pool, phase, num_requests, is_draining, is_silent)

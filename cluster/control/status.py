@@ -1,0 +1,111 @@
+"""What a person or a script learns of a running cluster. Plain data, the same in `diptych status` and its --json."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    worker_id: str
+    pool: str
+    role: str  # what it does now; the pool's name once a move is through
+    phase: str  # starting, ready, draining or stopping
+    phase_s: float  # since when
+    waiting_for: str = ""  # what must come before Ray can place it
+    address: str | None = None
+    node: str | None = None
+    pid: int | None = None
+    cores: tuple[int, ...] | None = None  # that its compute threads are bound to
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # free or evictable
+    num_leased_blocks: int = 0
+    num_prefill_tokens: int = 0  # since its start
+    num_decode_tokens: int = 0
+    num_checksum_failures: int = 0  # pulls whose KV was not what the source had
+
+    @property
+    def kv_use(self) -> float:
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """KV that `sink` pulled from `source`, since the sink's start."""
+
+    sink: str  # worker ids; of a source that is gone, its incarnation
+    source: str
+    transport: str  # the last used
+    num_bytes: int
+    read_s: float  # in which at least one read was under way
+    num_reads: int
+    num_failed: int  # pulls
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.read_s if self.read_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    name: str
+    target: int
+    num_ready: int
+    num_starting: int
+    num_draining: int
+    min_replicas: int
+    max_replicas: int
+    num_failures: int = 0  # in a row
+    last_error: str = ""
+    retry_in_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    router_id: str
+    phase: str  # starting or ready
+    host: str | None = None
+    http_port: int | None = None
+    grpc_port: int | None = None
+    pid: int | None = None
+    last_error: str = ""
+    num_failures: int = 0  # in a row; 0 once it is ready
+    waiting_for: str = ""  # what must come before Ray can place it
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error that starting again would not mend."""
+
+    error: str  # its name in workers/common/errors.py
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    name: str
+    model: str
+    supervisor_pid: int
+    pools: tuple[PoolStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    routers: tuple[RouterStatus, ...]
+    failure: Failure | None = None
+    links: tuple[LinkStatus, ...] = ()
+
+    @property
+    def state(self) -> str:
+        if self.failure:
+            return "failed"
+        routers = all(r.phase == "ready" for r in self.routers)
+        return "ready" if routers and all(p.num_ready >= p.target for p in self.pools) else "changing"
+
+    @property
+    def is_settled(self) -> bool:
+        """At its targets, with nobody on the way in or out."""
+        return self.state == "ready" and all(p.num_ready == p.target and not p.num_draining for p in self.pools)
+
+    def to_json(self) -> dict[str, Any]:
+        workers = [asdict(w) | {"kv_use": round(w.kv_use, 4)} for w in self.workers]
+        links = [asdict(link) | {"bytes_per_s": round(link.bytes_per_s)} for link in self.links]
+        return {"state": self.state} | asdict(self) | {"workers": workers, "links": links}

@@ -1,0 +1,412 @@
+"""Keeps the fleet at its targets: starts, watches, drains and replaces workers and routers. Knows no Ray: a Launcher
+starts processes, WorkerControl talks to workers, plan.py decides.
+
+One task lives as long as each process that it watches, one loop plans; whatever a task learns wakes the loop.
+Routers follow the fleet by long-polling `watch_fleet`; while nobody supervises they keep their last view.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from ...proto.worker_pb2 import LoadReport
+from ...workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, PeerLost
+from ..common.config import MAX_REPLICAS, ClusterConfig, check_targets, interchangeable
+from ..common.deployment import make_router_id, make_worker_id
+from ..common.expert_loads import add_up
+from ..common.gang import gang_of, members
+from ..common.handles import Launcher, RouterHandle, RouterStarted, WorkerHandle
+from ..routing.fleet import WorkerInfo
+from .autoscaler import Autoscaler, PoolCounters
+from .plan import (
+    Action,
+    Drain,
+    Failures,
+    Phase,
+    SetRole,
+    Start,
+    Stop,
+    Targets,
+    WorkerView,
+    after_failure,
+    gangs_of,
+    plan,
+)
+from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
+from .worker_control import WorkerControl
+from .worker_record import WorkerRecord, announced
+from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_lost, until_started
+
+WATCH_S = 10.0
+ADOPT_S = 5.0
+
+log = logging.getLogger("diptych.supervisor")
+
+
+class Supervisor:
+    """`run` until cancelled, then `stop`. `token` is what workers ask of those who call them."""
+
+    def __init__(self, config: ClusterConfig, launcher: Launcher, token: str | None) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._token = token
+        self._replicas = launcher.recall() or config.pools.targets
+        self._groups = interchangeable(config.pools)
+        self._bounds: dict[str, tuple[int, int]] = {name: pool.bounds for name, pool in config.pools.items()}
+        self._autoscaler = Autoscaler(config)
+        self._workers: dict[str, WorkerRecord] = {}
+        self._failures: dict[str, Failures] = {}
+        # By gang that ends for it: the error of one of its workers, and as it is told.
+        self._losses: dict[str, tuple[DiptychError, str]] = {}
+        self._routers: dict[str, RouterStatus] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._burials: set[asyncio.Task[None]] = set()
+        self._failure: Failure | None = None
+        self._was_ready = False
+        self._num_started = 0
+        self._wake = asyncio.Event()
+        # Later than any version of a supervisor before this one, so that its watchers see a change.
+        self._version = time.time_ns()
+        self._changed = asyncio.Event()
+        self._adopted = asyncio.Event()
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        existing = self._launcher.existing()
+        for number in range(self._config.router.replicas):
+            self._spawn(self._keep_router(make_router_id(number), is_new=not existing))
+        await self._adopt(existing)
+        # After a failure that starting again would not mend, nothing more is started.
+        while not self._failure:
+            self._wake.clear()
+            self._autoscale()
+            for action in plan(self._views(), self._targets(), self._failures, time.monotonic()):
+                self._apply(action)
+            self._was_ready = self._was_ready or self.status().state == "ready"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
+
+    def note_failure(self, who: str, error: DiptychError) -> bool:
+        """Whether `error` of process `who` ends the start: one that would come again, before the cluster was ever
+        ready. The first is kept for `status`, and nothing more is started."""
+        if self._was_ready or error.retryable:
+            return False
+        is_the_users = isinstance(error, CheckpointError | ConfigError)  # then it does not matter who read it
+        message = error.message if is_the_users else f"{who}: {error.message}"
+        self._failure = self._failure or Failure(type(error).__name__, message)
+        self._wake.set()
+        return True
+
+    async def stop(self) -> None:
+        """End every worker and router, with what they still run."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._burials)
+
+    async def _adopt(self, existing: list[tuple[str, str]]) -> None:
+        """Take over what an earlier supervisor started. Routers are told of the fleet once all of it has answered, or
+        after ADOPT_S: what cannot be placed, or hangs, goes on starting, and nobody waits for it."""
+        self._was_ready = bool(existing)
+        found: dict[tuple[str, str], list[str]] = {}
+        for worker_id, pool in existing:
+            found.setdefault((gang_of(worker_id), pool), []).append(worker_id)
+        for (gang_id, pool), worker_ids in found.items():
+            self._num_started = max(self._num_started, int(gang_id.rpartition("-")[2]))
+            if len(worker_ids) == self._config.pools.get(pool).data_parallel:
+                self._start(gang_id, pool, is_new=False)
+                continue
+            log.warning("of %s only %s lives: it is replaced", gang_id, ", ".join(worker_ids))
+            for worker_id in worker_ids:
+                worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, Phase.STOPPING)
+                self._keep(self._burials, self._dismiss(worker))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ADOPT_S):
+                while any(w.phase is Phase.STARTING for w in self._workers.values()):
+                    await self._changed.wait()
+        self._adopted.set()
+        self._publish()
+
+    def _apply(self, action: Action) -> None:
+        log.info("%s", action)
+        match action:
+            case Start():
+                self._num_started += 1
+                self._start(make_worker_id(action.pool, self._num_started), action.pool)
+            case Stop():
+                self._end(self._gang(action.worker_id))
+            case Drain():
+                gang = self._gang(action.worker_id)
+                for worker in gang:
+                    worker.enter(Phase.DRAINING)
+                self._publish()
+                self._spawn(self._drain(gang))
+            case SetRole():
+                for worker in self._gang(action.worker_id):
+                    worker.pool = action.pool
+                self._publish()
+
+    def _gang(self, gang_id: str) -> list[WorkerRecord]:
+        return [worker for worker in self._workers.values() if gang_of(worker.worker_id) == gang_id]
+
+    def _start(self, gang_id: str, pool: str, *, is_new: bool = True) -> None:
+        for worker_id in members(gang_id, self._config.pools.get(pool).data_parallel):
+            worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, is_new=is_new)
+            worker.task = self._spawn(self._keep_worker(worker))
+        self._publish()
+
+    def _end(self, gang: Iterable[WorkerRecord]) -> None:
+        """Those that do not end already."""
+        for worker in gang:
+            if worker.phase is not Phase.STOPPING:
+                worker.enter(Phase.STOPPING)
+                if worker.task:
+                    worker.task.cancel()
+        self._publish()
+
+    async def _drain(self, gang: list[WorkerRecord]) -> None:
+        await drain(gang, self._config.drain_timeout_s)
+        self._end(gang)
+
+    def _spawn(self, life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        return self._keep(self._tasks, life)
+
+    def _keep(self, tasks: "set[asyncio.Task[None]]", life: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(life)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    # -- one worker -------------------------------------------------------------------------------------------------
+
+    async def _keep_worker(self, worker: WorkerRecord) -> None:
+        handle: WorkerHandle | None = None
+        error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
+        try:
+            handle = await self._launcher.worker(worker.worker_id, worker.pool)
+            worker.started = await until_started(handle, worker.wait_for, is_new=worker.is_new)
+            worker.control = await until_known(handle, WorkerControl.open(worker.started.address, self._token))
+            worker.ready_at = time.monotonic()
+            worker.enter(Phase.READY)
+            self._publish()
+            error = await until_dead(worker, handle, worker.control)
+        except DiptychError as e:
+            error = e
+        except asyncio.CancelledError:
+            error = None
+            raise
+        finally:
+            # A task of its own: whoever cancels this one again must not interrupt the end of the process.
+            self._keep(self._burials, self._bury(worker, handle, error))
+
+    async def _dismiss(self, worker: WorkerRecord) -> None:
+        """End what an earlier supervisor started and this one has no use for."""
+        await self._bury(worker, await self._launcher.worker(worker.worker_id, worker.pool), None)
+
+    async def _bury(self, worker: WorkerRecord, handle: WorkerHandle | None, error: DiptychError | None) -> None:
+        """error: None, where it was told to end."""
+        gang_id = gang_of(worker.worker_id)
+        if error:
+            self._on_loss(worker, error)
+        # First the routers' view, then the process: nobody should be sent to it meanwhile.
+        self._end(self._gang(gang_id))  # of a gang all, which publishes
+        if handle and error is None and gang_id in self._losses and (error := await last_words(worker, handle)):
+            self._on_loss(worker, error)
+        if worker.control:
+            await worker.control.close()
+        if handle:
+            await handle.kill()
+        del self._workers[worker.worker_id]
+        if not self._gang(gang_id):
+            self._launcher.vacate(gang_id)
+            self._losses.pop(gang_id, None)
+        self._publish()
+
+    def _on_loss(self, worker: WorkerRecord, error: DiptychError) -> None:
+        """The first of a gang counts as its pool's failure; what it says, until another one says more."""
+        message = f"{worker.worker_id}: {error.message}"
+        log.warning("lost %s", message)
+        self.note_failure(worker.worker_id, error)
+        gang_id, before = gang_of(worker.worker_id), self._failures.get(worker.pool, Failures())
+        if worker.phase in (Phase.STARTING, Phase.READY):
+            now = time.monotonic()
+            lived_s = now - worker.ready_at if worker.ready_at else 0.0
+            self._failures[worker.pool] = after_failure(before, message, lived_s=lived_s, now=now)
+            self._losses[gang_id] = error, message
+            return
+        first, said = self._losses.get(gang_id, (None, ""))
+        if isinstance(first, PeerLost) and not isinstance(error, PeerLost):
+            self._losses[gang_id] = error, message
+            if before.last_error == said:
+                self._failures[worker.pool] = replace(before, last_error=message)
+
+    # -- one router -------------------------------------------------------------------------------------------------
+
+    async def _keep_router(self, router_id: str, *, is_new: bool) -> None:
+        failures = Failures()
+        started: RouterStarted | None = None
+        self._routers[router_id] = RouterStatus(router_id, "starting")
+        while True:
+            handle: RouterHandle | None = None
+            ready_at = None
+            try:
+                handle = await self._launcher.router(router_id, started)
+                started = await until_started(handle, partial(self._on_router_wait, router_id), is_new=is_new)
+                self._routers[router_id] = _router_status(router_id, started, failures.last_error)
+                ready_at = time.monotonic()
+                self._publish()
+                error = (await until_lost(handle)).message
+            except DiptychError as e:
+                error = e.message
+                self.note_failure(router_id, e)
+            except Exception as e:
+                # The router's top loop: it is started again, whatever a call of Ray raises.
+                log.exception("%s could not be kept", router_id)
+                error = f"the supervisor failed to keep it ({type(e).__name__}: {e})"
+            finally:
+                if handle:
+                    await asyncio.shield(self._keep(self._burials, handle.kill()))
+            is_new, now = True, time.monotonic()
+            log.warning("lost %s: %s", router_id, error)
+            failures = after_failure(failures, error, lived_s=now - ready_at if ready_at else 0.0, now=now)
+            self._routers[router_id] = RouterStatus(
+                router_id, "starting", last_error=error, num_failures=failures.count
+            )
+            self._publish()
+            if self._failure:
+                return
+            await asyncio.sleep(max(failures.retry_at - now, 0.0))
+
+    def _on_router_wait(self, router_id: str, waiting_for: str) -> None:
+        self._routers[router_id] = replace(self._routers[router_id], waiting_for=waiting_for)
+
+    # -- the fleet, for routers -------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        self._version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self._wake.set()
+
+    async def watch_fleet(self, version: int) -> tuple[int, list[WorkerInfo]]:
+        """The fleet's version and workers, as soon as the version differs from `version` or after WATCH_S."""
+        await self._adopted.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S):
+                while self._version == version:
+                    await self._changed.wait()
+        return self._version, announced(self._workers.values())
+
+    # -- targets ----------------------------------------------------------------------------------------------------
+
+    def scale(self, replicas: Mapping[str, int]) -> None:
+        """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
+        for pool, number in replicas.items():
+            if pool not in self._bounds:
+                raise ConfigError(f"there is no pool {pool!r}; pools: {', '.join(self._bounds)}")
+            low, high = self._bounds[pool]
+            if low < high:
+                raise ConfigError(f"pool {pool} scales by itself between {low} and {high}: change min/max_replicas")
+            if not 0 <= number <= MAX_REPLICAS:
+                raise ConfigError(f"{pool}={number}: a pool has between 0 and {MAX_REPLICAS} workers")
+        wanted = self._replicas | dict(replicas)
+        try:
+            check_targets(wanted)
+        except ValueError as e:
+            raise ConfigError(str(e)) from e
+        self._retarget(wanted)
+
+    def _retarget(self, replicas: dict[str, int]) -> None:
+        for pool, number in replicas.items():
+            if number != self._replicas[pool]:
+                # A person who asks again does not want to wait for an old failure's back-off.
+                self._failures.pop(pool, None)
+        self._replicas = replicas
+        self._launcher.remember(replicas)
+        self._wake.set()
+
+    def _autoscale(self) -> None:
+        decided = self._autoscaler.look(self._loads(), time.monotonic())
+        if any(self._replicas[pool] != number for pool, number in decided.items()):
+            log.info("autoscaler: %s", decided)
+            self._retarget(self._replicas | decided)
+
+    def _targets(self) -> Targets:
+        return Targets(self._replicas, self._groups)
+
+    def _views(self) -> Iterable[WorkerView]:
+        return gangs_of(w.view() for w in self._workers.values())
+
+    def _loads(self) -> dict[str, PoolCounters]:
+        by_pool: dict[str, list[tuple[str, LoadReport]]] = {}
+        for worker in self._workers.values():
+            if worker.phase is Phase.READY and worker.control:
+                by_pool.setdefault(worker.pool, []).append((gang_of(worker.worker_id), worker.control.load))
+        return {
+            pool: PoolCounters.of([load for _, load in found], len({gang for gang, _ in found}))
+            for pool, found in by_pool.items()
+        }
+
+    # -- status -----------------------------------------------------------------------------------------------------
+
+    async def adopted(self) -> None:
+        """Waits, ADOPT_S at most, until what an earlier supervisor started is known."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ADOPT_S):
+                await self._adopted.wait()
+
+    def status(self) -> ClusterStatus:
+        now = time.monotonic()
+        workers = self._workers.values()
+        ids = {w.started.incarnation: w.worker_id for w in workers if w.started}
+        return ClusterStatus(
+            name=self._config.name,
+            model=self._config.model,
+            supervisor_pid=os.getpid(),
+            pools=tuple(self._pool_status(pool, now) for pool in self._replicas),
+            workers=tuple(w.status(now) for w in workers),
+            routers=tuple(self._routers.values()),
+            failure=self._failure,
+            links=tuple(link for w in workers for link in w.links(ids)),
+        )
+
+    async def audit(self) -> dict[str, str]:
+        """By worker that is ready: what is wrong with its block bookkeeping, or nothing."""
+        ready = [(w.worker_id, w.control) for w in self._workers.values() if w.phase is Phase.READY and w.control]
+        found = await asyncio.gather(*(control.audit() for _, control in ready))
+        return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
+
+    async def experts(self, pool: str | None) -> dict[int, list[int]]:
+        """By layer: what has gone to each expert of the workers that are ready, or of those of one pool. Raises
+        InternalError, WorkerLost."""
+        ready = (w for w in self._workers.values() if w.phase is Phase.READY and pool in {None, w.pool})
+        return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
+
+    def _pool_status(self, pool: str, now: float) -> PoolStatus:
+        phases = [view.phase for view in self._views() if view.pool == pool]
+        failures = self._failures.get(pool, Failures())
+        low, high = self._bounds[pool]
+        return PoolStatus(
+            name=pool,
+            target=self._replicas[pool],
+            num_ready=phases.count(Phase.READY),
+            num_starting=phases.count(Phase.STARTING),
+            num_draining=phases.count(Phase.DRAINING) + phases.count(Phase.STOPPING),
+            min_replicas=low,
+            max_replicas=high,
+            num_failures=failures.count,
+            last_error=failures.last_error,
+            retry_in_s=max(failures.retry_at - now, 0.0),
+        )
+
+
+def _router_status(router_id: str, started: RouterStarted, last_error: str) -> RouterStatus:
+    return RouterStatus(router_id, "ready", started.host, started.http_port, started.grpc_port, started.pid, last_error)

@@ -1,0 +1,149 @@
+"""The supervisor's own stream to one worker: it hears the worker's load, changes its role, drains it.
+
+It submits nothing, so it may come and go without touching a request. Death is not noticed here: Ray tells it sooner.
+"""
+
+import asyncio
+import logging
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from ...proto import worker_pb2, worker_pb2_grpc
+from ...workers.common.channel import auth_metadata, open_channel
+from ...workers.common.errors import DiptychError, InternalError, WorkerLost
+from ...workers.common.role import Role
+from ...workers.common.wire import ROLE_TO_PROTO
+from ..common.expert_loads import check_counts
+from ..common.links import Link, read_links
+from ..common.plurals import count
+
+REPLY_S = 5.0
+REPORT_S = 60.0  # of a worker that has just started, on cores that all who start share
+RECONNECT_S = 0.5
+
+log = logging.getLogger("diptych.supervisor")
+
+
+class WorkerControl:
+    """Made by `open`; `close` it. `load` is the newest report, `num_received` counts all messages."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        self.address = address
+        self.load = worker_pb2.LoadReport()
+        self.links: tuple[Link, ...] = ()  # of that report
+        self.num_received = 0
+        self._metadata = auth_metadata(token)
+        self._channel = open_channel(address)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._is_known = asyncio.Event()
+        self._is_closed = False
+        self._knows_draining = False  # and has said so on this stream
+        self._call: Any = None
+        self._task = asyncio.create_task(self._run())
+
+    @classmethod
+    async def open(cls, address: str, token: str | None) -> Self:
+        """With its first report, which tells whether it drains. Raises WorkerLost if that does not come in time."""
+        control = cls(address, token)
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await control._is_known.wait()
+        except BaseException as e:
+            await control.close()
+            if isinstance(e, TimeoutError):
+                raise WorkerLost(f"the worker at {address} sent no report within {REPORT_S:g} s") from e
+            raise
+        return control
+
+    @property
+    def num_requests(self) -> int:
+        return self.load.num_running + self.load.num_waiting
+
+    async def set_role(self, role: Role) -> None:
+        await self._outbox.put(worker_pb2.RouterMessage(set_role=worker_pb2.SetRole(role=ROLE_TO_PROTO[role])))
+
+    async def drain(self) -> None:
+        await self._outbox.put(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
+
+    async def state(self) -> worker_pb2.WorkerState:
+        """Has the worker compare its books first. Raises InternalError if they are wrong, WorkerLost."""
+        try:
+            request = worker_pb2.GetStateRequest()
+            return await self._stub.GetState(request, timeout=REPLY_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as e:
+            if e.code() is grpc.StatusCode.INTERNAL:
+                raise InternalError(f"the worker at {self.address}: {e.details()}") from e
+            raise WorkerLost(f"the worker at {self.address} did not tell its state: {e.code().name}") from e
+        except grpc.aio.UsageError as e:
+            raise WorkerLost(f"the worker at {self.address} did not tell its state: {e}") from e  # `close` was called
+
+    async def audit(self) -> str:
+        """What is wrong with the worker's block bookkeeping, or nothing."""
+        try:
+            num = (await self.state()).num_unaccounted_blocks
+        except DiptychError as e:
+            return e.message
+        return f"{count(num, 'KV block')} held by nobody, or twice: a bug, please report it" if num else ""
+
+    async def is_drained(self) -> bool:
+        """Drains, computes nothing, holds no KV for others, and every router has heard all that it waited for. Raises
+        InternalError, WorkerLost."""
+        state = await self.state()
+        load = state.load
+        busy = load.num_running + load.num_waiting + load.num_leased_blocks + load.num_quarantined_blocks
+        return load.draining and busy + state.num_open_handoffs + state.num_unfinished_links == 0
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._is_closed = True
+        # The call first: a grpc.aio coroutine that is cancelled while it dials swallows that and goes on.
+        if self._call is not None:
+            self._call.cancel()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    async def _run(self) -> None:
+        """One stream after the other."""
+        while not self._is_closed:
+            call = self._call = self._stub.Link(metadata=self._metadata)
+            self._knows_draining = False
+            writer = asyncio.create_task(self._write(call))
+            try:
+                await self._read(call)
+            except grpc.aio.AioRpcError as e:
+                log.info("lost the stream to %s: %s", self.address, e.code().name)
+            finally:
+                call.cancel()
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _read(self, call: Any) -> None:
+        while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+            self.num_received += 1
+            match message.WhichOneof("message"):
+                case "load":
+                    self._on_load(message.load)
+                    self._is_known.set()
+                case _:
+                    pass
+
+    def _on_load(self, load: worker_pb2.LoadReport) -> None:
+        try:
+            check_counts(load)
+            self.links = read_links(load)
+        except InternalError as e:
+            log.warning("a report of %s is dropped: %s", self.address, e.message)
+            return
+        if load.draining and not self._knows_draining:
+            self._knows_draining = True
+            self._outbox.put_nowait(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=True)))
+        self.load = load
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await call.write(await self._outbox.get())

@@ -1,0 +1,99 @@
+"""One worker as the supervisor knows it, from its start to its end, and what it tells others of it."""
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ...proto.worker_pb2 import LoadReport
+from ...workers.common.wire import ROLE_FROM_PROTO
+from ..common.gang import gang_of
+from ..common.handles import WorkerStarted
+from ..routing.fleet import WorkerInfo
+from .plan import Phase, WorkerView
+from .status import LinkStatus, WorkerStatus
+from .worker_control import WorkerControl
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    worker_id: str
+    pool: str
+    phase: Phase = Phase.STARTING
+    is_new: bool = True  # no earlier supervisor started it
+    since: float = field(default_factory=time.monotonic)  # of the phase
+    ready_at: float | None = None
+    waiting_for: str = ""  # what must come before it can be placed
+    started: WorkerStarted | None = None
+    control: WorkerControl | None = None
+    task: "asyncio.Task[None] | None" = None  # lives as long as the process
+
+    def enter(self, phase: Phase) -> None:
+        self.phase, self.since = phase, time.monotonic()
+
+    def wait_for(self, what: str) -> None:
+        self.waiting_for = what
+
+    @property
+    def load(self) -> LoadReport:
+        return self.control.load if self.control else LoadReport()
+
+    def links(self, worker_ids: Mapping[str, str]) -> list[LinkStatus]:
+        """For a person. `worker_ids`: by incarnation, of the workers that live."""
+        links = self.control.links if self.control else ()
+        return [
+            LinkStatus(
+                self.worker_id,
+                worker_ids.get(link.source, link.source),
+                link.transport,
+                link.num_bytes,
+                link.read_s,
+                link.num_reads,
+                link.num_failed,
+            )
+            for link in links
+        ]
+
+    def view(self) -> WorkerView:
+        """For the plan."""
+        num_requests = self.load.num_running + self.load.num_waiting
+        is_silent = self.phase is Phase.STARTING and not (self.is_new or self.waiting_for)
+        return WorkerView(self.worker_id, self.pool, self.phase, num_requests, self.load.draining, is_silent)
+
+    def info(self) -> WorkerInfo | None:
+        """For routers; None while it has no requests to take or to finish."""
+        if self.started is None or self.phase not in (Phase.READY, Phase.DRAINING):
+            return None
+        return WorkerInfo(self.started.incarnation, self.started.address, self.pool, self.pool, self.worker_id)
+
+    def status(self, now: float) -> WorkerStatus:
+        """For a person, at `now` (monotonic s)."""
+        started, load = self.started, self.load
+        role = ROLE_FROM_PROTO.get(load.role)
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            pool=self.pool,
+            role=role.value if role else self.pool,
+            phase=self.phase.value,
+            phase_s=now - self.since,
+            waiting_for=self.waiting_for,
+            address=started.address if started else None,
+            node=started.node if started else None,
+            pid=started.pid if started else None,
+            cores=started.cores if started else None,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            num_leased_blocks=load.num_leased_blocks,
+            num_prefill_tokens=load.num_prefill_tokens,
+            num_decode_tokens=load.num_decode_tokens,
+            num_checksum_failures=load.num_checksum_failures,
+        )
+
+
+def announced(workers: Collection[WorkerRecord]) -> list[WorkerInfo]:
+    """For routers: the workers of gangs that have all of their members."""
+    incomplete = {gang_of(worker.worker_id) for worker in workers if worker.phase is Phase.STARTING}
+    infos = (worker.info() for worker in workers if gang_of(worker.worker_id) not in incomplete)
+    return [info for info in infos if info]

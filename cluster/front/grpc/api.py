@@ -1,0 +1,247 @@
+"""diptych.v1.Inference over a FrontDoor, with grpc.health.v1 and reflection.
+
+Cancelling a call closes its token streams, which aborts its requests on the workers; so does a call's own deadline.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from .... import __version__
+from ....proto import inference_pb2, inference_pb2_grpc
+from ....workers.common.channel import bind, make_server
+from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest
+from ....workers.common.request import check_prompt_length
+from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto
+from ...common.config import TlsConfig
+from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
+from ...routing.generation import Generation, TextDelta
+from ...tokens.prompt_encoding import Chat, Prompt, check_num_messages
+from ...tokens.tokenizer import Tokenizer
+from ..connection_limits import ConnectionLimits
+from ..delivery import Delivery
+from ..front_door import FrontDoor, GenerationSpec
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+HEALTH_PERIOD_S = 1.0
+MIN_TIMEOUT_S = 0.001
+MAX_AGE_S = 3600.0  # of a connection: then its client is asked to open another one
+MAX_STREAMS = 1024  # calls that one connection may have open
+MAX_POSITIONS = 256  # of prompts, in a message: with the most alternatives about 8 ms to write
+
+if TYPE_CHECKING:  # the class is generic in its stubs only
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServer:
+    """`start` and `stop` on one running event loop. Where there is an `api_key`, all services but health ask for it."""
+
+    def __init__(
+        self,
+        door: FrontDoor,
+        api_key: str | None = None,
+        *,
+        tls: TlsConfig | None = None,
+        reuse_port: bool = False,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        self._door = door
+        self._credentials = _credentials(tls) if tls else None
+        refusal = "the API key is missing or wrong: send it as metadata 'authorization: Bearer KEY'"
+        limits = limits or ConnectionLimits()
+        options = [
+            ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.max_receive_message_length", door.limits.max_message_bytes),
+            # A call that its client does not read ends with its connection at last.
+            ("grpc.max_connection_age_ms", round(MAX_AGE_S * 1e3)),
+            ("grpc.max_connection_age_grace_ms", round((door.limits.max_timeout_s + limits.send_timeout_s) * 1e3)),
+            *_bounds(limits),
+        ]
+        self._service = InferenceService(door, limits.send_timeout_s)
+        self._server = make_server(api_key, refusal=refusal, options=options)
+        self._health = health.aio.HealthServicer()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen on host:port (0: the kernel chooses) and return the port. Raises PortInUse, ConfigError."""
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        bound = bind(self._server, host, port, self._credentials)
+        await self._report_health()
+        await self._server.start()
+        self._reporting = asyncio.create_task(self._repeat_health())
+        return bound
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """Take no new call, give open ones `grace_s` to end."""
+        self._reporting.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def _repeat_health(self) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_PERIOD_S)
+            await self._report_health()
+
+    async def _report_health(self) -> None:
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if self._door.source.health().ready else response.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, door: FrontDoor, send_timeout_s: float) -> None:
+        self._door = door
+        self._send_timeout_s = send_timeout_s
+
+    async def Generate(  # type: ignore[override]  # the stubs know no handler that writes by its context
+        self, request: inference_pb2.GenerateRequest, context: "Context"
+    ) -> None:
+        request_id = f"gen-{uuid.uuid4().hex}"
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
+        try:
+            generation = await self._door.start(self._spec(request, context), request_id)
+            async with Delivery(generation.timeout_s, self._send_timeout_s) as delivery:
+                num_running = len(generation.completions)
+                async with aclosing(generation.batches()) as batches:
+                    async for batch in batches:
+                        for delta in batch:
+                            num_running -= delta.finish_reason is not None
+                            if delta.prompt_logprobs:
+                                prompt = generation.completions[delta.index].request.prompt_token_ids
+                                for part in _prompt_logprobs(request_id, prompt, delta, self._door.tokenizer):
+                                    await delivery.of(context.write(part))
+                            response = _response(request_id, delta, self._door.tokenizer)
+                            if num_running == 0:
+                                _conclude(response, generation)
+                            await delivery.of(context.write(response))
+        except DiptychError as e:
+            # Where the client does not read, this ends when it does, or when its connection is closed.
+            await _abort(context, e, request_id)
+
+    async def GetModel(self, request: inference_pb2.GetModelRequest, context: "Context") -> inference_pb2.ModelInfo:
+        try:
+            return self._door.model().to_proto(__version__)
+        except DiptychError as e:
+            await _abort(context, e, f"get-{uuid.uuid4().hex}")
+
+    def _spec(self, request: inference_pb2.GenerateRequest, context: "Context") -> GenerationSpec:
+        sampling = request.sampling
+        timeout_s = request.timeout_s if request.HasField("timeout_s") else None
+        # The stubs deny that it is None where the call has no deadline.
+        remaining_s = cast("float | None", context.time_remaining())
+        if timeout_s is None and remaining_s is not None:
+            timeout_s = min(max(remaining_s, MIN_TIMEOUT_S), self._door.limits.max_timeout_s)
+        if len(request.stop) > self._door.limits.max_stop_strings:
+            raise InvalidRequest(f"at most {self._door.limits.max_stop_strings} stop strings", param="stop")
+        return GenerationSpec(
+            prompts=(_prompt(request, self._door.model().max_context_tokens),),
+            sampling=sampling_from_proto(sampling),
+            n=request.n or 1,
+            stop=tuple(request.stop),
+            seed=sampling.seed if sampling.HasField("seed") else None,
+            max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+            timeout_s=timeout_s,
+            model=request.model or None,
+            cache_salt=request.cache_salt,
+        )
+
+
+def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> Prompt:
+    """Counts first: to copy what cannot be served takes as long. Raises InvalidRequest."""
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "tokens":
+        check_prompt_length(len(request.tokens.ids), max_context_tokens)
+        return tuple(request.tokens.ids)
+    if kind == "chat":
+        check_num_messages(len(request.chat.messages))
+        return Chat([{"role": m.role, "content": m.content} for m in request.chat.messages])
+    raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
+
+
+def _response(request_id: str, delta: TextDelta, tokenizer: Tokenizer) -> inference_pb2.GenerateResponse:
+    def text(token_id: int) -> str:
+        return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    response = inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=FINISH_TO_PROTO[delta.finish_reason],
+        stop_string=delta.stop_string,
+    )
+    for entry in delta.logprobs:
+        top = [inference_pb2.TopLogprob(token_id=i, logprob=p, token=text(i)) for i, p in entry.top]
+        response.logprobs.add(token_id=entry.token_id, logprob=entry.logprob, token=text(entry.token_id), top=top)
+    return response
+
+
+def _prompt_logprobs(
+    request_id: str, prompt: Sequence[int], delta: TextDelta, tokenizer: Tokenizer
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """In messages that clients take: by default they refuse more than 4 MiB."""
+
+    def text(token_id: int) -> str:
+        return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    for part in (piece for whole in delta.prompt_logprobs for piece in whole.pieces(MAX_POSITIONS)):
+        response = inference_pb2.GenerateResponse(request_id=request_id, index=delta.index)
+        columns = (part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
+        rows = zip(prompt[part.first : part.end], *(column.tolist() for column in columns), strict=True)
+        for own, logprob, rank, ids, logprobs in rows:
+            found = zip(ids, logprobs, strict=True)
+            top = [inference_pb2.TopLogprob(token_id=i, logprob=p, token=text(i)) for i, p in found]
+            response.prompt_logprobs.add(token_id=own, logprob=logprob, token=text(own), rank=rank, top=top)
+        yield response
+
+
+def _conclude(last: inference_pb2.GenerateResponse, generation: Generation) -> None:
+    """What the last message of a call tells besides."""
+    usage = generation.usage
+    last.usage.prompt_tokens = usage.prompt_tokens
+    last.usage.completion_tokens = usage.completion_tokens
+    last.usage.cached_tokens = usage.cached_tokens
+    last.timings.extend(timings.to_proto(index) for index, timings in generation.timings)
+
+
+async def _abort(context: "Context", error: DiptychError, request_id: str) -> NoReturn:
+    metadata = trailing_metadata(error, request_id)
+    await context.abort(status_of(error), error.message[:MAX_MESSAGE_CHARS], trailing_metadata=metadata)
+
+
+def _credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    try:
+        return grpc.ssl_server_credentials([(Path(tls.key).read_bytes(), Path(tls.cert).read_bytes())])
+    except OSError as e:
+        raise ConfigError(f"cannot read {e.filename}: {e.strerror}. Check grpc_tls") from e
+
+
+def _bounds(limits: ConnectionLimits) -> Sequence[tuple[str, Any]]:
+    return (
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+        # For the TLS handshake and the client's settings; then without a call.
+        ("grpc.server_handshake_timeout_ms", round(limits.header_timeout_s * 1e3)),
+        ("grpc.http2.settings_timeout", round(limits.header_timeout_s * 1e3)),
+        ("grpc.max_connection_idle_ms", round(limits.idle_timeout_s * 1e3)),
+        # A client that is gone without a FIN (power, a cut cable) is noticed by these pings.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # the least that clients may ping
+        ("grpc.http2.max_ping_strikes", 2),
+    )

@@ -1,0 +1,102 @@
+"""The body of an HTTP call: bounded in bytes, as sent and as inflated, and in time."""
+
+import asyncio
+import zlib
+from collections.abc import Iterable
+
+from starlette.requests import ClientDisconnect, Request
+
+from ....workers.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, RequestAborted, UnsupportedEncoding
+from ...common.budget import Share
+
+STEP_BYTES = 256 << 10  # inflated at once, between two turns of the event loop: under a millisecond
+SMALL_BODY_BYTES = 65_536  # of each body, for which the number of connections is bound enough
+_GZIP_BITS = 16 + zlib.MAX_WBITS
+
+
+async def read_json(request: Request, max_bytes: int, timeout_s: float, held: Share) -> bytes:
+    """The body of a POST that says it is JSON, inflated where it is gzip. `held` counts its bytes beyond
+    SMALL_BODY_BYTES. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedEncoding, Overloaded."""
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequest(f"send the body as content-type: application/json, got {media_type[:100] or 'none'!r}")
+    body = _body(request.headers.get("content-encoding", ""), max_bytes)
+    if int(request.headers.get("content-length", "0")) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                for _ in body.steps(piece):
+                    await asyncio.sleep(0)
+                if len(body) > SMALL_BODY_BYTES:
+                    held.take(len(body) - SMALL_BODY_BYTES - held.num_taken)
+    except TimeoutError as e:
+        raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s: send it faster") from e
+    except ClientDisconnect as e:
+        raise RequestAborted("the client left while it sent the body") from e
+    return body.whole()
+
+
+def _body(encoding: str, max_bytes: int) -> "_Body":
+    match encoding.strip().lower():
+        case "" | "identity":
+            return _Body(max_bytes)
+        case "gzip" | "x-gzip":
+            return _GzipBody(max_bytes)
+        case other:
+            raise UnsupportedEncoding(f"send the body plain or as content-encoding: gzip, not {other[:100]!r}")
+
+
+class _Body:
+    """What has come of a body."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._body = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._body)
+
+    def steps(self, piece: bytes) -> Iterable[None]:
+        """Take a piece, in steps between which others may run. Raises BodyTooLarge, InvalidRequest."""
+        self._add(piece)
+        return ()
+
+    def whole(self) -> bytes:
+        return bytes(self._body)
+
+    def _add(self, piece: bytes) -> None:
+        self._body += piece
+        if len(self._body) > self._max_bytes:
+            raise _too_large(self._max_bytes)
+
+
+class _GzipBody(_Body):
+    """The same, inflated. A bomb is refused once it has given more than a body may have."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self._inflater = zlib.decompressobj(_GZIP_BITS)
+
+    def steps(self, piece: bytes) -> Iterable[None]:
+        try:
+            while piece:
+                inflated = self._inflater.decompress(piece, STEP_BYTES)
+                self._add(inflated)
+                piece = self._inflater.unconsumed_tail
+                yield
+        except zlib.error as e:
+            raise InvalidRequest(f"the body is not gzip: {e}") from e
+        if self._inflater.unused_data:
+            raise InvalidRequest("the body goes on after its gzip data: send one gzip member")
+
+    def whole(self) -> bytes:
+        """Raises InvalidRequest where the end is missing."""
+        self._add(self._inflater.flush())
+        if not self._inflater.eof:
+            raise InvalidRequest("the gzip body ends before its data does: send all of it")
+        return super().whole()
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes: send several calls")

@@ -1,0 +1,285 @@
+"""One HTTP connection: uvicorn's protocol, bounded in bytes and time before its client has shown a key.
+
+    opened ──first byte──> head ──complete──> body, answer ──answered──> idle ──first byte──> head ...
+       │ header_timeout_s    │ header_timeout_s: 408                        │ idle_timeout_s
+       └── closed            └── max_header_bytes: 431                      └── closed
+
+A client that takes nothing of what is sent to it for `send_timeout_s` is cut off. A request that is answered before its
+body has come whole is the connection's last: what still comes is thrown away.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import httptools
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from ..connection_limits import ConnectionLimits
+
+CUT = "cut"  # in a call's state: ends its connection at once, whatever is still to be sent
+
+MAX_HEADERS = 100
+MAX_PIPELINED = 8  # requests that came before the one ahead of them was answered
+LINGER_S = 2.0  # how long what still comes is read, so that the client reads our answer and no reset
+LINGER_BYTES = 4 << 20
+HIGH_WATER_BYTES = 64 << 10  # beyond them the application waits for the client to read
+MIN_PROGRESS_BYTES = HIGH_WATER_BYTES  # that a client takes in send_timeout_s, where so many wait
+
+_MESSAGES = {
+    HTTPStatus.BAD_REQUEST: "this is not an HTTP/1.1 request: check the client, and whether it should speak TLS",
+    HTTPStatus.REQUEST_TIMEOUT: "the request's headers did not arrive in time: send them at once",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "the request's line and headers are too large: send fewer and shorter",
+    HTTPStatus.TOO_MANY_REQUESTS: "this address has too many connections open: use fewer, and keep them alive",
+    HTTPStatus.SERVICE_UNAVAILABLE: "too many connections are open: try again later",
+}
+
+
+class Slot(Protocol):
+    """A connection's entry in its listener."""
+
+    def wait(self) -> None:
+        """The connection waits for a request: it may be closed to make room."""
+        ...
+
+    def work(self) -> None: ...
+    def leave(self) -> None: ...
+    def refused(self, status: int) -> None:
+        """An answer was given that no application knows of."""
+        ...
+
+
+class _Transport(asyncio.Transport):
+    """The transport as uvicorn sees it: `close` asks the connection, which closes within a bound."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        super().__init__()
+        self._transport = transport
+        self._is_closing = False
+        self._close = close
+        self.write = transport.write
+        self.get_extra_info = transport.get_extra_info
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            self._close()
+
+
+class _TooLarge(Exception):
+    """Raised in a parser's callback, which ends the parsing."""
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(self, config: Config, server_state: ServerState, limits: ConnectionLimits, slot: Slot) -> None:
+        super().__init__(config, server_state, {CUT: self.cut})
+        self.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # it is given to call_later alone
+        self._limits = limits
+        self._slot = slot
+        self._raw: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of a head, or of the close
+        self._stall: asyncio.TimerHandle | None = None  # while the client does not read
+        self._in_head = self._in_body = self._is_lingering = False
+        self._has_begun_head = False  # in the data that is parsed now
+        self._num_head_bytes = 0  # of whole header fields
+        self._num_unused_bytes = 0  # fed to the parser since the last head or request was complete, less the body's
+        self._num_body_bytes = 0
+        self._num_discarded = 0
+
+    def cut(self) -> None:
+        """End the connection at once."""
+        if self._raw is not None:
+            self._raw.abort()
+
+    # -- asyncio.Protocol -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._raw = transport
+        transport.set_write_buffer_limits(HIGH_WATER_BYTES)
+        super().connection_made(_Transport(transport, self._leave))
+        self._slot.wait()
+        self._arm(self._limits.header_timeout_s, self._on_late_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._stall, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        self._raw = None
+        super().connection_lost(exc)
+        self._slot.leave()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering:
+            self._discard(len(data))
+            return
+        assert self.parser is not None
+        self._num_unused_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserCallbackError as e:
+            too_large = isinstance(e.__context__, _TooLarge)
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if too_large else HTTPStatus.BAD_REQUEST)
+        except httptools.HttpParserError:
+            self._refuse(HTTPStatus.BAD_REQUEST)
+        except httptools.HttpParserUpgrade:
+            self.cycle.keep_alive = False  # it is answered as if it had not asked; nothing behind it is parsed
+        else:
+            self._num_unused_bytes = max(self._num_unused_bytes, 0)
+            # In a body: sizes of chunks and trailers.
+            if self._num_unused_bytes > self._limits.max_header_bytes + self._num_body_bytes:
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            elif self._has_begun_head and self._in_head:  # most come whole, and need no timer
+                self._arm(self._limits.header_timeout_s, self._on_late_head)
+        self._has_begun_head = False
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+
+    # -- httptools' callbacks ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _TooLarge
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
+        self._in_head = self._has_begun_head = True
+        self._num_head_bytes = self._num_body_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._num_head_bytes += len(url)
+        if self._num_head_bytes > self._limits.max_header_bytes:
+            raise _TooLarge
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer: nobody asks for it
+        self._num_head_bytes += len(name) + len(value) + len(b": \r\n")
+        if self._num_head_bytes > self._limits.max_header_bytes or len(self.headers) >= MAX_HEADERS:
+            raise _TooLarge
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._in_body = False, True
+        self._num_unused_bytes = 0
+        self._disarm()
+        self._slot.work()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unused_bytes -= len(body)
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._num_unused_bytes = self._num_body_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._in_body and not self.pipeline:
+            self.transport.close()
+        super().on_response_complete()
+        if not self.pipeline and self.cycle.response_complete:
+            self._slot.wait()
+
+    # -- refusing and closing ---------------------------------------------------------------------------------------
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
+
+    def _on_late_head(self) -> None:
+        if self._is_answering:  # the next request's head, before this one's answer
+            self._arm(self._limits.header_timeout_s, self._on_late_head)
+        elif self._in_head or self._num_unused_bytes:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        if self._is_answering:
+            self.cut()
+            return
+        self._slot.refused(status)
+        self._in_head = True  # there may be more to come
+        self.transport.write(refusal(status))
+        self.transport.close()
+
+    def _leave(self) -> None:
+        """Send what waits to be sent, and close: at once, or after a moment in which what still comes is read."""
+        raw = self._raw
+        if raw is None:
+            return
+        self._unset_keepalive_if_required()
+        if (self._in_head or self._in_body) and raw.can_write_eof() and not raw.is_closing():
+            self._is_lingering = True
+            raw.write_eof()
+            raw.resume_reading()
+            self._arm(LINGER_S, self._close_or_cut)
+        else:
+            self._close_or_cut()
+
+    def _close_or_cut(self) -> None:
+        self._disarm()
+        if self._raw is not None:
+            self._raw.close()
+            self._watch_sending()
+
+    def _discard(self, num_bytes: int) -> None:
+        self._num_discarded += num_bytes
+        if self._num_discarded > LINGER_BYTES and self._raw is not None:
+            self._raw.pause_reading()
+
+    def _watch_sending(self) -> None:
+        """Cut the client off when it takes too little of what waits to be sent."""
+        if self._stall is not None:
+            self._stall.cancel()
+        if self._raw is not None and (waiting := self._raw.get_write_buffer_size()):
+            self._stall = self.loop.call_later(self._limits.send_timeout_s, self._check_sending, waiting)
+
+    def _check_sending(self, waited: int) -> None:
+        assert self._raw is not None
+        waiting = self._raw.get_write_buffer_size()
+        if waiting and waiting > waited - MIN_PROGRESS_BYTES:
+            self.cut()
+        else:
+            self._watch_sending()
+
+    def _arm(self, after_s: float, then: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(after_s, then)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def refusal(status: HTTPStatus) -> bytes:
+    """An answer to a connection that closes."""
+    kind = "rate_limit_error" if status == HTTPStatus.TOO_MANY_REQUESTS else "invalid_request_error"
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else kind
+    error: dict[str, Any] = {"message": _MESSAGES[status], "type": kind, "param": None, "code": None}
+    body = json.dumps({"error": error}).encode()
+    retry = b"retry-after: 1\r\n" if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE} else b""
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        f"content-length: {len(body)}\r\n"
+    )
+    return head.encode() + retry + b"\r\n" + body

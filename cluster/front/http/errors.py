@@ -1,0 +1,63 @@
+"""Errors as HTTP answers: OpenAI's object {"error": {message, type, param, code}} under the status of their class."""
+
+import math
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ....workers.common.errors import DiptychError, InternalError, InvalidRequest, Overloaded, UnsupportedEncoding
+
+
+def call_id(request: Request) -> str:
+    return str(request.state.call_id)
+
+
+def request_id(request: Request) -> str:
+    return f"req-{call_id(request)}"
+
+
+def error_object(error: DiptychError, its_id: str, status: int | None = None) -> dict[str, object]:
+    """OpenAI's error object."""
+    status = error.status if status is None else status
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return {
+        "error": {
+            "message": f"{error.message} (request id: {its_id})",
+            "type": kind,
+            "param": error.param,
+            "code": None if error.code == kind else error.code,
+        }
+    }
+
+
+def error_response(error: DiptychError, its_id: str, status: int | None = None) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, UnsupportedEncoding):
+        headers["accept-encoding"] = "gzip"
+    return JSONResponse(error_object(error, its_id, status), status or error.status, headers)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, DiptychError)
+    return error_response(error, request_id(request))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reason = HTTPStatus(error.status_code).phrase.lower()
+    message = f"{reason}: {request.method} {request.url.path[:200]}. See GET /v1/models and POST /v1/chat/completions"
+    response = error_response(InvalidRequest(message), request_id(request), error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_bug(request: Request, _: Exception) -> Response:
+    # Starlette raises it again after this answer, so that the server logs it.
+    return error_response(InternalError("the server failed: please report this"), request_id(request))
+
+
+EXCEPTION_HANDLERS = {DiptychError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}

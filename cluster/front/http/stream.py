@@ -1,0 +1,86 @@
+"""One HTTP call's answer, watching whether the client is still there.
+
+A client that goes away is noticed at once, also while nothing is being sent to it: the work is cancelled, which closes
+the token streams, which aborts the requests on the workers.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from ....workers.common.errors import DiptychError, RequestAborted
+from ..delivery import GRACE_S
+from .connection import CUT
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or a proxy keeps the tokens until it has a page of them
+]
+
+SEND = "send"  # in a call's state: the server's own `send`, without what the application puts around it
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. Raises RequestAborted, having cancelled the work, when the client goes away before."""
+    # A task of its own: to resume it for a token does not pass through all that is around the application.
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_cancel_when_disconnected(receive, task))
+    try:
+        return await task  # cancelled with this one
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        if not gone.done() or (caller is not None and caller.cancelling()):
+            raise
+        raise RequestAborted("the client closed the connection") from None
+    finally:
+        gone.cancel()
+
+
+async def _cancel_when_disconnected(receive: Receive, task: "asyncio.Task[Any]") -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+class EventStream:
+    """An answer of server-sent events. The status is sent with the first of them: an error before it has its own. A
+    client who has not read it all a moment after `timeout_s` is cut off."""
+
+    def __init__(
+        self, events: AsyncGenerator[str, None], error_event: Callable[[DiptychError], str], timeout_s: float
+    ) -> None:
+        self._events = events
+        self._error_event = error_event
+        self._timeout_s = timeout_s
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        timer = asyncio.get_running_loop().call_later(self._timeout_s + GRACE_S, scope["state"][CUT])
+        try:
+            # Whatever wraps `send` looks at the answer's start alone, and costs as much as the event for each of them.
+            await while_connected(receive, self._send_events(send, scope["state"].get(SEND, send)))
+        except RequestAborted:
+            if not self._started:
+                raise
+        finally:
+            timer.cancel()
+
+    async def _send_events(self, start: Send, send: Send) -> None:
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    if not self._started:
+                        self._started = True
+                        await start({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        except DiptychError as e:
+            if not self._started:
+                raise
+            await send({"type": "http.response.body", "body": self._error_event(e).encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

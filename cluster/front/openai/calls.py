@@ -1,0 +1,66 @@
+"""A large request body, read in prompt_process.py: its prompts become token ids, all else comes back as JSON.
+
+So nothing of a body stays in the router but what it serves, however large the body was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pydantic import TypeAdapter
+
+from ....workers.common.errors import InvalidRequest
+from ....workers.common.request import check_prompt_length
+from ...tokens.prompt_encoding import Chat, Encoded, Prompt, encode_chat, encode_text
+from ...tokens.tokenizer import Tokenizer
+from .types import Call, ChatBody, CompletionBody, parse
+
+MAX_REST_BYTES = 256 << 10  # of what is asked for, without its prompts
+MAX_PROMPT_TOKENS = 1 << 20  # of one call, over all its prompts; more where the context holds more
+
+_CALL = TypeAdapter(Call)
+
+
+def read_call(
+    tokenizer: Tokenizer, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
+) -> tuple[bytes, list[Encoded]]:
+    """The call without its prompts as JSON, and its prompts. `kind`: a body's class name. Raises InvalidRequest."""
+    chat = kind == ChatBody.__name__
+    call = parse(ChatBody, body).call() if chat else parse(CompletionBody, body).call()
+    if (num := len(call.spec.prompts)) > max_prompts:
+        raise InvalidRequest(f"{num} prompts; a call has at most {max_prompts}: send several calls", param="prompt")
+    found: list[Encoded] = []
+    most, num_tokens = max(MAX_PROMPT_TOKENS, max_context_tokens), 0
+    for prompt in call.spec.prompts:
+        ids = _encode(tokenizer, prompt, max_context_tokens)
+        check_prompt_length(len(ids), max_context_tokens)
+        num_tokens += len(ids)
+        if num_tokens > most:
+            raise InvalidRequest(
+                f"the prompts have more than {most} tokens together: send several calls", param="prompt"
+            )
+        found.append(Encoded(ids, prompt if call.echo and isinstance(prompt, str) else None))
+    rest = _CALL.dump_json(replace(call, spec=replace(call.spec, prompts=())))
+    if len(rest) > MAX_REST_BYTES:
+        param = "stop" if len(call.spec.stop) > 1 else None
+        raise InvalidRequest(
+            f"the fields beside the prompts have {len(rest)} bytes, at most {MAX_REST_BYTES}", param=param
+        )
+    return rest, found
+
+
+def with_prompts(call: bytes, prompts: Sequence[Encoded]) -> Call:
+    """What `read_call` has read."""
+    found = _CALL.validate_json(call)
+    return replace(found, spec=replace(found.spec, prompts=prompts))
+
+
+def _encode(tokenizer: Tokenizer, prompt: Prompt, max_context_tokens: int) -> tuple[int, ...]:
+    match prompt:
+        case str():
+            return encode_text(tokenizer, prompt, max_context_tokens)
+        case Chat():
+            return encode_chat(tokenizer, prompt, max_context_tokens)
+        case Encoded():
+            return prompt.token_ids
+        case _:
+            return prompt

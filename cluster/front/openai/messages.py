@@ -1,0 +1,145 @@
+"""OpenAI's chat messages and tools -> what chat templates know.
+
+Tools are served as text alone: templates show their definitions, the calls of earlier turns and what came of them. The
+model's own calls are not parsed, so `tools` needs `tool_choice: "none"`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field
+
+from ....workers.common.errors import InvalidRequest
+from ...tokens.chat_template import Message
+from .fields import FieldCheck, Known
+
+T = TypeVar("T")
+# One error is reported, so a million are not collected.
+Many = Annotated[list[T], Field(fail_fast=True)]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # by a part's type
+_EMPTY = ("", [], {})
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    @property
+    def extra(self) -> Mapping[str, object]:
+        return self.model_extra or {}
+
+
+class FunctionDefinition(_Part):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Part):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+    def plain(self, where: str, fields: FieldCheck) -> Mapping[str, object]:
+        fields.check(self.extra, _TOOL, f"{where}.")
+        fields.check(self.function.extra, _DEFINITION, f"{where}.function.")
+        function = {name: getattr(self.function, name) for name in _DEFINITION.served}
+        return {"type": self.type, "function": {k: v for k, v in function.items() if v is not None}}
+
+
+class FunctionCall(_Part):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(_Part):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def plain(self, where: str, fields: FieldCheck) -> Mapping[str, object]:
+        """Templates take the arguments as an object."""
+        fields.check(self.extra, _CALL, f"{where}.")
+        fields.check(self.function.extra, _FUNCTION_CALL, f"{where}.function.")
+        arguments: object = self.function.arguments or {}
+        if isinstance(arguments, str):
+            param = f"{where}.function.arguments"
+            try:
+                arguments = pydantic_core.from_json(arguments, allow_inf_nan=False)
+            except ValueError as e:
+                raise InvalidRequest(f"{param} is not valid JSON: {e}", param=param) from e
+        given_id = {"id": self.id} if self.id is not None else {}
+        return given_id | {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class ChatMessage(_Part):
+    role: str
+    content: str | Many[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def plain(self, where: str, fields: FieldCheck) -> Message:
+        """As chat templates know it. `where` names the message in errors."""
+        if self.model_extra:
+            fields.check(self.model_extra, _MESSAGE, f"{where}.")
+        if self.role not in ROLES:
+            fields.add_word(self.role, ROLES, f"{where}.role")
+        # "developer" is what OpenAI's newer models call "system"; templates know the older word.
+        role = "system" if self.role == "developer" else self.role
+        plain: dict[str, object] = {"role": role, "content": self._text(where, fields)}
+        if self.name:
+            plain["name"] = self.name
+        if self.tool_calls:
+            if role != "assistant":
+                raise InvalidRequest(
+                    f"{where}.tool_calls: only an assistant's message has them", param=f"{where}.tool_calls"
+                )
+            plain["tool_calls"] = [c.plain(f"{where}.tool_calls[{i}]", fields) for i, c in enumerate(self.tool_calls)]
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is not None:
+            plain["reasoning"] = plain["reasoning_content"] = reasoning  # templates know the one name or the other
+        return plain
+
+    def _text(self, where: str, fields: FieldCheck) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        where = f"{where}.content"
+        if self.content is not None:
+            return "\n".join(_text_of(part, f"{where}[{i}]", fields) for i, part in enumerate(self.content))
+        if self.tool_calls:
+            return ""
+        raise InvalidRequest(f"{where} is missing: send a string", param=where)
+
+
+def _text_of(part: dict[str, Any], where: str, fields: FieldCheck) -> str:
+    kind = part.get("type")
+    field = _TEXT_OF.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise InvalidRequest(
+            f"{where}.type: only text parts are supported, got {str(kind)[:40]!r}", param=f"{where}.type"
+        )
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where}.{field} must be a string", param=f"{where}.{field}")
+    if len(part) > 2:
+        served = ("type", field)
+        fields.check({k: v for k, v in part.items() if k not in served}, Known(served, {}), f"{where}.")
+    return text
+
+
+def _known(model: type[BaseModel], not_served: Mapping[str, tuple[object, ...]], *no_effect: str) -> Known:
+    return Known(tuple(model.model_fields), not_served, frozenset(no_effect))
+
+
+_TOOL = _known(Tool, {"defer_loading": (False,)})
+_DEFINITION = _known(FunctionDefinition, {"defer_loading": (False,)})
+_CALL = _known(ToolCall, {}, "index")  # position in a stream of the answer that it was taken from
+_FUNCTION_CALL = _known(FunctionCall, {})
+_MESSAGE = _known(ChatMessage, {"audio": (), "function_call": (), "refusal": _EMPTY, "tools": _EMPTY}, "annotations")

@@ -1,0 +1,137 @@
+"""A process of its own for what prompts make a router compute: templates rendered, texts encoded.
+
+    the tokenizer's state -> ready, or an error -> task -> token ids, or an error -> task ...
+
+A template is a program, and its input a stranger's: it may take any time and memory. Here that ends this process, not
+the router: one task has so many seconds of processor time (ITIMER_PROF), all of them so much memory (RLIMIT_DATA).
+
+The end of the socket ends the process, as does its parent's end. Imports no Ray, no torch.
+
+    python -m diptych.cluster.front.openai.prompt_process  (standard input: a socket; prompt_encoder.py starts it)
+"""
+
+import json
+import logging
+import resource
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ....workers.common.errors import DiptychError, InternalError, InvalidRequest
+from ....workers.common.parent_process import end_with_parent
+from ...tokens.prompt_encoding import Chat, Encoded, encode_chat, encode_text
+from ...tokens.prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
+from ...tokens.tokenizer import Tokenizer
+
+MAX_JOINED_BYTES = 65_536  # of a body that is copied behind its head
+
+log = logging.getLogger("diptych.prompts")
+
+
+def serve(stream: BinaryIO, sock: socket.socket) -> None:
+    """Answer task after task until the stream ends."""
+    head, state = _read(stream) or ({}, b"")
+    tokenizer = Tokenizer.from_state(state)
+    del state
+    _bound_memory(head["max_memory_bytes"])
+    signal.setitimer(signal.ITIMER_PROF, head["cpu_s"])
+    _send(sock, _begin(tokenizer))
+    while (frame := _read(stream)) is not None:
+        task, body = frame
+        signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])
+        _send(sock, _reply(tokenizer, task, body))
+        del frame, body
+
+
+def _begin(tokenizer: Tokenizer) -> Frame:
+    try:
+        tokenizer.compile_template()
+    except DiptychError as e:
+        return _of_error(e)
+    return to_frame({})
+
+
+def _read(stream: BinaryIO) -> tuple[Head, bytes] | None:
+    sizes = stream.read(SIZES.size)
+    if len(sizes) < SIZES.size:
+        return None
+    num_head, num_body = SIZES.unpack(sizes)
+    return json.loads(stream.read(num_head)), stream.read(num_body)
+
+
+def _send(sock: socket.socket, frame: Frame) -> None:
+    head, body = frame
+    if len(body) <= MAX_JOINED_BYTES:  # so that the router wakes up once
+        sock.sendall(head + body)
+    else:
+        sock.sendall(head)
+        sock.sendall(body)
+
+
+def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
+    try:
+        return _compute(tokenizer, task, body)
+    except DiptychError as e:
+        error = e
+    except MemoryError:
+        error = InvalidRequest("the prompt needs more memory to read than this server allows: send less")
+    except Exception:
+        # The process's top loop: one task's bug is not the next one's.
+        log.exception("a prompt was not read")
+        error = InternalError("the prompt could not be read: please report this")
+    return _of_error(error)
+
+
+def _of_error(error: DiptychError) -> Frame:
+    return to_frame({"error": type(error).__name__, "message": error.message, "param": error.param})
+
+
+def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
+    most = task["max_context_tokens"]
+    kind = task["kind"]
+    if kind == CHAT:
+        return _of_prompts([Encoded(encode_chat(tokenizer, Chat(**json.loads(body)), most))])
+    if kind == TEXT:
+        return _of_prompts([Encoded(encode_text(tokenizer, body.decode(), most))])
+    assert kind == BODY
+    # Takes four times as long to import as all the rest, and a process for chats alone does without.
+    from .calls import read_call
+
+    call, prompts = read_call(tokenizer, task["body"], body, most, task["max_prompts"])
+    return _of_prompts(prompts, call)
+
+
+def _of_prompts(prompts: Sequence[Encoded], call: bytes = b"") -> Frame:
+    """Body: the call, then of each prompt its token ids (uint32) and its text."""
+    parts = [call]
+    sizes: list[tuple[int, int]] = []
+    for prompt in prompts:
+        ids, text = array("I", prompt.token_ids).tobytes(), (prompt.text or "").encode()
+        sizes.append((len(ids), -1 if prompt.text is None else len(text)))
+        parts += (ids, text)
+    return to_frame({"call": len(call), "prompts": sizes}, b"".join(parts))
+
+
+def _bound_memory(more: int) -> None:
+    """Data that this process may hold: what it has now, and so many bytes."""
+    status = Path("/proc/self/status").read_text()
+    held = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + more, held + more))
+
+
+def main() -> None:
+    end_with_parent()
+    # A signal to the whole process group is for the router to act on, which then hangs up.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=sys.stdin.fileno())
+    with sock, sock.makefile("rb") as stream:
+        serve(stream, sock)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""OpenAI's request bodies: JSON -> Call.
+
+Fields that are not read here follow the rule of fields.py. vLLM's extra sampling parameters are understood.
+Every error is an InvalidRequest whose `param` names the field.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ....workers.common.errors import InvalidRequest
+from ....workers.common.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, NO_BIAS, SamplingParams
+from ...tokens.prompt_encoding import Chat, Prompt
+from ..front_door import GenerationSpec
+from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
+from .format import Include
+from .messages import ChatMessage, Many, Tool
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
+
+# A union's own errors name its arms, not what the client should send.
+_EXPECTED = {
+    "prompt": "a string, an array of strings, an array of token ids, or an array of arrays of token ids",
+    "stop": "a string or an array of strings",
+    "logit_bias": "an object of token ids (as strings) and numbers",
+    "tool_choice": "a string or an object",
+}
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request as it was understood."""
+
+    spec: GenerationSpec
+    include: Include
+    stream: bool
+    echo: bool
+    unknown: tuple[UnknownField, ...]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    type: str
+
+
+class _Body(BaseModel):
+    """What both endpoints take. None: not given."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    model: str | None = None
+    n: int | None = None
+    stop: str | Many[str] | None = None
+    seed: Seed | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    top_k: int | None = None  # 0 or -1: off
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: Many[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None  # prefixes are shared among those who send the same
+    prompt_logprobs: int | None = None  # of the prompt's tokens, each with so many of the most likely
+    return_token_ids: bool | None = None  # of the prompt and of the answer
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
+    # Diptych's
+    timeout_s: float | None = None
+    timings: bool | None = None  # tell where the time went
+
+    @property
+    def include(self) -> Include:
+        usage = bool(self.stream_options and self.stream_options.include_usage)
+        return Include(
+            usage=usage,
+            continuous_usage=usage and bool(self.stream_options and self.stream_options.continuous_usage_stats),
+            timings=bool(self.timings),
+            token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def check(self, fields: FieldCheck) -> None:
+        """Raise InvalidRequest for what is known and not served, and for what contradicts itself."""
+        fields.check(self.model_extra or {}, _KNOWN[type(self)])
+        if (options := self.stream_options) is not None:
+            if options.model_fields_set and not self.stream:
+                raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+            fields.check(options.model_extra or {}, _STREAM_OPTIONS, "stream_options.")
+        if (form := self.response_format) is not None:
+            if form.type != "text":
+                raise InvalidRequest(
+                    f"response_format {form.type[:40]!r} is not supported: leave it out", param="response_format"
+                )
+            fields.check(form.model_extra or {}, _RESPONSE_FORMAT, "response_format.")
+        if self.prompt_logprobs is not None:
+            _check_logprobs("prompt_logprobs", self.prompt_logprobs)
+            if self.stream:
+                raise InvalidRequest("prompt_logprobs needs stream=false: leave one out", param="prompt_logprobs")
+        if self.cache_salt == "":
+            raise InvalidRequest("cache_salt must be a non-empty string: leave it out to share", param="cache_salt")
+
+    def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **given,
+            top_k=0 if self.top_k in (None, -1) else self.top_k or 0,
+            logit_bias=_logit_bias(self.logit_bias) if self.logit_bias else NO_BIAS,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionBody(_Body):
+    """POST /v1/completions."""
+
+    prompt: str | Many[int] | Many[str] | Many[Many[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    def check(self, fields: FieldCheck) -> None:
+        super().check(fields)
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidRequest("best_of is not supported beyond n: leave it out", param="best_of")
+        if self.logprobs is not None:
+            _check_logprobs("logprobs", self.logprobs)
+
+    def prompts(self) -> Sequence[Prompt]:
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        if self.prompt and isinstance(self.prompt[0], int):
+            return (_token_ids(self.prompt),)
+        return [entry if isinstance(entry, str) else _token_ids(entry) for entry in self.prompt]
+
+    def call(self) -> Call:
+        """Raises InvalidRequest."""
+        fields = FieldCheck()
+        self.check(fields)
+        return Call(self._spec(), self.include, bool(self.stream), bool(self.echo), fields.unknown)
+
+    def _spec(self) -> GenerationSpec:
+        echoed = self.logprobs if self.echo else None
+        asked = [num for num in (echoed, self.prompt_logprobs) if num is not None]
+        return GenerationSpec(
+            prompts=self.prompts(),
+            sampling=self.sampling(self.logprobs, max(asked, default=None)),
+            prompt_only=bool(self.echo) and self.max_tokens == 0,
+            n=1 if self.n is None else self.n,
+            stop=self.stops(),
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+            timeout_s=self.timeout_s,
+            model=self.model,
+            cache_salt=self.cache_salt or "",
+        )
+
+
+class ChatBody(_Body):
+    """POST /v1/chat/completions."""
+
+    messages: Many[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Many[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    def check(self, fields: FieldCheck) -> None:
+        super().check(fields)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+        _check_logprobs("top_logprobs", self.top_logprobs or 0)
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest('this tool_choice is not supported: send "none"', param="tool_choice")
+        if self.tools and self.tool_choice != "none":
+            raise InvalidRequest(
+                'calling tools is not supported: send tool_choice="none", which shows them to the model alone, or '
+                "leave them out",
+                param="tools",
+            )
+
+    def call(self) -> Call:
+        """Raises InvalidRequest."""
+        fields = FieldCheck()
+        self.check(fields)
+        return Call(self._spec(fields), self.include, bool(self.stream), echo=False, unknown=fields.unknown)
+
+    def _spec(self, fields: FieldCheck) -> GenerationSpec:
+        messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages)]
+        tools = [tool.plain(f"tools[{i}]", fields) for i, tool in enumerate(self.tools or ())]
+        return GenerationSpec(
+            prompts=(Chat(messages, self._template_options(), tools),),
+            sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs),
+            n=1 if self.n is None else self.n,
+            stop=self.stops(),
+            seed=self.seed,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            timeout_s=self.timeout_s,
+            model=self.model,
+            cache_salt=self.cache_salt or "",
+        )
+
+    def _template_options(self) -> Mapping[str, Any]:
+        options = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return options
+        # Templates know the effort, or only whether to think.
+        thinks = {"enable_thinking": self.reasoning_effort != "none"}
+        return thinks | options | {"reasoning_effort": self.reasoning_effort}
+
+
+_STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
+_RESPONSE_FORMAT = Known(tuple(ResponseFormat.model_fields), {"json_schema": ()})
+_KNOWN: Mapping[type[_Body], Known] = {
+    CompletionBody: Known(tuple(CompletionBody.model_fields), {**NOT_SERVED, "add_special_tokens": (True,)}, NO_EFFECT),
+    ChatBody: Known(
+        tuple(ChatBody.model_fields), {**NOT_SERVED, "add_special_tokens": (False,), "echo": (False,)}, NO_EFFECT
+    ),
+}
+
+Body = TypeVar("Body", CompletionBody, ChatBody)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """A request body. Raises InvalidRequest."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as e:
+        raise _invalid(e) from e
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    loc, kind = problem["loc"], problem["type"]
+    if kind == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
+    if not loc:
+        return InvalidRequest("the body must be a JSON object")
+    param = str(loc[0])
+    if kind == "missing" and len(loc) == 1:
+        return InvalidRequest(f"{param} is missing", param=param)
+    if param in _EXPECTED:
+        return InvalidRequest(f"{param} must be {_EXPECTED[param]}", param=param)
+    if param in ("messages", "tools", "stream_options", "response_format"):
+        # messages[2].role; what follows one of these names the arm of a union.
+        end = next((i + 1 for i, part in enumerate(loc) if part in ("content", "arguments")), len(loc))
+        param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])
+    return InvalidRequest(f"{param}: {problem['msg']}", param=param)
+
+
+def _check_logprobs(name: str, num: int) -> None:
+    if not 0 <= num <= MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], got {num}", param=name)
+
+
+def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
+    if len(given) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
+    wrong = [key for key, value in given.items() if not _is_bias(key, value)]
+    if wrong:
+        raise InvalidRequest(
+            f"logit_bias must be {_EXPECTED['logit_bias']}, not as it is at {name_some(wrong)}", param="logit_bias"
+        )
+    if not all(-100 <= value <= 100 for value in given.values()):
+        raise InvalidRequest("a logit_bias must be in [-100, 100]", param="logit_bias")
+    return {int(key): float(value) for key, value in given.items()}
+
+
+def _is_bias(key: str, value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return key.isascii() and key.isdecimal() and len(key) <= 10 and is_number
+
+
+def _token_ids(entry: object) -> tuple[int, ...]:
+    assert isinstance(entry, list)
+    return tuple(entry)

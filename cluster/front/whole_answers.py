@@ -1,0 +1,68 @@
+"""Bounds for answers that are sent in one piece: what they may hold, and what all of them may hold meanwhile.
+
+A log-probability takes about 120 bytes until its answer is sent, and 5 microseconds to tell. So a call's are counted
+before it starts, and all of them while they come.
+"""
+
+from collections.abc import AsyncIterable, Sequence
+from dataclasses import replace
+
+from ...workers.common.errors import InvalidRequest
+from ..common.budget import Share
+from ..routing.generation import TextDelta
+from .front_door import GenerationSpec
+
+MERGED_DELTAS = 8192  # that are made into one for each completion
+
+
+def bounded(spec: GenerationSpec, max_logprobs: int) -> GenerationSpec:
+    """The same, with a default for max_tokens that keeps the answer within the bound. Raises InvalidRequest where
+    the max_tokens that it names does not."""
+    if spec.sampling.logprobs is None:
+        return spec
+    a_token = len(spec.prompts) * spec.n * (spec.sampling.logprobs + 1)
+    most = max_logprobs // a_token if a_token else max_logprobs
+    if spec.max_tokens is None and most:
+        default = most if spec.default_max_tokens is None else min(spec.default_max_tokens, most)
+        return replace(spec, default_max_tokens=default)
+    if (spec.max_tokens or 1) > most:
+        raise InvalidRequest(
+            f"the answer may have {a_token * (spec.max_tokens or 1)} log-probabilities (completions x max_tokens x "
+            f"alternatives and 1), at most {max_logprobs} in one piece: send stream=true, or ask for fewer",
+            param="max_tokens",
+        )
+    return spec
+
+
+async def gather(batches: AsyncIterable[Sequence[TextDelta]], held: Share) -> list[TextDelta]:
+    """All deltas. `held` counts their log-probabilities. Raises Overloaded where there are too many."""
+    found: list[TextDelta] = []
+    num_merged = 0
+    async for batch in batches:
+        for delta in batch:
+            if delta.logprobs:
+                held.take(sum(1 + len(entry.top) for entry in delta.logprobs))
+        found += batch
+        if len(found) - num_merged >= MERGED_DELTAS:
+            found[num_merged:] = _merged(found[num_merged:])
+            num_merged = len(found)
+    return found
+
+
+def _merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
+    """The same, with those of a completion in one; a delta with log-probabilities stays by itself."""
+    if any(delta.logprobs for delta in deltas):
+        return list(deltas)
+    own: dict[int, list[TextDelta]] = {}
+    for delta in deltas:
+        own.setdefault(delta.index, []).append(delta)
+    return [
+        replace(
+            parts[0],
+            text="".join(part.text for part in parts),
+            token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+            finish_reason=parts[-1].finish_reason,
+            stop_string=parts[-1].stop_string,
+        )
+        for parts in own.values()
+    ]

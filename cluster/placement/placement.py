@@ -1,0 +1,381 @@
+"""Where processes run: the only file that starts Ray actors. Knows no fleet and no request.
+
+    supervisor   named, detached, restarted by Ray        diptych:<cluster>:supervisor
+    worker       one placement group and one actor each   diptych:<cluster>:worker:<worker id>
+    gang         one placement group for all its workers, on one node (gang.py)
+    router       one placement group and one actor each   diptych:<cluster>:router:<router id>
+
+All are detached, so that a new supervisor finds what the last one started while requests go on. No actor but the
+supervisor is restarted by Ray: starting a worker again is the supervisor's decision. A process that dies is noticed by
+a call to it that never returns (`run_until_stopped`): Ray ends that call within milliseconds.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+from ray.util import get_node_ip_address, list_named_actors
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ...workers.common.cores import usable_cores
+from ...workers.common.errors import ConfigError, DiptychError, InternalError, Unavailable, WorkerLost, from_wire
+from ..common.address_file import no_cluster
+from ..common.config import WILDCARD_HOSTS
+from ..common.cores import CoreClaim
+from ..common.deployment import NAMESPACE, Deployment, cluster_of, first_worker_ids, make_router_id, supervisor_name
+from ..common.gang import gang_of, rank_of
+from ..common.handles import RouterStarted, WorkerStarted
+from ..routing.fleet_watch import Watch, follow, last_line
+from .place import Place, bundle_of, give_back
+
+if TYPE_CHECKING:
+    from ..control.status import ClusterStatus
+    from ..routing.fleet import WorkerInfo
+
+STOP_S = 3.0  # for a worker to close its sockets and memory; then it is killed
+KV_NAMESPACE = b"diptych"
+
+log = logging.getLogger("diptych.placement")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A DiptychError on its way through Ray, which would wrap an exception in one of its own."""
+
+    error: str
+    message: str
+
+    @classmethod
+    def because(cls, error: DiptychError, node: str = "") -> "Refused":
+        """`node`: the machine where it happened, if it may be another one than the reader's."""
+        return cls(type(error).__name__, f"{error.message} (on {node})" if node else error.message)
+
+
+class WorkerActor:
+    """The process of one worker."""
+
+    def __init__(self, deployment: Deployment, pool: str, worker_id: str) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._node = "" if deployment.is_local else platform.node()
+        self._claim = CoreClaim()
+        cores = self._claim.take(usable_cores(), deployment.num_cores(pool))
+        self._config = replace(deployment.worker_config(pool, get_node_ip_address(), worker_id), cores=cores)
+        # Read when torch is first imported, which is in `_load`.
+        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)
+        self._life: asyncio.Future[WorkerStarted | Refused] | None = None
+        self._process: Any = None
+
+    async def start(self) -> WorkerStarted | Refused:
+        if self._life is None:
+            self._life = asyncio.ensure_future(asyncio.to_thread(self._load))
+        return await asyncio.shield(self._life)
+
+    def _load(self) -> WorkerStarted | Refused:
+        from ...workers.server.worker import WorkerProcess
+
+        self._process = WorkerProcess(self._config)
+        try:
+            at = self._process.start_in_thread()
+        except DiptychError as e:
+            return Refused.because(e, self._node)
+        return WorkerStarted(at.address, at.incarnation, at.pid, platform.node(), self._config.cores)
+
+    async def alive(self) -> None:
+        """Answered by the event loop."""
+
+    async def run_until_stopped(self) -> Refused:
+        """After `start`. Why it ended."""
+        return Refused.because(await asyncio.wrap_future(self._process.ended))
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            await asyncio.to_thread(self._process.stop)
+
+
+class RouterActor:
+    """The process of one router: the front door, and the fleet as the supervisor tells it."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._deployment = deployment
+        # Not at the top: each process imports what it runs, and the starts of all wait for no more.
+        from .router_process import RouterProcess
+
+        self._process = RouterProcess(deployment)
+        self._life: asyncio.Future[RouterStarted | Refused] | None = None
+        self._follower: asyncio.Task[None] | None = None
+
+    async def start(self) -> RouterStarted | Refused:
+        if self._life is None:
+            self._life = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._life)
+
+    async def _open(self) -> RouterStarted | Refused:
+        try:
+            started = await self._process.start()
+        except DiptychError as e:
+            return Refused.because(e, "" if self._deployment.is_local else platform.node())
+        self._follower = asyncio.create_task(follow(self._watch, self._process.update_fleet, (RayError, Unavailable)))
+        if started.host in WILDCARD_HOSTS and not self._deployment.is_local:
+            return replace(started, host=get_node_ip_address())
+        return started
+
+    def _watch(self) -> Watch:
+        """Raises Unavailable."""
+        return find_supervisor(self._deployment.config.name).watch_fleet.remote
+
+    async def alive(self) -> Refused | None:
+        """Answered by the event loop that serves requests."""
+        try:
+            self._process.check()
+        except DiptychError as e:
+            return Refused.because(e)
+        return None
+
+    async def run_until_stopped(self) -> None:
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        if self._follower:
+            self._follower.cancel()
+            await self._process.stop()
+
+
+class SupervisorActor:
+    """The supervisor's process. Ray starts it again if it dies; then it takes over what lives."""
+
+    def __init__(self, deployment: Deployment, *, has_help: bool = False) -> None:
+        logging.basicConfig(level=logging.INFO)
+        from ..control.supervisor import Supervisor
+
+        self._deployment = deployment
+        is_first = not ray.get_runtime_context().was_current_actor_reconstructed
+        launcher = RayLauncher(deployment, finds_existing=not (has_help and is_first))
+        self._supervisor = Supervisor(deployment.config, launcher, deployment.token)
+        self._loop = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self._supervisor.run()
+        except Exception as e:
+            # The process's top loop: Ray starts a new supervisor in the place of one that cannot go on.
+            log.exception("the supervisor failed")
+            error = InternalError(f"it failed ({type(e).__name__}: {e}); its log has the traceback")
+            if not self._supervisor.note_failure("the supervisor", error):
+                os._exit(1)
+
+    async def status(self) -> "ClusterStatus":
+        await self._supervisor.adopted()
+        return self._supervisor.status()
+
+    async def experts(self, pool: str | None) -> dict[int, list[int]] | Refused:
+        try:
+            return await self._supervisor.experts(pool)
+        except DiptychError as e:
+            return Refused.because(e)
+
+    async def audit(self) -> dict[str, str]:
+        return await self._supervisor.audit()
+
+    async def scale(self, replicas: dict[str, int]) -> Refused | None:
+        try:
+            self._supervisor.scale(replicas)
+        except DiptychError as e:
+            return Refused.because(e)
+        return None
+
+    async def watch_fleet(self, version: int) -> "tuple[int, list[WorkerInfo]]":
+        return await self._supervisor.watch_fleet(version)
+
+    async def shutdown(self) -> None:
+        self._loop.cancel()
+        await self._supervisor.stop()
+        RayLauncher(self._deployment).forget()
+
+
+class _Placed:
+    """An actor in a place of its own, found by name if it already lives."""
+
+    def __init__(self, name: str, place: Place, cls: type, *args: Any) -> None:
+        self._place, bundle = place, place.bundle
+        self._group = place.take()
+        resources = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
+        self._actor: Any = (
+            ray.remote(cls)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                max_restarts=0,
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=resources,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place.index),
+            )
+            .remote(*args)
+        )
+
+    async def ask(self, method: str) -> Any:
+        """The answer of the actor's method. Raises the DiptychError that it named, WorkerLost if its process died."""
+        try:
+            answer = await getattr(self._actor, method).remote()
+        except RayTaskError as e:
+            raise InternalError(last_line(e)) from e
+        except RayError as e:
+            raise WorkerLost(f"its process died: {_cause_of_death(e)}") from e
+        if isinstance(answer, Refused):
+            raise from_wire(answer.error, answer.message)
+        return answer
+
+    def begin(self) -> None:
+        """As `start`, which then need not wait as long."""
+        self._actor.start.remote()
+
+    async def alive(self) -> None:
+        await self.ask("alive")
+
+    async def waiting_for(self) -> str:
+        state = await asyncio.to_thread(lambda: placement_group_table(self._group).get("state"))
+        return "" if state == "CREATED" else f"a node with {self._place.needs}"
+
+    async def wait(self) -> DiptychError:
+        try:
+            await self.ask("run_until_stopped")
+        except DiptychError as e:
+            return e
+        return WorkerLost("it ended")
+
+    async def kill(self) -> None:
+        with suppress(TimeoutError, DiptychError):
+            async with asyncio.timeout(STOP_S):
+                await self.ask("stop")
+        ray.kill(self._actor, no_restart=True)
+
+
+class _PlacedWorker(_Placed):
+    async def start(self) -> WorkerStarted:
+        return await self.ask("start")
+
+
+class _PlacedRouter(_Placed):
+    async def start(self) -> RouterStarted:
+        return await self.ask("start")
+
+    async def kill(self) -> None:
+        await super().kill()
+        give_back(self._place.group)
+
+
+class RayLauncher:
+    """handles.Launcher on the Ray cluster that this process is connected to. `finds_existing`: whether workers may live
+    that an earlier supervisor started."""
+
+    def __init__(self, deployment: Deployment, *, finds_existing: bool = True) -> None:
+        self._deployment = deployment
+        self._finds_existing = finds_existing
+
+    async def worker(self, worker_id: str, pool: str) -> _PlacedWorker:
+        config = self._deployment.config
+        settings = config.pools.get(pool)
+        bundle = bundle_of(settings.num_cpus, config.gpus_of(settings), settings.resources)
+        group = self._deployment.worker_name(gang_of(worker_id))
+        place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.data_parallel)
+        name = self._deployment.worker_name(worker_id)
+        return _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id)
+
+    def vacate(self, gang_id: str) -> None:
+        give_back(self._deployment.worker_name(gang_id))
+
+    async def router(self, router_id: str, before: RouterStarted | None) -> _PlacedRouter:
+        settings = self._deployment.config.router
+        name = self._deployment.router_name(router_id)
+        return _PlacedRouter(
+            name,
+            Place(name, bundle_of(settings.num_cpus, 0, settings.resources), settings.label_selector),
+            RouterActor,
+            self._deployment.listening_at(before) if before else self._deployment,
+        )
+
+    def existing(self) -> list[tuple[str, str]]:
+        if not self._finds_existing:
+            return []
+        names = list_named_actors()
+        gangs = {gang_of(name) for name in names}
+        for group in placement_group_table().values():
+            name = str(group["name"])
+            if self._deployment.owns(name) and name not in gangs and group["state"] != "REMOVED":
+                give_back(name)
+        ids = [self._deployment.worker_id(name) for name in names]
+        return [(worker_id, worker_id.partition("-")[0]) for worker_id in ids if worker_id]
+
+    def remember(self, replicas: Mapping[str, int]) -> None:
+        _kv().internal_kv_put(self._key, json.dumps(dict(replicas)).encode(), True, KV_NAMESPACE)
+
+    def recall(self) -> dict[str, int] | None:
+        kept = _kv().internal_kv_get(self._key, KV_NAMESPACE)
+        return json.loads(kept) if kept else None
+
+    def forget(self) -> None:
+        _kv().internal_kv_del(self._key, False, KV_NAMESPACE)
+
+    @property
+    def _key(self) -> bytes:
+        return f"targets-{self._deployment.config.name}".encode()
+
+
+async def start_ahead(deployment: Deployment) -> None:
+    """Have what a new supervisor will want start before it: it finds them under the names that it would give."""
+    launcher = RayLauncher(deployment)
+    for worker_id, pool in first_worker_ids(deployment.config.pools):
+        (await launcher.worker(worker_id, pool)).begin()
+    for number in range(deployment.config.router.replicas):
+        (await launcher.router(make_router_id(number), None)).begin()
+
+
+def start_supervisor(deployment: Deployment, *, has_help: bool = False) -> Any:
+    """`has_help`: `start_ahead` was called. Raises ConfigError if a cluster of that name already runs on this Ray."""
+    name = supervisor_name(deployment.config.name)
+    options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+    try:
+        return ray.remote(SupervisorActor).options(**options).remote(deployment, has_help=has_help)
+    except ValueError as e:
+        raise ConfigError(
+            f"a cluster named {deployment.config.name!r} already runs on this Ray: stop it with "
+            f"`diptych stop --name {deployment.config.name}`, or choose another --name"
+        ) from e
+
+
+def find_supervisor(cluster: str) -> Any:
+    """Raises Unavailable if this Ray runs no cluster of that name."""
+    try:
+        return ray.get_actor(supervisor_name(cluster), namespace=NAMESPACE)
+    except ValueError as e:
+        running = sorted(found for name in list_named_actors() if (found := cluster_of(name)))
+        raise no_cluster(cluster, "on this Ray", running) from e
+
+
+def _cause_of_death(error: RayError) -> str:
+    """Ray tells it in a page: a type, a detail, and guesses."""
+    found = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes|$)", str(error))
+    if found is None:
+        return last_line(error)
+    kind, detail = found.groups()
+    return "it was killed, ran out of memory or crashed" if kind == "SYSTEM_ERROR" else detail
+
+
+def _kv() -> Any:
+    client = internal_kv_get_gcs_client()
+    assert client is not None, "this process is connected to Ray"
+    return client

@@ -1,0 +1,49 @@
+"""A running cluster's supervisor, for a command in another terminal."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...workers.common.errors import Unavailable
+from ..common import address_file
+from .ray_session import RaySession, join
+
+if TYPE_CHECKING:
+    from .supervisor_calls import SupervisorClient
+
+
+@contextmanager
+def connected(name: str) -> "Generator[SupervisorClient]":
+    """The cluster that was started from here under `name`, or on the Ray that RAY_ADDRESS names. Raises Unavailable."""
+    session = _session(name)
+    # Imports Ray, which reads its environment once: only after the session has set it.
+    from .supervisor_calls import SupervisorClient
+
+    try:
+        yield SupervisorClient.find(name)
+    finally:
+        session.close()
+
+
+def _session(name: str) -> RaySession:
+    address = address_file.read(name)
+    if address is None:
+        ray_address = os.environ.get("RAY_ADDRESS")
+        if not ray_address:
+            raise address_file.no_cluster(name, "here", address_file.names())
+        return join(ray_address, None)
+    try:
+        return join(
+            address.ray_address, Path(address.token_path) if address.token_path else None, is_local=address.is_local
+        )
+    except Unavailable as e:
+        if serving := address_file.serving_process(address):
+            # Where it is found the file says: what join() says of RAY_ADDRESS is not meant.
+            raise Unavailable(
+                f"the cluster {name!r} runs (process {serving.pid}), but its Ray at {address.ray_address} cannot be "
+                f"joined: try again, or end it with `kill {serving.pid}`"
+            ) from e
+        address_file.remove(name)
+        raise Unavailable(f"the cluster {name!r} has ended: start it again with `diptych serve`") from e

@@ -1,0 +1,101 @@
+"""One router's process: the front door over a Router, on its listeners. Knows no Ray; its fleet is told to it.
+
+ports bound -> tokenizer read -> router dials workers -> HTTP and gRPC listen ... -> listeners close, router hangs up
+"""
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...workers.common.errors import InternalError
+from ...workers.common.garbage import loading
+from ..common.config import RouterConfig
+from ..common.deployment import Deployment
+from ..common.handles import RouterStarted
+from ..front.connection_limits import ConnectionLimits
+from ..front.front_door import FrontDoor, Limits
+from ..front.grpc.api import InferenceServer
+from ..front.http.api import make_app
+from ..front.http.edge import Access
+from ..front.http.metrics import HttpMetrics
+from ..front.http.server import bind, serve_http
+from ..routing.fleet import WorkerInfo
+from ..routing.policy import RoutingConfig
+from ..routing.router import Router
+from ..tokens.tokenizer import Tokenizer
+
+GRACE_S = 2.0  # for open calls, when the process is stopped
+
+
+class RouterProcess:
+    """`start` and `stop` on one running event loop."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._config = deployment.config
+        settings = deployment.config.router
+        routing = RoutingConfig(
+            alone_below_tokens=settings.alone_below_tokens,
+            migrate=settings.migrate,
+            pull_prefixes=settings.pull_prefixes,
+            max_in_flight=settings.max_requests,
+            max_attempts=settings.max_attempts,
+            worker_timeout_s=settings.worker_timeout_s,
+        )
+        self._router = Router(routing, deployment.token)
+        self._stop = asyncio.Event()
+        self._http: asyncio.Task[None] | None = None  # once it serves
+
+    def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
+        self._router.update_fleet(workers)
+
+    async def start(self) -> RouterStarted:
+        """Raises PortInUse, ConfigError or CheckpointError."""
+        settings = self._config.router
+        shares_port = settings.replicas > 1
+        # First, so that a port in use is told before the work of reading the tokenizer.
+        sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
+        with loading():
+            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
+        limits = Limits(
+            max_timeout_s=settings.request_timeout_s, strict=settings.strict, body_timeout_s=settings.body_timeout_s
+        )
+        self._door = door = FrontDoor(self._router, tokenizer, limits)
+        await door.open()
+        bounds = _connection_limits(settings)
+        self._grpc = InferenceServer(
+            door, settings.api_key, tls=settings.grpc_tls, reuse_port=shares_port, limits=bounds
+        )
+        await self._router.start()
+        grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
+        metrics = HttpMetrics()
+        app = make_app(door, Access(settings.api_key, settings.metrics_key, settings.cors_origins), metrics)
+        tls = settings.http_tls
+        self._http = asyncio.create_task(
+            serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)
+        )
+        return RouterStarted(settings.host, sock.getsockname()[1], grpc_port, os.getpid())
+
+    def check(self) -> None:
+        """Raises InternalError where the HTTP server, which was started, has ended by itself."""
+        if self._http is not None and self._http.done() and not self._stop.is_set():
+            raise InternalError("the HTTP server ended: the router's log says why")
+
+    async def stop(self) -> None:
+        """Take nothing new, give open calls a moment, end the rest with an error."""
+        self._stop.set()
+        if self._http is not None:
+            await asyncio.gather(self._http, self._grpc.stop(GRACE_S))
+        await self._router.stop()
+        await self._door.close()
+
+
+def _connection_limits(settings: RouterConfig) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=settings.max_connections,
+        max_connections_per_address=settings.max_connections_per_address,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_s=settings.header_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
+    )

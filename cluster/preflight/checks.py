@@ -1,0 +1,104 @@
+"""What can be found wrong before anything is started: the model's folder, the ports, the files named. No torch."""
+
+import errno
+import socket
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...workers.common.errors import CheckpointError, ConfigError, PortInUse
+from ...workers.models.families.registry import load_spec
+from ...workers.models.families.spec import ModelSpec
+from ...workers.models.plan.shards import read_index, shards
+from ..common.config import ClusterConfig
+from ..common.plurals import count
+from ..tokens.chat_template import read_json
+from ..tokens.tokenizer_files import find_sources
+
+SHIPPED_MODEL = "tiny"
+
+
+def resolve_model(model: str) -> str:
+    """The folder of MODEL as an absolute path; the word `tiny` is the model that ships with Diptych."""
+    if model == SHIPPED_MODEL:
+        return str(resources.files("diptych") / "examples" / SHIPPED_MODEL)
+    return str(Path(model).expanduser().absolute())
+
+
+def check_model(folder: Path) -> ModelSpec:
+    """What the config.json of a Hugging Face checkpoint in `folder` says. Raises ConfigError or CheckpointError."""
+    remedy = f"Give the folder of a Hugging Face checkpoint, or `{SHIPPED_MODEL}` for the model that ships with Diptych"
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist. {remedy}")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file. {remedy}")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json. {remedy}")
+    return load_spec(folder)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises ConfigError or CheckpointError where config.json, the tokenizer's files or the index of the weights say
+    that `folder` cannot be served."""
+    check_model(folder)
+    shards(folder, read_index(folder))
+    find_sources(folder)
+    read_json(folder / "tokenizer_config.json")
+
+
+def crowding(config: ClusterConfig, num_cores: int) -> str | None:
+    """Warn of more workers than this machine has cores, before they start; None where each has one."""
+    num = sum(pool.replicas * pool.data_parallel * pool.tensor_parallel for _, pool in config.pools.items())
+    if config.is_on_gpus or num <= num_cores:
+        return None
+    ranks = ", ranks counted," if num != config.pools.num_workers else ""
+    return (
+        f"warning: {count(num, 'worker')}{ranks} will share {count(num_cores, 'core')}: they start and compute slowly. "
+        "Start fewer; `--mixed 1` is one worker that does both"
+    )
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Raises PortInUse or ConfigError where the front door could not listen."""
+    router = config.router
+    for flag, port in (("--http-port", router.http_port), ("--grpc-port", router.grpc_port)):
+        if port:
+            check_port(router.host, port, flag)
+
+
+def check_dashboard(config: ClusterConfig) -> None:
+    """Raises ConfigError where a dashboard is asked for and its parts are not installed."""
+    if config.dashboard and find_spec("aiohttp_cors") is None:
+        raise ConfigError(
+            "Ray's dashboard is not installed. Run `pip install 'ray[default]'`, or leave out --dashboard"
+        )
+
+
+def check_tls(config: ClusterConfig) -> None:
+    """Raises ConfigError for a certificate or key that cannot be read."""
+    for key, tls in (("router.http_tls", config.router.http_tls), ("router.grpc_tls", config.router.grpc_tls)):
+        for name in ("cert", "key") if tls else ():
+            path = Path(getattr(tls, name))
+            try:
+                path.read_bytes()
+            except OSError as e:
+                raise ConfigError(f"{key}.{name}: cannot read {path}: {e.strerror}. Check the path") from e
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As the server will: a port whose last connections still linger is free, one that listens is not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise PortInUse(
+                    f"port {port} on {host} is in use. Choose another with {flag}, or 0 for any free one"
+                ) from e
+            if e.errno == errno.EACCES:
+                raise ConfigError(
+                    f"port {port} needs more rights than you have. Choose one above 1023 with {flag}"
+                ) from e
+            raise ConfigError(f"cannot listen on {host}: {e.strerror}. Is it an address of this machine?") from e

@@ -1,0 +1,176 @@
+"""`diptych doctor`: what of this machine helps or hinders Diptych, each with a remedy. Changes nothing."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from ...workers.common.errors import DiptychError
+from ..common.config import RouterConfig
+from ..common.plurals import count
+from .checks import check_port
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+IMPORT_S = 120.0
+LEAST_MEMORY_BYTES = 2 << 30
+# What each flag is worth to the CPU kernels, best first.
+CPU_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+
+
+class Verdict(Enum):
+    OK = "ok"
+    WARNING = "warning"  # works, slower or with less
+    FAILED = "failed"  # `diptych serve` will not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    verdict: Verdict
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """One finding after the other, as each is made."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        lambda: _package("torch", "torch", Verdict.FAILED, "pip install torch"),
+        lambda: _package("ray", "ray", Verdict.FAILED, "pip install ray"),
+        lambda: _package("nixl", "nixl._api", Verdict.WARNING, "pip install nixl; until then KV travels over gRPC"),
+        _rdma,
+        _compiler,
+        _cpu,
+        _kernels,
+        _memory,
+        _huge_pages,
+        _gpu,
+        lambda: _port("HTTP port", RouterConfig().http_port),
+        lambda: _port("gRPC port", RouterConfig().grpc_port),
+    )
+    for check in checks:
+        yield check()
+
+
+def _rdma() -> Finding:
+    names = sorted(path.name for path in RDMA_DEVICES.glob("*"))
+    how = "KV goes over NIXL within a machine, over gRPC between machines"
+    if not names:
+        return Finding("RDMA", Verdict.OK, f"no device: {how}")
+    return Finding("RDMA", Verdict.OK, f"{', '.join(names)}: {how}, unless trusted_rdma_fabric is set (see its risk)")
+
+
+def _python() -> Finding:
+    return Finding("Python", Verdict.OK, f"{platform.python_version()} at {sys.executable}")
+
+
+def _package(name: str, module: str, if_missing: Verdict, remedy: str) -> Finding:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Finding(name, if_missing, "not installed", remedy)
+    # In a process of its own: torch takes a second and NIXL may end the process that loads it.
+    code = f"import {module}"
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(name, if_missing, f"{found}, but its import hangs", f"reinstall it: {remedy}")
+    if run.returncode:
+        lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+        return Finding(name, if_missing, f"{found}, but it cannot be imported: {lines[-1]}", f"reinstall it: {remedy}")
+    return Finding(name, Verdict.OK, found)
+
+
+def _compiler() -> Finding:
+    path = next((p for p in map(shutil.which, ("cc", "gcc", "clang")) if p), None)
+    if path is None:
+        return Finding(
+            "C compiler", Verdict.WARNING, "none found", "install gcc or clang: CPU kernels are built with it"
+        )
+    return Finding("C compiler", Verdict.OK, path)
+
+
+def _cpu() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags = _cpu_flags()
+    have = [flag for flag in CPU_FLAGS if flag in flags]
+    text = f"{count(cores, 'core')}, {' '.join(have) or 'no vector flags known'}"
+    if not have and platform.machine() == "x86_64":
+        return Finding("CPU", Verdict.WARNING, text, "decoding is slow without AVX2")
+    return Finding("CPU", Verdict.OK, text)
+
+
+def _kernels() -> Finding:
+    # In a process of its own: it loads the library, with torch.
+    module = f"{(__package__ or '').partition('.')[0]}.workers.execution.cpu.cpu_kernels"
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", module], capture_output=True, text=True, timeout=IMPORT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("CPU kernels", Verdict.WARNING, "they do not load: it hangs", "install Diptych again")
+    if run.returncode or not run.stdout:
+        lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+        return Finding("CPU kernels", Verdict.WARNING, f"they do not load: {lines[-1]}", "install Diptych again")
+    why, _, remedy = run.stdout.strip().partition("; ")
+    return Finding("CPU kernels", Verdict.WARNING if remedy else Verdict.OK, why, remedy)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+
+
+def _memory() -> Finding:
+    free = psutil.virtual_memory().available
+    text = f"{free / 2**30:.1f} GiB free"
+    if free < LEAST_MEMORY_BYTES:
+        return Finding("memory", Verdict.WARNING, text, "free some: the model and its KV cache must fit")
+    return Finding("memory", Verdict.OK, text)
+
+
+def _huge_pages() -> Finding:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return Finding("huge pages", Verdict.WARNING, "unknown", "on Linux, enable transparent huge pages")
+    mode = text.partition("[")[2].partition("]")[0]
+    if mode in ("always", "madvise"):
+        return Finding("huge pages", Verdict.OK, mode)
+    remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: KV moves 3 to 5 times faster"
+    return Finding("huge pages", Verdict.WARNING, mode or text.strip(), remedy)
+
+
+def _gpu() -> Finding:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Finding("GPU", Verdict.OK, "none: workers compute on the CPU")
+    command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("GPU", Verdict.WARNING, "nvidia-smi hangs", "check the driver")
+    if run.returncode:
+        return Finding("GPU", Verdict.WARNING, "nvidia-smi fails", "check the driver")
+    return Finding("GPU", Verdict.OK, "; ".join(run.stdout.strip().splitlines()))
+
+
+def _port(name: str, port: int) -> Finding:
+    try:
+        check_port("127.0.0.1", port, f"--{name.split(maxsplit=1)[0].lower()}-port")
+    except DiptychError as e:
+        return Finding(name, Verdict.WARNING, f"{port}", e.message)
+    return Finding(name, Verdict.OK, f"{port} is free")

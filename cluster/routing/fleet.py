@@ -1,0 +1,241 @@
+"""The live workers as one router sees them: who is up, in what role, how loaded. Pure; knows no socket and no clock.
+
+    listed ──hello fits──> up ──stream breaks──> down ──hello again──> up
+      └── another model: refused (stays down)  unlisted: takes nothing new; forgotten once its requests have ended
+
+A *leg* is one request's part on one worker. Loads are reported some ten times a second; what this router sent since
+the last report is known from its own legs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+
+from ...proto import inference_pb2, worker_pb2
+from ...workers.common.errors import ConfigError, InternalError, Unavailable
+from ...workers.common.role import Role
+from ...workers.common.wire import ROLE_FROM_PROTO
+from ...workers.core.runner import ModelInfo
+from ...workers.kv.layout import KVLayout
+from ..common.expert_loads import check_counts
+from ..common.links import Link, read_links
+from .generation import Health
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What the supervisor says of a worker. `role` is a Role's value; the worker's own word on it comes later."""
+
+    incarnation: str
+    address: str  # host:port of its gRPC server
+    role: str
+    pool: str
+    name: str = ""  # the supervisor's, as `decode-2`; empty where there is no supervisor
+
+
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One worker, kept current by the Fleet. Counts of blocks and tokens."""
+
+    info: WorkerInfo
+    is_listed: bool = True
+    is_up: bool = False
+    is_draining: bool = False  # never ends: a worker that drains is about to go
+    problem: str = ""  # why there is no link to it
+    num_blocks: int = 0
+    block_size: int = 1  # tokens a block
+    kv_token_bytes: float = 0.0  # of KV, over all ranks
+    max_context_tokens: int = 0
+    load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
+    links: tuple[Link, ...] = ()  # of that report
+    num_in_flight: int = 0  # legs of this router that run there
+    pending_tokens: int = 0  # of those, tokens whose prefill has not shown a result yet
+    held_blocks: int = 0  # of those, blocks that their tokens fill
+
+    @property
+    def incarnation(self) -> str:
+        return self.info.incarnation
+
+    @property
+    def role(self) -> Role:
+        return ROLE_FROM_PROTO.get(self.load.role) or Role(self.info.role)
+
+    @property
+    def is_available(self) -> bool:
+        return self.is_up and self.is_listed and not self.is_draining
+
+    @property
+    def waiting_tokens(self) -> int:
+        return max(self.load.num_waiting_tokens, self.pending_tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        return max(self.load.num_running + self.load.num_waiting, self.num_in_flight)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Of the prompt tokens that it admitted since its start; 0 before the first."""
+        return self.load.num_cached_tokens / self.load.num_prompt_tokens if self.load.num_prompt_tokens else 0.0
+
+    @property
+    def used_blocks(self) -> int:
+        return max(self.num_blocks - self.load.num_free_blocks, self.held_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class LegLoad:
+    """What a leg weighs on its worker."""
+
+    worker: str
+    num_tokens: int  # to prefill
+    num_blocks: int
+
+
+class Fleet:
+    def __init__(self) -> None:
+        self._views: dict[str, WorkerView] = {}
+        self._model: ModelInfo | None = None
+        self._layout: KVLayout | None = None
+        self._legs: dict[int, LegLoad] = {}
+
+    # -- who there is -----------------------------------------------------------------------------------------------
+
+    def update(self, infos: Iterable[WorkerInfo]) -> list[WorkerInfo]:
+        """Take the supervisor's list; returns who is new in it. Who left is unlisted, and forgotten by `forget`."""
+        listed = {info.incarnation: info for info in infos}
+        for incarnation, view in self._views.items():
+            view.is_listed = incarnation in listed
+            if view.is_listed:
+                view.info = listed[incarnation]
+        new = [info for incarnation, info in listed.items() if incarnation not in self._views]
+        self._views |= {info.incarnation: WorkerView(info) for info in new}
+        return new
+
+    def forget(self, incarnation: str) -> None:
+        self._views.pop(incarnation, None)
+
+    def views(self) -> list[WorkerView]:
+        return list(self._views.values())
+
+    def view(self, incarnation: str) -> WorkerView:
+        return self._views[incarnation]
+
+    def block_sizes(self) -> set[int]:
+        """Tokens a block: those of the workers that are up."""
+        return {v.block_size for v in self._views.values() if v.is_up}
+
+    def model(self) -> ModelInfo:
+        """The served model, with the smallest context of the workers that are up. Raises Unavailable before the
+        first worker."""
+        if self._model is None:
+            raise Unavailable("no worker has joined yet: try again in a moment")
+        contexts = [v.max_context_tokens for v in self._views.values() if v.is_up]
+        if not contexts or (least := min(contexts)) == self._model.max_context_tokens:
+            return self._model
+        return replace(self._model, max_context_tokens=least)
+
+    def health(self, num_requests: int) -> Health:
+        roles = [v.role for v in self._views.values() if v.is_available]
+        return Health(
+            ready=bool(roles),
+            num_prefill_workers=roles.count(Role.PREFILL),
+            num_decode_workers=roles.count(Role.DECODE),
+            num_mixed_workers=roles.count(Role.MIXED),
+            num_requests=num_requests,
+        )
+
+    # -- what they say ----------------------------------------------------------------------------------------------
+
+    def welcome(self, incarnation: str, hello: worker_pb2.Hello) -> None:
+        """Raises ConfigError for a worker that serves something else than the first one, LayoutMismatch for one whose
+        KV cannot be converted to the first one's."""
+        model, layout = _model_info(hello.model), KVLayout.from_proto(hello.layout)
+        if min(hello.num_blocks, layout.block_size, model.vocab_size, model.max_context_tokens) < 1:
+            raise ConfigError("the worker's hello has a count of 0 where there must be at least 1")
+        self._check_model(self._model or model, model)
+        (self._layout or layout).check_bridge(layout)
+        self._model, self._layout = self._model or model, self._layout or layout
+        view = self._views[incarnation]
+        view.is_up, view.problem = True, ""
+        view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
+        view.kv_token_bytes = layout.block_bytes / layout.block_size
+        view.max_context_tokens = model.max_context_tokens
+        view.links = ()
+        view.load = worker_pb2.LoadReport(
+            num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role
+        )
+
+    def report(self, incarnation: str, load: worker_pb2.LoadReport) -> None:
+        """Raises InternalError for counts and links that cannot be."""
+        view = self._views[incarnation]
+        if load.num_blocks != view.num_blocks or load.num_free_blocks > load.num_blocks:
+            raise InternalError(
+                f"a load report tells of {load.num_free_blocks} free blocks of {load.num_blocks}; "
+                f"the worker has {view.num_blocks}"
+            )
+        check_counts(load)
+        view.links = read_links(load)
+        view.load = load
+        view.is_draining = view.is_draining or load.draining
+
+    def drains(self, incarnation: str) -> None:
+        self._views[incarnation].is_draining = True
+
+    def is_draining(self, incarnation: str) -> bool:
+        """Not of a worker that is forgotten."""
+        view = self._views.get(incarnation)
+        return view is not None and view.is_draining
+
+    def down(self, incarnation: str, reason: str) -> None:
+        """Ignored for a worker that is forgotten."""
+        view = self._views.get(incarnation)
+        if view is not None:
+            view.is_up, view.problem = False, reason
+
+    # -- what we sent them ------------------------------------------------------------------------------------------
+
+    def open_leg(self, handle: int, leg: LegLoad) -> None:
+        self._legs[handle] = leg
+        view = self._views[leg.worker]
+        view.num_in_flight += 1
+        view.pending_tokens += leg.num_tokens
+        view.held_blocks += leg.num_blocks
+
+    def leg_spoke(self, handle: int) -> None:
+        """Its prefill is done."""
+        leg = self._legs[handle]
+        self._views[leg.worker].pending_tokens -= leg.num_tokens
+        self._legs[handle] = LegLoad(leg.worker, 0, leg.num_blocks)
+
+    def close_leg(self, handle: int) -> None:
+        """Idempotent."""
+        leg = self._legs.pop(handle, None)
+        if leg is None:
+            return
+        view = self._views[leg.worker]
+        view.num_in_flight -= 1
+        view.pending_tokens -= leg.num_tokens
+        view.held_blocks -= leg.num_blocks
+
+    @staticmethod
+    def _check_model(served: ModelInfo, other: ModelInfo) -> None:
+        """All but the context's length, which each worker's memory bounds, and the dtype, which KV is converted to."""
+        rows = [
+            f"{f.name}: {getattr(other, f.name)}, served: {getattr(served, f.name)}"
+            for f in fields(ModelInfo)
+            if f.name not in ("max_context_tokens", "dtype") and getattr(other, f.name) != getattr(served, f.name)
+        ]
+        if rows:
+            raise ConfigError(
+                "the worker has another model than the cluster (" + "; ".join(rows) + "): start it with the same one"
+            )
+
+
+def _model_info(message: inference_pb2.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        name=message.name,
+        architecture=message.architecture,
+        vocab_size=message.vocab_size,
+        max_context_tokens=message.max_context_tokens,
+        eos_token_ids=tuple(message.eos_token_ids),
+        dtype=message.dtype,
+    )

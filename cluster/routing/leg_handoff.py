@@ -1,0 +1,77 @@
+"""One hand-off between two legs of a request, as its router sees it: until the sink's first token has its place.
+
+    PREFILL -> DECODE    the source makes one token, and is sealed by it
+    a running leg -> DECODE (live: a migration)
+                         the source makes tokens until it says that it is sealed, or until the sink's first token shows
+                         that it was; while neither is here, it runs on, and the sink may fail without harm
+
+The sink's tokens come by another stream: they wait here until all of the source's are in. Pure bookkeeping, no actions.
+"""
+
+from dataclasses import dataclass, field
+
+from ...workers.common.errors import DiptychError
+from .legs import Leg, LegToken, Part
+
+
+class Gap(Exception):
+    """A token came before the one at `expected`."""
+
+    def __init__(self, position: int, expected: int) -> None:
+        super().__init__(position, expected)
+        self.position = position
+        self.expected = expected
+
+
+@dataclass(slots=True, eq=False)
+class LegHandoff:
+    id: str
+    source: Leg
+    sink: Leg | None  # None: it failed
+    output_token_ids: tuple[int, ...]  # of the request when the offer was made: every sink is told these
+    end: int | None = None  # position after the source's last token; None: it runs on
+    is_sealed: bool = False  # the source's tokens are all in
+    may_send_another_sink: bool = True
+    wound: DiptychError | None = None  # what ended the last sink
+    _early: list[LegToken] = field(default_factory=list[LegToken])  # of the sink
+
+    @property
+    def is_live(self) -> bool:
+        return self.source.part is not Part.PREFILL
+
+    @property
+    def runs_on(self) -> bool:
+        """The source does not need a sink."""
+        return self.is_live and not self.is_sealed and not self._early
+
+    def check_source(self, token: LegToken) -> None:
+        """Raises Gap for a token that the source cannot make."""
+        if self.end is not None and token.position >= self.end:
+            raise Gap(token.position, self.end)
+
+    def hold(self, token: LegToken, num_tokens: int, max_tokens: int) -> None:
+        """Keep a sink's token; `num_tokens` are in. A token twice is dropped. Raises Gap."""
+        if self._early:
+            expected = self._early[0].position + len(self._early)
+        elif self.end is not None:
+            expected = self.end
+        else:
+            expected = max(token.position, num_tokens)
+        if token.position > expected or token.position >= max_tokens:
+            raise Gap(token.position, expected)
+        if token.position == expected:
+            self._early.append(token)
+
+    def seal(self, num_tokens: int) -> None:
+        """All of the source's tokens are in, so many are there. Raises Gap where the sink began later than there."""
+        self.is_sealed, self.end = True, num_tokens
+        if self._early and self._early[0].position > num_tokens:
+            raise Gap(self._early[0].position, num_tokens)
+
+    def is_joined(self, num_tokens: int) -> bool:
+        """The sink's tokens go on right after the `num_tokens` that are in."""
+        return bool(self._early) and self._early[0].position == num_tokens
+
+    def take_early(self) -> list[LegToken]:
+        early, self._early = self._early, []
+        return early

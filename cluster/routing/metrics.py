@@ -1,0 +1,207 @@
+"""What a router counts, for Prometheus. Each router has its own registry; workers appear as their reports tell.
+
+Names and units follow vLLM's where they mean the same, under the prefix `diptych_`.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ...workers.common.errors import Overloaded
+from ..common.links import Link
+from ..common.timings import RequestTimes, RequestTimings
+from .fleet import WorkerView
+
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+HANDOFF_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+_LABELS = ("worker", "worker_name", "pool", "role")
+_LINK_LABELS = ("worker", "worker_name", "source", "source_name", "transport")
+_GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+    ("worker_up", "1 while this router has a link to the worker", lambda w: w.is_up),
+    ("worker_draining", "1 when the worker takes nothing new", lambda w: w.is_draining),
+    ("worker_requests_in_flight", "Legs of this router's requests there", lambda w: w.num_in_flight),
+    ("worker_running", "Sequences that run", lambda w: w.load.num_running),
+    ("worker_waiting", "Sequences that wait", lambda w: w.load.num_waiting),
+    ("worker_waiting_tokens", "Tokens that wait for their prefill", lambda w: w.load.num_waiting_tokens),
+    ("worker_kv_blocks", "KV blocks", lambda w: w.num_blocks),
+    ("worker_kv_blocks_used", "KV blocks held by sequences", lambda w: w.num_blocks - w.load.num_free_blocks),
+    ("worker_kv_blocks_free", "KV blocks free or evictable", lambda w: w.load.num_free_blocks),
+    ("worker_prefix_hit_rate", "Of its prompt tokens so far, from the prefix cache", lambda w: w.prefix_hit_rate),
+    ("worker_kv_blocks_leased", "KV blocks of open hand-offs", lambda w: w.load.num_leased_blocks),
+    ("worker_kv_blocks_quarantined", "KV blocks held aside", lambda w: w.load.num_quarantined_blocks),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+    ("worker_prefill_tokens", "Tokens prefilled", lambda w: w.load.num_prefill_tokens),
+    ("worker_decode_tokens", "Tokens decoded", lambda w: w.load.num_decode_tokens),
+    ("worker_prompt_tokens", "Prompt tokens of sequences that were admitted", lambda w: w.load.num_prompt_tokens),
+    ("worker_cached_tokens", "Of those, found in the prefix cache", lambda w: w.load.num_cached_tokens),
+    ("worker_preemptions", "Sequences preempted", lambda w: w.load.num_preemptions),
+    ("worker_failed_steps", "Steps that raised, and ended their sequences", lambda w: w.load.num_failed_steps),
+    ("worker_handoffs_sent", "Hand-offs sealed", lambda w: w.load.num_handoffs_sent),
+    ("worker_handoffs_received", "Hand-offs committed", lambda w: w.load.num_handoffs_received),
+    ("worker_handoffs_failed", "Hand-offs that failed at the sink", lambda w: w.load.num_handoffs_failed),
+    ("worker_handoff_bytes", "KV bytes pulled", lambda w: w.load.handoff_bytes),
+    ("worker_checksum_failures", "Pulls whose KV was not what the source had", lambda w: w.load.num_checksum_failures),
+    ("worker_migrations_out", "Running sequences handed to another worker", lambda w: w.load.num_migrated_out),
+    ("worker_prefixes_pulled", "Cached prefixes from another worker", lambda w: w.load.num_prefixes_pulled),
+)
+_LINK_COUNTERS: tuple[tuple[str, str, Callable[[Link], float]], ...] = (
+    ("link_bytes", "KV bytes that the worker read from the source", lambda link: link.num_bytes),
+    ("link_read_seconds", "Time in which a read was under way", lambda link: link.read_s),
+    ("link_reads", "Reads that succeeded", lambda link: link.num_reads),
+    ("link_failures", "Pulls that failed", lambda link: link.num_failed),
+)
+_HANDOFF_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] = (
+    ("handoff_announce_to_pull", "From the first announcement to the first read", lambda t: t.announce_to_pull_s),
+    ("handoff_pull", "With a read under way", lambda t: t.pull_s),
+    ("handoff_last_segment", "From the first token to the last read", lambda t: t.last_segment_s),
+    ("handoff_commit", "From the last read to the first decode step", lambda t: t.commit_s),
+)
+
+
+class RouterMetrics:
+    """`views` gives the workers at scrape time."""
+
+    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+        self._registry = CollectorRegistry()
+        r = self._registry
+        self.requests = Counter("diptych_requests", "Requests that ended", ["outcome"], registry=r)
+        self.in_flight = Gauge("diptych_requests_in_flight", "Requests that run or wait", registry=r)
+        self.prompt_tokens = Counter("diptych_prompt_tokens", "Prompt tokens of requests that began", registry=r)
+        self.cached_tokens = Counter("diptych_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
+        self.resumes = Counter("diptych_request_resumes", "Attempts after the first, where workers failed", registry=r)
+        self.migrations = Counter("diptych_request_migrations", "Moves of running sequences", registry=r)
+        self.failed_migrations = Counter(
+            "diptych_request_migrations_failed", "Of which nothing came: the sequence ran on where it was", registry=r
+        )
+        self._ttft = _histogram("time_to_first_token", "From receipt to the first token", REQUEST_BUCKETS_S, r)
+        self._tokens = _Tokens()
+        r.register(self._tokens)
+        self._e2e = _histogram("request", "From receipt to the end", REQUEST_BUCKETS_S, r)
+        self._queue = _histogram("request_queue", "From receipt to the first step", REQUEST_BUCKETS_S, r)
+        self._prefill = _histogram("request_prefill", "From the first step to the first token", REQUEST_BUCKETS_S, r)
+        self._first_decode = _histogram("request_first_decode", "Making the second token", TOKEN_BUCKETS_S, r)
+        self._handoff = [(_histogram(name, what, HANDOFF_BUCKETS_S, r), value) for name, what, value in _HANDOFF_PHASES]
+        r.register(_Workers(views))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def began(self, num_prompt_tokens: int) -> None:
+        self.in_flight.inc()
+        self.prompt_tokens.inc(num_prompt_tokens)
+
+    def delivered(self, times: RequestTimes, num_tokens: int, now: float) -> None:
+        last = times.last_token_at
+        if last is None:
+            self._ttft.observe(now - times.started_at)
+        else:
+            self._tokens.observe(now - last)
+        times.last_token_at = now
+        self._tokens.num_tokens += num_tokens
+
+    def ended(self, times: RequestTimes, outcome: str, now: float, timings: RequestTimings | None = None) -> None:
+        """`timings`: where there was a first token."""
+        self.in_flight.dec()
+        self.requests.labels(outcome).inc()
+        self._e2e.observe(now - times.started_at)
+        if timings is None:
+            self._queue.observe((now if times.routed_at is None else times.routed_at) - times.started_at)
+            return
+        self._queue.observe(timings.queue_s)
+        self._prefill.observe(timings.prefill_s)
+        if times.num_delivered > 1:
+            self._first_decode.observe(timings.first_decode_s)
+        if timings.transport:
+            for histogram, value in self._handoff:
+                histogram.observe(value(timings))
+
+    def refused(self, num_sequences: int) -> None:
+        self.requests.labels(Overloaded.code).inc(num_sequences)
+
+
+def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"diptych_{name}_seconds", what, buckets=buckets, registry=registry)
+
+
+class _Tokens(Collector):
+    """What is counted with every token: on one thread, so without the library's locks. Made a family at scrape time."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._counts = [0] * (len(TOKEN_BUCKETS_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, latency_s: float) -> None:
+        self._counts[bisect_left(TOKEN_BUCKETS_S, latency_s)] += 1
+        self._sum_s += latency_s
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("diptych_generation_tokens", "Tokens delivered", self.num_tokens)
+        bounds = [*map(str, TOKEN_BUCKETS_S), "+Inf"]
+        yield HistogramMetricFamily(
+            "diptych_inter_token_latency_seconds",
+            "Between two deliveries of tokens",
+            list(zip(bounds, map(float, accumulate(self._counts)), strict=True)),
+            self._sum_s,
+        )
+
+
+class _Workers(Collector):
+    """Families made at scrape time, so that a worker that is gone leaves no series behind."""
+
+    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+        self._views = views
+
+    def collect(self) -> Iterator[Metric]:
+        views = list(self._views())
+        for name, what, value in _GAUGES:
+            yield _filled(GaugeMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
+        for name, what, value in _COUNTERS:
+            yield _filled(CounterMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
+        names = {view.incarnation: view.info.name for view in views}
+        for name, what, count in _LINK_COUNTERS:
+            family = CounterMetricFamily(f"diptych_{name}", what, labels=_LINK_LABELS)
+            for view in views:
+                for link in view.links:
+                    ends = [view.incarnation, view.info.name, link.source, names.get(link.source, "")]
+                    family.add_metric([*ends, link.transport], count(link))
+            yield family
+        yield from _expert_families(views)
+
+
+def _expert_families(views: list[WorkerView]) -> Iterator[Metric]:
+    """Not a series of each expert of each layer: a large model has thousands of them, and as many on every worker."""
+    what = "Tokens that went to an expert, over all layers"
+    tokens = CounterMetricFamily("diptych_worker_expert_tokens", what, labels=(*_LABELS, "expert"))
+    what = "Tokens of a layer's busiest expert by those of its experts on average"
+    imbalance = GaugeMetricFamily("diptych_worker_expert_imbalance", what, labels=(*_LABELS, "layer"))
+    for view in views:
+        labels = _labels(view)
+        for expert, num_tokens in enumerate(view.load.expert_tokens):
+            tokens.add_metric([*labels, str(expert)], num_tokens)
+        for layer, ratio in enumerate(view.load.expert_imbalance):
+            if ratio:
+                imbalance.add_metric([*labels, str(layer)], ratio)
+    yield tokens
+    yield imbalance
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily, views: list[WorkerView], value: Callable[[WorkerView], float]
+) -> Metric:
+    for view in views:
+        family.add_metric(_labels(view), value(view))
+    return family
+
+
+def _labels(view: WorkerView) -> list[str]:
+    return [view.incarnation, view.info.name, view.info.pool, view.role.value]

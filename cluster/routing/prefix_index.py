@@ -1,0 +1,52 @@
+"""Which worker holds which blocks, by name (workers/core/prefix_cache.py), as the workers' BlockEvents tell.
+
+It may lag behind by a message, and a wrong answer costs time, never tokens: the worker looks for itself.
+"""
+
+from collections.abc import Sequence
+
+from ...proto import worker_pb2
+from ...workers.common.errors import InternalError
+from ...workers.core.prefix_cache import HASH_BYTES
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._names: dict[str, set[bytes]] = {}
+
+    def __bool__(self) -> bool:
+        return any(self._names.values())
+
+    def apply(self, worker: str, events: worker_pb2.BlockEvents, max_blocks: int) -> None:
+        """O(names told). Raises InternalError for names that cannot be, or more than `max_blocks` of them."""
+        names = self._names.setdefault(worker, set())
+        if events.cleared:
+            names.clear()
+        if not {HASH_BYTES}.issuperset(map(len, events.stored)):
+            raise InternalError(f"a worker named a block with other than {HASH_BYTES} bytes")
+        names.difference_update(events.removed)
+        names.update(events.stored)
+        if len(names) > max_blocks:
+            raise InternalError(f"a worker with {max_blocks} blocks claims to hold {len(names)}")
+
+    def drop(self, worker: str) -> None:
+        self._names.pop(worker, None)
+
+    def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """For each worker that holds any, how many of the leading `hashes` it holds. O(workers x log hashes): a worker
+        that holds a block holds all before it, because children are evicted first."""
+        if not hashes:
+            return {}
+        return {w: _num_leading(names, hashes) for w, names in self._names.items() if hashes[0] in names}
+
+
+def _num_leading(names: set[bytes], hashes: Sequence[bytes]) -> int:
+    """Bisect: everything below `low` is held, `high` is not. hashes[0] must be held."""
+    low, high = 1, len(hashes)
+    while low < high:
+        middle = (low + high) // 2
+        if hashes[middle] in names:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -1,0 +1,45 @@
+"""The log-probabilities of a request's prompt, as far as they came: what a resumed request need not compute again."""
+
+import sys
+
+from ...workers.common.errors import InternalError
+from ...workers.common.prompt_logprobs import PromptLogprobs
+from ...workers.common.request import Request
+
+
+class PromptRecord:
+    """`next`: position of the first token whose log-probability is missing. The first token has none."""
+
+    def __init__(self, request: Request) -> None:
+        self._end = len(request.prompt_token_ids)
+        self._num_top = request.sampling.prompt_logprobs
+        self.next = 1
+        self._parts: list[PromptLogprobs] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """All are here that are wanted."""
+        return self._num_top is None or self.next >= self._end
+
+    @property
+    def max_cached(self) -> int:
+        """So many tokens need not be computed by a worker that has their KV."""
+        return sys.maxsize if self.is_complete else self.next - 1
+
+    def add(self, found: PromptLogprobs) -> None:
+        """What is here already is dropped. Raises InternalError for what cannot be."""
+        num_top = found.top_ids.shape[1]
+        is_next = 1 <= found.first <= self.next and found.end <= self._end
+        if self._num_top is None or num_top > self._num_top or not is_next:
+            raise InternalError(
+                f"a worker sent log-probabilities of tokens [{found.first}, {found.end}) with {num_top} alternatives, "
+                f"of a prompt of {self._end}, where token {self.next} was next"
+            )
+        if found.end > self.next:
+            self._parts.append(found.between(self.next, found.end))
+            self.next = found.end
+
+    def take(self) -> tuple[PromptLogprobs, ...]:
+        """Those that came since the last call."""
+        parts, self._parts = self._parts, []
+        return tuple(parts)

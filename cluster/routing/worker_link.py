@@ -1,0 +1,324 @@
+"""The multiplexed stream to one worker: submits and aborts go down, tokens, loads and block names come up.
+
+    CONNECTING ──hello fits──> UP ──breaks, silent, nonsense──> waits ──> CONNECTING
+         └──no hello, another process, another model──> waits ┘              close() ends it in any state
+
+When the stream breaks, every request on it is told so at once; nothing is kept for the next stream, for the worker has
+aborted it all by then. Messages are read and handed on by one task: a step's tokens cost one await, not one each.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import grpc.aio
+
+from ...proto import worker_pb2, worker_pb2_grpc
+from ...workers.common.channel import auth_metadata, open_channel
+from ...workers.common.errors import ConfigError, DiptychError, InternalError, StepFailed, WorkerLost, from_wire
+from ...workers.common.names import MAX_CHARS
+from ...workers.common.prompt_logprobs import PromptLogprobs
+from ...workers.common.request import MAX_LOGPROBS
+from ...workers.common.timings import SequenceTimings
+from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
+from .fleet import WorkerInfo
+from .generation import TokenLogprob
+from .legs import LegToken
+from .policy import RoutingConfig
+
+HUNG_UP = "the router hung up"
+SILENCE_CHECKS = 4  # looks at a worker in worker_timeout_s
+
+log = logging.getLogger("diptych.router")
+
+if TYPE_CHECKING:  # the class is generic in its stubs only
+    Call = grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]
+
+
+class LegListener(Protocol):
+    """One request; called on the event loop, must not block."""
+
+    def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None: ...
+    def on_token(self, handle: int, token: LegToken) -> None: ...
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None: ...
+    def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
+
+
+class LinkOwner(Protocol):
+    """The router. What the first three raise (DiptychErrors) ends the stream."""
+
+    def on_hello(self, info: WorkerInfo, hello: worker_pb2.Hello) -> None: ...
+    def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None: ...
+    def on_blocks(self, info: WorkerInfo, events: worker_pb2.BlockEvents) -> None: ...
+    def on_up(self, info: WorkerInfo) -> None:
+        """From now on requests may be submitted."""
+        ...
+
+    def on_down(self, info: WorkerInfo, reason: str) -> None:
+        """Called before the requests on it are told."""
+        ...
+
+
+class WorkerLink:
+    """Make it on a running event loop; `close` it."""
+
+    def __init__(self, info: WorkerInfo, token: str | None, config: RoutingConfig, owner: LinkOwner) -> None:
+        self.info = info
+        self._token = token
+        self._config = config
+        self._owner = owner
+        self._listeners: dict[int, LegListener] = {}
+        self._outbox: deque[worker_pb2.RouterMessage] = deque()
+        self._has_mail = asyncio.Event()
+        self._greeted = asyncio.Event()
+        self._vocab_size = 0
+        self._answered = 0  # the ping that was answered last
+        self._knows_draining = False  # and has said so on this stream
+        self._is_done = False  # and has said so too: it drains, and no request of ours is there
+        self._is_up = False
+        self._reason = ""
+        self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
+
+    # -- for the router ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._listeners
+
+    def submit(self, submit: worker_pb2.Submit, listener: LegListener) -> None:
+        """Only while the link is up. `listener` hears of it until its end, `abort` or `forget`."""
+        assert self._is_up, "a worker was chosen that is not there"
+        self._listeners[submit.handle] = listener
+        self._send(worker_pb2.RouterMessage(submit=submit))
+
+    def abort(self, handle: int) -> None:
+        """Stop it, wherever it is. Idempotent."""
+        if self._is_up:
+            self._send(worker_pb2.RouterMessage(abort=worker_pb2.Abort(handle=handle)))
+        self._drop(handle)
+
+    def offer(self, offer: worker_pb2.Offer) -> None:
+        """Hand a running request off. Only while the link is up."""
+        self._send(worker_pb2.RouterMessage(offer=offer))
+
+    def offer_prefix(self, offer: worker_pb2.OfferPrefix) -> None:
+        """Only while the link is up."""
+        self._send(worker_pb2.RouterMessage(offer_prefix=offer))
+
+    def forget(self, handle: int) -> None:
+        """It has ended there already."""
+        self._drop(handle)
+
+    async def close(self) -> None:
+        """Hang up: the worker aborts what is left. Idempotent."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        delay_s = self._config.reconnect_s
+        while True:
+            was_up = False
+            try:
+                was_up = await self._connect()
+            except Exception:
+                # The link's top loop: what went wrong is a bug of ours, and the worker is dialled again all the same.
+                log.exception("the link to %s failed", self.info.address)
+            delay_s = self._config.reconnect_s if was_up else min(2 * delay_s, self._config.max_reconnect_s)
+            await asyncio.sleep(delay_s)
+
+    async def _connect(self) -> bool:
+        """One stream, from dialling to its end. Returns whether it ever was up."""
+        channel = open_channel(self.info.address)
+        call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(self._token))
+        self._greeted = asyncio.Event()
+        self._knows_draining = self._is_done = False
+        tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
+        reason = HUNG_UP
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = self._reason_of(done)
+        finally:
+            was_up = self._is_up
+            # The call first: a grpc.aio coroutine that is cancelled while it dials swallows that and goes on.
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            try:
+                self._go_down(reason)
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                await channel.close()
+        return was_up
+
+    def _reason_of(self, ended: set[asyncio.Task[None]]) -> str:
+        """Why the stream is over, by the task that ended first."""
+        task = ended.pop()
+        error = None if task.cancelled() else task.exception()
+        match error:
+            case None:
+                return "the worker ended the stream"
+            case grpc.aio.AioRpcError():
+                return f"{error.code().name}: {error.details() or 'no details'}"
+            case DiptychError():
+                return error.message
+            case _:
+                log.error("the link to %s failed", self.info.address, exc_info=error)
+                return f"the link failed ({type(error).__name__}), see the router's log"
+
+    def _go_down(self, reason: str) -> None:
+        """Tells the owner, then every request."""
+        if reason not in (self._reason, HUNG_UP):
+            self._reason = reason
+            log.warning("no link to worker %s at %s: %s", self.info.incarnation, self.info.address, reason)
+        self._is_up = False
+        self._outbox.clear()
+        self._owner.on_down(self.info, reason)
+        error = WorkerLost(f"worker {self.info.incarnation} at {self.info.address} was lost: {reason}")
+        listeners, self._listeners = self._listeners, {}
+        for handle, listener in listeners.items():
+            listener.on_failed(handle, error, handoff=False)
+
+    # -- the three tasks of a stream --------------------------------------------------------------------------------
+
+    async def _read(self, call: "Call") -> None:
+        first = await call.read()
+        if not isinstance(first, worker_pb2.WorkerMessage) or first.WhichOneof("message") != "hello":
+            raise WorkerLost("the stream did not begin with a hello")
+        self._on_hello(first.hello)
+        while isinstance(message := await call.read(), worker_pb2.WorkerMessage):
+            match message.WhichOneof("message"):
+                case "pong":
+                    self._answered = message.pong.number
+                case "step":
+                    self._on_step(message.step)
+                case "prompt_logprobs":
+                    self._on_prompt_logprobs(message.prompt_logprobs)
+                case "load":
+                    self._on_load(message.load)
+                case "blocks":
+                    self._owner.on_blocks(self.info, message.blocks)
+                case "failed":
+                    self._on_failed(message.failed)
+                case "handed_off":
+                    self._on_handed_off(message.handed_off)
+                case kind:
+                    raise InternalError(f"the worker sent a message out of place ({kind or 'of an unknown kind'})")
+
+    async def _write(self, call: "Call") -> None:
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            while self._outbox:
+                try:
+                    await call.write(self._outbox.popleft())
+                except asyncio.InvalidStateError as e:
+                    raise WorkerLost(await _status(call)) from e
+
+    async def _watch(self) -> None:
+        """Raises WorkerLost when the worker does not answer: it hangs, or one of the two directions is cut. Counts
+        looks, not seconds: when this whole process was stopped for a while, its workers are not to blame."""
+        try:
+            async with asyncio.timeout(self._config.hello_timeout_s):
+                await self._greeted.wait()
+        except TimeoutError as e:
+            raise WorkerLost(f"no hello within {self._config.hello_timeout_s:g} s") from e
+        answered, num_silent, number = -1, 0, 0
+        while num_silent < SILENCE_CHECKS:
+            num_silent = num_silent + 1 if answered == self._answered else 0
+            answered, number = self._answered, number + 1
+            self._send(worker_pb2.RouterMessage(ping=worker_pb2.Ping(number=number)))
+            await asyncio.sleep(self._config.worker_timeout_s / SILENCE_CHECKS)
+        raise WorkerLost(f"silent for {self._config.worker_timeout_s:g} s")
+
+    def _send(self, message: worker_pb2.RouterMessage) -> None:
+        self._outbox.append(message)
+        self._has_mail.set()
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _on_hello(self, hello: worker_pb2.Hello) -> None:
+        if hello.incarnation != self.info.incarnation:
+            raise WorkerLost(f"another process answers there (incarnation {hello.incarnation[:MAX_CHARS] or 'none'})")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the worker speaks protocol version {hello.protocol_version}, this router {PROTOCOL_VERSION}: "
+                "run the same version of Diptych everywhere"
+            )
+        self._owner.on_hello(self.info, hello)
+        self._vocab_size = hello.model.vocab_size
+        self._is_up, self._reason = True, ""
+        self._greeted.set()
+        self._owner.on_up(self.info)
+
+    def _on_load(self, load: worker_pb2.LoadReport) -> None:
+        self._owner.on_load(self.info, load)
+        if load.draining and not self._knows_draining:
+            # The owner chooses this worker no more: what was submitted before is on the stream already.
+            self._knows_draining = True
+            self._is_done = self.is_idle
+            self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=self._is_done)))
+
+    def _drop(self, handle: int) -> LegListener | None:
+        """Nothing more is waited for of this request; of a worker that drains, perhaps nothing at all any more."""
+        listener = self._listeners.pop(handle, None)
+        if self._is_up and self._knows_draining and self.is_idle and not self._is_done:
+            self._is_done = True
+            self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=True)))
+        return listener
+
+    def _on_step(self, step: worker_pb2.StepEvents) -> None:
+        """Hands each token to its request. Raises InternalError for columns that do not fit together."""
+        ids, num = step.token_ids, len(step.handles)
+        if not num == len(ids) == len(step.positions) == len(step.finish_reasons):
+            raise InternalError("the columns of a step have different lengths")
+        if not FINISH_FROM_PROTO.keys() >= set(step.finish_reasons):
+            raise InternalError(f"a step has an unknown finish reason: {set(step.finish_reasons)}")
+        if num and max(ids) >= self._vocab_size:
+            raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
+        logprobs = {p.entry: self._logprob(p, ids[p.entry]) for p in step.logprobs if p.entry < num}
+        cached = {c.entry: c.num_tokens for c in step.cached}
+        timings = {t.entry: SequenceTimings.from_proto(t) for t in step.timings}
+        columns = zip(step.handles, ids, step.positions, step.finish_reasons, strict=True)
+        for entry, (handle, token_id, position, reason) in enumerate(columns):
+            listener = self._listeners.get(handle)
+            if listener is None:
+                continue
+            finish = FINISH_FROM_PROTO[reason]
+            token = LegToken(position, token_id, finish, logprobs.get(entry), cached.get(entry), timings.get(entry))
+            listener.on_token(handle, token)
+
+    def _logprob(self, message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:
+        ids = message.top_token_ids
+        if not len(ids) == len(message.top_logprobs) <= MAX_LOGPROBS:
+            raise InternalError(f"a token has {len(ids)} likeliest ids, {len(message.top_logprobs)} logprobs of them")
+        if ids and max(ids) >= self._vocab_size:
+            raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
+        return TokenLogprob(token_id, message.logprob, tuple(zip(ids, message.top_logprobs, strict=True)))
+
+    def _on_prompt_logprobs(self, message: worker_pb2.PromptLogprobs) -> None:
+        """Raises InternalError for columns that do not fit together."""
+        listener = self._listeners.get(message.handle)
+        if listener is not None:
+            listener.on_prompt_logprobs(message.handle, PromptLogprobs.from_proto(message, self._vocab_size))
+
+    def _on_failed(self, failed: worker_pb2.RequestFailed) -> None:
+        listener = self._drop(failed.handle)
+        if listener is not None:
+            error = from_wire(failed.error, failed.message)
+            error.retryable = failed.retryable
+            if isinstance(error, StepFailed):
+                error.num_output = failed.num_output_tokens
+            listener.on_failed(failed.handle, error, handoff=failed.handoff)
+
+    def _on_handed_off(self, handed_off: worker_pb2.HandedOff) -> None:
+        listener = self._listeners.get(handed_off.handle)
+        if listener is not None:
+            listener.on_handed_off(handed_off.handle, handed_off.num_output_tokens, handed_off.handoff_id)
+
+
+async def _status(call: "Call") -> str:
+    return f"{(await call.code()).name}: {await call.details() or 'no details'}"

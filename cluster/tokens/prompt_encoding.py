@@ -1,0 +1,60 @@
+"""Prompts to token ids, bounded by the context. Synchronous: the caller chooses the process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...workers.common.errors import InvalidRequest
+from ...workers.common.request import context_exceeded
+from .chat_template import Message
+from .tokenizer import Tokenizer
+
+MAX_MESSAGES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: Sequence[Message]
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tools: Sequence[Mapping[str, object]] = ()  # that the template shows to the model
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt that was encoded before the front door got it."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None  # that they were made of, where the answer repeats it
+
+
+Prompt = str | tuple[int, ...] | Chat | Encoded
+
+
+def check_num_messages(num: int) -> None:
+    """Raise InvalidRequest."""
+    if not num:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    if num > MAX_MESSAGES:
+        raise InvalidRequest(f"{num} messages; a conversation has at most {MAX_MESSAGES}", param="messages")
+
+
+def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, special: bool = True) -> tuple[int, ...]:
+    """Raises InvalidRequest, PromptTooLong."""
+    if not text:
+        raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
+    if len(text) > max_context_tokens * tokenizer.max_token_chars:
+        raise context_exceeded(
+            max_context_tokens,
+            f"the prompt has at least {len(text)} characters, more than so many tokens can hold",
+            "Please reduce the length of the prompt",
+        )
+    return tokenizer.encode(text, special=special)
+
+
+def encode_chat(tokenizer: Tokenizer, chat: Chat, max_context_tokens: int) -> tuple[int, ...]:
+    """Render and encode. Raises InvalidRequest, PromptTooLong."""
+    check_num_messages(len(chat.messages))
+    most = max_context_tokens * tokenizer.max_token_chars
+    text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, max_chars=most)
+    # It holds its special tokens already.
+    return encode_text(tokenizer, text, max_context_tokens, special=False)

@@ -1,0 +1,42 @@
+"""Which files of a checkpoint hold its tokenizer. Reads no contents.
+
+`tokenizer.json` is read as it is. Where it is absent, one of these is converted to it (tokenizer_conversion.py):
+
+    tokenizer.model                  sentencepiece, or tiktoken under that name
+    vocab.json and merges.txt        byte-level BPE
+    tiktoken.model, *.tiktoken       tiktoken
+"""
+
+from pathlib import Path
+
+from ...workers.common.errors import CheckpointError
+
+TOKENIZER_FILE = "tokenizer.json"
+MODEL_FILE = "tokenizer.model"
+BPE_FILES = ("vocab.json", "merges.txt")
+TIKTOKEN_FILE = "tiktoken.model"
+# What transformers reads beside these: which class it is, which tokens are special.
+SETTINGS_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def find_sources(folder: Path) -> tuple[Path, ...]:
+    """The files to convert; none where tokenizer.json is there. Raises CheckpointError where there is nothing that
+    could be read or converted."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return ()
+    if (path := folder / MODEL_FILE).is_file():
+        return (path,)
+    if all((folder / name).is_file() for name in BPE_FILES):
+        return tuple(folder / name for name in BPE_FILES)
+    tiktoken = sorted(p for p in (folder / TIKTOKEN_FILE, *folder.glob("*.tiktoken")) if p.is_file())
+    if len(tiktoken) > 1:
+        names = ", ".join(p.name for p in tiktoken)
+        raise CheckpointError(f"{folder} holds several tiktoken files ({names}): keep the one of this model")
+    if tiktoken:
+        return (tiktoken[0],)
+    missing = [name for name in BPE_FILES if not (folder / name).is_file()]
+    beside = f" ({BPE_FILES[0]} and {BPE_FILES[1]} go together, {missing[0]} is missing)" if len(missing) == 1 else ""
+    raise CheckpointError(
+        f"{folder} holds no tokenizer: neither {TOKENIZER_FILE} nor {MODEL_FILE}, {' and '.join(BPE_FILES)}, or a "
+        f"tiktoken file{beside}. Fetch the tokenizer's files from where the checkpoint came from"
+    )

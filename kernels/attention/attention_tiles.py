@@ -1,0 +1,186 @@
+"""What the attention kernels over the paged cache share: the walk of one tile of query rows over tiles of slots.
+
+Softmax is taken online (FlashAttention-2, algorithm 1) and to base 2. Rows and slots: row r of a tile is one query head
+of one token; slot j of a sequence is its j-th token. A tile of slots that every row sees whole is walked unmasked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common.lang import jit, tl
+from ..kv.kv_scales import largest_of
+
+LOG2_E = 1.4426950408889634
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def check_paged(q: Tensor, cache: Tensor, scales: Tensor | None, block_tables: Tensor, context_lens: Tensor) -> None:
+    """Shapes, strides, dtypes and devices that the kernels rely on.
+
+    q: [T, N, D]; cache: [num_blocks, 2, block_size, K, D], of q's dtype, or of 8 bits with its scales;
+    block_tables: [S, blocks] or [S, K, blocks] int32; context_lens: [S] int32.
+    """
+    assert q.dim() == 3 and cache.dim() == 5 and cache.shape[1] == 2
+    assert q.shape[2] == cache.shape[4] and q.shape[1] % cache.shape[3] == 0
+    assert q.stride(2) == 1 and cache.stride(4) == 1
+    assert q.dtype in (*HALVES, torch.float32)
+    assert largest_of(cache, scales) or cache.dtype == q.dtype
+    assert block_tables.dtype == context_lens.dtype == torch.int32
+    assert block_tables.stride(-1) == 1 and context_lens.stride(0) == 1
+    assert block_tables.shape[0] == context_lens.shape[0]
+    assert block_tables.dim() == 2 or block_tables.shape[1] == cache.shape[3]
+    assert all(t.device == q.device for t in (cache, block_tables, context_lens))
+
+
+def output_for(q: Tensor, out: Tensor | None) -> Tensor:
+    """`out`, checked, or a new one: of q's shape and dtype, its last axis contiguous."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert out.shape == q.shape and out.stride(2) == 1 and out.dtype == q.dtype
+    return out
+
+
+def stored_bits(cache: Tensor) -> Tensor:
+    """A float8_e4m3fn cache as bytes, which every target can widen; any other as it is."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def scale_strides(scales: Tensor | None) -> tuple[int, int, int, int]:
+    return scales.stride() if scales is not None else (0, 0, 0, 0)  # type: ignore[return-value]
+
+
+@jit
+def widened(stored: tl.tensor, query: tl.tensor):
+    """What the cache stores, in the dtype of `query`; bytes are float8_e4m3fn, worth 256 times what comes out.
+
+    The fields of a float8_e4m3fn are those of a float16 whose exponent counts from 8 higher (subnormals too).
+    """
+    if stored.dtype == tl.uint8:
+        bits = stored.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        wide = half.to(tl.float16, bitcast=True)
+    else:
+        wide = stored
+    return wide.to(query.dtype)
+
+
+@jit
+def find_slots(
+    table: tl.tensor,
+    first: tl.tensor,
+    used: tl.tensor,
+    IS_MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(blocks, int64, and slots in them) of the BLOCK_N slots from `first` on, a multiple of BLOCK_N."""
+    if BLOCK_SIZE % BLOCK_N == 0:  # they lie in one
+        block = tl.load(table + first // BLOCK_SIZE)
+        place = first % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    else:
+        slot = first + tl.arange(0, BLOCK_N)
+        block = tl.load(table + slot // BLOCK_SIZE, mask=used if IS_MASKED else None)
+        place = slot % BLOCK_SIZE
+    return block.to(tl.int64), place
+
+
+@jit
+def vectors(
+    address: tl.tensor,
+    used: tl.tensor,
+    d: tl.tensor,
+    IS_MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """[slots, BLOCK_D] at [slots, BLOCK_D] addresses; zeros for slots that are not used, and beyond DIM."""
+    if IS_MASKED:
+        stored = tl.load(address, mask=used[:, None] & (d < DIM)[None, :], other=0.0)
+    elif DIM != BLOCK_D:
+        stored = tl.load(address, mask=(d < DIM)[None, :], other=0.0)
+    else:
+        stored = tl.load(address)
+    return stored
+
+
+@jit
+def factors(scales: tl.tensor, offset: tl.tensor, mask: tl.tensor, stored: tl.tensor):
+    """[slots] float32: what the widened numbers of each slot's vector are multiplied by."""
+    factor = tl.load(scales + offset, mask=mask, other=0.0)
+    if stored.dtype == tl.uint8:
+        factor = factor * 256.0
+    return factor
+
+
+@jit
+def soft_capped(score: tl.tensor, softcap: float):
+    """softcap * tanh(score / softcap)."""
+    return softcap * (2.0 / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * score / softcap)) - 1.0)
+
+
+@jit
+def walk(
+    acc: tl.tensor,  # [M, BLOCK_D] float32: values so far, weighed
+    total: tl.tensor,  # [M] float32: weights so far
+    highest: tl.tensor,  # [M] float32: the highest score so far, times log2(e)
+    query: tl.tensor,  # [M, BLOCK_D]
+    position: tl.tensor,  # [M] int32: each row's place in its sequence
+    start: int,  # slots [start, stop) are walked, start at a multiple of BLOCK_N
+    stop: int,
+    table: tl.tensor,  # the sequence's blocks
+    cache: tl.tensor,  # at the KV head
+    scales: tl.tensor,  # at the KV head
+    cache_block_stride: int,
+    cache_kv_stride: int,
+    cache_slot_stride: int,
+    scale_block_stride: int,
+    scale_kv_stride: int,
+    scale_slot_stride: int,
+    scale: float,  # of scores, times log2(e) unless they are capped
+    softcap: float,
+    window: int,
+    IS_MASKED: tl.constexpr,  # may a row not see a slot of [start, stop), or stop cut a tile?
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    d = tl.arange(0, BLOCK_D)
+    for first in range(start, stop, BLOCK_N):
+        slot = first + tl.arange(0, BLOCK_N)
+        used = slot < stop
+        block, place = find_slots(table, first, used, IS_MASKED, BLOCK_SIZE, BLOCK_N)
+        address = cache + (block * cache_block_stride + place * cache_slot_stride)[:, None] + d[None, :]
+        stored_key = vectors(address, used, d, IS_MASKED, DIM, BLOCK_D)
+        score = tl.dot(query, tl.trans(widened(stored_key, query)), input_precision="ieee")
+        scale_offset = block * scale_block_stride + place * scale_slot_stride
+        if HAS_SCALES:
+            score *= factors(scales, scale_offset, used, stored_key)[None, :]
+        if HAS_SOFTCAP:
+            score = soft_capped(score * scale, softcap)
+        if IS_MASKED:
+            seen = used[None, :] & (slot[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                seen &= slot[None, :] > position[:, None] - window
+            score = tl.where(seen, score, float("-inf"))
+        # Scaled within the exponent, where the product costs nothing.
+        factor = 1.4426950408889634 if HAS_SOFTCAP else scale
+        new_highest = tl.maximum(highest, tl.max(score, 1) * factor)  # pyright: ignore[reportOperatorIssue]
+        # A row that has seen nothing yet has no highest score to measure from.
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if IS_MASKED else new_highest
+        weight = tl.exp2(score * factor - base[:, None])
+        decay = tl.exp2(highest - base)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None]
+        stored_value = vectors(address + cache_kv_stride, used, d, IS_MASKED, DIM, BLOCK_D)
+        if HAS_SCALES:
+            weight *= factors(scales, scale_offset + scale_kv_stride, used, stored_value)[None, :]
+        value = widened(stored_value, query)
+        acc = tl.dot(weight.to(query.dtype), value, acc, input_precision="ieee")
+        highest = new_highest
+    return acc, total, highest

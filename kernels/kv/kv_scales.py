@@ -1,0 +1,62 @@
+"""KV caches of 8-bit numbers: what is stored, and the scale beside each vector.
+
+    cache    [num_blocks, 2, block_size, K, D]  int8 or float8
+    scales   [num_blocks, 2, block_size, K]     float32, one for each vector of D numbers, of any strides: the owner
+             lays the slots of a head side by side ([num_blocks, 2, K, block_size], transposed), as attention reads them
+
+A number is `stored * scale`; scale = the vector's largest magnitude / LARGEST, so tokens that are written later change
+none that were written before. Vectors whose numbers are all below TINY are stored as zeros with a scale of zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common.lang import jit, tl
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+TINY = 1e-33  # LARGEST / TINY is a float32
+
+
+def largest_of(cache: Tensor, scales: Tensor | None) -> float:
+    """LARGEST of a cache with scales, 0 of one without them. They must fit each other."""
+    if scales is None:
+        assert cache.dtype not in LARGEST
+        return 0.0
+    assert scales.shape == cache.shape[:-1] and scales.dtype == torch.float32 and scales.device == cache.device
+    return LARGEST[cache.dtype]
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x: [..., D] of floats. Returns (stored [..., D] of `dtype`, scales [...] float32)."""
+    wide = x.float()
+    magnitude = wide.abs().amax(dim=-1, keepdim=True)
+    is_zero = magnitude < TINY
+    inverse = torch.where(is_zero, 0.0, LARGEST[dtype] / magnitude)
+    scaled = wide * inverse
+    stored = scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
+    return stored, torch.where(is_zero, 0.0, magnitude / LARGEST[dtype]).squeeze(-1)
+
+
+def dequantise(stored: Tensor, scales: Tensor) -> Tensor:
+    """stored: [..., D]; scales: [...] float32. Returns [..., D] float32."""
+    return stored.float() * scales[..., None]
+
+
+@jit
+def scale_and_inverse(magnitude: tl.tensor, LARGEST_STORED: tl.constexpr):
+    """magnitude: float32, the largest of each vector. What its stored numbers are multiplied by, and its numbers."""
+    is_zero = magnitude < 1e-33  # TINY
+    inverse = tl.where(is_zero, 0.0, LARGEST_STORED / tl.where(is_zero, 1.0, magnitude))
+    return tl.where(is_zero, 0.0, magnitude / LARGEST_STORED), inverse
+
+
+@jit
+def to_stored(x: tl.tensor, inverse: tl.tensor, LARGEST_STORED: tl.constexpr):
+    """Numbers as they are stored, float32: whole where int8 is (to nearest, ties to even). A store rounds to float8."""
+    scaled = x.to(tl.float32) * inverse
+    if LARGEST_STORED == 127.0:
+        # Beside 1.5 * 2^23 a float32 has no place for fractions.
+        scaled = (scaled + 12582912.0) - 12582912.0
+    return scaled

@@ -1,0 +1,47 @@
+"""A mixture's experts, from the router's choice to the tokens' sums (Shazeer et al. 2017; SwiGLU experts)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..elementwise.gate_mul import SILU
+from ..gemm.quantise_rows import quantise_rows
+from ..gemm.scaled_gemm import ScaledWeight
+from .grouped_gemm import ExpertWeight, block_m_of, grouped_product
+from .moe_combine import moe_combine
+from .moe_sort import moe_sort
+
+
+def moe_experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    *,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    activation: int = SILU,
+) -> Tensor:
+    """sum over j of weights[t, j] * down_e(act(gate_e x) * up_e x), e = experts[t, j]; plus shared[t].
+
+    x: [T, D] floating, last axis contiguous; weights: [T, top_k] float32 and experts: [T, top_k] int32 (moe_routing
+    makes both); gate_up: [E, 2I, D], gate first; down: [E, D, I]: the E experts from first_expert on. Others, and -1,
+    which marks a row that is padding, add nothing. biases: of both products, [E, 2I] and [E, D]; activation: of
+    gate_mul.py. Returns [T, D] of x's dtype.
+    """
+    num_experts = (gate_up if isinstance(gate_up, Tensor) else gate_up.scales).shape[0]
+    order = moe_sort(experts, num_experts, block_m_of(experts.numel(), num_experts, x.device), first_expert)
+    rows, scales = _as_factor_of(gate_up, x)
+    act = grouped_product(rows, gate_up, order, x.dtype, scales, biases[0], activation)
+    rows, scales = _as_factor_of(down, act)
+    y = grouped_product(rows, down, order, x.dtype, scales, biases[1])
+    return moe_combine(y, weights, experts, num_experts, first_expert, shared)
+
+
+def _as_factor_of(weight: ExpertWeight, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x as a product with `weight` takes it: quantised where the weight is, with its scales."""
+    if isinstance(weight, ScaledWeight):
+        return quantise_rows(x, weight.values.dtype, weight.has_blocks)
+    return x, None

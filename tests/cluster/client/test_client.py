@@ -1,0 +1,212 @@
+"""The Python client against a real server."""
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+import sys
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+import diptych
+from diptych import AsyncClient, Client
+from diptych.cluster.common.config import TlsConfig
+from diptych.workers.common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+    WorkerLost,
+)
+
+from ...support.front import CONTEXT, TIMINGS, Echo, Served, served
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def server() -> Generator[Served]:
+    with served(Echo(laps=1)) as it:
+        yield it
+
+
+@pytest.fixture
+def client(server: Served) -> Generator[Client]:
+    with Client(server.address) as it:
+        yield it
+
+
+def test_generate(client: Client) -> None:
+    got = client.generate("h€", logprobs=1, seed=3)
+    assert (got.text, got.token_ids, got.finish_reason, got.stop_string) == (
+        "h€",
+        (104, 226, 130, 172, 256),
+        "stop",
+        None,
+    )
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (4, 5)
+    assert [entry.token_id for entry in got.logprobs] == list(got.token_ids)
+    assert got.request_id.startswith("gen-")
+    assert got.timings == replace(TIMINGS, total_s=5).to_proto(0)
+    assert client.generate([104, 105], max_tokens=1).finish_reason == "length"
+
+
+def test_options_arrive(client: Client, server: Served) -> None:
+    got = client.generate(
+        "abc",
+        temperature=0,
+        max_tokens=9,
+        stop="bc",
+        logit_bias={5: 1.5},
+        stop_token_ids=[7],
+        timeout_s=9,
+        model="echo",
+        cache_salt="Ann",
+    )
+    assert (got.text, got.stop_string) == ("a", "bc")
+    (request,) = server.source.requests
+    assert request.sampling.is_greedy and request.sampling.max_tokens == 9 and request.timeout_s == 9
+    assert (request.sampling.logit_bias, request.sampling.stop_token_ids) == ({5: 1.5}, (7,))
+    assert request.cache_salt == b"Ann"
+
+
+def test_stream(client: Client) -> None:
+    stream = client.stream("h€!", stop=["zz", "!"])
+    assert list(stream) == ["h", "€"]
+    assert stream.completion.stop_string == "!"
+    with pytest.raises(InvalidRequest, match="no completion yet"):
+        _ = client.stream("abc").completion
+
+
+def test_chat(client: Client) -> None:
+    assert client.chat(USER).text == "hi"
+    assert list(client.chat_stream(USER)) == ["h", "i"]
+
+
+def test_model(client: Client) -> None:
+    model = client.model()
+    assert (model.name, model.max_context_tokens, model.version) == ("echo", CONTEXT, diptych.__version__)
+
+
+def test_leaving_a_stream_cancels_it(client: Client, server: Served) -> None:
+    source = server.source
+    source.laps = None
+    source.gate_after = 2
+    source.gate.clear()
+    with client.stream("abc") as stream:
+        assert next(stream) == "a"
+    assert source.all_closed.wait(10)
+    assert list(stream) == []
+
+
+def test_errors_are_the_servers(client: Client, server: Served) -> None:
+    with pytest.raises(PromptTooLong, match="reduce the length") as caught:
+        client.generate("x" * CONTEXT)
+    assert caught.value.param == "prompt" and "request id: gen-" in caught.value.message
+    with pytest.raises(UnknownModel):
+        client.generate("x", model="gpt")
+    with pytest.raises(InvalidRequest, match="messages is empty"):
+        client.chat([])
+    server.source.fail = lambda made: WorkerLost("gone") if made == 1 else None
+    stream = client.stream("xy")
+    assert next(stream) == "x"
+    with pytest.raises(WorkerLost):
+        next(stream)
+    server.source.admit_error = Overloaded("full", retry_after_s=7)
+    with pytest.raises(Overloaded) as overloaded:
+        client.generate("x")
+    assert overloaded.value.retry_after_s == 7
+    server.source.model_error = Unavailable("no worker yet")
+    with pytest.raises(Unavailable, match="no worker yet"):
+        client.model()
+
+
+def test_what_cannot_be_sent_is_an_invalid_request(client: Client) -> None:
+    for bad in ({"max_tokens": -1}, {"temperature": "hot"}, {"frobnicate": 1}):
+        with pytest.raises(InvalidRequest, match="cannot be sent"):
+            client.generate("x", **bad)
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        client.chat([{"role": "user"}])
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        client.generate("\ud800")
+
+
+def test_deadlines(client: Client, server: Served) -> None:
+    server.source.gate.clear()
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
+        client.generate("x", timeout_s=0.05)
+    assert server.source.all_closed.wait(10)
+
+
+def test_nobody_there() -> None:
+    with served(Echo()) as server:
+        address = server.address
+    with Client(address) as client, pytest.raises(Unavailable, match="Is it running at that address"):
+        client.generate("x")
+
+
+def test_keys() -> None:
+    with served(Echo(laps=1), api_key="sesame") as server:
+        with Client(server.address, api_key="wrong") as client, pytest.raises(Unauthenticated, match="API key"):
+            client.generate("x")
+        with Client(server.address, api_key="sesame") as client:
+            assert client.generate("x").text == "x"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*make, *names, "-keyout", key, "-out", cert, "-days", "2"], check=True, capture_output=True)
+    with served(Echo(laps=1), tls=TlsConfig(cert=str(cert), key=str(key))) as server:
+        with Client(f"localhost:{server.grpc_port}", tls=cert.read_bytes()) as client:
+            assert client.generate("hi").text == "hi"
+        with Client(f"localhost:{server.grpc_port}") as plain, pytest.raises(Unavailable):
+            plain.generate("hi")
+        url = f"https://localhost:{server.http_port}/v1/completions"
+        trust = ssl.create_default_context(cafile=cert)
+        assert httpx.post(url, json={"prompt": "hi"}, verify=trust).json()["choices"][0]["text"] == "hi"
+
+
+def test_the_asynchronous_client(server: Served) -> None:
+    source = server.source
+
+    async def main() -> None:
+        async with AsyncClient(server.address) as client:
+            assert (await client.generate("hé")).text == "hé"
+            assert (await client.chat(USER)).usage.completion_tokens == 3
+            assert (await client.model()).name == "echo"
+            stream = client.chat_stream(USER)
+            assert [text async for text in stream] == ["h", "i"]
+            assert stream.completion.text == "hi"
+            with pytest.raises(PromptTooLong):
+                await client.generate("x" * CONTEXT)
+            texts = await asyncio.gather(*(client.generate(f"text {i}") for i in range(50)))
+            assert [t.text for t in texts] == [f"text {i}" for i in range(50)]
+            source.laps = None
+            source.gate_after = 2
+            source.gate.clear()
+            async with client.stream("abc") as left:
+                assert await anext(left) == "a"
+            assert await asyncio.to_thread(source.all_closed.wait, 10)
+            assert [text async for text in left] == []
+
+    asyncio.run(main())
+
+
+def test_the_client_imports_neither_the_server_nor_torch() -> None:
+    code = (
+        "import sys; from diptych import Client, AsyncClient; "
+        "print(*{m.partition('.')[0] for m in sys.modules} & "
+        "{'torch', 'ray', 'transformers', 'tokenizers', 'starlette', 'pydantic', 'jinja2', 'numpy'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,199 @@
+"""Settings say what is wrong with them: the key, the line, the remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from diptych.cluster.common.config import ClusterConfig, parse_bytes
+from diptych.cluster.common.config_file import build, load, merge
+from diptych.cluster.placement import supervisor_calls as control
+from diptych.workers.common.errors import ConfigError
+
+
+def refusal(settings: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(settings)  # type: ignore[arg-type]
+    return caught.value.message
+
+
+def test_defaults_are_one_prefill_and_one_decode_worker_on_loopback() -> None:
+    config = build({"model": "m"})
+    assert config.pools.targets == {"prefill": 1, "decode": 1, "mixed": 0}
+    assert config.router.host == "127.0.0.1"
+    assert not config.pools.prefill.autoscaled
+
+
+def test_an_unknown_key_is_named_with_the_one_that_was_meant() -> None:
+    message = refusal({"model": "m", "pools": {"prefil": {"replicas": 1}}})
+    assert "pools.prefil: unknown key" in message
+    assert "Did you mean 'prefill'?" in message
+
+
+def test_an_unknown_key_like_no_other_lists_the_known_ones() -> None:
+    assert "Known keys: prefill, decode, mixed" in refusal({"model": "m", "pools": {"zzz": 1}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "model is missing"),
+        ({"model": "m", "block_size": "16"}, "block_size: "),
+        ({"model": "m", "block_size": True}, "block_size: "),
+        ({"model": "m", "dtype": "int8"}, "dtype: Input should be 'bfloat16' or 'float32', got 'int8'"),
+        ({"model": "m", "pools": {"decode": {"replicas": -1}}}, "pools.decode.replicas: "),
+        ({"model": "m", "pools": {"decode": {"kv_memory_bytes": "2 parsecs"}}}, "'2 parsecs' is not a size"),
+        ({"model": "m", "pools": {"decode": {"kv_memory_fraction": float("nan")}}}, "pools.decode.kv_memory_fraction"),
+        ({"model": "m", "pools": {"decode": {"resources": {"tpu": "x"}}}}, "pools.decode.resources.tpu: "),
+        ({"model": "m", "pools": {"decode": 3}}, "pools.decode: "),
+        ({"model": "m", "pools": {"prefill": {"replicas": 2}}}, "the decode and mixed pools are both empty"),
+        ({"model": "m", "pools": {"decode": {"replicas": 5, "max_replicas": 4}}}, "replicas (5) must lie in"),
+        ({"model": "m", "router": {"host": "0.0.0.0"}}, "set api_key"),
+        ({"model": "m", "router": {"http_port": 70000}}, "router.http_port: "),
+        ({"model": "m", "router": {"http_port": 9000, "grpc_port": 9000}}, "give them different ports"),
+        ({"model": "m", "router": {"replicas": 2, "http_port": 0}}, "instead of 0"),
+        ({"model": "m", "router": {"http_tls": {"cert": "c.pem"}}}, "router.http_tls.key is missing"),
+        ({"model": "m", "service_level": {"ttft_s": 0}}, "service_level.ttft_s: "),
+        ({"model": "m", "name": "A b"}, "name: "),
+        ({"model": "m", "transports": []}, "transports: "),
+        ({"model": "m", "transports": "nixl"}, "transports: "),
+    ],
+)
+def test_a_bad_value_is_named_by_its_path(settings: object, expected: str) -> None:
+    message = refusal(settings)
+    assert expected in message
+    assert message.count("transports") <= 1, "a union's arms are one problem"
+
+
+def test_two_problems_are_both_named() -> None:
+    message = refusal({"model": "m", "block_size": 0, "lease_s": -1})
+    assert "block_size" in message
+    assert "lease_s" in message
+
+
+def test_another_machines_host_is_allowed_with_a_key() -> None:
+    assert build({"model": "m", "router": {"host": "0.0.0.0", "api_key": "long enough"}}).router.host == "0.0.0.0"
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert parse_bytes("2GiB") == 2 << 30
+    assert parse_bytes("1.5 MiB") == 3 << 19
+    assert parse_bytes("4096") == 4096
+    assert parse_bytes(7) == 7
+
+
+def test_transports_are_a_list_in_yaml() -> None:
+    assert build({"model": "m", "transports": ["grpc", "nixl"]}).transports == ("grpc", "nixl")
+
+
+def test_the_file_says_what_flags_say_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: m\npools:\n  prefill: {replicas: 2, chunk_tokens: 64}\n  decode: {replicas: 3}\n")
+    config = load(path, {"dtype": None, "pools": {"prefill": {"replicas": 4}, "mixed": {"replicas": None}}})
+    assert config.pools.targets == {"prefill": 4, "decode": 3, "mixed": 0}
+    assert config.pools.prefill.chunk_tokens == 64
+    same = build({"model": "m", "pools": {"prefill": {"replicas": 4, "chunk_tokens": 64}, "decode": {"replicas": 3}}})
+    assert config == same
+
+
+def test_the_line_of_a_bad_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: m\n\npools:\n  decode:\n    replica: 3\n")
+    with pytest.raises(ConfigError, match=r"cluster.yaml line 5: pools.decode.replica: unknown key.*'replicas'"):
+        load(path, {})
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: m\nmodel: n\n")
+    with pytest.raises(ConfigError, match=r"line 2: model is given twice \(first on line 1\)"):
+        load(path, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("a: [", "not valid YAML"), ("- a\n", "must hold a mapping"), ("3\n", "must hold a mapping")]
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        load(path, {})
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
+        load(tmp_path / "absent.yaml", {})
+
+
+def test_an_empty_file_takes_everything_from_flags(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("# nothing\n")
+    assert load(path, {"model": "m"}).model == "m"
+
+
+def test_merge_keeps_what_was_not_given() -> None:
+    assert merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 9, "e": None}, "f": {}}) == {
+        "a": {"b": 9, "c": 2},
+        "d": 3,
+    }
+
+
+def test_settings_survive_the_way_to_another_process() -> None:
+    config = build({"model": "m", "transports": ["grpc"], "pools": {"decode": {"kv_memory_bytes": "1GiB"}}})
+    assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_workers_that_share_experts_have_one_rank_on_cpu() -> None:
+    pools = {"decode": {"replicas": 3, "data_parallel": 2}}
+    assert build({"model": "m", "pools": pools}).pools.num_workers == 6
+    for pool, more in (({"tensor_parallel": 2}, {}), ({"look_ahead": True}, {}), ({}, {"device": "cuda"})):
+        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works on cpu alone for now, without"):
+            build({"model": "m", "pools": {"decode": pools["decode"] | pool}, **more})
+
+
+def test_each_rank_on_cuda_has_a_gpu() -> None:
+    def gpus(device: str, **pool: object) -> float:
+        config = build({"model": "m", "device": device, "pools": {"decode": pool}})
+        return config.gpus_of(config.pools.decode)
+
+    assert (gpus("cpu"), gpus("cuda"), gpus("cpu", tensor_parallel=4), gpus("cuda", tensor_parallel=4)) == (0, 1, 0, 4)
+    assert (gpus("cuda", num_gpus=0.5), gpus("cuda", tensor_parallel=2, num_gpus=3)) == (0.5, 3)
+    with pytest.raises(ConfigError, match=r"pools.decode.num_gpus \(1\) is less than its tensor_parallel \(2\)"):
+        gpus("cuda:0", tensor_parallel=2, num_gpus=1)
+
+
+def test_a_machine_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    monkeypatch.setattr(control.ray, "nodes", lambda: [{}])
+    config = {"model": "m", "device": "cuda", "pools": {"decode": {"tensor_parallel": 2}}}
+    control.check_placeable(build(config))
+    config["pools"] = {"decode": {"tensor_parallel": 4}}
+    with pytest.raises(ConfigError, match=r"pools.decode: each worker needs 4 GPU and this machine has 2"):
+        control.check_placeable(build(config))
+
+
+def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control.ray, "nodes", lambda: [{}])
+
+    def check(num_gpus: float, device: str = "cuda", **pools: dict[str, object]) -> None:
+        monkeypatch.setattr(control.ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": num_gpus})
+        config: dict[str, object] = {"model": "m", "device": device}
+        control.check_placeable(build(config | {"pools": pools} if pools else config))
+
+    def refused(num_gpus: float, **pools: dict[str, object]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check(num_gpus, **pools)
+        return caught.value.message
+
+    said = refused(1.0)  # the default pools
+    assert "pools.prefill and pools.decode: 2 workers would take 2 GPU together and this machine has 1" in said
+    assert "num_gpus: 0.5 in pools.prefill and pools.decode" in said and "--mixed 1" in said
+    check(2.0)
+    check(1.0, mixed={"replicas": 1})
+    check(1.0, device="cpu")
+    check(1.0, prefill={"num_gpus": 0.5}, decode={"num_gpus": 0.5})
+    check(1.0, decode={"replicas": 10, "num_gpus": 0.1})
+    said = refused(2.0, prefill={"replicas": 2, "num_gpus": 0.6}, decode={"replicas": 3})
+    assert "5 workers would take 4.2 GPU together and this machine has 2: set num_gpus: 0.33 in" in said
+    check(2.0, prefill={"replicas": 2, "num_gpus": 0.33}, decode={"replicas": 3, "num_gpus": 0.33})
+    said = refused(3.0, decode={"replicas": 2, "tensor_parallel": 2})
+    assert "pools.decode: 2 workers would take 4 GPU together" in said and "num_gpus:" not in said

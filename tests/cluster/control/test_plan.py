@@ -1,0 +1,126 @@
+"""Fleet and targets in, actions out."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.cluster.control.plan import (
+    LONGEST_BACKOFF_S,
+    STABLE_S,
+    Drain,
+    Failures,
+    Phase,
+    SetRole,
+    Start,
+    Stop,
+    Targets,
+    WorkerView,
+    after_failure,
+    plan,
+)
+
+POOLS = ("prefill", "decode", "mixed")
+SAME = (frozenset({"prefill", "decode"}),)
+
+
+def targets(prefill: int = 0, decode: int = 0, mixed: int = 0, groups: tuple[frozenset[str], ...] = ()) -> Targets:
+    return Targets({"prefill": prefill, "decode": decode, "mixed": mixed}, groups)
+
+
+def ready(worker_id: str, pool: str, num_requests: int = 0) -> WorkerView:
+    return WorkerView(worker_id, pool, Phase.READY, num_requests)
+
+
+def test_an_empty_fleet_starts_everything() -> None:
+    assert plan([], targets(prefill=1, decode=2), {}, 0.0) == [Start("prefill"), Start("decode"), Start("decode")]
+
+
+def test_a_fleet_at_its_targets_is_left_alone() -> None:
+    workers = [ready("p-1", "prefill"), WorkerView("d-2", "decode", Phase.STARTING)]
+    assert plan(workers, targets(prefill=1, decode=1), {}, 0.0) == []
+
+
+def test_the_least_busy_leave_first() -> None:
+    workers = [ready("d-1", "decode", 5), ready("d-2", "decode", 0), ready("d-3", "decode", 2)]
+    assert plan(workers, targets(decode=1), {}, 0.0) == [Drain("d-2"), Drain("d-3")]
+
+
+def test_one_that_still_starts_is_stopped_before_a_ready_one_is_drained() -> None:
+    workers = [ready("d-1", "decode"), WorkerView("d-2", "decode", Phase.STARTING)]
+    assert plan(workers, targets(decode=1), {}, 0.0) == [Stop("d-2")]
+
+
+def test_leaving_workers_count_for_nothing() -> None:
+    workers = [WorkerView("d-1", "decode", Phase.DRAINING), WorkerView("d-2", "decode", Phase.STOPPING)]
+    assert plan(workers, targets(decode=1), {}, 0.0) == [Start("decode")]
+
+
+def test_one_that_was_told_to_drain_by_an_earlier_supervisor_leaves_and_another_takes_its_place() -> None:
+    told = WorkerView("d-1", "decode", Phase.READY, 3, is_draining=True)
+    assert plan([told], targets(decode=1), {}, 0.0) == [Drain("d-1"), Start("decode")]
+    assert plan([told, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-1")]
+
+
+def test_a_pool_that_failed_waits_and_the_other_does_not() -> None:
+    failures = {"decode": Failures(2, "boom", retry_at=10.0)}
+    assert plan([], targets(prefill=1, decode=1), failures, 9.9) == [Start("prefill")]
+    assert plan([], targets(prefill=1, decode=1), failures, 10.0) == [Start("prefill"), Start("decode")]
+
+
+def test_a_surplus_fills_the_gap_of_a_pool_with_the_same_settings() -> None:
+    workers = [ready("p-1", "prefill", 3), ready("p-2", "prefill", 0), ready("d-3", "decode")]
+    assert plan(workers, targets(prefill=1, decode=2, groups=SAME), {}, 0.0) == [SetRole("p-2", "decode")]
+    assert plan(workers, targets(prefill=1, decode=2), {}, 0.0) == [Drain("p-2"), Start("decode")]
+
+
+def test_only_ready_workers_move() -> None:
+    workers = [WorkerView("p-1", "prefill", Phase.STARTING)]
+    assert plan(workers, targets(decode=1, groups=SAME), {}, 0.0) == [Stop("p-1"), Start("decode")]
+
+
+def test_the_first_failure_is_mended_at_once_and_a_crash_loop_backs_off() -> None:
+    failures, waits = Failures(), []
+    for _ in range(8):
+        failures = after_failure(failures, "boom", lived_s=0.0, now=100.0)
+        waits.append(failures.retry_at - 100.0)
+    assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_BACKOFF_S, LONGEST_BACKOFF_S]
+    assert failures.last_error == "boom"
+    assert after_failure(failures, "killed", lived_s=STABLE_S, now=100.0) == Failures(1, "killed", 100.0)
+
+
+def workers_of_any_kind() -> st.SearchStrategy[list[WorkerView]]:
+    one = st.builds(
+        WorkerView, st.uuids().map(str), st.sampled_from(POOLS), st.sampled_from(list(Phase)), st.integers(0, 9)
+    )
+    return st.lists(one, max_size=12, unique_by=lambda w: w.worker_id)
+
+
+@given(workers_of_any_kind(), st.tuples(*[st.integers(0, 5)] * 3), st.booleans())
+def test_the_plan_reaches_its_targets_in_one_go(
+    workers: list[WorkerView], wanted: tuple[int, int, int], same: bool
+) -> None:
+    goal = targets(*wanted, groups=SAME if same else ())
+    after = {w.worker_id: w for w in workers}
+    for number, action in enumerate(plan(workers, goal, {}, 0.0)):
+        match action:
+            case Start(pool):
+                after[f"new-{number}"] = WorkerView(f"new-{number}", pool, Phase.STARTING)
+            case SetRole(worker_id, pool):
+                assert after[worker_id].phase is Phase.READY
+                after[worker_id] = WorkerView(worker_id, pool, Phase.READY)
+            case Drain(worker_id):
+                assert after[worker_id].phase is Phase.READY
+                del after[worker_id]
+            case Stop(worker_id):
+                assert after[worker_id].phase is Phase.STARTING
+                del after[worker_id]
+    live = [w.pool for w in after.values() if w.phase in (Phase.STARTING, Phase.READY)]
+    assert {pool: live.count(pool) for pool in POOLS} == dict(goal.replicas)
+    assert plan(after.values(), goal, {}, 0.0) == []
+
+
+def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced() -> None:
+    """It may serve: who stops it, ends what it runs."""
+    silent = WorkerView("d-1", "decode", Phase.STARTING, is_silent=True)
+    assert plan([silent], targets(), {}, 0.0) == []
+    assert plan([silent], targets(decode=1), {}, 0.0) == []
+    assert plan([silent, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-2")]

@@ -1,0 +1,84 @@
+"""What `diptych status` shows of a cluster, for a person and for a script."""
+
+import asyncio
+
+import pytest
+from rich.console import Console
+
+from diptych.cluster.cli.status_view import render
+from diptych.cluster.common.handles import WorkerStarted
+from diptych.cluster.control.status import ClusterStatus, LinkStatus
+from diptych.cluster.control.worker_control import WorkerControl
+from diptych.cluster.control.worker_record import WorkerRecord
+from diptych.proto.worker_pb2 import PeerLink
+
+from ...support.scripted_worker import scripted
+
+LINKS = (
+    LinkStatus("decode-1", "prefill-2", "nixl", 3_000_000_000, 0.5, 40, 0),
+    LinkStatus("decode-1", "prefill-1", "grpc", 250_000_000, 0.25, 7, 2),
+    LinkStatus("decode-0", "gone", "", 0, 0.0, 0, 1),
+)
+
+
+def shown(status: ClusterStatus) -> list[list[str]]:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(status))
+    return [line.split() for line in capture.get().splitlines()]
+
+
+def status(*links: LinkStatus) -> ClusterStatus:
+    return ClusterStatus("default", "tiny", 1, (), (), (), links=links)
+
+
+def test_links_are_a_table() -> None:
+    lines = shown(status(*LINKS))
+    head = lines.index(["sink", "source", "transport", "GB", "GB/s", "reads", "failed", "pulls"])
+    assert lines[head + 1 : head + 4] == [
+        ["decode-0", "<-", "gone", "0.000", "0.00", "0", "1"],
+        ["decode-1", "<-", "prefill-1", "grpc", "0.250", "1.00", "7", "2"],
+        ["decode-1", "<-", "prefill-2", "nixl", "3.000", "6.00", "40", "0"],
+    ]
+    assert not any("sink" in line for line in shown(status()))
+
+
+def test_links_are_json() -> None:
+    first, _, last = status(*LINKS).to_json()["links"]
+    assert first == {
+        "sink": "decode-1",
+        "source": "prefill-2",
+        "transport": "nixl",
+        "num_bytes": 3_000_000_000,
+        "read_s": 0.5,
+        "num_reads": 40,
+        "num_failed": 0,
+        "bytes_per_s": 6_000_000_000,
+    }
+    assert last["bytes_per_s"] == 0
+
+
+def test_a_supervisor_hears_of_links_and_names_their_workers(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with scripted("decode") as (worker,):
+            control = await WorkerControl.open(worker.info.address, None)
+            started = WorkerStarted(worker.info.address, worker.incarnation, 1, "node")
+            record = WorkerRecord("decode-0", "decode", started=started, control=control)
+            assert record.links({}) == []
+            known = PeerLink(incarnation="uuid-1", transport="nixl", num_bytes=80, read_s=2, num_reads=3, num_failed=1)
+            worker.load(num_running=1, links=[known, PeerLink(incarnation="uuid-2")])
+            while not control.load.num_running:
+                await asyncio.sleep(0.002)
+            assert record.links({"uuid-1": "prefill-4"}) == [
+                LinkStatus("decode-0", "prefill-4", "nixl", 80, 2.0, 3, 1),
+                LinkStatus("decode-0", "uuid-2", "", 0, 0.0, 0, 0),
+            ]
+            num_received = control.num_received
+            worker.load(num_running=9, links=[PeerLink(incarnation="uuid-3", read_s=-1)])
+            while control.num_received == num_received:
+                await asyncio.sleep(0.002)
+            assert control.load.num_running == 1 and len(record.links({})) == 2
+            await control.close()
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+    assert "is dropped" in caplog.text

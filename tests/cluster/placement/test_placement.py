@@ -1,0 +1,55 @@
+"""What a handle learns of an actor's end; actors are called in place, Ray itself is in tests/e2e."""
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diptych.cluster.common.config_file import build
+from diptych.cluster.common.deployment import Deployment
+from diptych.cluster.placement import placement
+from diptych.cluster.placement.place import Place
+from diptych.cluster.placement.placement import RayLauncher, WorkerActor
+from diptych.workers.common.errors import DiptychError, PeerLost
+
+
+class InPlace:
+    """ray.remote(cls): the actor's methods run in this process."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+
+    def options(self, **_: object) -> "InPlace":
+        return self
+
+    def remote(self, *args: Any) -> Any:
+        actor = self._cls(*args)
+        return SimpleNamespace(run_until_stopped=SimpleNamespace(remote=actor.run_until_stopped))
+
+
+class EndedWorker(WorkerActor):
+    """Its process has served, and ended for a reason."""
+
+    def __init__(self, *_: object) -> None:
+        ended: Future[DiptychError] = Future()
+        ended.set_result(PeerLost("rank 1 of 2 lost another rank"))
+        self._process = SimpleNamespace(ended=ended)
+
+
+def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it the supervisor tells the echo of a loss from the loss."""
+    monkeypatch.setattr(placement, "WorkerActor", EndedWorker)
+    monkeypatch.setattr(placement.ray, "remote", InPlace)
+    monkeypatch.setattr(Place, "take", lambda _: None)
+
+    deployment = Deployment(build({"model": "m", "pools": {"prefill": {}, "decode": {}}}), "secret", is_local=True)
+
+    async def main() -> DiptychError:
+        handle = await RayLauncher(deployment).worker("decode-0", "decode")
+        return await handle.wait()
+
+    reason = asyncio.run(main())
+    assert type(reason) is PeerLost
+    assert reason.message == "rank 1 of 2 lost another rank"

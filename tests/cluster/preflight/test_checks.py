@@ -1,0 +1,151 @@
+"""What is found wrong before anything starts."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from diptych.cluster.common.config_file import build
+from diptych.cluster.preflight import checks
+from diptych.cluster.preflight.checks import (
+    check_checkpoint,
+    check_model,
+    check_ports,
+    check_tls,
+    crowding,
+    resolve_model,
+)
+from diptych.workers.common.errors import CheckpointError, ConfigError, PortInUse
+
+
+def test_the_shipped_model_is_fine() -> None:
+    check_checkpoint(Path(resolve_model("tiny")))
+
+
+def test_a_folder_that_is_named_tiny_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("./tiny") == str(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "no config.json"), ("{", "is not valid JSON"), ("[]", "must hold a JSON object")],
+)
+def test_a_folder_without_a_readable_config_is_no_checkpoint(
+    tmp_path: Path, content: str | None, expected: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=expected):
+        check_model(tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        check_model(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(resolve_model("tiny"), tmp_path / "model"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"architectures": ["NobodyForCausalLM"]},
+            r"NobodyForCausalLM is not supported; Diptych serves .*LlamaForCaus",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"bfloat16; --quantize int8 or int4 .* found 'gptq'"),
+        ({"hidden_act": "relu"}, "hidden_act must be one of"),
+    ],
+)
+def test_what_config_json_tells_is_told_before_ray_starts(
+    checkpoint: Path, changes: dict[str, object], expected: str
+) -> None:
+    edit(checkpoint / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=expected):
+        check_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.gguf"])
+def test_weights_in_another_format_are_told_before_ray_starts(checkpoint: Path, name: str) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / name)
+    with pytest.raises(CheckpointError, match=rf"holds its weights as {name}, and safetensors alone is read: convert"):
+        check_checkpoint(checkpoint)
+
+
+def test_a_shard_that_the_index_names_and_that_is_missing_is_told_before_ray_starts(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.safetensors does not exist, and .* names it"):
+        check_checkpoint(checkpoint)
+
+
+def test_a_missing_tokenizer_is_told_before_ray_starts(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        check_checkpoint(checkpoint)
+
+
+def test_a_damaged_tokenizer_config_is_told_before_ray_starts(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json is not valid JSON"):
+        check_checkpoint(checkpoint)
+
+
+def test_a_port_in_use_names_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = build({"model": "m", "router": {"grpc_port": port, "http_port": 0}})
+        with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1 is in use. Choose another with --grpc-port"):
+            check_ports(config)
+    check_ports(config)
+
+
+def test_an_address_of_another_machine() -> None:
+    config = build({"model": "m", "router": {"host": "192.0.2.1", "api_key": "long enough"}})
+    with pytest.raises(ConfigError, match=r"cannot listen on 192.0.2.1: .* Is it an address of this machine\?"):
+        check_ports(config)
+
+
+def test_a_dashboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'ray\[default\]'"):
+        checks.check_dashboard(build({"model": "m", "dashboard": True}))
+    checks.check_dashboard(build({"model": "m"}))
+
+
+def test_a_missing_key_file_is_named() -> None:
+    config = build({"model": "m", "router": {"grpc_tls": {"cert": __file__, "key": "/absent.pem"}}})
+    with pytest.raises(ConfigError, match=r"router.grpc_tls.key: cannot read /absent.pem: No such file"):
+        check_tls(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_cores", "expected"),
+    [
+        ({"pools": {"mixed": {"replicas": 2}}}, 2, None),
+        ({"pools": {"mixed": {"replicas": 3}}}, 2, "warning: 3 workers will share 2 cores"),
+        (
+            {"pools": {"mixed": {"replicas": 1, "tensor_parallel": 2}}},
+            1,
+            "2 workers, ranks counted, will share 1 core",
+        ),
+        ({"device": "cuda", "pools": {"mixed": {"replicas": 3}}}, 2, None),
+    ],
+)
+def test_more_workers_than_cores_is_said_before_it_is_tried(
+    settings: dict[str, object], num_cores: int, expected: str | None
+) -> None:
+    said = crowding(build({"model": "m", **settings}), num_cores)
+    assert said is None if expected is None else expected in (said or "")

@@ -1,0 +1,218 @@
+"""`diptych plan --memory`: its figures are those of what is loaded, and what does not fit is refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diptych.cluster.cli.main import app
+from diptych.cluster.preflight.memory_plan import Memory, Parallelism, kv_formula, plan_memory
+from diptych.workers.common.errors import ConfigError, InsufficientMemory
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.kv.layout import KVLayout
+from diptych.workers.models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.families.spec import AttentionSpec
+from diptych.workers.models.plan.kv_plan import blocks_at_once, layout_of, plan_num_blocks
+from diptych.workers.models.plan.sharding import Share
+
+from ...support.checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+ROOMY = Memory(1 << 30, 0.5)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "llama", "llama", 0)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "qwen3", "qwen3", 0)
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "gemma3", "gemma3", 0)
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plan") / "gemma4", "gemma4", 0)
+
+
+def loaded_bytes(path: Path, dtype: str, share: Share) -> int:
+    """Of the tensors that a rank really makes."""
+    with Checkpoint(path, load_spec(path)) as checkpoint:
+        reader = checkpoint.reader(DTYPES[dtype], CPU, share=share)
+        layers = [fields.as_layer() for fields in reader.layers()]
+        outer = reader.outer()
+        tensors = [outer.fused(field) for field in DecoderWeights.__slots__]
+    tensors += [getattr(layer, name) for layer in layers for name in layer.__slots__]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4"])
+def test_weights_are_those_that_are_loaded(family: str, size: int, dtype: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(family)
+    found = plan_memory(load_spec(path), Parallelism(dtype, tensor_parallel=size), ROOMY)
+    assert found.first.weight_bytes == loaded_bytes(path, dtype, Share(0, size))
+    if size > 1:
+        assert found.other is not None and found.other.weight_bytes == loaded_bytes(path, dtype, Share(1, size))
+
+
+def test_what_fits_is_what_a_worker_makes(llama: Path) -> None:
+    spec = load_spec(llama)
+    found = plan_memory(spec, Parallelism(), Memory(1 << 22, 0.5), max_context_tokens=64)
+    layout = KVLayout("bfloat16", 16, spec.num_layers, spec.kv.num_heads, spec.kv.dim, "test")
+    free = (1 << 22) - found.first.weight_bytes
+    assert found.first.free_bytes == free
+    num_blocks = plan_num_blocks(layout, 64, free // 2)
+    assert (found.num_tokens, found.first.kv_bytes) == (num_blocks * 16, num_blocks * layout.block_bytes)
+    assert found.first.num_sequences(50, 16) == num_blocks * 16 // 64
+
+
+def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
+    """And weights at full size."""
+    spec, memory = load_spec(llama), Memory(100_000_000, 0.5)
+    how = Parallelism("float32", "int8", 2)
+    on_cpu, on_gpus = (plan_memory(spec, replace(how, on_gpus=on), memory, 48) for on in (False, True))
+    wanted = (memory.rank_bytes - on_gpus.first.weight_bytes) // 2
+    assert on_gpus.first.weights == plan_memory(spec, Parallelism("float32", None, 2), memory).first.weights
+    assert on_cpu.full_size_because is None and on_gpus.full_size_because == "GPUs compute"
+    layout = layout_of(spec, "float32", 16, tensor_parallel=2)
+    num_blocks = plan_num_blocks(layout, 48, 2 * wanted, blocks_at_once(layout, 2 << 20))
+    assert (on_gpus.first.kv_bytes, on_gpus.num_tokens) == (num_blocks * layout.rank_block_bytes, num_blocks * 16)
+    assert on_gpus.first.kv_bytes % (2 << 20) == 0 != on_cpu.first.kv_bytes % (2 << 20)
+    with pytest.raises(ConfigError, match="data_parallel=2 works on cpu alone"):
+        plan_memory(spec, Parallelism(data_parallel=2, on_gpus=True), memory)
+
+
+@pytest.mark.parametrize(("size", "quantize"), [(1, None), (2, None), (8, "int8")])
+def test_the_formula_gives_the_bytes(llama: Path, size: int, quantize: str | None) -> None:
+    spec, how = load_spec(llama), Parallelism("float32", quantize, size)
+    product, source = kv_formula(spec, how)
+    numbers = [int(word) for word in product.replace("(", " ").split() if word.isdecimal()]
+    assert plan_memory(spec, how, ROOMY).token_bytes == torch.tensor(numbers).prod()
+    assert "num_key_value_heads" in source
+
+
+def test_the_formula_sums_over_unlike_layers_that_keep_kv(llama: Path) -> None:
+    spec = load_spec(llama)
+    attention = spec.layers[0].attention
+    assert isinstance(attention, AttentionSpec)
+    wide = replace(attention, num_kv_heads=1, head_dim=64)
+    shares = replace(attention, kv_from=0)
+    layers = tuple(replace(spec.layers[0], attention=of) for of in (attention, wide, attention, shares))
+    spec, how = replace(spec, layers=layers), Parallelism("float32", tensor_parallel=2)
+    heads, dim = attention.num_kv_heads // 2, attention.head_dim
+    product, source = kv_formula(spec, how)
+    sizes = f"(2 layers x {heads} KV heads x {dim} + 1 layers x 1 KV heads x 64)"
+    assert product == f"2 (key, value) x {sizes} x 4 bytes"
+    assert source.endswith("of each kind of layer; the other 1 layers read the KV of these")
+    assert plan_memory(spec, how, ROOMY).token_bytes == 2 * (2 * heads * dim + 64) * 4
+
+
+def test_quantised_weights_take_less(llama: Path) -> None:
+    spec = load_spec(llama)
+    plain, int8, int4 = (
+        plan_memory(spec, Parallelism(quantize=of), ROOMY).first.weights for of in (None, "int8", "int4")
+    )
+    assert plan_memory(spec, Parallelism(quantize="int8"), ROOMY).full_size_because is None
+    assert plain["embeddings"] == int8["embeddings"] == int4["embeddings"]
+    assert plain["MLP"] > 1.5 * int8["MLP"] > 1.5 * int4["MLP"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "because"),
+    [
+        ("deepseek-v2", {}, "latent attention"),
+        ("llama", {"block_size": 24}, "block_size 24"),
+        ("mixtral", {"tensor_parallel": 2, "expert_parallel": 2}, "hold whole"),
+    ],
+)
+def test_weights_that_torch_computes_with_are_counted_at_full_size(
+    tmp_path: Path, arch: str, changes: dict[str, int], because: str
+) -> None:
+    spec = load_spec(make_checkpoint(tmp_path / arch, arch, 0))
+    plain, int8 = (plan_memory(spec, Parallelism(quantize=of, **changes), ROOMY) for of in (None, "int8"))
+    assert int8.first.weights == plain.first.weights
+    assert plain.full_size_because is None and because in (int8.full_size_because or "")
+
+
+def test_ranks_with_whole_experts(tmp_path: Path) -> None:
+    """7 experts over two ranks: 3 and 4, of an inner size that two ranks could not share."""
+    path = make_checkpoint(tmp_path / "mixtral", "mixtral", 4, num_local_experts=7, intermediate_size=33)
+    found = plan_memory(load_spec(path), Parallelism("float32", None, 2, expert_parallel=2), ROOMY)
+    expert, router = 3 * 33 * 64 * 4, 7 * 64 * 4
+    assert found.other is not None
+    assert found.first.weights["experts"] == 3 * (3 * expert + router)
+    assert found.other.weights["experts"] == 3 * (4 * expert + router)
+    for size in (3, 1):
+        with pytest.raises(ConfigError, match="1 or tensor_parallel"):
+            plan_memory(load_spec(path), Parallelism(tensor_parallel=size, expert_parallel=2), ROOMY)
+
+
+def test_a_context_is_as_long_as_a_workers(llama: Path) -> None:
+    spec = replace(load_spec(llama), max_position_embeddings=128, longest_context=512)
+    assert plan_memory(spec, Parallelism(), ROOMY).max_context_tokens == 128
+    assert plan_memory(spec, Parallelism(), ROOMY, max_context_tokens=512).max_context_tokens == 512
+    with pytest.raises(ConfigError, match="max_context_tokens=513 is more than the model's 512"):
+        plan_memory(spec, Parallelism(), ROOMY, max_context_tokens=513)
+
+
+def test_workers_that_share_experts(tmp_path: Path) -> None:
+    """7 experts over two: 3 and 4; all else each has whole."""
+    spec = load_spec(make_checkpoint(tmp_path / "mixtral", "mixtral", 4, num_local_experts=7, intermediate_size=33))
+    whole, shared = (plan_memory(spec, Parallelism("float32", data_parallel=num), ROOMY) for num in (1, 2))
+    expert, router = 3 * 33 * 64 * 4, 7 * 64 * 4
+    assert shared.other is not None and shared.token_bytes == whole.token_bytes
+    assert shared.first.weights == whole.first.weights | {"experts": 3 * (3 * expert + router)}
+    assert shared.other.weights == whole.first.weights | {"experts": 3 * (4 * expert + router)}
+    with pytest.raises(ConfigError, match="data_parallel=2 needs tensor_parallel=1"):
+        plan_memory(spec, Parallelism(tensor_parallel=2, data_parallel=2), ROOMY)
+    with pytest.raises(ConfigError, match="use 1 to 7"):
+        plan_memory(spec, Parallelism(data_parallel=8), ROOMY)
+
+
+def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="attention heads"):
+        plan_memory(load_spec(llama), Parallelism(tensor_parallel=3), ROOMY)
+    with pytest.raises(ConfigError, match="more than the model's"):
+        plan_memory(load_spec(llama), Parallelism(), ROOMY, max_context_tokens=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--rank-memory", "1GiB"], 0, "fits: "),
+        (["--rank-memory", "1GiB", "--tensor-parallel", "2"], 0, "each other"),
+        (["--rank-memory", "1000"], 2, "use more ranks (--tensor-parallel), --quantize, or more memory"),
+        (["--rank-memory", "1000", "--device", "cuda"], 2, "use more ranks (--tensor-parallel), or more memory"),
+        (["--rank-memory", "100MB", "--kv-memory", "200MB"], 2, "--kv-memory asks for"),
+        (["--rank-memory", "1GiB", "--kv-memory", "100000"], 2, "less than one context"),
+        (["--rank-memory", "much"], 2, "--rank-memory: 'much' is not a size"),
+        (["--device", "cuda", "--tensor-parallel", "2", "--rank-memory", "1GiB"], 0, "2 ranks, each on a GPU"),
+        (["--device", "cuda"], 2, "needs --rank-memory"),
+        (["--device", "gpu"], 2, "--device must be cpu or cuda"),
+        (["--dtype", "int3"], 2, "--dtype must be"),
+        (["--quantize", "int3"], 2, "--quantize must be"),
+    ],
+)
+def test_the_command(flags: list[str], code: int, says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "tiny", "--memory", *flags])
+    assert result.exit_code == code
+    assert says in result.output
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 1000)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    read: list[int] = []
+    with pytest.raises(InsufficientMemory, match=r"the weights take .* and 1,000 are free"):
+        ModelRunner.load(ModelRunnerConfig(llama), lambda done, _total: read.append(done))
+    assert not read

@@ -1,0 +1,155 @@
+"""What the router knows of its workers."""
+
+from dataclasses import replace
+
+import pytest
+
+from diptych.cluster.routing.fleet import Fleet, LegLoad, WorkerInfo
+from diptych.proto import worker_pb2
+from diptych.workers.common.errors import ConfigError, InternalError, LayoutMismatch, Unavailable
+from diptych.workers.common.role import Role
+from diptych.workers.common.wire import ROLE_TO_PROTO
+from diptych.workers.core.runner import ModelInfo
+from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout
+
+MODEL = ModelInfo("fake", "FakeForCausalLM", 1000, 512, (0,), "float32")
+LAYOUT = KVLayout("float32", 4, num_layers=1, num_kv_heads=1, head_dim=1, model_id="fake")
+
+
+def info(name: str, role: str = "mixed") -> WorkerInfo:
+    return WorkerInfo(name, f"{name}:1", role, role)
+
+
+def hello(
+    model: ModelInfo = MODEL, layout: KVLayout = LAYOUT, role: Role = Role.MIXED, num_blocks: int = 10
+) -> worker_pb2.Hello:
+    return worker_pb2.Hello(
+        model=model.to_proto("0"), layout=layout.to_proto(), num_blocks=num_blocks, role=ROLE_TO_PROTO[role]
+    )
+
+
+def load(num_free: int = 10, **fields: int) -> worker_pb2.LoadReport:
+    return worker_pb2.LoadReport(num_blocks=10, num_free_blocks=num_free, **fields)
+
+
+def test_a_worker_is_available_while_listed_up_and_not_draining() -> None:
+    fleet = Fleet()
+    assert fleet.update([info("a")]) == [info("a")]
+    view = fleet.view("a")
+    assert not view.is_available
+    fleet.welcome("a", hello())
+    assert view.is_available
+    fleet.down("a", "gone")
+    assert (view.is_available, view.problem) == (False, "gone")
+    fleet.welcome("a", hello())
+    assert (view.is_available, view.problem) == (True, "")
+    assert fleet.update([]) == []
+    assert not view.is_available
+    assert fleet.update([info("a")]) == []
+    assert view.is_available
+    fleet.report("a", load(draining=True))
+    fleet.report("a", load(draining=False))
+    assert not view.is_available
+    fleet.forget("a")
+    assert fleet.views() == []
+    fleet.down("a", "late")
+
+
+def test_the_model_is_the_first_workers_and_its_context_the_smallest() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b")])
+    with pytest.raises(Unavailable, match="no worker has joined"):
+        fleet.model()
+    fleet.welcome("a", hello())
+    assert fleet.model() == MODEL
+    fleet.welcome("b", hello(replace(MODEL, max_context_tokens=100)))
+    assert fleet.model().max_context_tokens == 100
+    fleet.down("b", "")
+    assert fleet.model().max_context_tokens == 512
+    fleet.down("a", "")
+    assert fleet.model() == MODEL
+
+
+def test_workers_whose_kv_can_be_converted_are_welcome() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b")])
+    fleet.welcome("a", hello())
+    other = replace(LAYOUT, block_size=8, dtype="bfloat16", axis_order=LAYER_MAJOR)
+    fleet.welcome("b", hello(replace(MODEL, dtype="bfloat16"), layout=other))
+    assert (fleet.view("a").block_size, fleet.view("b").block_size) == (4, 8)
+    assert fleet.block_sizes() == {4, 8}
+    assert fleet.model() == MODEL
+
+
+def test_a_layout_that_cannot_be_is_refused_even_from_the_first() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b")])
+    with pytest.raises(LayoutMismatch, match="head_dim: 0 there is not in"):
+        fleet.welcome("a", hello(layout=replace(LAYOUT, head_dim=0)))
+    fleet.welcome("b", hello())
+
+
+def test_another_model_or_layout_is_refused_side_by_side() -> None:
+    fleet = Fleet()
+    fleet.update([info("a"), info("b")])
+    fleet.welcome("a", hello())
+    with pytest.raises(ConfigError, match="name: other, served: fake"):
+        fleet.welcome("b", hello(replace(MODEL, name="other")))
+    with pytest.raises(LayoutMismatch, match=r"num_layers: 1 here, 2 there.*block_size 4 \| 8"):
+        fleet.welcome("b", hello(layout=replace(LAYOUT, block_size=8, num_layers=2)))
+    with pytest.raises(ConfigError, match="count of 0"):
+        fleet.welcome("b", hello(num_blocks=0))
+    assert not fleet.view("b").is_up
+
+
+def test_a_load_report_that_cannot_be_is_refused() -> None:
+    fleet = Fleet()
+    fleet.update([info("a")])
+    fleet.welcome("a", hello())
+    for bad in (load(num_free=11), worker_pb2.LoadReport(num_blocks=11, num_free_blocks=1)):
+        with pytest.raises(InternalError, match="load report"):
+            fleet.report("a", bad)
+    bad = load(links=[worker_pb2.PeerLink(incarnation="b", read_s=-1)])
+    with pytest.raises(InternalError, match="duration"):
+        fleet.report("a", bad)
+    assert fleet.view("a").load.num_free_blocks == 10
+
+
+def test_the_workers_own_word_on_its_role_counts() -> None:
+    fleet = Fleet()
+    fleet.update([info("a", "prefill")])
+    assert fleet.view("a").role is Role.PREFILL
+    fleet.welcome("a", hello(role=Role.PREFILL))
+    fleet.report("a", load(role=worker_pb2.ROLE_DECODE))
+    assert fleet.view("a").role is Role.DECODE
+
+
+def test_what_we_sent_counts_until_a_report_tells_more() -> None:
+    fleet = Fleet()
+    fleet.update([info("a")])
+    fleet.welcome("a", hello())
+    view = fleet.view("a")
+    for handle, tokens in ((1, 9), (2, 5)):
+        fleet.open_leg(handle, LegLoad("a", num_tokens=tokens, num_blocks=3))
+    assert (view.waiting_tokens, view.num_sequences, view.used_blocks) == (14, 2, 6)
+    fleet.report("a", load(num_free=1, num_waiting_tokens=20, num_running=3, num_waiting=1))
+    assert (view.waiting_tokens, view.num_sequences, view.used_blocks) == (20, 4, 9)
+    fleet.report("a", load())
+    fleet.leg_spoke(1)
+    assert (view.waiting_tokens, view.num_sequences) == (5, 2)
+    for handle in (1, 2, 2, 3):
+        fleet.close_leg(handle)
+    assert (view.pending_tokens, view.num_in_flight, view.held_blocks) == (0, 0, 0)
+
+
+def test_health_counts_who_is_available_by_role() -> None:
+    fleet = Fleet()
+    fleet.update([info(name, name) for name in ("prefill", "decode", "mixed")])
+    assert not fleet.health(0).ready
+    for role in Role:
+        fleet.welcome(role.value, hello(role=role))
+    fleet.drains("mixed")
+    health = fleet.health(7)
+    assert health.ready
+    assert (health.num_prefill_workers, health.num_decode_workers, health.num_mixed_workers) == (1, 1, 0)
+    assert health.num_requests == 7

@@ -1,0 +1,63 @@
+"""How a router learns the fleet, while supervisors come and go."""
+
+import asyncio
+
+import pytest
+
+from diptych.cluster.routing import fleet_watch
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.fleet_watch import Watch, follow
+from diptych.workers.common.errors import Unavailable
+
+FIRST = [WorkerInfo("a", "127.0.0.1:1", "decode", "decode")]
+SECOND = [WorkerInfo("b", "127.0.0.1:2", "decode", "decode")]
+
+
+class Away(Exception):
+    """No supervisor answers."""
+
+
+def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_watch, "RETRY_S", 0.0)
+    asked: list[int] = []
+    seen: list[list[WorkerInfo]] = []
+    num_found = 0
+    is_over = asyncio.Event()
+
+    def find() -> Watch:
+        nonlocal num_found
+        num_found += 1
+        if num_found == 2:
+            raise Unavailable("there is no cluster of that name")
+        return first if num_found == 1 else second
+
+    async def first(version: int) -> tuple[int, list[WorkerInfo]]:
+        asked.append(version)
+        if len(asked) > 1:
+            raise Away
+        return 7, FIRST
+
+    async def second(version: int) -> tuple[int, list[WorkerInfo]]:
+        asked.append(version)
+        if version == 9:
+            is_over.set()
+            await asyncio.Event().wait()
+        return 9, SECOND
+
+    async def main() -> None:
+        following = asyncio.create_task(follow(find, seen.append, (Away, Unavailable)))
+        await is_over.wait()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(main())
+    assert seen == [FIRST, SECOND]
+    assert asked == [0, 7, 7, 9]
+
+
+def test_what_is_no_sign_of_absence_ends_it() -> None:
+    async def watch(version: int) -> tuple[int, list[WorkerInfo]]:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(follow(lambda: watch, lambda _: None, (Away,)))

@@ -1,0 +1,148 @@
+"""What Prometheus reads."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.cluster.common.links import Link
+from diptych.cluster.common.timings import RequestTimes, RequestTimings
+from diptych.cluster.routing.fleet import WorkerInfo, WorkerView
+from diptych.cluster.routing.metrics import RouterMetrics
+from diptych.proto import worker_pb2
+
+
+def samples(metrics: RouterMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+
+
+def test_one_request_from_receipt_to_end() -> None:
+    metrics = RouterMetrics(list)
+    times = RequestTimes(started_at=10.0)
+    metrics.began(num_prompt_tokens=7)
+    assert samples(metrics)["diptych_requests_in_flight", ()] == 1
+    times.routed_at = 10.5
+    metrics.delivered(times, 1, now=11.0)
+    metrics.delivered(times, 2, now=11.25)
+    metrics.ended(times, "stop", now=12.0)
+    metrics.refused(3)
+    found = samples(metrics)
+    assert found["diptych_requests_total", (("outcome", "stop"),)] == 1
+    assert found["diptych_requests_total", (("outcome", "rate_limit_exceeded"),)] == 3
+    assert found["diptych_requests_in_flight", ()] == 0
+    assert (found["diptych_prompt_tokens_total", ()], found["diptych_generation_tokens_total", ()]) == (7, 3)
+    for name, seconds in (
+        ("time_to_first_token", 1.0),
+        ("inter_token_latency", 0.25),
+        ("request", 2.0),
+        ("request_queue", 0.5),
+    ):
+        assert found[f"diptych_{name}_seconds_sum", ()] == seconds
+        assert found[f"diptych_{name}_seconds_count", ()] == 1
+
+
+def test_latencies_between_tokens_are_counted_by_their_bounds() -> None:
+    metrics = RouterMetrics(list)
+    times = RequestTimes(started_at=0.0)
+    metrics.began(num_prompt_tokens=1)
+    for now in (1.0, 1.001, 1.0035, 1.0035 + 0.02, 9.0):
+        metrics.delivered(times, 1, now)
+    found = samples(metrics)
+    name = "diptych_inter_token_latency_seconds"
+    bounds = {dict(labels)["le"]: value for (sample, labels), value in found.items() if sample == f"{name}_bucket"}
+    assert (bounds["0.0025"], bounds["0.005"], bounds["0.03"], bounds["2.5"], bounds["+Inf"]) == (1, 2, 3, 3, 4)
+    assert found[f"{name}_count", ()] == 4
+    assert found[f"{name}_sum", ()] == pytest.approx(8.0)
+
+
+def test_a_request_that_never_reached_a_worker_waited_all_its_life() -> None:
+    metrics = RouterMetrics(list)
+    metrics.began(1)
+    metrics.ended(RequestTimes(started_at=1.0), "service_unavailable", now=4.0)
+    assert samples(metrics)["diptych_request_queue_seconds_sum", ()] == 3.0
+
+
+@pytest.mark.parametrize("transport", ["", "nixl"])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_phases_of_a_request(num_tokens: int, transport: str) -> None:
+    metrics = RouterMetrics(list)
+    times = RequestTimes(started_at=10.0)
+    metrics.began(1)
+    times.delivered(num_tokens, now=11.0)
+    timings = RequestTimings(0.5, 1.5, 0.25, 2.0, 3.0, 4.0, 0.25, 5.0, 6.0, 99.0, 7, transport)
+    metrics.ended(times, "stop", 12.0, timings)
+    found = samples(metrics)
+    for name, seconds, is_there in (
+        ("request_queue", 0.5, True),
+        ("request_prefill", 1.5, True),
+        ("request_first_decode", 4.0, num_tokens > 1),
+        ("handoff_last_segment", 2.0, bool(transport)),
+        ("handoff_commit", 3.0, bool(transport)),
+        ("handoff_announce_to_pull", 5.0, bool(transport)),
+        ("handoff_pull", 6.0, bool(transport)),
+    ):
+        assert found[f"diptych_{name}_seconds_count", ()] == is_there
+        assert found[f"diptych_{name}_seconds_sum", ()] == seconds * is_there
+
+
+def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
+    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"))
+    view.links = (Link("a", "nixl", 640, 0.5, 3, 0), Link("b", "grpc", 1, 0.25, 1, 2))
+    views = [view, WorkerView(WorkerInfo("a", "a:1", "prefill", "prefill", "prefill-1"))]
+    metrics = RouterMetrics(lambda: views)
+    found = samples(metrics)
+    for link, source_name in zip(view.links, ("prefill-1", ""), strict=True):  # b is gone
+        ends = (("source", link.source), ("source_name", source_name), ("transport", link.transport))
+        labels = (*ends, ("worker", "w"), ("worker_name", "decode-2"))
+        assert found["diptych_link_bytes_total", labels] == link.num_bytes
+        assert found["diptych_link_read_seconds_total", labels] == link.read_s
+        assert found["diptych_link_reads_total", labels] == link.num_reads
+        assert found["diptych_link_failures_total", labels] == link.num_failed
+    views.clear()
+    assert not [key for key in samples(metrics) if "link" in key[0]]
+
+
+def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
+    info = WorkerInfo("w", "w:1", "decode", "decode", "decode-2")
+    view = WorkerView(info, is_up=True, num_blocks=10, num_in_flight=2)
+    view.load = worker_pb2.LoadReport(
+        num_running=3,
+        num_free_blocks=4,
+        num_leased_blocks=1,
+        num_handoffs_received=9,
+        num_checksum_failures=5,
+        num_migrated_out=6,
+        num_prefixes_pulled=7,
+    )
+    views = [view]
+    metrics = RouterMetrics(lambda: views)
+    labels = (("pool", "decode"), ("role", "decode"), ("worker", "w"), ("worker_name", "decode-2"))
+    found = samples(metrics)
+    for name, value in (
+        ("up", 1),
+        ("running", 3),
+        ("requests_in_flight", 2),
+        ("kv_blocks_used", 6),
+        ("kv_blocks_free", 4),
+        ("kv_blocks_leased", 1),
+        ("handoffs_received_total", 9),
+        ("checksum_failures_total", 5),
+        ("migrations_out_total", 6),
+        ("prefixes_pulled_total", 7),
+    ):
+        assert found[f"diptych_worker_{name}", labels] == value
+    assert not [key for key in found if "expert" in key[0]]
+    views.clear()
+    assert not [key for key in samples(metrics) if "worker" in key[0]]
+
+
+def test_experts_of_a_worker() -> None:
+    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"), is_up=True)
+    view.load = worker_pb2.LoadReport(expert_tokens=[5, 0, 7], expert_imbalance=[0.0, 1.75])
+    found = samples(RouterMetrics(lambda: [view]))
+    labels = {"pool": "decode", "role": "decode", "worker": "w", "worker_name": "decode-2"}
+
+    def value(name: str, **of: str) -> float | None:
+        return found.get((f"diptych_worker_{name}", tuple(sorted((labels | of).items()))))
+
+    assert [value("expert_tokens_total", expert=str(e)) for e in range(3)] == [5, 0, 7]
+    assert [value("expert_imbalance", layer=str(layer)) for layer in range(2)] == [None, 1.75]

@@ -1,0 +1,276 @@
+"""One request's state machine in thousands of orders of events: workers compute, hand off, die, drain and fail at
+random; streams are read in any order."""
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from diptych.cluster.routing.legs import (
+    Abort,
+    Action,
+    Choose,
+    ChooseSink,
+    Forget,
+    Leg,
+    LegToken,
+    Offer,
+    Part,
+    Spoke,
+    Submit,
+)
+from diptych.cluster.routing.policy import Route
+from diptych.cluster.routing.request_record import RequestRecord
+from diptych.workers.common.errors import (
+    DiptychError,
+    InternalError,
+    LeaseLost,
+    OutOfBlocks,
+    TransportError,
+    WorkerDraining,
+    WorkerLost,
+)
+from diptych.workers.common.request import FinishReason, Request, SamplingParams
+
+KV_GONE = LeaseLost("the lease lapsed")
+UNREACHABLE = TransportError("the pull failed")
+
+
+@dataclass(frozen=True)
+class HandedOff:
+    num_output_tokens: int
+    handoff_id: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    error: DiptychError
+    is_handoff: bool = False
+
+
+@dataclass
+class SimulatedHandoff:
+    id: str
+    source: "SimulatedLeg"
+    sealed_at: int | None = None
+    is_over: bool = False  # pulled, or gone
+
+    @property
+    def is_live(self) -> bool:
+        return self.source.leg.part is not Part.PREFILL
+
+
+@dataclass
+class SimulatedLeg:
+    """A leg as its worker sees it. What it says waits in `stream` until the router reads it."""
+
+    leg: Leg
+    position: int  # of its next token
+    handoff: SimulatedHandoff | None = None  # that it pulls
+    stream: deque[LegToken | HandedOff | Failure] = field(default_factory=deque[LegToken | HandedOff | Failure])
+    is_done: bool = False  # says nothing more
+    has_pulled: bool = False
+
+    @property
+    def waits_for_kv(self) -> bool:
+        return self.handoff is not None and not self.has_pulled
+
+    def end(self, *last: Failure | HandedOff) -> None:
+        self.is_done = True
+        self.stream.extend(last)
+
+
+class Simulation:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.num_tokens = self.random.randint(1, 9)
+        self.finish = self.random.choice([FinishReason.STOP, FinishReason.LENGTH])
+        self.num_faults = self.random.choice([0, 1, 2, 4, 8])
+        self.num_moves = self.random.choice([0, 1, 2, 8])
+        max_tokens = self.num_tokens if self.finish is FinishReason.LENGTH else self.num_tokens + 3
+        request = Request("request", (1, 2, 3), SamplingParams(max_tokens=max_tokens), timeout_s=60.0)
+        self.record = RequestRecord(request, max_attempts=20)
+        self.handles = itertools.count(1)
+        self.ids = map(str, itertools.count(1))
+        self.legs: dict[int, SimulatedLeg] = {}
+        self.handoffs: dict[str, SimulatedHandoff] = {}
+        self.closed: set[int] = set()
+        self.delivered: list[int] = []
+        self.last_finish: FinishReason | None = None
+
+    def run(self) -> None:
+        self._do([Choose()])
+        while not self.record.is_over:
+            choices = [self._compute] * 3 + [self._read] * 3 + [self._fault, self._migrate]
+            self.random.choice(choices)()
+            self._take()
+        assert self.closed == set(self.legs), "a leg was left running"
+
+    def _take(self) -> None:
+        delta = self.record.take()
+        if delta is not None:
+            assert self.last_finish is None
+            self.delivered += delta.token_ids
+            self.last_finish = delta.finish_reason
+
+    def _live(self) -> list[SimulatedLeg]:
+        live = [s for handle, s in self.legs.items() if handle not in self.closed]
+        assert live, "nobody works for the request: it would hang"
+        assert any(not s.is_done or s.stream for s in live), "nobody will ever say anything: it would hang"
+        return live
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        leg = self.random.choice(self._live())
+        if leg.is_done:
+            return
+        if leg.waits_for_kv and not self._pull(leg):
+            return
+        if self.random.random() < 0.8:
+            self._say_token(leg)
+
+    def _pull(self, sink: SimulatedLeg) -> bool:
+        handoff = sink.handoff
+        assert handoff is not None
+        if handoff.is_over:
+            sink.end(Failure(KV_GONE, is_handoff=True))
+        elif handoff.sealed_at is not None:
+            sink.position, sink.has_pulled, handoff.is_over = handoff.sealed_at, True, True
+        elif handoff.is_live:  # it has caught up: the source stops
+            handoff.sealed_at = handoff.source.position
+            handoff.source.end(HandedOff(handoff.sealed_at, handoff.id))
+        return sink.has_pulled
+
+    def _say_token(self, leg: SimulatedLeg) -> None:
+        is_last = leg.position == self.num_tokens - 1
+        leg.stream.append(LegToken(leg.position, 100 + leg.position, self.finish if is_last else None))
+        if self.random.random() < 0.1:
+            leg.stream.append(leg.stream[-1])
+        leg.position += 1
+        leg.is_done = is_last or leg.leg.part is Part.PREFILL
+        for handoff in self._offers_of(leg):
+            handoff.is_over |= is_last
+            if leg.is_done and not handoff.is_over:
+                handoff.sealed_at = leg.position
+
+    def _offers_of(self, leg: SimulatedLeg) -> list[SimulatedHandoff]:
+        return [h for h in self.handoffs.values() if h.source is leg]
+
+    def _end(self, leg: SimulatedLeg) -> None:
+        leg.is_done = True
+        for handoff in self._offers_of(leg):
+            handoff.is_over = True
+
+    def _fault(self) -> None:
+        leg = self.random.choice(self._live())
+        if self.num_faults == 0:
+            return
+        self.num_faults -= 1
+        kind = self.random.choice(["lost", "failed", "hand-off", "draining", "bug"])
+        if kind == "lost":
+            self._end(leg)
+            leg.stream.clear()
+            self._do(self.record.failed(leg.leg.handle, WorkerLost("lost")))
+        elif leg.is_done:
+            return
+        elif kind == "hand-off" and leg.waits_for_kv:
+            leg.end(Failure(self.random.choice([KV_GONE, UNREACHABLE]), is_handoff=True))
+        elif kind == "failed":
+            self._end(leg)
+            leg.end(Failure(OutOfBlocks("full")))
+        elif kind == "draining" and not leg.stream and leg.position == len(self.delivered):
+            self._end(leg)
+            leg.end(Failure(WorkerDraining("draining")))
+        elif kind == "bug" and leg.handoff and leg.handoff.is_live and not leg.handoff.source.is_done:
+            leg.end(Failure(InternalError("a bug there")))
+
+    # -- the router -------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        leg = self.random.choice([s for s in self.legs.values() if s.stream] or self._live())
+        if not leg.stream:
+            return
+        handle = leg.leg.handle
+        match leg.stream.popleft():
+            case LegToken() as token:
+                self._do(self.record.token(handle, token))
+            case HandedOff() as handed_off:
+                self._do(self.record.handed_off(handle, handed_off.num_output_tokens, handed_off.handoff_id))
+            case Failure() as failure:
+                self._do(self.record.failed(handle, failure.error, handoff=failure.is_handoff))
+
+    def _migrate(self) -> None:
+        if self.num_moves and self.record.movable() is not None:
+            self.num_moves -= 1
+            handoff_id = next(self.ids)
+            self._do(self.record.migrate(f"M{handoff_id}", handoff_id, self.handles))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Choose():
+                    a, b = self.random.sample("VWXYZ", 2)
+                    route = Route(self.random.choice([None, a, a]), b)
+                    self._do(self.record.begin(route, next(self.ids), self.handles))
+                case ChooseSink():
+                    sink = self.random.choice([None, "S"])
+                    self._do(self.record.begin_sink(sink, self.handles))
+                case Submit():
+                    self._submit(action)
+                case Offer():
+                    self._offer(self.legs[action.leg.handle], action.handoff_id)
+                case Spoke():
+                    assert action.leg.handle in self.legs
+                case Abort() | Forget():
+                    self._close(action)
+                case _:
+                    raise AssertionError(action)
+
+    def _close(self, action: Abort | Forget) -> None:
+        handle = action.leg.handle
+        assert handle not in self.closed, "closed twice"
+        self.closed.add(handle)
+        leg = self.legs[handle]
+        if isinstance(action, Forget):
+            assert leg.is_done, "still runs: it has to be aborted"
+            assert all(h.is_over for h in self._offers_of(leg)), "an offer stands still: it has to be aborted"
+        self._end(leg)
+
+    def _offer(self, leg: SimulatedLeg, handoff_id: str) -> None:
+        """A new offer of a sequence takes the place of the one before."""
+        assert handoff_id not in self.handoffs
+        for handoff in self._offers_of(leg):
+            handoff.is_over |= handoff.sealed_at is None
+        self.handoffs[handoff_id] = SimulatedHandoff(handoff_id, leg, is_over=leg.is_done)
+
+    def _submit(self, submit: Submit) -> None:
+        assert list(submit.output_token_ids) == [100 + i for i in range(len(submit.output_token_ids))]
+        leg = SimulatedLeg(submit.leg, len(submit.output_token_ids))
+        self.legs[submit.leg.handle] = leg
+        if submit.source is not None:
+            assert submit.handoff_id is not None
+            leg.handoff = self.handoffs[submit.handoff_id]
+            assert leg.handoff.source.leg.handle not in self.closed
+            assert leg.handoff.source.leg.worker == submit.source
+        elif submit.handoff_id is not None:
+            self._offer(leg, submit.handoff_id)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_any_order_of_anything_gives_the_same_tokens(block: int) -> None:
+    num_migrations = 0
+    for seed in range(block * 1000, (block + 1) * 1000):
+        simulation = Simulation(seed)
+        try:
+            simulation.run()
+            assert simulation.record.error is None
+            assert simulation.delivered == [100 + i for i in range(simulation.num_tokens)]
+            assert simulation.last_finish is simulation.finish
+            num_migrations += simulation.record.num_migrations
+        except AssertionError as e:
+            raise AssertionError(f"seed {seed}") from e
+    assert num_migrations > 200

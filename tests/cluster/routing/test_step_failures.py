@@ -1,0 +1,198 @@
+"""A step that fails costs its requests an attempt; the request that makes steps fail ends, its neighbours do not."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from diptych.cluster.routing.leg_failures import num_alone
+from diptych.cluster.routing.legs import Submit
+from diptych.cluster.routing.router import Router
+from diptych.workers.common.errors import DiptychError, RequestFailsSteps, StepFailed, StepFailedAlone, Unavailable
+from diptych.workers.core.sequence import SampledToken
+from diptych.workers.testing.fake_runner import FakeRunner, fake_output
+from diptych.workers.testing.fake_stream import FakeStep
+
+from .test_request_record import Driver
+from .test_router_with_workers import Cluster, answer, cluster, prompts, run
+
+BAD = 999
+COMPANY, ALONE = StepFailed("a step failed"), StepFailedAlone("a step failed")
+
+
+def test_a_step_that_fails_is_resumed_elsewhere() -> None:
+    driver = Driver()
+    driver.begin(None, "A")
+    driver.token(1, 0)
+    driver.failed(1, COMPANY)
+    assert driver.told == [("forget", 1), ("choose", "")]
+    assert driver.record.excluded == {"A"} and [s.worker for s in driver.record.failed_steps] == ["A"]
+    driver.begin(None, "B")
+    assert [s.output_token_ids for s in driver.log if isinstance(s, Submit)] == [(100,)]
+
+
+def test_a_second_step_that_fails_with_it_alone_ends_it_by_name() -> None:
+    driver = Driver()
+    for handle, (worker, error) in enumerate((("A", COMPANY), ("B", ALONE)), 1):
+        driver.begin(None, worker)
+        driver.failed(handle, error)
+    assert isinstance(driver.record.error, RequestFailsSteps) and not driver.record.error.retryable
+    assert "request request made steps fail on A and B" in driver.record.error.message
+
+
+def test_a_first_step_that_fails_with_it_alone_is_resumed_once() -> None:
+    """The worker may be the cause: another one is asked."""
+    driver = Driver()
+    driver.begin(None, "A")
+    driver.failed(1, ALONE)
+    assert driver.told[-1] == ("choose", "")
+
+
+def test_a_request_is_computed_alone_until_it_is_past_the_token_at_which_a_step_failed() -> None:
+    """The worker had made three tokens, of which none came: the next two by themselves would show nothing."""
+    driver = Driver()
+    driver.begin(None, "A")
+    driver.failed(1, StepFailed("a step failed", num_output=3))
+    assert num_alone(driver.record.failed_steps, 0) == 5
+    assert num_alone(driver.record.failed_steps, 3) == num_alone(driver.record.failed_steps, 4) == 2
+    assert num_alone([], 0) == 0
+
+
+def test_steps_that_fail_in_company_never_condemn_but_are_bounded() -> None:
+    driver = Driver(max_attempts=3)
+    for handle in range(1, 4):
+        assert not driver.record.is_over
+        driver.begin(None, f"W{handle}")
+        driver.failed(handle, COMPANY)
+    assert type(driver.record.error) is Unavailable and "StepFailed" in driver.record.error.message
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_sinks_step_that_fails_counts_and_its_pull_from_a_source_whose_step_failed_does_not(speaks: bool) -> None:
+    driver = Driver()
+    driver.begin("P", "D")
+    driver.token(1, 0)
+    if speaks:
+        driver.token(2, 1)
+    driver.failed(2, COMPANY)
+    assert [s.worker for s in driver.record.failed_steps] == ["D"]
+    driver = Driver()
+    driver.begin("P", "D")
+    driver.failed(2, COMPANY, handoff=True)  # the source's words, by way of the sink
+    driver.failed(1, COMPANY)
+    assert [s.worker for s in driver.record.failed_steps] == ["P"] and driver.told[-1] == ("choose", "")
+
+
+def test_a_decode_that_fails_alone_a_second_time_ends_the_source_too() -> None:
+    driver = Driver()
+    driver.begin(None, "A")
+    driver.failed(1, COMPANY)
+    driver.begin("P", "D")
+    driver.token(2, 0)
+    driver.failed(3, ALONE)
+    assert ("abort", 2) in driver.told and isinstance(driver.record.error, RequestFailsSteps)
+
+
+# -- with workers -----------------------------------------------------------------------------------------------------
+
+
+def fail_when(runner: FakeRunner, is_bad: Callable[[FakeStep], bool]) -> list[FakeStep]:
+    """Have the steps raise that are bad. Returns these."""
+    compute, failed = runner.stream._compute, list[FakeStep]()
+
+    def maybe(step: FakeStep) -> list[SampledToken]:
+        if is_bad(step):
+            failed.append(step)
+            raise RuntimeError("a kernel does not like it")
+        return compute(step)
+
+    runner.stream._compute = maybe
+    return failed
+
+
+def holds_bad_token(step: FakeStep) -> bool:
+    return any(BAD in row.token_ids for row in step.rows)
+
+
+async def outcome(router: Router, prompt: list[int], max_tokens: int) -> list[int] | DiptychError:
+    try:
+        return await answer(router, prompt, max_tokens)
+    except DiptychError as e:
+        return e
+
+
+async def num_failed_steps(running: Cluster) -> list[int]:
+    return [(await worker.settled_state()).load.num_failed_steps for worker in running.workers]
+
+
+@pytest.mark.parametrize(
+    "roles", [("mixed",), ("mixed",) * 3, ("prefill", "decode"), ("prefill",) * 2 + ("decode",) * 3], ids="+".join
+)
+def test_one_raise_in_a_step_costs_no_request(roles: tuple[str, ...]) -> None:
+    async def test() -> None:
+        async with cluster(*roles, step_s=0.001) as running:
+            failed = [
+                fail_when(w.runner, lambda step: len(step.rows) > 3 and not any_failed()) for w in running.workers
+            ]
+
+            def any_failed() -> bool:
+                return any(failed)
+
+            asked = prompts(16, 40, seed=5)
+            found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
+            assert found == [fake_output(prompt, 12) for prompt in asked]
+            assert sum(await num_failed_steps(running)) == 1
+            assert b"diptych_request_resumes_total 0.0" not in running.router.metrics()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "roles", [("mixed",), ("mixed",) * 3, ("prefill", "decode"), ("prefill",) * 2 + ("decode",) * 3], ids="+".join
+)
+def test_a_poison_request_ends_by_name_after_two_steps_and_its_neighbours_do_not(roles: tuple[str, ...]) -> None:
+    async def test() -> None:
+        async with cluster(*roles, step_s=0.001) as running:
+            for worker in running.workers:
+                fail_when(worker.runner, holds_bad_token)
+            asked = prompts(15, 40, seed=6)
+            asked = [[token for token in prompt if token != BAD] or [1] for prompt in asked]
+            poison = [1, 2, BAD, 3]
+            asked.insert(7, poison)
+            found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
+            for prompt, got in zip(asked, found, strict=True):
+                if prompt is poison:
+                    assert isinstance(got, RequestFailsSteps) and "request-1" in got.message
+                else:
+                    assert got == fake_output(prompt, 12)
+            assert sum(await num_failed_steps(running)) == 2, "it walked through the fleet"
+
+    run(test)
+
+
+def test_many_poison_requests_at_once_end_and_nobody_else_does() -> None:
+    async def test() -> None:
+        async with cluster("prefill", "prefill", "decode", "decode", step_s=0.001) as running:
+            for worker in running.workers:
+                fail_when(worker.runner, holds_bad_token)
+            asked = [prompt if i % 4 else [BAD, i + 1] for i, prompt in enumerate(prompts(32, 40, seed=7))]
+            found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
+            for prompt, got in zip(asked, found, strict=True):
+                assert isinstance(got, RequestFailsSteps) if BAD in prompt else got == fake_output(prompt, 12)
+
+    run(test)
+
+
+def test_a_worker_whose_every_step_fails_takes_no_request_with_it() -> None:
+    async def test() -> None:
+        async with cluster("mixed", "mixed", step_s=0.001) as running:
+            broken = running.workers[0]
+            fail_when(broken.runner, lambda _: True)
+            asked = prompts(12, 40, seed=8)
+            answers = [asyncio.create_task(outcome(running.router, prompt, 12)) for prompt in asked]
+            with pytest.raises(DiptychError, match="does not like it"):
+                await broken.service.run(asyncio.Event())  # as its process does, which ends with that
+            await running.lose(broken)
+            assert await asyncio.gather(*answers) == [fake_output(prompt, 12) for prompt in asked]
+
+    run(test)

@@ -1,0 +1,374 @@
+"""One link against a scripted worker on a real socket."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.cluster.routing.generation import TokenLogprob
+from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.request_record import LegToken
+from diptych.cluster.routing.worker_link import WorkerLink
+from diptych.proto import worker_pb2
+from diptych.workers.common.errors import ConfigError, DiptychError, InternalError, OutOfBlocks, WorkerLost
+from diptych.workers.common.prompt_logprobs import PromptLogprobs
+from diptych.workers.common.request import FinishReason
+from diptych.workers.common.timings import SequenceTimings
+
+from ...support.scripted_worker import ScriptedWorker, scripted
+
+TIMEOUT_S = 20.0
+CONFIG = RoutingConfig(reconnect_s=0.01, max_reconnect_s=0.02)
+
+
+class Listener:
+    """Owner and request in one: what it hears is in `heard`, in order."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.refusal: DiptychError | None = None
+
+    def on_hello(self, info: WorkerInfo, hello: worker_pb2.Hello) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def on_up(self, info: WorkerInfo) -> None:
+        self.heard.put_nowait(("up",))
+
+    def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
+        self.heard.put_nowait(("load", load.num_running))
+
+    def on_blocks(self, info: WorkerInfo, events: worker_pb2.BlockEvents) -> None:
+        self.heard.put_nowait(("blocks", list(events.stored)))
+
+    def on_down(self, info: WorkerInfo, reason: str) -> None:
+        self.heard.put_nowait(("down", reason))
+
+    def on_token(self, handle: int, token: LegToken) -> None:
+        self.heard.put_nowait(("token", handle, token))
+
+    def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None:
+        self.heard.put_nowait(("prompt logprobs", handle, found))
+
+    def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None:
+        self.heard.put_nowait(("handed off", handle, num_output_tokens, handoff_id))
+
+    def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
+        self.heard.put_nowait(("failed", handle, error, handoff))
+
+    async def hears(self, kind: str) -> tuple[Any, ...]:
+        """The next thing heard, which must be of that kind."""
+        event = await self.heard.get()
+        assert event[0] == kind, event
+        return event[1:]
+
+    async def hears_at_last(self, kind: str) -> tuple[Any, ...]:
+        while True:
+            event = await self.heard.get()
+            if event[0] == kind:
+                return event[1:]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+async def connected(
+    worker: ScriptedWorker, config: RoutingConfig = CONFIG, token: str | None = None
+) -> tuple[WorkerLink, Listener]:
+    listener = Listener()
+    link = WorkerLink(worker.info, token, config, listener)
+    await listener.hears("up")
+    return link, listener
+
+
+def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
+    async def test() -> None:
+        async with scripted("mixed", token="secret") as (worker,):
+            link, listener = await connected(worker, token="secret")
+            other = Listener()
+            link.submit(worker_pb2.Submit(handle=1), listener)
+            link.submit(worker_pb2.Submit(handle=2), other)
+            assert [(await worker.submitted()).handle for _ in range(2)] == [1, 2]
+            step = worker_pb2.StepEvents(
+                handles=[1, 2, 9, 1],
+                token_ids=[5, 6, 7, 8],
+                positions=[0, 3, 0, 1],
+                finish_reasons=[0, 0, 0, 2],
+                logprobs=[worker_pb2.TokenLogprobs(entry=1, logprob=-1.5, top_token_ids=[6], top_logprobs=[-1.5])],
+                cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4)],
+                timings=[SequenceTimings(0.5, 2).to_proto(3)],
+            )
+            worker.send(step=step)
+            assert await listener.hears("token") == (1, LegToken(0, 5, None, None, 4))
+            assert await listener.hears("token") == (
+                1,
+                LegToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2)),
+            )
+            logprob = TokenLogprob(6, -1.5, ((6, -1.5),))
+            assert await other.hears("token") == (2, LegToken(3, 6, None, logprob))
+            worker.load(num_running=3)
+            assert await listener.hears("load") == (3,)
+            worker.send(blocks=worker_pb2.BlockEvents(stored=[b"name"]))
+            assert await listener.hears("blocks") == ([b"name"],)
+            worker.fail(2, OutOfBlocks("full"), handoff=True)
+            handle, error, handoff = await other.hears("failed")
+            assert (handle, type(error), error.message, error.retryable, handoff) == (
+                2,
+                OutOfBlocks,
+                "full",
+                True,
+                True,
+            )
+            worker.fail(2, OutOfBlocks("again"))
+            link.forget(1)
+            assert link.is_idle
+            worker.tokens(1, [1], start=2)
+            worker.load()
+            assert await listener.hears("load") == (0,)
+            assert other.heard.empty()
+            await link.close()
+            assert await worker.ended.get() == 1
+
+    run(test)
+
+
+def test_an_abort_reaches_the_worker_and_silences_the_request() -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            link, listener = await connected(worker)
+            link.submit(worker_pb2.Submit(handle=1), listener)
+            link.abort(1)
+            assert (await worker.submitted()).handle == 1
+            assert await worker.aborted() == 1
+            worker.tokens(1, [5])
+            worker.load()
+            await listener.hears("load")
+            await link.close()
+            link.abort(2)  # nobody to tell
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["kill", "end"])
+def test_a_broken_stream_is_told_to_all_and_dialled_again(how: str) -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            link, listener = await connected(worker)
+            for handle in (1, 2):
+                link.submit(worker_pb2.Submit(handle=handle), listener)
+                await worker.submitted()
+            if how == "kill":
+                await worker.kill()
+            else:
+                worker.end_stream()
+            await listener.hears("down")
+            for handle in (1, 2):
+                lost, error, handoff = await listener.hears("failed")
+                assert (lost, type(error), handoff) == (handle, WorkerLost, False)
+                assert worker.incarnation in error.message
+            assert link.is_idle
+            if how == "kill":
+                await worker.start(worker.port)
+            await listener.hears_at_last("up")
+            link.submit(worker_pb2.Submit(handle=3), listener)
+            assert (await worker.submitted()).handle == 3
+            await link.close()
+
+    run(test)
+
+
+def test_a_worker_that_does_not_answer_is_lost_even_if_it_speaks() -> None:
+    """It answers for a while; then it is not heard, or does not hear us and goes on reporting."""
+
+    async def test() -> None:
+        config = replace(CONFIG, worker_timeout_s=0.4)
+        async with scripted("mixed") as (worker,):
+            link, listener = await connected(worker, config)
+            link.submit(worker_pb2.Submit(handle=1), listener)
+            for _ in range(20):
+                await asyncio.sleep(0.05)
+                worker.load()
+                await listener.hears("load")
+            worker.answers_pings = False
+            worker.load()
+            await listener.hears("load")
+            assert (await listener.hears("down")) == ("silent for 0.4 s",)
+            assert isinstance((await listener.hears("failed"))[1], WorkerLost)
+            await link.close()
+
+    run(test)
+
+
+def _other_incarnation(hello: worker_pb2.Hello) -> None:
+    hello.incarnation = "somebody else"
+
+
+def _other_version(hello: worker_pb2.Hello) -> None:
+    hello.protocol_version = 99
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(_other_incarnation, "another process answers"), (_other_version, "protocol version 99")]
+)
+def test_who_is_not_the_worker_is_not_taken_for_it(change: Callable[[worker_pb2.Hello], None], reason: str) -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            assert worker.hello is not None
+            change(worker.hello)
+            listener = Listener()
+            link = WorkerLink(worker.info, None, CONFIG, listener)
+            for _ in range(2):
+                assert reason in (await listener.hears("down"))[0]
+            await link.close()
+
+    run(test)
+
+
+def test_a_worker_that_its_owner_refuses_stays_down() -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            listener = Listener()
+            listener.refusal = ConfigError("another model")
+            link = WorkerLink(worker.info, None, CONFIG, listener)
+            for _ in range(2):
+                assert (await listener.hears("down")) == ("another model",)
+            listener.refusal = None
+            await listener.hears_at_last("up")
+            await link.close()
+
+    run(test)
+
+
+def test_no_hello_and_no_token() -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (silent,), scripted("mixed", token="secret") as (guarded,):
+            silent.hello = None
+            hasty = replace(CONFIG, hello_timeout_s=0.05)
+            for worker, config, reason in (
+                (silent, hasty, "no hello within 0.05 s"),
+                (guarded, CONFIG, "UNAUTHENTICATED"),
+            ):
+                listener = Listener()
+                link = WorkerLink(worker.info, None, config, listener)
+                assert reason in (await listener.hears("down"))[0]
+                await link.close()
+
+    run(test)
+
+
+def test_nobody_there() -> None:
+    async def test() -> None:
+        listener = Listener()
+        link = WorkerLink(WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed"), None, CONFIG, listener)
+        for _ in range(3):
+            assert "UNAVAILABLE" in (await listener.hears("down"))[0]
+        await link.close()
+
+    run(test)
+
+
+Step = worker_pb2.StepEvents
+
+
+def _step_with_top(ids: list[int], logprobs: list[float]) -> dict[str, worker_pb2.StepEvents]:
+    told = worker_pb2.TokenLogprobs(entry=0, top_token_ids=ids, top_logprobs=logprobs)
+    return {"step": Step(handles=[1], token_ids=[1], positions=[0], finish_reasons=[0], logprobs=[told])}
+
+
+BAD_MESSAGES = {
+    "different lengths": {"step": Step(handles=[1], token_ids=[1, 2], positions=[0], finish_reasons=[0])},
+    "outside the vocabulary": {"step": Step(handles=[1], token_ids=[1000], positions=[0], finish_reasons=[0])},
+    "unknown finish reason": {"step": Step(handles=[1], token_ids=[1], positions=[0], finish_reasons=[7])},
+    "1 likeliest ids, 0 logprobs": _step_with_top([1], []),
+    "21 likeliest ids, 21 logprobs": _step_with_top([1] * 21, [-1.0] * 21),
+    "token 1000, outside": _step_with_top([1000], [-1.0]),
+    "finite and not negative": {
+        "step": Step(
+            handles=[1],
+            token_ids=[1],
+            positions=[0],
+            finish_reasons=[0],
+            timings=[worker_pb2.SequenceTimings(entry=0, queue_s=-1)],
+        )
+    },
+    "out of place \\(hello\\)": {"hello": worker_pb2.Hello()},
+    "out of place \\(of an unknown kind\\)": {},
+}
+
+
+def test_offers_go_down_and_hand_offs_come_up_in_order_with_tokens() -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            link, listener = await connected(worker)
+            link.submit(worker_pb2.Submit(handle=1), listener)
+            link.offer(worker_pb2.Offer(handle=1, handoff_id="secret"))
+            link.offer_prefix(worker_pb2.OfferPrefix(handoff_id="other", token_ids=[1, 2]))
+            assert (await worker.submitted()).handle == 1
+            assert (await worker.received.get()).offer.handoff_id == "secret"
+            assert (await worker.received.get()).offer_prefix.token_ids == [1, 2]
+            worker.tokens(1, [50])
+            worker.send(handed_off=worker_pb2.HandedOff(handle=1, num_output_tokens=1, handoff_id="secret"))
+            worker.send(handed_off=worker_pb2.HandedOff(handle=2, num_output_tokens=9))
+            await listener.hears("token")
+            assert await listener.hears("handed off") == (1, 1, "secret")
+            await link.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("reason", BAD_MESSAGES)
+def test_nonsense_ends_the_stream_and_loses_no_request(reason: str) -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            link, listener = await connected(worker)
+            link.submit(worker_pb2.Submit(handle=1), listener)
+            worker.send(**BAD_MESSAGES[reason])
+            await listener.hears("down")
+            _, error, _ = await listener.hears("failed")
+            with pytest.raises(WorkerLost, match=reason):
+                raise error
+            await link.close()
+
+    run(test)
+
+
+def test_a_bug_in_a_handler_costs_the_stream_and_not_the_router() -> None:
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            link, listener = await connected(worker)
+
+            def fail(info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
+                raise InternalError("a bug") if load.num_running else ZeroDivisionError("a bug")
+
+            listener.on_load = fail  # type: ignore[method-assign]
+            worker.load()
+            assert "see the router's log" in (await listener.hears("down"))[0]
+            await listener.hears_at_last("up")
+            worker.load(num_running=1)
+            assert (await listener.hears("down")) == ("a bug",)
+            await link.close()
+
+    run(test)
+
+
+def test_hanging_up_works_at_any_moment() -> None:
+    """Also in the turn in which a dial fails, where a cancelled grpc.aio coroutine goes on as if nothing had been."""
+
+    async def test() -> None:
+        async with scripted("mixed") as (worker,):
+            nobody = WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed")
+
+            async def hang_up_after(info: WorkerInfo, num_turns: int) -> None:
+                link = WorkerLink(info, None, replace(CONFIG, reconnect_s=0.001), Listener())
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await link.close()
+
+            for info in (nobody, worker.info):
+                await asyncio.gather(*(hang_up_after(info, num_turns) for num_turns in range(400)))
+
+    run(test)

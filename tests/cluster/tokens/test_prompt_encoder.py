@@ -1,0 +1,34 @@
+"""The processes that read prompts, as the router starts and ends them."""
+
+import asyncio
+
+import psutil
+
+from diptych.cluster.tokens.prompt_encoder import ProcessLimits, PromptEncoder
+from diptych.cluster.tokens.prompt_encoding import Chat
+from diptych.workers.common.errors import Unavailable
+
+from ...support.front import CONTEXT, byte_tokenizer
+
+LOOP = "{% for i in range(99999) %}"
+ENDLESS = LOOP * 3 + "{% endfor %}" * 3
+CHAT = Chat([{"role": "user", "content": "hi"}])
+
+
+def test_no_process_starts_for_a_chat_that_waits_while_the_encoder_is_closed() -> None:
+    children = psutil.Process().children
+
+    async def main() -> None:
+        before = len(children())
+        encoder = PromptEncoder(byte_tokenizer(ENDLESS), ProcessLimits())
+        await encoder.start()
+        asks = [asyncio.create_task(encoder.encode_chat(CHAT, CONTEXT)) for _ in range(2)]
+        for _ in range(10):  # the first is under way, the second waits for it
+            await asyncio.sleep(0)
+        await encoder.close()
+        first, second = await asyncio.gather(*asks, return_exceptions=True)
+        assert isinstance(first, asyncio.CancelledError)
+        assert isinstance(second, Unavailable)
+        assert len(children()) == before
+
+    asyncio.run(main())

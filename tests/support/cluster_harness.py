@@ -1,0 +1,220 @@
+"""`diptych serve` as a person runs it: in a process and a folder of its own; and what is left of it afterwards."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from diptych import AsyncClient
+from diptych.workers.common.errors import DiptychError
+
+CLI = [sys.executable, "-m", "diptych.cluster.cli.main"]
+MODEL = "tiny"
+READY_S = 120.0
+END_S = 60.0
+
+
+def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The caller's, less what would lead to another cluster; and `more`."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "DIPTYCH_", "OMP_"))}
+    return kept | {"DIPTYCH_HOME": str(home), "PYTHONUNBUFFERED": "1"} | dict(more or {})
+
+
+def diptych(
+    home: Path,
+    *args: str,
+    cwd: Path | None = None,
+    timeout_s: float = READY_S,
+    env: Mapping[str, str] | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """One command, to its end."""
+    return subprocess.run(
+        [*CLI, *args],
+        env=environment(home, env),
+        cwd=cwd or home,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@dataclass
+class Served:
+    """A `diptych serve` that runs. `output` grows while it does."""
+
+    home: Path
+    process: "subprocess.Popen[str]"
+    env: Mapping[str, str] | None = None
+    output: list[str] = field(default_factory=list[str])
+    has_ended: bool = False  # the output
+    _grew: threading.Condition = field(default_factory=threading.Condition)
+
+    def read(self) -> None:
+        """On a thread of its own, to the output's end."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._grew:
+                self.output.append(line.rstrip("\n"))
+                self._grew.notify_all()
+        with self._grew:
+            self.has_ended = True
+            self._grew.notify_all()
+
+    def wait_for(self, words: str) -> None:
+        """Until a line of the output has them."""
+
+        def is_there() -> bool:
+            return any(words in line for line in self.output)
+
+        with self._grew:
+            self._grew.wait_for(lambda: self.has_ended or is_there(), READY_S)
+        assert is_there(), "\n".join(self.output)
+
+    def snippet(self, title: str) -> str:
+        """The banner's lines under `# title`."""
+        start = self.output.index(f"# {title}") + 1
+        return "\n".join(self.output[start : self.output.index("", start)])
+
+    def status(self, *flags: str) -> dict[str, Any]:
+        result = diptych(self.home, "status", "--json", *flags, env=self.env)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    @property
+    def grpc_address(self) -> str:
+        return next(line.split("gRPC ")[1] for line in self.output if "gRPC 127" in line)
+
+    @property
+    def http_address(self) -> str:
+        return next(line.split("HTTP ")[1].split("/v1")[0] for line in self.output if "HTTP http" in line)
+
+    def assert_nothing_is_held(self) -> None:
+        """Waits until every request has ended on its worker; then all blocks must be free, and the books right."""
+        deadline = time.monotonic() + END_S
+        while True:
+            status = self.status("--check")
+            workers = status["workers"]
+            if not any(w["num_running"] or w["num_waiting"] or w["num_leased_blocks"] for w in workers):
+                break
+            assert time.monotonic() < deadline, workers
+        assert [w["num_free_blocks"] for w in workers] == [w["num_blocks"] for w in workers]
+        assert status["problems"] == {}
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the cluster, this one's included."""
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def end(self, number: signal.Signals) -> int:
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)  # as a terminal does: to everything in the foreground
+        else:
+            self.process.send_signal(number)
+        return self.process.wait(END_S)
+
+
+def survivors(family: list[psutil.Process], within_s: float = 10.0) -> list[str]:
+    """Those that are there after `within_s`."""
+    _, alive = psutil.wait_procs(family, timeout=within_s)
+    return [f"{p.pid} {p.name()}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@contextmanager
+def serving(
+    home: Path, *args: str, model: str = MODEL, wait: bool = True, env: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """Serve on free ports; whatever the test did, nothing of it is there afterwards."""
+    home.mkdir(parents=True, exist_ok=True)
+    command = [*CLI, "serve", model, "--http-port", "0", "--grpc-port", "0", "--kv-memory", "64MiB", *args]
+    process = subprocess.Popen(
+        command,
+        env=environment(home, env),
+        cwd=home,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    served = Served(home, process, env)
+    reader = threading.Thread(target=served.read)
+    reader.start()
+    family: list[psutil.Process] = []
+    try:
+        if wait:
+            served.wait_for("Watch it")
+        yield served
+    finally:
+        if process.poll() is None:
+            family = served.family()
+            process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        left = survivors(family)
+        for victim in family:
+            if victim.is_running():
+                victim.kill()
+        reader.join()
+        assert process.stdout is not None
+        process.stdout.close()
+    assert not left, left
+
+
+@dataclass
+class Load:
+    """What became of the requests of a load."""
+
+    num_tokens: int
+    num_done: int = 0
+    num_started: int = 0
+    errors: list[DiptychError] = field(default_factory=list[DiptychError])
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def until_done(self, number: int) -> None:
+        """Until `number` more requests have ended."""
+        goal = self.num_done + len(self.errors) + number
+        while self.num_done + len(self.errors) < goal:
+            self.progress.clear()
+            await self.progress.wait()
+
+    async def run(self, client: AsyncClient, seed: int, stop: asyncio.Event) -> None:
+        """One request after the other."""
+        while not stop.is_set():
+            self.num_started += 1
+            prompt = [3 + (seed * 7 + i * (self.num_started % 11 + 1)) % 200 for i in range(40)]
+            try:
+                answer = await client.generate(prompt, max_tokens=self.num_tokens, ignore_eos=True, temperature=0.0)
+            except DiptychError as e:
+                self.errors.append(e)
+            else:
+                assert len(answer.token_ids) == self.num_tokens
+                self.num_done += 1
+            self.progress.set()
+
+
+@asynccontextmanager
+async def load(address: str, *, num_clients: int = 6, num_tokens: int = 48) -> AsyncIterator[Load]:
+    """Clients that keep the cluster busy while the body runs; on leaving, every request has ended."""
+    result, stop = Load(num_tokens), asyncio.Event()
+    async with AsyncClient(address, timeout_s=60.0) as client, asyncio.TaskGroup() as group:
+        for seed in range(num_clients):
+            group.create_task(result.run(client, seed, stop))
+        try:
+            yield result
+        finally:
+            stop.set()
+    assert result.num_done + len(result.errors) == result.num_started

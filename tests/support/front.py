@@ -1,0 +1,236 @@
+"""A front door that a person can compute by hand: a token is a byte, and the answer is the prompt again."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from diptych.cluster.common.config import TlsConfig
+from diptych.cluster.common.timings import RequestTimings
+from diptych.cluster.front.connection_limits import ConnectionLimits
+from diptych.cluster.front.front_door import FrontDoor, Limits
+from diptych.cluster.front.grpc.api import InferenceServer
+from diptych.cluster.front.http.api import make_app
+from diptych.cluster.front.http.edge import Access
+from diptych.cluster.front.http.metrics import HttpMetrics
+from diptych.cluster.front.http.server import bind, serve_http
+from diptych.cluster.routing.generation import Health, TokenDelta, TokenLogprob
+from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
+from diptych.workers.common.errors import DiptychError, Overloaded
+from diptych.workers.common.event_loop import new_event_loop
+from diptych.workers.common.prompt_logprobs import PromptLogprobs
+from diptych.workers.common.request import FinishReason, Request
+from diptych.workers.core.runner import ModelInfo
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+END, CONTEXT = 256, 512
+TIMINGS = RequestTimings(0.25, 0.5, 0.25, 0.125, 0.25, 0.5, 0.125, 0.0625, 0.5, 0.0, 4096, "nixl")
+
+
+def byte_tokenizer(template: str = TEMPLATE) -> DiptychTokenizer:
+    """Ids 0..255 are the bytes themselves (so text is its UTF-8), 256 ends, 257..259 are the roles."""
+    return DiptychTokenizer(byte_backend(), {"eos_token": "<|end|>"}, template)
+
+
+def byte_backend() -> Tokenizer:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    char = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    backend = Tokenizer(models.BPE(vocab={char[b]: b for b in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return backend
+
+
+class Echo:
+    """A TokenSource that answers with its prompt, byte by byte, again and again; it ends with END after `laps`.
+
+    What was asked is in `requests`, the ids whose streams ended in `closed`. While `gate` is clear, no stream goes
+    beyond `gate_after` tokens.
+    """
+
+    def __init__(self, laps: int | None = None) -> None:
+        self.laps = laps
+        self.requests: list[Request] = []
+        self.closed: list[str] = []
+        self.num_delivered = 0  # deltas, over all streams
+        self.all_closed = threading.Event()  # set while no stream is open, once one was
+        self._started = (0, threading.Event())
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.gate_after = 0
+        self.admit_error: DiptychError | None = None
+        self.fail: Callable[[int], DiptychError | None] = lambda _: None  # of the number of tokens so far
+        self.model_error: DiptychError | None = None
+        self.ready = True
+        self.tokens_a_delta = 1
+        self.num_likelier = 0  # tokens that are likelier than each that is told
+        self.context = CONTEXT
+
+    def all_started(self, num: int) -> threading.Event:
+        """Set as soon as so many streams have begun."""
+        self._started = (num, threading.Event())
+        self._note_started()
+        return self._started[1]
+
+    def _note_started(self) -> None:
+        num, event = self._started
+        if len(self.requests) >= num:
+            event.set()
+
+    def model(self) -> ModelInfo:
+        if self.model_error:
+            raise self.model_error
+        return ModelInfo("echo", "EchoForCausalLM", 260, self.context, (END,), "float32")
+
+    def admit(self, num_sequences: int) -> None:
+        if self.admit_error:
+            raise self.admit_error
+        if num_sequences > 100:
+            raise Overloaded("full: try again", retry_after_s=2.5)
+
+    async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        self.requests.append(request)
+        self.all_closed.clear()
+        self._note_started()
+        try:
+            made = 0
+            for tokens in self._answer(request):
+                if made >= self.gate_after:
+                    await self.gate.wait()
+                if error := self.fail(made):
+                    raise error
+                made += len(tokens)
+                is_end = tokens[-1] == END and not request.sampling.ignore_eos
+                finish = FinishReason.STOP if is_end else None
+                if finish is None and made == request.sampling.max_tokens:
+                    finish = FinishReason.LENGTH
+                self.num_delivered += 1
+                cached = 3 if made == len(tokens) else 0
+                # It takes a second a token.
+                timings = TIMINGS if made == len(tokens) or finish is not None else None
+                prompt = _prompt_logprobs(request, self.num_likelier) if made == len(tokens) else ()
+                logprobs = _logprobs(request, tokens, self.num_likelier)
+                yield TokenDelta(tuple(tokens), logprobs, finish, cached, made, timings, prompt)
+                await asyncio.sleep(0)
+        finally:
+            self.closed.append(request.request_id)
+            if len(self.closed) == len(self.requests):
+                self.all_closed.set()
+
+    def _answer(self, request: Request) -> list[list[int]]:
+        prompt = [t for t in request.prompt_token_ids if t < END]
+        num = request.sampling.max_tokens
+        laps = -(-num // len(prompt)) if self.laps is None else self.laps
+        tokens = (prompt * laps + [END] * (self.laps is not None))[:num]
+        step = self.tokens_a_delta
+        return [tokens[i : i + step] for i in range(0, len(tokens), step)]
+
+    def health(self) -> Health:
+        return Health(self.ready, num_prefill_workers=1, num_decode_workers=2)
+
+    def metrics(self) -> bytes:
+        return b"diptych_requests_total 7\n"
+
+
+def _logprobs(request: Request, tokens: Sequence[int], num_likelier: int) -> tuple[TokenLogprob, ...]:
+    """Of token t: -t/100; the k most likely are the `num_likelier` before it, it and those after it."""
+    k = request.sampling.logprobs
+    if k is None:
+        return ()
+    near = range(-num_likelier, k - num_likelier)
+    return tuple(TokenLogprob(t, -t / 100, tuple((t + i, -(t + i) / 100) for i in near)) for t in tokens)
+
+
+def _prompt_logprobs(request: Request, num_likelier: int) -> tuple[PromptLogprobs, ...]:
+    """Likewise, in two parts; a token's rank is its id."""
+    k, ids = request.sampling.prompt_logprobs, np.array(request.prompt_token_ids, dtype=np.int32)
+    if k is None or len(ids) < 2:
+        return ()
+    top = ids[:, None] + np.arange(-num_likelier, k - num_likelier, dtype=np.int32)
+    half = 1 + len(ids) // 2
+    parts = [(first, slice(first, end)) for first, end in ((1, half), (half, len(ids))) if first < end]
+    return tuple(
+        PromptLogprobs(
+            first, (-ids[of] / 100).astype(np.float32), ids[of], top[of], (-top[of] / 100).astype(np.float32)
+        )
+        for first, of in parts
+    )
+
+
+def front_door(source: Echo, limits: Limits | None = None, template: str = TEMPLATE) -> FrontDoor:
+    return FrontDoor(source, byte_tokenizer(template), limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    source: Echo
+    http_port: int
+    grpc_port: int
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def open_gate(self) -> None:
+        self.loop.call_soon_threadsafe(self.source.gate.set)
+
+
+@contextmanager
+def served(
+    source: Echo,
+    *,
+    api_key: str | None = None,
+    access: Access | None = None,
+    limits: Limits | None = None,
+    tls: TlsConfig | None = None,
+    template: str = TEMPLATE,
+    connections: ConnectionLimits | None = None,
+) -> Generator[Served]:
+    """The HTTP and the gRPC server on real sockets, on an event loop of their own."""
+    ready = threading.Event()
+    found: list[Served] = []
+    stop = asyncio.Event()
+
+    async def main() -> None:
+        door = front_door(source, limits, template)
+        grpc_server = InferenceServer(door, api_key, tls=tls, limits=connections)
+        grpc_port = await grpc_server.start("127.0.0.1", 0)
+        sock = bind("127.0.0.1", 0)
+        found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
+        ready.set()
+        metrics = HttpMetrics()
+        app = make_app(door, access or Access(api_key), metrics)
+        await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
+        await grpc_server.stop(0)
+        await door.close()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield found[0]
+    finally:
+        found[0].loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+        assert not thread.is_alive()

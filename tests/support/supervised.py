@@ -1,0 +1,210 @@
+"""A supervisor over real workers (of the runner that a person can compute) in this process; only Ray is played."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych.cluster.common.config_file import build
+from diptych.cluster.common.gang import gang_of
+from diptych.cluster.common.handles import RouterStarted, WorkerStarted
+from diptych.cluster.control.status import ClusterStatus
+from diptych.cluster.control.supervisor import Supervisor
+from diptych.cluster.routing.fleet import WorkerInfo
+from diptych.proto import inference_pb2, worker_pb2, worker_pb2_grpc
+from diptych.workers.common.channel import auth_metadata, open_channel
+from diptych.workers.common.errors import DiptychError, WorkerLost
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.server.service import WorkerService
+from diptych.workers.testing.fake_runner import FakeRunner
+
+TOKEN = "secret"
+TIMEOUT_S = 60.0
+
+
+class FakeProcess:
+    """A worker that serves in this process, and can be made to die."""
+
+    def __init__(self, pool: str, error: DiptychError | None, runner: Callable[[], FakeRunner]) -> None:
+        self._error = error
+        self._config = WorkerConfig(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
+        self._runner = runner
+        self._started: asyncio.Task[WorkerStarted] | None = None
+        self.is_stopped = False  # as by SIGSTOP
+        self.waits_for = ""  # and is not placed
+        self._death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> WorkerStarted:
+        if self._error:
+            raise self._error
+        if self.is_stopped or self.waits_for:
+            await asyncio.Event().wait()
+        if self._started is None:
+            self._started = asyncio.create_task(self._serve())
+        return await asyncio.shield(self._started)
+
+    async def _serve(self) -> WorkerStarted:
+        self.service = WorkerService(self._config, self._runner())
+        at = await self.service.start()
+        return WorkerStarted(at.address, at.incarnation, at.pid, "here")
+
+    @property
+    def is_dead(self) -> bool:
+        return self._death.done()
+
+    async def alive(self) -> None:
+        if self.is_stopped:
+            await asyncio.Event().wait()
+
+    async def waiting_for(self) -> str:
+        return self.waits_for
+
+    async def wait(self) -> DiptychError:
+        return await asyncio.shield(self._death)
+
+    async def die(self, error: DiptychError) -> None:
+        if not self._death.done():
+            self._death.set_result(error)
+            if self._started:
+                await self._started
+                await self.service.stop(grace_s=0.0)
+
+    async def kill(self) -> None:
+        await self.die(WorkerLost("killed"))
+
+
+class FakeRouter:
+    def __init__(self, before: RouterStarted | None, error: DiptychError | None) -> None:
+        self.before = before
+        self._error = error
+        self.is_stopped = False  # as by SIGSTOP
+        self.is_killed = False
+        self.death: asyncio.Future[DiptychError] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> RouterStarted:
+        if self._error:
+            raise self._error
+        return RouterStarted("127.0.0.1", 1, 2, 3)
+
+    async def alive(self) -> None:
+        if self.is_stopped:
+            await asyncio.Event().wait()
+
+    async def waiting_for(self) -> str:
+        return ""
+
+    async def wait(self) -> DiptychError:
+        return await asyncio.shield(self.death)
+
+    async def kill(self) -> None:
+        self.is_killed = True
+
+
+@dataclass
+class FakeLauncher:
+    step_s: float = 0.0
+    num_blocks: int = 256
+    errors: list[DiptychError | None] = field(default_factory=list[DiptychError | None])  # of the next starts
+    router_errors: list[DiptychError] = field(default_factory=list[DiptychError])
+    processes: dict[str, FakeProcess] = field(default_factory=dict[str, FakeProcess])
+    places: set[str] = field(default_factory=set[str])  # by gang: what Ray has reserved
+    routers: list[FakeRouter] = field(default_factory=list[FakeRouter])
+    kept: dict[str, int] | None = None
+    num_started: int = 0
+
+    async def worker(self, worker_id: str, pool: str) -> FakeProcess:
+        self.places.add(gang_of(worker_id))
+        if worker_id not in self.processes:
+            self.num_started += 1
+            error = self.errors.pop(0) if self.errors else None
+            self.processes[worker_id] = FakeProcess(pool, error, self._runner)
+        return self.processes[worker_id]
+
+    def _runner(self) -> FakeRunner:
+        return FakeRunner(num_blocks=self.num_blocks, step_s=self.step_s)
+
+    def vacate(self, gang_id: str) -> None:
+        assert all(each.is_dead for name, each in self.processes.items() if gang_of(name) == gang_id)
+        self.places.discard(gang_id)
+
+    async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
+        self.routers.append(FakeRouter(before, self.router_errors.pop(0) if self.router_errors else None))
+        return self.routers[-1]
+
+    def existing(self) -> list[tuple[str, str]]:
+        return [
+            (worker_id, worker_id.partition("-")[0])
+            for worker_id, process in self.processes.items()
+            if not process.is_dead
+        ]
+
+    def remember(self, replicas: Mapping[str, int]) -> None:
+        self.kept = dict(replicas)
+
+    def recall(self) -> dict[str, int] | None:
+        return self.kept
+
+
+class World:
+    """A supervisor that runs, and what a test asks of it."""
+
+    def __init__(self, launcher: FakeLauncher, settings: Mapping[str, Any]) -> None:
+        self.launcher = launcher
+        self.supervisor = Supervisor(build({"model": "fake", **settings}), launcher, TOKEN)
+        self._task = asyncio.create_task(self.supervisor.run())
+
+    async def until(self, holds: Callable[[ClusterStatus], bool]) -> ClusterStatus:
+        version = 0
+        while not holds(status := self.supervisor.status()):
+            version, _ = await self.supervisor.watch_fleet(version)
+        return status
+
+    async def fleet(self) -> dict[str, WorkerInfo]:
+        _, infos = await self.supervisor.watch_fleet(0)
+        return {info.incarnation: info for info in infos}
+
+    async def leave(self, *, end: bool = True) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if end:
+            await self.supervisor.stop()
+
+
+def run(
+    test: Callable[[World], Coroutine[Any, Any, None]], launcher: FakeLauncher | None = None, **pools: object
+) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            world = World(launcher or FakeLauncher(), {"pools": pools})
+            try:
+                await test(world)
+            finally:
+                await world.leave()
+
+    asyncio.run(main())
+
+
+def is_ready(status: ClusterStatus) -> bool:
+    return status.state == "ready"
+
+
+async def generate(address: str, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+    """One request over a stream of its own, as a router would."""
+    sampling = inference_pb2.SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens)
+    submit = worker_pb2.Submit(
+        handle=1, request_id=uuid.uuid4().hex, prompt_token_ids=prompt, sampling=sampling, timeout_s=TIMEOUT_S
+    )
+    channel = open_channel(address)
+    stream = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(TOKEN))
+    await stream.write(worker_pb2.RouterMessage(submit=submit))
+    finished = False
+    while not finished:
+        message = await stream.read()
+        assert isinstance(message, worker_pb2.WorkerMessage)
+        assert not message.HasField("failed"), message.failed
+        for token_id in message.step.token_ids:
+            yield token_id
+        finished = any(message.step.finish_reasons)
+    stream.cancel()
+    await channel.close()

@@ -1,0 +1,219 @@
+import pytest
+
+from diptych.workers.common.role import Role
+from diptych.workers.core.block_manager import BlockManager
+from diptych.workers.core.prefix_cache import PrefixCache
+from diptych.workers.core.scheduler import LEAST_PREFILL_TOKENS, Scheduler, SchedulerConfig
+from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
+from diptych.workers.core.step_cost import ANSWER_TOKENS, TARGET_DECODE_STEPS, WAITING_PER_LEFT, StepWork
+
+from ...support.sequences import make_sequence
+
+BLOCK = 4
+
+
+def make(num_blocks: int = 64, **config: float) -> tuple[Scheduler, BlockManager]:
+    manager = BlockManager(num_blocks)
+    return Scheduler(SchedulerConfig(**config), manager, PrefixCache(manager, BLOCK, enabled=False)), manager
+
+
+def compute(batch: Batch) -> None:
+    """What the engine does with a batch, with token 7 for every sample."""
+    for entry in batch.entries:
+        samples = entry.samples
+        entry.sequence.num_computed += entry.num_new
+        if samples:
+            entry.sequence.token_ids.append(7)
+
+
+def shape(batch: Batch) -> list[tuple[Sequence, int]]:
+    return [(e.sequence, e.num_new) for e in batch.entries]
+
+
+def test_long_prompts_are_chunked_and_decodes_go_first() -> None:
+    scheduler, _ = make(max_batch_tokens=8, chunk_tokens=6)
+    short, long = make_sequence([1] * 4), make_sequence([1] * 20)
+    scheduler.add(short)
+    scheduler.add(long)
+    batch = scheduler.schedule()
+    assert shape(batch) == [(short, 4), (long, 4)]
+    compute(batch)
+    batch = scheduler.schedule()
+    assert shape(batch) == [(short, 1), (long, 6)]
+    compute(batch)
+    assert [e.samples for e in scheduler.schedule().entries] == [True, False]
+
+
+def test_chunks_without_a_limit_take_the_budget() -> None:
+    scheduler, _ = make(max_batch_tokens=16)
+    sequence = make_sequence([1] * 30)
+    scheduler.add(sequence)
+    sizes = []
+    while sequence.num_output == 0:
+        batch = scheduler.schedule()
+        sizes.append(batch.num_tokens)
+        compute(batch)
+    assert sizes == [16, 14]
+
+
+def test_in_the_decode_role_prefill_is_held_back_only_beside_decodes() -> None:
+    scheduler, _ = make(max_batch_tokens=64, decode_role_prefill_tokens=8)
+    scheduler.role = Role.DECODE
+    first, second = make_sequence([1] * 32), make_sequence([1] * 32)
+    scheduler.add(first)
+    compute(scheduler.schedule())
+    scheduler.add(second)
+    assert shape(scheduler.schedule()) == [(first, 1), (second, 8)]
+
+
+def beside_decodes(
+    num_decodes: int,
+    *waiting: int,
+    decode_s: float = 0.001,
+    role: Role = Role.MIXED,
+    num_left: int = 1 << 60,
+    **config: float,
+) -> int:
+    """Prompt tokens of the step in which so many sequences decode, each with `num_left` tokens to make, and prompts so
+    long have come. It was measured that a prompt token takes a millisecond and each decoding sequence `decode_s`."""
+    scheduler, _ = make(num_blocks=1024, max_batch_tokens=100, **config)
+    scheduler.role = role
+    for number in range(300):
+        num_prefill = 10 * (number % 3)
+        scheduler.cost.add(
+            StepWork(number % 5).with_chunk(0, num_prefill), 0.001 * num_prefill + decode_s * (number % 5)
+        )
+    for _ in range(num_decodes):
+        sequence = make_sequence([1])
+        sequence.end = 2 + num_left
+        scheduler.add(sequence)
+    compute(scheduler.schedule())
+    for num_prompt in waiting:
+        scheduler.add(make_sequence([1] * num_prompt))
+    batch = scheduler.schedule()
+    assert batch.num_decodes == num_decodes
+    return batch.num_prefill_tokens
+
+
+def test_beside_decodes_prompts_fill_a_step_of_a_fixed_time() -> None:
+    assert beside_decodes(4, 90) == pytest.approx(1000 * SchedulerConfig().tpot_s - 4, abs=2)
+    assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * SchedulerConfig().tpot_s - 4, abs=2)
+    assert beside_decodes(4, 90, role=Role.PREFILL) == 90
+
+
+def decode_steps(num_waiting: int, num_left: int) -> float:
+    """How many steps that only decode the prompt tokens of a step may take."""
+    return TARGET_DECODE_STEPS - 1 + num_waiting / (WAITING_PER_LEFT * num_left)
+
+
+def test_where_decodes_take_long_prompts_have_their_share_of_time() -> None:
+    expected = 20 * decode_steps(90, 4 * ANSWER_TOKENS)
+    assert beside_decodes(4, 90, decode_s=0.005) == pytest.approx(expected, abs=2)
+
+
+def test_the_bound_grows_with_what_waits_for_each_token_that_the_decodes_may_make() -> None:
+    fixed = pytest.approx(1000 * SchedulerConfig().tpot_s - 2, abs=2)
+    assert beside_decodes(2, 190, 190) == fixed  # long answers are not held up
+    assert beside_decodes(2, 190, 190, num_left=1) == 98  # nor are many prompts, by two tokens
+    assert beside_decodes(2, 190, 190, num_left=4, decode_s=0.003) == pytest.approx(6 * decode_steps(380, 8), abs=2)
+    assert beside_decodes(2, 190, num_left=4, decode_s=0.003) == pytest.approx(6 * decode_steps(190, 8), abs=2)
+
+
+def test_a_promised_time_per_token_takes_the_place_of_the_fixed_one_and_never_starves_prompts() -> None:
+    assert beside_decodes(4, 90, tpot_s=0.06) == pytest.approx(56, abs=2)
+    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=3)
+
+
+@pytest.mark.parametrize(("target_step_s", "expected"), [(0.0, 96), (0.03, 26), (0.002, LEAST_PREFILL_TOKENS)])
+def test_a_target_that_is_set_is_kept(target_step_s: float, expected: int) -> None:
+    assert beside_decodes(4, 500, target_step_s=target_step_s) == pytest.approx(expected, abs=2)
+
+
+def test_admission_is_in_order_and_waits_for_blocks() -> None:
+    scheduler, manager = make(num_blocks=6)
+    big, bigger, small = make_sequence([1] * 16), make_sequence([1] * 17), make_sequence([1] * 4)
+    for sequence in (big, bigger, small):
+        scheduler.add(sequence)
+    assert shape(scheduler.schedule()) == [(big, 16)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+    scheduler.remove(big)
+    assert [s for s, _ in shape(scheduler.schedule())] == [bigger, small]
+    assert manager.num_free == 0
+
+
+def test_a_prompts_last_step_is_followed_by_one_that_was_not_guessed_where_somebody_waits() -> None:
+    scheduler, _ = make(num_blocks=6)
+    short, stuck = make_sequence([1] * 4), make_sequence([1] * 40)
+    short.is_fed = True
+    scheduler.add(short)
+    scheduler.add(stuck)
+    prompt = scheduler.schedule()
+    assert shape(prompt) == [(short, 4)]
+    assert scheduler.schedule_ahead(prompt) is None
+    compute(prompt)
+    ahead = scheduler.schedule_ahead(scheduler.schedule())
+    assert ahead is not None and shape(ahead) == [(short, 1)]
+
+
+def test_max_running_is_kept() -> None:
+    scheduler, _ = make(max_running=2)
+    for _ in range(5):
+        scheduler.add(make_sequence([1]))
+    assert len(scheduler.schedule().entries) == 2
+
+
+def test_a_step_has_max_running_sequences_though_more_arrived_by_hand_off() -> None:
+    scheduler, manager = make(max_running=4)
+    arrived = [make_sequence([1] * (20 if i < 3 else 4)) for i in range(10)]
+    for sequence in arrived:  # all but their last token is here, or, of the first three, no more than the beginning
+        sequence.num_computed, sequence.block_table = 3, manager.allocate(6)
+        if sequence.num_prompt == 4:
+            sequence.token_ids.append(7)
+            sequence.num_computed = 4
+        scheduler.add_running(sequence)
+    for _ in range(12):
+        batch = scheduler.schedule()
+        assert 0 < len(batch.entries) <= 4
+        compute(batch)
+    assert all(sequence.num_output >= 3 for sequence in arrived), "everybody has a turn"
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    scheduler, manager = make(num_blocks=4)
+    old, young, waiting = make_sequence([1] * 8), make_sequence([1] * 8), make_sequence([1] * 4)
+    for sequence in (old, young, waiting):
+        scheduler.add(sequence)
+    compute(scheduler.schedule())
+    batch = scheduler.schedule()  # both need a third block, and there is none
+    assert shape(batch) == [(old, 1)]
+    assert young.status is SequenceStatus.WAITING
+    assert (young.block_table, young.num_computed, young.num_tokens) == ([], 0, 9)
+    assert scheduler.num_preemptions == 1
+    compute(batch)
+    assert scheduler.num_waiting == 2
+    scheduler.remove(old)
+    assert [s for s, _ in shape(scheduler.schedule())] == [young, waiting]
+    assert manager.check_integrity([young.block_table, waiting.block_table]) == 0
+
+
+def test_a_source_is_never_preempted() -> None:
+    scheduler, _ = make(num_blocks=4, chunk_tokens=7)
+    decoding, source = make_sequence([1] * 7), make_sequence([1] * 8)
+    source.handoff_id = "handoff"
+    scheduler.add(decoding)
+    compute(scheduler.schedule())
+    scheduler.add(source)
+    compute(scheduler.schedule())
+    assert shape(scheduler.schedule()) == [(source, 1)]
+    assert decoding.status is SequenceStatus.WAITING
+
+
+def test_removing_a_waiting_sequence_touches_nothing_else() -> None:
+    scheduler, manager = make()
+    first, second = make_sequence([1] * 4), make_sequence([1] * 4)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.remove(first)
+    assert shape(scheduler.schedule()) == [(second, 4)]
+    scheduler.remove(second)
+    assert (manager.num_free, scheduler.has_work) == (64, False)

@@ -1,0 +1,85 @@
+from diptych.workers.core.sequence import Sequence
+from diptych.workers.core.waiting_queue import WaitingQueue
+
+from ...support.sequences import make_sequence
+
+
+def waiting(queue: WaitingQueue, num_tokens: int = 4, salt: bytes = b"", due: float = 0.0) -> Sequence:
+    sequence = make_sequence([1] * num_tokens, salt=salt)
+    sequence.due = due
+    queue.enter(sequence)
+    queue.add(sequence)
+    return sequence
+
+
+def admitted(queue: WaitingQueue) -> list[Sequence]:
+    order: list[Sequence] = []
+    while (sequence := queue.peek()) is not None:
+        queue.pop(sequence.num_tokens)
+        order.append(sequence)
+    return order
+
+
+def test_whose_first_token_is_due_first_and_then_who_came_first() -> None:
+    queue = WaitingQueue()
+    a, b, c = waiting(queue, due=2.0), waiting(queue, due=1.0), waiting(queue, due=2.0)
+    assert admitted(queue) == [b, a, c]
+    assert (len(queue), queue.num_tokens) == (0, 0)
+
+
+def test_preempted_ones_come_first_the_oldest_of_them_before() -> None:
+    queue = WaitingQueue()
+    old, young, new = make_sequence([1]), make_sequence([1]), waiting(queue, due=-1.0)
+    for sequence in (young, old):
+        queue.enter(sequence)
+        queue.add_preempted(sequence)
+    assert admitted(queue) == [old, young, new]
+
+
+def test_tenants_share_by_tokens_however_many_requests_each_has() -> None:
+    queue = WaitingQueue()
+    flood = [waiting(queue, 10, b"flood") for _ in range(20)]
+    others = [waiting(queue, 20, b"other") for _ in range(3)]
+    order = admitted(queue)
+    assert [s in others for s in order[:9]] == [False, True, False, False, True, False, False, True, False]
+    assert [s for s in order if s in flood] == flood
+
+
+def test_a_tenant_that_was_away_has_no_credit() -> None:
+    queue = WaitingQueue()
+    here = [waiting(queue, 10, b"here") for _ in range(10)]
+    for _ in range(5):
+        queue.pop(10)
+    back = [waiting(queue, 10, b"back") for _ in range(3)]
+    order = admitted(queue)
+    assert max(order.index(s) for s in back) >= 4
+    assert min(order.index(s) for s in back) <= 1
+    assert here[5] in order
+
+
+def test_output_counts_when_a_sequence_leaves() -> None:
+    queue = WaitingQueue()
+    talker, _ = waiting(queue, 4, b"a"), waiting(queue, 4, b"a")
+    queue.pop(4)
+    b = waiting(queue, 4, b"b")
+    waiting(queue, 4, b"b")
+    talker.token_ids += [7] * 50
+    queue.leave(talker)
+    assert [s.request.cache_salt for s in admitted(queue)] == [b"b", b"b", b"a"]
+    assert b not in queue
+
+
+def test_who_leaves_is_skipped_and_who_is_parked_waits() -> None:
+    queue = WaitingQueue()
+    gone, parked, dropped, last = (waiting(queue, due=i) for i in range(4))
+    assert queue.discard(gone)
+    assert not queue.discard(gone)
+    assert queue.peek() is parked
+    queue.park("name")
+    assert queue.peek() is dropped
+    queue.park("name")
+    assert queue.discard(dropped)
+    assert queue.peek() is last
+    assert queue.unpark("other") == []
+    assert queue.unpark("name") == [parked]
+    assert admitted(queue) == [parked, last]

@@ -1,0 +1,168 @@
+"""The KV pool: its bytes are where KVMemory says, and its size is what was asked, within reason."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from diptych.kernels.cpu.attention import is_packed, pack
+from diptych.kernels.cpu.library import Library, library
+from diptych.workers.common.errors import ConfigError
+from diptych.workers.device.fake_device import FakeDevice
+from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.kv.layout import DOT, LAYER_MAJOR, ROWS, KVLayout, Shape
+from diptych.workers.kv.packing import unpacked
+from diptych.workers.models.plan.kv_plan import MAX_CONTEXTS, plan_num_blocks
+
+LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_describes_the_tensor(dtype: str) -> None:
+    layout = KVLayout(dtype=dtype, block_size=4, num_layers=3, num_kv_heads=2, head_dim=8, model_id="test")
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    memory = cache.memory
+    assert cache.tensor.shape == (5, 3, 2, 4, 2, 8)
+    assert cache.tensor.is_contiguous()
+    assert not cache.tensor.any()
+    view = memory.region.view
+    assert view is not None
+    assert memory.region.num_bytes == cache.tensor.numel() * cache.tensor.element_size() == len(view)
+    assert memory.region.address == cache.tensor.data_ptr()
+
+    cache.layer(1)[2].normal_(generator=torch.Generator().manual_seed(0))
+    runs = memory.runs([2], 1, 1)
+    (offset,), (length,) = runs.offsets.tolist(), runs.lengths.tolist()
+    assert bytes(view[offset : offset + length]) == cache.tensor[2, 1].contiguous().view(torch.uint8).numpy().tobytes()
+    view[offset : offset + length] = bytes(length)
+    assert not cache.tensor.any()
+
+
+def test_the_pool_is_as_large_as_asked_up_to_its_cap() -> None:
+    block = LAYOUT.block_bytes
+    assert plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=100 * block + 1) == 100
+    assert plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=10**15) == 3 * MAX_CONTEXTS
+    assert plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=3 * block) == 3
+
+
+def test_a_pool_that_cannot_hold_one_context_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"one context of 10 tokens needs .* lower max_context_tokens to 8 or less"):
+        plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=3 * LAYOUT.block_bytes - 1)
+    with pytest.raises(ConfigError, match=r"raise kv_memory_bytes \(or the memory fraction\)$"):
+        plan_num_blocks(LAYOUT, max_context_tokens=10, num_bytes=LAYOUT.block_bytes - 1)
+
+
+def test_a_pool_that_cannot_be_mapped_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be mapped"):
+        KVCache(LAYOUT, (1 << 60) // LAYOUT.block_bytes, torch.device("cpu"))
+
+
+def test_layer_major_is_the_same_cache_with_another_outer_axis() -> None:
+    layout = replace(LAYOUT, axis_order=LAYER_MAJOR)
+    cache, other = KVCache(layout, 5, torch.device("cpu")), KVCache(LAYOUT, 5, torch.device("cpu"))
+    assert cache.tensor.shape == (3, 5, 2, 4, 2, 8)
+    for i in range(3):
+        assert cache.layer(i).shape == other.layer(i).shape == (5, 2, 4, 2, 8)
+    cache.layer(2)[4].fill_(1.0)
+    runs = cache.memory.runs([4], 2, 1)
+    view = cache.memory.region.view
+    assert view is not None and len(runs.offsets) == 1
+    start, length = int(runs.offsets[0]), int(runs.lengths[0])
+    assert bytes(view[start : start + length]) == torch.ones(length // 4).numpy().tobytes()
+    assert cache.tensor.count_nonzero() == length // 4
+
+
+def test_a_packed_layer_is_as_the_kernels_take_it() -> None:
+    layout = KVLayout(
+        "bfloat16", block_size=32, num_layers=3, num_kv_heads=4, head_dim=16, model_id="test", packing=DOT
+    )
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    assert cache.layer(1).shape == (5, 2, 4, 2, 16 * 16) and is_packed(cache.layer(1))
+    rows = torch.randn(5, 2, 32, 4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache.layer(1).copy_(pack(rows))
+    runs, view = cache.memory.runs([2], 1, 1), cache.memory.region.view
+    assert view is not None
+    piece = np.frombuffer(view, np.uint16, layout.layer_bytes // 2, int(runs.offsets[0]))
+    assert (unpacked(piece, layout)[0] == rows[2].view(torch.uint16).numpy()).all()
+
+
+def test_a_latent_is_one_vector() -> None:
+    layout = replace(LAYOUT, num_kv_heads=1, head_dim=40, num_vectors=1)
+    assert layout.block_bytes == 4 * 3 * 40 * 4  # slots, layers, numbers, bytes of each
+    assert not replace(layout, block_size=16, head_dim=48).can_be_dot
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    assert cache.memory.region.num_bytes == 5 * layout.block_bytes
+    assert cache.layer(1).shape == (5, 1, 4, 1, 40)
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+def test_unlike_layers_have_the_bytes_that_they_need(order: str) -> None:
+    layout = replace(LAYOUT, axis_order=order, layer_shapes=((2, 8), (2, 8), (1, 40)))
+    assert layout.block_bytes == 2 * 4 * (2 * 2 * 8 + 40) * 4
+    cache = KVCache(layout, 5, torch.device("cpu"))
+    assert [cache.layer(i).shape for i in range(3)] == [(5, 2, 4, 2, 8)] * 2 + [(5, 2, 4, 1, 40)]
+    view = cache.memory.region.view
+    assert view is not None and len(view) == 5 * layout.block_bytes
+    for i in range(3):
+        cache.layer(i).fill_(i + 1)  # whole layers: what one has is no other's
+    for i in range(3):
+        assert (cache.layer(i) == i + 1).all()
+        runs = cache.memory.runs([4], i, 1)
+        (start,), (length,) = runs.offsets.tolist(), runs.lengths.tolist()
+        assert bytes(view[start : start + length]) == cache.layer(i)[4].contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+@pytest.mark.parametrize("packing", [ROWS, DOT])
+@pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
+def test_blocks_are_copied_whole_and_only_where_asked(order: str, packing: str, kernels: Library | None) -> None:
+    layout = replace(LAYOUT, axis_order=order, packing=packing, block_size=16, head_dim=16)
+    cache = KVCache(layout, 5, torch.device("cpu"), library=kernels)
+    cache.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    for i in range(3):
+        cache.layer(i)[[1, 3]] = torch.nan
+    before = [cache.layer(i).clone() for i in range(3)]
+    cache.copy_blocks([])
+    cache.copy_blocks([(0, 3), (0, 1)])
+    for i in range(3):
+        assert torch.equal(cache.layer(i), before[i][[0, 0, 2, 0, 4]])
+
+
+@pytest.mark.parametrize("shapes", [(), ((2, 8), (1, 16), (1, 16))], ids=["alike", "unlike"])
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+@pytest.mark.parametrize("kernels", [None, library()], ids=["torch", "compiled"])
+def test_blocks_are_copied_in_every_rank(order: str, kernels: Library | None, shapes: tuple[Shape, ...]) -> None:
+    memory_fd = os.memfd_create("test-kv")
+    layout = replace(LAYOUT, axis_order=order, tensor_parallel=2, layer_shapes=shapes)
+    cpu = torch.device("cpu")
+    try:
+        first = KVCache(layout, 3, cpu, shared=memory_fd, library=kernels)
+        second = KVCache(layout, 3, cpu, rank=1, shared=memory_fd)
+    finally:
+        os.close(memory_fd)
+    second.tensor.normal_(generator=torch.Generator().manual_seed(0))
+    before = [second.layer(i).clone() for i in range(3)]
+    first.copy_blocks([(2, 0)])
+    for i in range(3):
+        assert torch.equal(second.layer(i), before[i][[2, 1, 2]])
+
+
+@pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
+def test_ranks_on_a_fake_device_share_a_memory_file(order: str) -> None:
+    memory_fd, cpu = os.memfd_create("test-kv"), torch.device("cpu")
+    layout = replace(LAYOUT, axis_order=order, tensor_parallel=2)
+    try:
+        first = KVCache(layout, 5, cpu, shared=memory_fd, gpu=FakeDevice())
+        second = KVCache(layout, 5, cpu, rank=1, shared=memory_fd, gpu=FakeDevice(is_late=False))
+    finally:
+        os.close(memory_fd)
+    second.layer(1)[3].fill_(2.0)
+    first.layer(1)[3].fill_(1.0)
+    memory = first.memory
+    assert memory.region.view is None and memory.device is not None and second.memory.device is None
+    assert memory.region.num_bytes == 5 * layout.block_bytes
+    read = torch.frombuffer(bytearray(memory.device.read(memory.runs([3], 1, 1))), dtype=torch.float32)
+    assert read.view(2, -1).mean(dim=1).tolist() == [1.0, 2.0], "rank by rank"
+    assert first.by_block[0].shape[0] == second.by_block[0].shape[0] == 5, "of one's own"

@@ -1,0 +1,210 @@
+"""The compiled decoder: what depends on nothing but a sequence itself, bit for bit; ranks; and who watches layers."""
+
+import os
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from diptych.kernels.cpu.layer import PARTS
+from diptych.kernels.cpu.library import Team, library
+from diptych.workers.common.request import SamplingParams
+from diptych.workers.core.runner import LayerWatch
+from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.device.kv_cache import KVCache
+from diptych.workers.execution.cpu.compiled import CompiledDecoder, read_weights
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.kv.layout import DOT, KVLayout
+from diptych.workers.models.checkpoint.weights import Checkpoint
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.layers.rope import rope_tables
+from diptych.workers.models.layers.step import Step
+from diptych.workers.models.plan.sharding import Share, spec_of
+from diptych.workers.parallel.groups import Alone, Group
+
+from ....support.checkpoints import make_checkpoint, random_prompts, reference_model
+from ....support.serving import Server
+from ...parallel.test_groups import as_ranks
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built")
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+Tops = list[list[tuple[int, tuple[tuple[int, float], ...]]]]
+
+
+def tops(runner: ModelRunner, prompts: SequenceOf[SequenceOf[int]], **changes: int) -> Tops:
+    """Of each prompt, each generated token and the likeliest ones with their log-probabilities."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5)
+    server = Server(runner, SchedulerConfig(**changes), prefix_cache=False)
+    return [[(t.token_id, t.top) for t in tokens] for tokens in server.generate(prompts, [sampling] * len(prompts))]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_the_same_bits_alone_and_batched_and_chunked_and_threaded(arch: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(arch)
+    prompts = random_prompts(3, [1, 17, 40, 290, 600])
+    expected: Tops | None = None
+    for num_threads in (1, 2):
+        config = ModelRunnerConfig(path, max_context_tokens=1024, num_threads=num_threads, kv_memory_bytes=32 << 20)
+        runner = ModelRunner.load(config)
+        alone = [tops(runner, [prompt])[0] for prompt in prompts]
+        expected = expected or alone
+        assert alone == expected
+        assert tops(runner, prompts) == expected
+        assert tops(runner, prompts[::-1], chunk_tokens=48)[::-1] == expected
+        assert tops(runner, prompts, chunk_tokens=7, max_batch_tokens=30) == expected
+        runner.close()
+
+
+@dataclass
+class Rank:
+    """One rank's decoder over a cache of its own part of the pool."""
+
+    decoder: CompiledDecoder
+    cache: KVCache
+
+    @classmethod
+    def of(cls, path: Path, group: Group, memory_fd: int | None = None) -> "Rank":
+        spec, share = load_spec(path), Share(group.rank, group.size)
+        sizes = BLOCK_SIZE, spec.num_layers, spec.kv.num_heads, spec.kv.dim
+        layout = KVLayout("float32", *sizes, "test", tensor_parallel=group.size, packing=DOT)
+        cache = KVCache(layout, 32, CPU, rank=group.rank, shared=memory_fd)
+        found = library()
+        assert found is not None
+        team = Team(found, 1 if group.size > 1 else 2)
+        with Checkpoint(path, spec) as checkpoint:
+            weights = read_weights(team, checkpoint.reader(torch.float32, CPU, share=share))
+        cos_sin = rope_tables(spec, 512, CPU)
+        return cls(CompiledDecoder(spec_of(spec, share), weights, cache, cos_sin, team, group), cache)
+
+    def logits(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None = None) -> Tensor:
+        """Of the last token of each sequence."""
+        self.compute(token_ids, step, watch, picks=False)
+        return self.decoder.logits(len(step.num_new)).clone()
+
+    def picked(self, token_ids: SequenceOf[int], step: Step) -> list[int]:
+        """The likeliest token after each sequence."""
+        self.compute(token_ids, step, None, picks=True)
+        return self.decoder.picked(len(step.num_new))
+
+    def compute(self, token_ids: SequenceOf[int], step: Step, watch: LayerWatch | None, *, picks: bool) -> None:
+        memory = self.decoder.memory
+        memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
+        memory.set_tables(step.tables, np.arange(len(step.num_new)))
+        memory.token_ids[: len(token_ids)] = token_ids
+        memory.sampled[: len(step.num_new)] = np.cumsum(step.num_new) - 1
+        self.decoder.step(len(step.num_new), watch, picks=picks)
+
+
+def two_prompts() -> tuple[list[int], Step]:
+    """Of 40 and 21 tokens."""
+    first, second = random_prompts(8, [40, 21])
+    lens, tables = np.array([40, 21], dtype=np.int32), np.array([[5, 9, 2], [7, 1, 0]], dtype=np.int32)
+    token_ids = first + second
+    return token_ids, Step(lens, lens, tables, np.array(token_ids, dtype=np.int32), np.array([39, 60], dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("arch", "size", "changes"),
+    [
+        ("llama", 2, {"attention_bias": True, "vocab_size": 501}),
+        ("qwen3", 4, {"vocab_size": 502, "tie_word_embeddings": True}),
+        ("qwen2", 2, {}),
+        ("mistral", 4, {"num_key_value_heads": 4}),
+    ],
+)
+def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: int, changes: dict[str, Any]) -> None:
+    """Also where their parts of the vocabulary are not equal."""
+    path = make_checkpoint(tmp_path / arch, arch, 4, **({"num_key_value_heads": 2} | changes))
+    token_ids, step = two_prompts()
+    expected = Rank.of(path, Alone()).logits(token_ids, step)
+    memory_fd = os.memfd_create("test-kv")
+
+    def work(group: Group) -> Tensor | None:
+        rank = Rank.of(path, group, memory_fd)
+        if group.rank == 0:
+            logits = rank.logits(token_ids, step)
+            assert rank.picked(token_ids, step) == logits.argmax(dim=-1).tolist()
+            return logits
+        rank.decoder.follow(step)
+        rank.decoder.follow(replace(step, picks=True))
+        return None
+
+    try:
+        found = as_ranks(size, tmp_path / "meeting", work)[0]
+    finally:
+        os.close(memory_fd)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_whoever_watches_hears_when_layers_have_stored_their_kv(llama: Path) -> None:
+    rank = Rank.of(llama, Alone())
+    token_ids, step = two_prompts()
+    expected = rank.logits(token_ids, step)
+    whole = [rank.cache.layer(i).clone() for i in range(3)]
+    rank.cache.tensor.zero_()
+    heard: list[int] = []
+
+    def reached(num_layers: int) -> None:
+        heard.append(num_layers)
+        for i in range(3):
+            assert torch.equal(rank.cache.layer(i), whole[i]) == (i < num_layers)
+
+    assert torch.equal(rank.logits(token_ids, step, LayerWatch((1, 3), reached)), expected)
+    assert heard == [1, 3]
+
+
+def test_the_likeliest_tokens_are_picked_without_their_logits(llama: Path) -> None:
+    rank = Rank.of(llama, Alone())
+    memory, (token_ids, step) = rank.decoder.memory, two_prompts()
+    expected = rank.logits(token_ids, step)
+    memory.logits.fill_(torch.nan)
+    assert rank.picked(token_ids, step) == expected.argmax(dim=-1).tolist()
+    assert memory.logits.isnan().all()
+    one = Step(step.num_new[:1], step.context_lens[:1], step.tables[:1], step.token_ids[:40], step.sampled[:1])
+    assert rank.picked(token_ids[:40], one) == expected[:1].argmax(dim=-1).tolist()
+    assert torch.equal(rank.logits(token_ids, step), expected)
+
+
+def test_picked_tokens_are_those_of_the_logits(llama: Path) -> None:
+    runner = ModelRunner.load(ModelRunnerConfig(llama, max_context_tokens=512, kv_memory_bytes=8 << 20))
+    prompts = random_prompts(5, [3, 17, 40, 9, 130])
+    server, plain = Server(runner, SchedulerConfig(), prefix_cache=False), SamplingParams(temperature=0.0, max_tokens=9)
+    found: list[list[list[int]]] = []
+    for asked in ([plain] * 5, [replace(plain, logprobs=0)] * 5, [plain, replace(plain, logprobs=0)] * 2 + [plain]):
+        found.append([[t.token_id for t in tokens] for tokens in server.generate(prompts, asked)])
+    runner.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_parts_of_a_step_are_timed_when_asked(llama: Path) -> None:
+    rank = Rank.of(llama, Alone())
+    token_ids, step = two_prompts()
+    rank.logits(token_ids, step)
+    profile = rank.decoder.memory.profile()
+    assert not profile.any()
+    rank.logits(token_ids, step)
+    assert {part for part, taken in zip(PARTS, profile.tolist(), strict=True) if taken <= 0} == {"router"}
+
+
+def test_rows_that_are_whole_kilobytes_lie_apart_and_change_nothing(tmp_path: Path) -> None:
+    """Of 1, 2 and 3 KB: StepMemory gives each a cache line more."""
+    path = make_checkpoint(
+        tmp_path / "llama", "llama", 6, hidden_size=256, num_attention_heads=32, intermediate_size=768
+    )
+    rank = Rank.of(path, Alone())
+    token_ids, step = two_prompts()
+    found = rank.logits(token_ids, step)
+    struct = rank.decoder.memory.struct
+    assert (struct.normed_stride, struct.attended_stride, struct.inner_stride) == (256 + 16, 512 + 16, 768 + 16)
+    assert rank.picked(token_ids, step) == found.argmax(dim=-1).tolist()
+    model = reference_model(path)
+    for i, ids in enumerate((token_ids[:40], token_ids[40:])):
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids])).logits[0, -1]
+        torch.testing.assert_close(found[i], expected, rtol=1e-4, atol=1e-3)

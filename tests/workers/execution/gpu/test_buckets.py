@@ -1,0 +1,28 @@
+import pytest
+
+from diptych.workers.execution.gpu.buckets import bucket_for, row_buckets, token_buckets
+
+
+def test_rows() -> None:
+    assert row_buckets(1) == (1,)
+    assert row_buckets(3) == (1, 2, 3)
+    assert row_buckets(8) == (1, 2, 4, 8)
+    assert row_buckets(33) == (1, 2, 4, 8, 16, 24, 32, 33)
+    assert row_buckets(256)[-6:] == (112, 128, 160, 192, 224, 256)
+    assert len(row_buckets(256)) == 19
+
+
+@pytest.mark.parametrize("largest", [1, 5, 64, 100, 300, 1000])
+def test_every_number_of_rows_has_the_smallest_bucket_that_holds_it(largest: int) -> None:
+    buckets = row_buckets(largest)
+    assert list(buckets) == sorted(set(buckets))
+    for num in range(1, largest + 1):
+        assert bucket_for(buckets, num) == min(size for size in buckets if size >= num)
+    assert bucket_for(buckets, largest + 1) is None
+
+
+def test_tokens() -> None:
+    assert token_buckets(0) == token_buckets(7) == ()
+    assert token_buckets(512) == (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+    assert token_buckets(100) == (8, 16, 32, 64, 96)
+    assert bucket_for((), 1) is None

@@ -1,0 +1,99 @@
+"""The CUDA engine where its kernels compute: interpreted on the fake device, and on a real one.
+
+Greedy tokens of prompts whose reference has no ties (tests/support/checkpoints.py), and draws, equal those that
+torch_steps.py gives on CPU.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.workers.device.cuda_device import CudaDevice
+from diptych.workers.device.device import Device
+
+from ....support.checkpoints import make_checkpoint, untied_prompts
+from ....support.gpu.serving import DRAWN, GREEDY, generate, late, load
+from ...conftest import CheckpointOf
+from .conftest import EVEN
+
+ROOT = Path(__file__).parents[4]
+FEW = replace(GREEDY, max_tokens=3)
+
+
+def compare(path: Path, device: Device, lengths: list[int], *, is_short: bool = False, **config: Any) -> None:
+    prompts = [prompt for prompt, _ in untied_prompts(path, seed=5, lengths=lengths, max_tokens=16)]
+    samplings = [FEW if is_short else GREEDY, replace(DRAWN, max_tokens=3) if is_short else DRAWN] * len(prompts)
+    samplings = samplings[: len(prompts)]
+    expected = generate(load(path, None), prompts, samplings).token_ids
+    changes = {"max_running": 2, "max_context_tokens": 64} if is_short else {"max_running": 16}
+    runner = load(path, device, **changes | config)
+    for arrivals in (list(range(len(prompts))),) if is_short else ([0] * len(prompts), list(range(len(prompts)))):
+        assert generate(runner, prompts, samplings, arrivals=arrivals, chunk_tokens=48).token_ids == expected
+    runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_tokens_on_a_gpu(llama: Path, qwen3: Path, latent_of: CheckpointOf, checkpoint_of: CheckpointOf) -> None:
+    device = CudaDevice(torch.device("cuda"))
+    gemma4 = [checkpoint_of(arch) for arch in ("gemma4", "gemma4-moe")]
+    for path in (llama, qwen3, latent_of("deepseek-v2"), latent_of("deepseek-v3"), *gemma4):
+        compare(path, device, [1, 2, 15, 16, 17, 33, 64, 100, 250])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+@pytest.mark.parametrize("config", [{}, {"expert_parallel": 2}, {"cuda_graphs": False}])
+def test_tokens_of_ranks_on_gpus(checkpoint_of: CheckpointOf, llama: Path, config: dict[str, Any]) -> None:
+    path = checkpoint_of("gptoss") if config.get("expert_parallel") else llama
+    compare(path, CudaDevice(torch.device("cuda", 0)), [1, 16, 17, 100, 250], tensor_parallel=2, **config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_graph_holds_what_ranks_say_to_each_other(tmp_path: Path) -> None:
+    """NCCL with one rank: two on one GPU it refuses."""
+    device = CudaDevice(torch.device("cuda"))
+    group, on = device.group(0, 1, tmp_path / "meeting"), device.torch_device
+    part, found = torch.zeros(3, 5, device=on), torch.zeros(3, 5, device=on)
+
+    def work() -> None:
+        group.broadcast(part)
+        [gathered] = group.gather(group.all_reduce(part + 1), [(3, 5)])
+        found.copy_(gathered)
+        group.meet()
+
+    lane = device.lane("main")
+    replay = device.capture(lane, work)
+    part.fill_(2)
+    device.synchronize()
+    lane.run(replay)
+    device.synchronize()
+    assert torch.equal(found, torch.full_like(found, 3))
+    group.close()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
+    small = EVEN | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    latent = make_checkpoint(tmp_path / "latent", "deepseek-v3", seed=21, **small)
+    layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    gemma4 = make_checkpoint(tmp_path / "gemma4", "gemma4", seed=21, **small | layers | {"num_kv_shared_layers": 1})
+    paths = [str(llama), str(latent), str(gemma4)]
+    code = f"import triton; from tests.workers.execution.gpu import test_on_a_gpu as t; t.interpreted({paths!r})"
+    # Of one thread: what is interpreted is many small operations.
+    env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=ROOT)
+
+
+def interpreted(paths: list[str]) -> None:
+    compare(Path(paths[0]), late(), [5, 17], is_short=True)
+    for path in paths[1:]:  # no graphs: to interpret them takes its time
+        compare(Path(path), late(), [17], is_short=True, cuda_graphs=False, max_context_tokens=32)

@@ -1,0 +1,124 @@
+"""Plans of steps as words: told and heard again, and refused where they cannot be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diptych.workers.common.errors import InternalError
+from diptych.workers.execution.gpu.step_plan import HEADER, Ints, Numbers, PlanLimits, StepPlan, copy_words
+
+LIMITS = PlanLimits(
+    max_rows=4,
+    table_shape=(8, 16),
+    num_blocks=32,
+    block_size=4,
+    num_layers=3,
+    max_context_tokens=64,
+    vocab_size=100,
+)
+
+
+def ints(*of: Any) -> Ints:
+    return np.array(of, dtype=np.int32)
+
+
+def plan(feeds: Ints | None = None) -> StepPlan:
+    """Two rows by a graph; a row beside a chunk of three tokens."""
+    prompts = Numbers(
+        token_ids=ints(9, 1, 2, 3),
+        feeds=feeds,
+        positions=ints(6, 0, 1, 2),
+        slots=ints(14, 40, 41, 42),
+        context_lens=ints(7, 3),
+        num_new=ints(1, 3),
+        table_rows=ints(2, 3),
+        sampled=ints(0, 3),
+        prompt_rows=ints(1, 2),
+    )
+    decodes = ints([5, 0], [-1, 1], [20, 9], [0, 1])
+    return StepPlan(ints([16, 17, 33], [4, 5, 31]), decodes, prompts, (1, 3), 4, is_plain=False)
+
+
+def columns(of: StepPlan) -> list[Any]:
+    prompts = of.prompts
+    rest = [] if prompts is None else [getattr(prompts, name) for name in Numbers.__dataclass_fields__]
+    arrays = [of.tables, of.decodes, *rest]
+    return [a if a is None else a.tolist() for a in arrays] + [of.ends, of.num_sampled, of.is_plain]
+
+
+@pytest.mark.parametrize("feeds", [None, ints(2, -1, -1, -1)])
+def test_what_is_told_is_heard(feeds: Ints | None) -> None:
+    told = plan(feeds)
+    heard = LIMITS.heard(told.to_words())
+    assert isinstance(heard, StepPlan) and columns(heard) == columns(told)
+
+
+def test_a_step_of_decodes_alone() -> None:
+    told = StepPlan(np.empty((2, 0), np.int32), ints([5], [0], [20], [7]), None, (), 1, is_plain=True)
+    heard = LIMITS.heard(told.to_words())
+    assert isinstance(heard, StepPlan) and columns(heard) == columns(told)
+
+
+def test_blocks_to_be_copied() -> None:
+    heard = LIMITS.heard(copy_words([(1, 2), (1, 3), (31, 0)]))
+    assert not isinstance(heard, StepPlan) and heard.tolist() == [[1, 1, 31], [2, 3, 0]]
+    for words in (copy_words([(1, 32)]), copy_words([(-1, 2)]), copy_words([(1, 2)])[:-1]):
+        with pytest.raises(InternalError, match="a step is malformed: a block"):
+            LIMITS.heard(words)
+
+
+def changed(index: int, value: int) -> Callable[[Ints], Ints]:
+    def change(words: Ints) -> Ints:
+        words[index] = value
+        return words
+
+    return change
+
+
+TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda words: words[:5], "no header"),
+        (lambda words: words[:-1], "announces others"),
+        (lambda words: np.append(words, 0), "announces others"),
+        (changed(0, 7), "no header"),
+        (changed(1, -1), "sizes that cannot be"),
+        (changed(1, 1 << 30), "announces others"),
+        (changed(2, 5), "more rows"),
+        (changed(3, 5), "more rows"),
+        (changed(TABLES, 8 * 16), "a place in the block tables"),
+        (changed(TABLES + 3, 32), "a block does not exist"),
+        (changed(DECODES, 100), "a token"),
+        (changed(DECODES + 2, 4), "a feed"),
+        (changed(DECODES + 4, 0), "a context"),
+        (changed(DECODES + 6, 8), "a row of the block tables"),
+        (changed(ENDS, 4), "a layer"),
+        (changed(ENDS, 0), "a layer"),
+        (changed(3, 3), "3 of its rows are sampled"),
+        (changed(4, 2), "of its rows are sampled"),
+        (changed(PROMPTS, -1), "a token"),
+        (changed(PROMPTS + 4, 64), "a position"),
+        (changed(PROMPTS + 8, 128), "a slot"),
+        (changed(PROMPTS + 12, 65), "a context"),
+        (changed(PROMPTS + 13, 2), "shorter than its new tokens"),
+        (changed(PROMPTS + 14, 2), "other tokens than its sequences"),
+        (changed(PROMPTS + 16, -1), "a row of the block tables"),
+        (changed(PROMPTS + 18, 4), "a sampled row"),
+        (changed(PROMPTS + 20, 4), "a prompt row"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) -> None:
+    with pytest.raises(InternalError, match=f"a step is malformed: .*{what}"):
+        LIMITS.heard(change(plan().to_words()))
+
+
+def test_sequences_with_one_new_token_come_first() -> None:
+    words = plan().to_words()
+    words[PROMPTS + 14 : PROMPTS + 16] = 3, 1
+    with pytest.raises(InternalError, match="must come first"):
+        LIMITS.heard(words)

@@ -1,0 +1,95 @@
+"""Weights quantised at load: what is stored how, and that torch and the compiled kernels compute with the same."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diptych.kernels.cpu.formats import Format
+from diptych.kernels.cpu.library import library
+from diptych.workers.common.errors import ConfigError
+from diptych.workers.common.request import SamplingParams
+from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.models.checkpoint.weights import Checkpoint, load_weights
+from diptych.workers.models.families.registry import load_spec
+from diptych.workers.models.plan.formats import format_of
+from diptych.workers.models.quant import int4, int8
+from diptych.workers.models.quant.stored import as_stored_
+
+from ...support.largest import Largest
+from ...support.serving import Server
+
+PROMPTS = [[5, 9, 17, 3, 8], [44, 2] * 20]
+
+
+def tokens(path: Path, isa: str, quantize: str) -> list[list[int]]:
+    config = ModelRunnerConfig(path, dtype="float32", max_context_tokens=128, cpu_isa=isa, quantize=quantize)
+    server = Server(ModelRunner.load(config), SchedulerConfig())
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    return [[token.token_id for token in row] for row in server.generate(PROMPTS, [sampling] * len(PROMPTS))]
+
+
+@pytest.mark.skipif(library() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_compiled_as_by_torch(llama: Path, quantize: str) -> None:
+    assert tokens(llama, "auto", quantize) == tokens(llama, "none", quantize)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_errors_are_half_a_step(quantize: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(7, 576)
+    if quantize == "int8":
+        found, step = int8.dequantise(*int8.quantise(weight)), int8.quantise(weight)[1].expand_as(weight)
+        assert ((found - weight).abs() <= step / 2 * 1.001).all()
+    else:
+        q, scales = int4.quantise(weight)
+        step = scales.abs().repeat_interleave(64, dim=1)
+        inside = (weight / step).abs() < 7.5
+        assert ((int4.dequantise(q, scales) - weight).abs()[inside] <= step[inside] / 2 * 1.001).all()
+        assert ((int4.dequantise(q, scales) - weight).abs() <= step * 1.001).all()
+
+
+def test_products_alone_are_quantised(llama: Path) -> None:
+    spec = load_spec(llama)
+    with Checkpoint(llama, spec) as checkpoint:
+        plain = load_weights(checkpoint.reader(torch.float32, torch.device("cpu")))
+        found = load_weights(checkpoint.reader(torch.float32, torch.device("cpu"), quantize="int4"))
+    assert torch.equal(found.embed, plain.embed)
+    assert torch.equal(found.layers[0].input_norm, plain.layers[0].input_norm)
+    assert torch.equal(found.layers[1].down, as_stored_(plain.layers[1].down.clone(), Format.INT4))
+    assert not torch.equal(found.layers[1].down, plain.layers[1].down)
+    assert format_of("int4", "lm_head") == Format.INT8
+
+
+@pytest.mark.parametrize("kind", [int8, int4])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_experts_are_quantised_some_rows_at_a_time(
+    kind: Any, has_scales: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values of all at once, but of no more memory at once than a few rows take."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 64, 96, dtype=torch.bfloat16)
+    rows, format = weight.flatten(0, 1), Format.INT8 if kind is int8 else Format.INT4
+    scales = kind.scales_of(rows) * 1.5 if has_scales else None
+    expected = kind.dequantise(*kind.quantise(rows, scales)).to(weight.dtype).view_as(weight)
+    monkeypatch.setattr("diptych.workers.models.quant.stored.PIECE_BYTES", 4 * 96 * 50)
+    found = weight.clone()
+    with Largest() as largest:
+        assert as_stored_(found, format, scales) is found
+    assert torch.equal(found, expected)
+    assert largest.num_bytes == max(weight.nbytes, 4 * 96 * 50)
+
+
+def test_kv_of_other_weights_has_another_name(llama: Path) -> None:
+    config = ModelRunnerConfig(llama, dtype="float32", max_context_tokens=128, cpu_isa="none")
+    configs = [config, replace(config, quantize="int8"), replace(config, quantize="int4")]
+    assert len({ModelRunner.load(c).layout.model_id for c in configs}) == 3
+
+
+def test_unknown_format(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="quantize must be int8 or int4, got 'int3'"):
+        ModelRunner.load(ModelRunnerConfig(llama, quantize="int3"))

@@ -1,0 +1,373 @@
+"""Between any two layouts, every byte arrives where a naive loop says, and nothing else is touched."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.proto import kv_pb2
+from diptych.workers.common.errors import LayoutMismatch, TransportError
+from diptych.workers.handoff.pieces import leaving
+from diptych.workers.kv.bridge import PART_BYTES, Bridge
+from diptych.workers.kv.checksums import pool_checksums
+from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, KVMemory, Shape
+from diptych.workers.kv.packing import to_wire
+from diptych.workers.kv.segment import CHECKSUM_BYTES, Read, Segment
+from diptych.workers.kv.wire import on_the_wire, piece_bytes
+from diptych.workers.transport.runs import gather
+
+from ...support.handoff_pair import SMALL, make_memory
+
+POISON = 0xA5
+NUM_LAYERS = 3
+DIM = 16
+UNLIKE = ((4, 16), (1, 48), (4, 16))
+
+
+def index(layout: KVLayout, num_blocks: int, at: tuple[int, int, int, int, int, int]) -> np.ndarray:
+    """Of the numbers of a vector, counted from the pool's start; at = rank, block, layer, kv, slot, head within the
+    rank. By the words of kv/layout.py and kv/packing.py, one axis after the other."""
+    rank, block, layer, kv, slot, head = at
+    shapes = layout.layer_shapes or ((layout.num_kv_heads, layout.head_dim),) * layout.num_layers
+    own = [(max(heads // layout.tensor_parallel, 1), dim) for heads, dim in shapes]
+    sizes = [layout.num_vectors * layout.block_size * heads * dim for heads, dim in own]
+    start, (heads, dim) = rank * num_blocks * sum(sizes), own[layer]
+    if layout.axis_order == BLOCK_MAJOR:
+        start += block * sum(sizes) + sum(sizes[:layer])
+    else:
+        start += num_blocks * sum(sizes[:layer]) + block * sizes[layer]
+    d = np.arange(dim)
+    if layout.packing == ROWS:
+        return start + ((kv * layout.block_size + slot) * heads + head) * dim + d
+    pair = {"float32": 1, "bfloat16": 2}[layout.dtype]
+    group, s = divmod(slot, 16)
+    start += ((kv * heads + head) * (layout.block_size // 16) + group) * 16 * dim
+    if kv == 0:
+        return start + (d // pair * 16 + s) * pair + d % pair
+    return start + (s // pair * dim + d) * pair + s % pair
+
+
+def holders(layout: KVLayout, layer: int, head: int) -> list[tuple[int, int]]:
+    """(rank, head within it) of every copy of a head of the model."""
+    ranks, heads = layout.tensor_parallel, layout.shape_of(layer)[0]
+    if heads >= ranks:
+        return [divmod(head, heads // ranks)]
+    return [(rank, 0) for rank in range(ranks) if rank // (ranks // heads) == head]
+
+
+def numbers(memory: KVMemory) -> np.ndarray:
+    assert memory.region.view is not None
+    return np.frombuffer(memory.region.view, {"float32": np.float32, "bfloat16": np.uint16}[memory.layout.dtype])
+
+
+def fill(memory: KVMemory, seed: int) -> None:
+    values = np.random.default_rng(seed).standard_normal(len(numbers(memory)), dtype=np.float32)
+    if memory.layout.dtype == "bfloat16":
+        numbers(memory)[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        numbers(memory)[:] = values
+
+
+def converted(vector: np.ndarray, dtype: str) -> np.ndarray:
+    """One vector of a cache as another dtype has it: by float64 and a search for the nearest even."""
+    if vector.dtype == (np.float32 if dtype == "float32" else np.uint16):
+        return vector
+    if dtype == "float32":
+        return (vector.astype(np.uint32) << 16).view(np.float32)
+    result = np.empty(len(vector), dtype=np.uint16)
+    for i, value in enumerate(vector):
+        below = int(value.view(np.uint32)) >> 16
+        near = [np.uint32(bits << 16).view(np.float32) for bits in (below, below + 1)]
+        gaps = [abs(float(value) - float(candidate)) for candidate in near]
+        result[i] = below + (gaps[1] < gaps[0] or (gaps[1] == gaps[0] and below % 2 == 1))
+    return result
+
+
+def sent(source: KVMemory, segment: Segment, wire: str) -> bytes:
+    """What Pull answers, in chunks of any size."""
+    view, found = source.region.view, b""
+    assert view is not None
+    for part in leaving(source, segment, wire, 1000):
+        for piece in gather(view, part.runs, part.chunk_bytes):
+            found += piece if wire == source.layout.dtype else to_wire(piece, part.like, wire)
+    return found
+
+
+def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
+    """What an Intake does, without sockets."""
+    assert source.region.view is not None and ours.region.view is not None
+    if bridge.is_direct(read):
+        copies = bridge.direct(read)
+        for far, near, length in zip(copies.remote, copies.local, copies.lengths, strict=True):
+            ours.region.view[near : near + length] = source.region.view[far : far + length]
+        return
+    for part in bridge.parts(read.segment, whole_blocks=False):
+        staging = memoryview(bytearray(bridge.num_bytes(part)))
+        if bridge.wire == source.layout.dtype:
+            copies = bridge.staged(part, 0)
+            for far, near, length in zip(copies.remote, copies.local, copies.lengths, strict=True):
+                staging[near : near + length] = source.region.view[far : far + length]
+        else:
+            staging[:] = sent(source, part, bridge.wire)
+        bridge.convert(staging, part, read.table, read.first_token)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shapes: tuple[Shape, ...], num_vectors: int) -> KVLayout:
+    """shapes: of its layers."""
+    is_unlike = len(set(shapes)) > 1
+    packing = draw(st.sampled_from([ROWS, DOT] if num_vectors == 2 and not is_unlike else [ROWS]))
+    return KVLayout(
+        draw(st.sampled_from(["float32", "bfloat16"])),
+        draw(st.integers(1, 64) if packing == ROWS else st.sampled_from([16, 32, 48, 64])),
+        NUM_LAYERS,
+        *shapes[0],
+        "m",
+        draw(st.sampled_from([BLOCK_MAJOR, LAYER_MAJOR])),
+        draw(st.sampled_from([1, 2, 4])),
+        packing,
+        num_vectors,
+        shapes if is_unlike else (),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[KVLayout, KVLayout, int, int, int]:
+    """(source, ours, tokens, tokens held, seed)."""
+    first, other = (draw(st.sampled_from([1, 2, 4, 8])) for _ in range(2))
+    num_vectors = draw(st.sampled_from([2, 2, 1]))
+    a, b = (first, DIM), (other, draw(st.sampled_from([DIM, 6])))
+    shapes = draw(st.sampled_from([(a, a, a), (a, a, a), (a, b, a), (a, a, b), (b, a, a)]))
+    source, ours = draw(layouts(shapes, num_vectors)), draw(layouts(shapes, num_vectors))
+    if draw(st.booleans()):  # often a pair that moves directly, or nearly
+        ours = replace(source, axis_order=ours.axis_order)
+    num_tokens = draw(st.integers(1, 130))
+    num_held = draw(st.integers(0, (num_tokens - 1) // ours.block_size)) * ours.block_size
+    return source, ours, num_tokens, num_held, draw(st.integers(0, 1 << 30))
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases())
+def test_every_number_arrives_and_nothing_else_is_touched(case: tuple[KVLayout, KVLayout, int, int, int]) -> None:
+    theirs, layout, num_tokens, num_held, seed = case
+    rng = random.Random(seed)
+    num_theirs, num_ours = theirs.num_blocks_for(num_tokens), layout.num_blocks_for(num_tokens)
+    source, ours = make_memory(theirs, num_theirs + 2), make_memory(layout, num_ours + 2)
+    fill(source, seed)
+    assert ours.region.view is not None
+    ours.region.view[:] = bytes([POISON]) * ours.region.num_bytes
+    ids = tuple(rng.sample(range(source.num_blocks), num_theirs))
+    table = tuple(rng.sample(range(ours.num_blocks), num_ours))
+    first, num_layers = rng.choice([(0, NUM_LAYERS), (1, 2), (2, 1)])
+    whole = Segment(0, ids, (1,) * num_theirs, first, num_layers)
+    segment = whole.without_first(num_held // theirs.block_size)
+    bridge = Bridge(ours, theirs, source.num_blocks)
+
+    bring(bridge, source, ours, Read(0, segment, table, num_held))
+
+    found, given_ = numbers(ours).copy(), numbers(source)
+    poison = np.frombuffer(bytes([POISON]) * found.itemsize, found.dtype)[0]
+    for token in range(num_held, num_ours * layout.block_size):
+        far, slot_there = divmod(token, theirs.block_size)
+        near, slot_here = divmod(token, layout.block_size)
+        for layer in range(first, first + num_layers):
+            for kv in range(layout.num_vectors):
+                for head in range(layout.shape_of(layer)[0]):
+                    for rank, local in holders(layout, layer, head):
+                        at = index(layout, ours.num_blocks, (rank, table[near], layer, kv, slot_here, local))
+                        if token < num_tokens:
+                            there = (ids[far], layer, kv, slot_there)
+                            wire_rank, wire_head = holders(theirs, layer, head)[0]
+                            start = index(theirs, source.num_blocks, (wire_rank, *there, wire_head))
+                            due = converted(given_[start], layout.dtype)
+                            assert found[at].tobytes() == due.tobytes(), (token, layer, kv, head)
+                        found[at] = poison  # beyond the tokens it may be anything
+    assert (found.view(np.uint8) == POISON).all(), "something else was written"
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
+@pytest.mark.parametrize(
+    ("there", "here", "shapes"), [(ROWS, ROWS, ()), (ROWS, DOT, ()), (DOT, DOT, ()), (ROWS, ROWS, UNLIKE)]
+)
+def test_a_narrower_wire_costs_precision_and_nothing_else(
+    wire: str, order: str, there: str, here: str, shapes: tuple[Shape, ...]
+) -> None:
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, 2, there, layer_shapes=shapes)
+    source, ours = make_memory(theirs, 6), make_memory(replace(theirs, block_size=32, packing=here), 4)
+    fill(source, 1)
+    bridge = Bridge(ours, theirs, 6, wire)
+    assert bridge.wire == wire
+    segment = Segment(0, (4, 1, 2, 5), (1,) * 4, 0, NUM_LAYERS)
+    bring(bridge, source, ours, Read(0, segment, (3, 0), 0))
+    exact = make_memory(ours.layout, 4)
+    bring(Bridge(exact, theirs, 6), source, exact, Read(0, segment, (3, 0), 0))
+    error = np.linalg.norm(numbers(ours) - numbers(exact)) / np.linalg.norm(numbers(exact))
+    assert 0 < error < {"bfloat16": 0.003, "int8": 0.01}[wire]
+
+
+def test_large_blocks_go_in_parts() -> None:
+    theirs = KVLayout("bfloat16", 64, 8, 8, 128, "m")  # 2 MiB a block
+    bridge = Bridge(make_memory(replace(theirs, block_size=16), 1), theirs, 100)
+    segment = Segment(3, tuple(range(5)), (1,) * 5, 0, 8, bytes(range(5 * CHECKSUM_BYTES)))
+    parts = list(bridge.parts(segment, whole_blocks=True))
+    assert [p.block_ids for p in parts] == [(0, 1), (2, 3), (4,)]
+    assert [p.first_block for p in parts] == [3, 5, 7]
+    assert b"".join(p.checksum for p in parts) == segment.checksum
+    huge = replace(theirs, block_size=512)
+    bridge = Bridge(make_memory(replace(theirs, block_size=16), 1), huge, 100)
+    parts = list(bridge.parts(segment, whole_blocks=False))
+    assert [(p.first_layer, p.num_layers) for p in parts[:4]] == [(0, 2), (2, 2), (4, 2), (6, 2)] and len(parts) == 20
+    assert all(bridge.num_bytes(p) <= PART_BYTES for p in parts)
+    assert len(list(bridge.parts(segment, whole_blocks=True))) == 5
+
+
+def test_equal_layouts_move_whole_runs() -> None:
+    source, ours = make_memory(SMALL, 8), make_memory(SMALL, 8)
+    bridge = Bridge(ours, SMALL, 8)
+    read = Read(0, Segment(0, (4, 5, 2), (1, 1, 1), 0, SMALL.num_layers), (1, 2, 7), 0)
+    assert bridge.is_direct(read)
+    assert bridge.direct(read).lengths.tolist() == [2 * SMALL.block_bytes, SMALL.block_bytes]
+    layered = Bridge(ours, replace(SMALL, axis_order=LAYER_MAJOR), source.num_blocks)
+    assert layered.is_direct(read)
+    assert layered.direct(read).lengths.tolist() == [SMALL.layer_bytes] * 9
+    assert not bridge.is_direct(replace(read, first_token=2))
+
+
+@pytest.mark.parametrize("wire", ["", "int8"])
+@pytest.mark.parametrize("order", [BLOCK_MAJOR, LAYER_MAJOR])
+@pytest.mark.parametrize(("packing", "shapes"), [(ROWS, ()), (DOT, ()), (ROWS, UNLIKE)])
+def test_both_sides_name_the_same_content_alike(order: str, wire: str, packing: str, shapes: tuple[Shape, ...]) -> None:
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 4, 16, "m", order, 2, packing, layer_shapes=shapes)
+    source = make_memory(theirs, 6)
+    fill(source, 2)
+    assert source.region.view is not None
+    ours = make_memory(replace(theirs, axis_order=BLOCK_MAJOR), 6)
+    bridge = Bridge(ours, theirs, 6, wire)
+    segment = Segment(0, (4, 1, 3), (1,) * 3, 1, 2)
+    named = pool_checksums(source, segment.block_ids, 1, 2, wire or theirs.dtype)
+    assert len(named) == 3 * CHECKSUM_BYTES
+    staged = sent(source, segment, wire or theirs.dtype)
+    assert bridge.staged_checksums(memoryview(staged), segment) == named
+    damaged = bytearray(staged)
+    damaged[-1] ^= 1
+    found = bridge.staged_checksums(memoryview(damaged), segment)
+    assert found != named and found[: 2 * CHECKSUM_BYTES] == named[: 2 * CHECKSUM_BYTES]
+    if bridge.is_direct(Read(0, segment, (2, 0, 5), 0)):
+        read = Read(0, segment, (2, 0, 5), 0)
+        bring(bridge, source, ours, read)
+        assert bridge.direct_checksums(read) == named
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"model_id": "other"}, "model_id: m here, other there"),
+        ({"num_layers": 4}, "num_layers: 3 here, 4 there"),
+        ({"num_kv_heads": 4}, "num_kv_heads: 2 here, 4 there"),
+        ({"head_dim": 16}, "head_dim: 8 here, 16 there"),
+        ({"dtype": "float8"}, "dtype: 'float8' there is unknown"),
+        ({"axis_order": "slot,block"}, "axis_order: 'slot,block' there is unknown"),
+        ({"packing": "zip"}, "packing: 'zip' there is unknown"),
+        ({"packing": DOT}, "packing: blocks of 4 slots of 2 x 8 there cannot be 'dot'"),
+        ({"num_vectors": 1}, "num_vectors: 2 here, 1 there"),
+        ({"num_vectors": 3}, "num_vectors: 3 there is not in 1..2"),
+        ({"tensor_parallel": 3}, "2 heads there do not divide over 3 ranks"),
+        ({"tensor_parallel": 0}, "tensor_parallel: 0 there is not in 1..4096"),
+        ({"block_size": 0}, "block_size: 0 there is not in 1..65536"),
+        ({"block_size": 1 << 31}, "is not in 1..65536"),
+        ({"layer_shapes": ((2, 8), (2, 8), (1, 8))}, "layer 2: heads x dim 2 x 8 here, 1 x 8 there"),
+        ({"layer_shapes": ((2, 8), (1, 8))}, "layer_shapes: 2 there of 3 layers, the first 2 x 8"),
+        ({"layer_shapes": ((1, 8), (2, 8), (2, 8))}, "layer_shapes: 3 there of 3 layers, the first 1 x 8"),
+        ({"layer_shapes": ((2, 8), (0, 8), (2, 8))}, "layer_shapes: 0 x 8 there is no size of a layer"),
+        ({"layer_shapes": ((2, 8), (2, 1 << 17), (2, 8))}, "layer_shapes: 2 x 131072 there is no size"),
+        ({"layer_shapes": ((2, 8), (3, 8), (2, 8)), "tensor_parallel": 2}, "3 heads there do not divide over 2 ranks"),
+        ({"layer_shapes": ((2, 8), (2, 16), (2, 8)), "packing": DOT, "block_size": 16}, "there cannot be 'dot'"),
+    ],
+)
+def test_what_cannot_be_bridged_is_refused_side_by_side(change: dict[str, object], what: str) -> None:
+    with pytest.raises(LayoutMismatch) as caught:
+        Bridge(make_memory(SMALL, 2), replace(SMALL, **change), 8)  # type: ignore[arg-type]
+    assert what in caught.value.message
+    assert "Here | there: dtype float32 | " in caught.value.message
+
+
+@pytest.mark.parametrize("num_pool_blocks", [0, 1 << 62])
+def test_a_pool_that_cannot_be_is_refused(num_pool_blocks: int) -> None:
+    with pytest.raises(LayoutMismatch, match="claims a pool"):
+        Bridge(make_memory(SMALL, 2), SMALL, num_pool_blocks)
+
+
+def test_a_block_outside_the_sources_pool_is_refused() -> None:
+    bridge = Bridge(make_memory(SMALL, 2), replace(SMALL, dtype="bfloat16"), 8)
+    with pytest.raises(TransportError, match="does not have"):
+        bridge.staged(Segment(0, (8,), (1,), 0, 1), 0)
+
+
+def test_only_a_narrower_wire_differs_from_the_cache() -> None:
+    assert on_the_wire("float32", "") == "float32"
+    assert on_the_wire("float32", "bfloat16") == on_the_wire("bfloat16", "bfloat16") == "bfloat16"
+    assert on_the_wire("bfloat16", "int8") == "int8"
+    with pytest.raises(LayoutMismatch, match="'int4' is unknown"):
+        on_the_wire("float32", "int4")
+    assert piece_bytes(SMALL, "int8") == 2 * 4 * 2 * (8 + 4)
+
+
+def test_equal_packings_move_directly_and_others_do_not() -> None:
+    dot = replace(SMALL, block_size=16, head_dim=16, packing=DOT)
+    ours = make_memory(dot, 2)
+    read = Read(0, Segment(0, (4,), (1,), 0, dot.num_layers), (1,), 0)
+    assert Bridge(ours, dot, 8).is_direct(read)
+    assert not Bridge(ours, replace(dot, packing=ROWS), 8).is_direct(read)
+    # As wide as ours on the wire, and wider in the source's pool: nothing to copy straight.
+    narrow = make_memory(replace(dot, dtype="bfloat16"), 2)
+    assert not Bridge(narrow, dot, 8, "bfloat16").is_direct(read)
+
+
+def test_a_layout_that_says_no_packing_is_rows_and_of_keys_and_values() -> None:
+    message = SMALL.to_proto()
+    message.ClearField("packing")
+    message.ClearField("num_vectors")
+    assert KVLayout.from_proto(message) == SMALL
+
+
+def test_shapes_of_layers_are_told_and_too_many_are_not_kept() -> None:
+    layout = replace(SMALL, layer_shapes=((2, 8), (1, 32), (2, 8)))
+    assert KVLayout.from_proto(layout.to_proto()) == layout
+    message = layout.to_proto()
+    message.layer_shapes.extend([kv_pb2.LayerShape(num_kv_heads=2, head_dim=8)] * 5000)
+    with pytest.raises(LayoutMismatch, match=r"layer_shapes 2 of 2 x 8, 1 of 1 x 32 \| 4096 of 2 x 8, 1 of 1 x 32$"):
+        layout.check_bridge(KVLayout.from_proto(message))
+
+
+def test_layers_that_are_alike_though_it_says_of_each_are_bridged() -> None:
+    said = replace(SMALL, layer_shapes=((2, 8),) * 3)
+    bridge = Bridge(make_memory(SMALL, 8), said, 8)
+    assert bridge.direct(Read(0, Segment(0, (4, 5), (1, 1), 0, 3), (1, 2), 0)).lengths.tolist() == [
+        2 * SMALL.block_bytes
+    ]
+
+
+def test_latents_travel_once_between_any_numbers_of_ranks_and_sizes_of_blocks() -> None:
+    """One head of one vector, which every rank has: the source's first rank is read, and each of ours is given it."""
+    theirs = KVLayout("float32", 16, NUM_LAYERS, 1, 24, "m", BLOCK_MAJOR, tensor_parallel=2, num_vectors=1)
+    source = make_memory(theirs, 5)
+    fill(source, 3)
+    segment = Segment(0, (4, 1), (1, 1), 0, NUM_LAYERS)
+    for ours in (
+        replace(theirs, block_size=64, axis_order=LAYER_MAJOR, tensor_parallel=1),
+        replace(theirs, block_size=64, tensor_parallel=4),
+    ):
+        memory = make_memory(ours, 3)
+        bridge = Bridge(memory, theirs, 5)
+        assert bridge.num_bytes(segment) == 2 * NUM_LAYERS * 16 * 24 * 4  # of the two ranks one, of the two vectors one
+        bring(bridge, source, memory, Read(0, segment, (2,), 0))
+        for rank in range(ours.tensor_parallel):
+            for layer in range(NUM_LAYERS):
+                for token in range(32):
+                    at = index(ours, 3, (rank, 2, layer, 0, token, 0))
+                    there = index(theirs, 5, (0, segment.block_ids[token // 16], layer, 0, token % 16, 0))
+                    assert (numbers(memory)[at] == numbers(source)[there]).all(), (rank, layer, token)

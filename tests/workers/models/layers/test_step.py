@@ -1,0 +1,158 @@
+"""A step's words: what rank 0 says is what the others hear, and what cannot be said is refused."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diptych.workers.common.errors import InternalError
+from diptych.workers.core.sequence import ScheduledSequence
+from diptych.workers.models.layers.step import FIRST_WORDS, MAX_WORDS, Step, StepLimits, hear, tell
+
+from ....support.sequences import make_sequence
+
+LIMITS = StepLimits(block_size=4, num_blocks=50, max_context_tokens=40, vocab_size=60)
+
+
+class Wire:
+    """Both ends of a group of two, in one thread: what is broadcast first by rank 0 is received next by rank 1."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.sent: deque[Tensor] = deque()
+        self.is_receiving = False
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        return part
+
+    def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        return [part, part]
+
+    def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
+        return rows
+
+    def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
+        if self.is_receiving:
+            tensor.copy_(self.sent.popleft())
+        else:
+            self.sent.append(tensor.clone())
+
+
+def entry(num_computed: int, num_new: int, table: list[int], num_more: int = 0) -> ScheduledSequence:
+    """num_more: tokens that this step leaves."""
+    sequence = make_sequence(list(range(1, num_computed + num_new + num_more + 1)))
+    sequence.num_computed, sequence.block_table = num_computed, table
+    return ScheduledSequence(sequence, num_new)
+
+
+def example() -> Step:
+    """Two decodes (at 4 and at 9 tokens) and a chunk of 5 that starts at 3."""
+    entries = [entry(4, 1, [7, 8]), entry(9, 1, [1, 2, 3]), entry(3, 5, [4, 5, 6], num_more=1)]
+    return Step.of(entries, LIMITS.block_size, picks=True)
+
+
+def test_the_words_say_all() -> None:
+    step = Step.from_words(example().to_words(), LIMITS)
+    assert step.num_new.tolist() == [1, 1, 5]
+    assert step.context_lens.tolist() == [5, 10, 8]
+    assert step.tables.tolist() == [[7, 8, 0], [1, 2, 3], [4, 5, 0]]
+    assert step.token_ids.tolist() == [5, 10, 4, 5, 6, 7, 8]
+    assert step.sampled.tolist() == [0, 1]
+    assert step.num_tokens == 7
+    assert step.picks
+    rows = np.array([2, 3, 5], dtype=np.int32)
+    told = Step.from_words(replace(example(), prompt_rows=rows).to_words(), LIMITS)
+    assert (told.prompt_rows.tolist(), told.token_ids.tolist()) == ([2, 3, 5], step.token_ids.tolist())
+
+
+def test_what_the_layers_get_of_it() -> None:
+    cos_sin = torch.arange(40.0)[:, None].expand(-1, 2)
+    meta = example().meta((cos_sin,), LIMITS.block_size)
+    positions = [4, 9, 3, 4, 5, 6, 7]
+    assert meta.cos_sin[0][:, 0].tolist() == positions
+    blocks = [8, 3, 4, 5, 5, 5, 5]
+    assert meta.slots.tolist() == [b * 4 + p % 4 for b, p in zip(blocks, positions, strict=True)]
+    assert meta.paged.query_starts.tolist() == [0, 1, 2, 7]
+    with pytest.raises(InternalError, match="must come first"):
+        Step.of([entry(0, 2, [1]), entry(4, 1, [7, 8])], LIMITS.block_size).meta(cos_sin, LIMITS.block_size)
+    assert (meta.paged.host_context_lens, meta.paged.host_num_new, meta.paged.num_decodes) == ([5, 10, 8], [1, 1, 5], 2)
+
+
+def test_what_is_sampled_alone() -> None:
+    """A decode, and two tokens of the chunk."""
+    step = replace(example(), sampled=np.array([1, 3, 6], dtype=np.int32)).sampled_alone()
+    assert step.num_new.tolist() == [1, 1, 1]
+    assert step.context_lens.tolist() == [10, 5, 8]
+    assert step.tables.tolist() == [[1, 2, 3], [4, 5, 0], [4, 5, 0]]
+    assert (step.token_ids.tolist(), step.sampled.tolist()) == ([10, 5, 8], [0, 1, 2])
+
+
+@pytest.mark.parametrize("length", [1, FIRST_WORDS - 1, FIRST_WORDS, 3 * FIRST_WORDS])
+def test_what_is_told_is_heard(length: int) -> None:
+    wire, words = Wire(), np.arange(length, dtype=np.int32)
+    tell(wire, words)
+    assert len(wire.sent) == (1 if length < FIRST_WORDS else 2)
+    wire.is_receiving = True
+    assert hear(wire).tolist() == words.tolist()
+    assert not wire.sent
+
+
+@pytest.mark.parametrize("length", [0, -1, MAX_WORDS])
+def test_a_length_that_cannot_be_is_refused(length: int) -> None:
+    wire = Wire()
+    first = torch.zeros(FIRST_WORDS, dtype=torch.int32)
+    first[0] = length
+    wire.broadcast(first)
+    wire.is_receiving = True
+    with pytest.raises(InternalError, match="announces"):
+        hear(wire)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no header"),
+        ([1, 1, 0], "no header"),
+        ([0, 1, 0, 0, 0], "0 sequences"),
+        ([1, -1, 0, 0, 0, 1, 1, 7], "tables of -1"),
+        ([1, 1, -1, 0, 0, 1, 1, 7, 3], "-1 sampled rows"),
+        ([1, 1, 0, 2, 0, 1, 1, 7, 3], "picked 2"),
+        ([1, 1, 0, 0, 0, 1, 1, 3], "8 words for 1 x 1 blocks and 0 rows"),
+        ([1, 1, 0, 0, 0, 1, 1, 7, 8, 3], "it has 2 tokens"),
+        ([2, 1, 0, 0, 0, 0, 2, 1, 2, 7, 8, 3, 3], "no new token"),
+        ([1, 1, 0, 0, 0, 1, 1, 60, 3], "not in the vocabulary"),
+        ([1, 1, 0, 0, 0, 1, 1, -1, 3], "not in the vocabulary"),
+        ([1, 1, 1, 0, 0, 1, 1, 1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 1, 0, 0, 1, 1, -1, 7, 3], "sampled row does not exist"),
+        ([1, 1, 2, 0, 0, 2, 2, 1, 1, 7, 8, 3], "must ascend"),
+        ([1, 1, 0, 0, 0, 3, 2, 7, 7, 7, 3], "shorter than its new"),
+        ([1, 11, 0, 0, 0, 1, 41, 7, *range(11)], "41 tokens is too long"),
+        ([1, 1, 0, 0, 0, 1, 5, 7, 3], "do not hold 5"),
+        ([1, 1, 0, 0, 0, 1, 1, 7, 50], "a block that does not exist"),
+        ([1, 1, 0, 0, 0, 1, 1, 7, -1], "a block that does not exist"),
+        ([1, 1, 0, 0, -1, 1, 1, 7, 3], "-1 prompt rows"),
+        ([1, 1, 0, 0, 1, 1, 1, 1, 7, 3], "prompt row does not exist"),
+        ([1, 1, 0, 0, 2, 2, 2, 1, 1, 7, 8, 3], "prompt rows must ascend"),
+        ([1, 1, 1, 0, 1, 2, 2, 1, 1, 7, 8, 3], "a prompt row is sampled"),
+    ],
+)
+def test_malformed_words_are_refused(words: list[int], message: str) -> None:
+    with pytest.raises(InternalError, match=message):
+        Step.from_words(np.array(words, dtype=np.int32), LIMITS)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40))
+def test_any_words_are_a_step_or_refused(words: list[int]) -> None:
+    array = np.array(words, dtype=np.int32)
+    try:
+        step = Step.from_words(array, LIMITS)
+    except InternalError:
+        return
+    assert step.to_words().tolist() == words

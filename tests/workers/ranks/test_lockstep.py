@@ -1,0 +1,171 @@
+"""Who computes which step, and what becomes of the others where one ends. A step is a barrier here."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from diptych.workers.common.errors import PeerLost, RankLost
+from diptych.workers.core.sequence import SampledToken
+from diptych.workers.parallel.rendezvous import Doors, Seat, meet
+from diptych.workers.ranks.lockstep import Lockstep, is_due
+
+END_S = 20.0  # for what must happen; no test passes by waiting
+
+
+@pytest.mark.parametrize(
+    ("rung", "has_batch", "is_idle", "expected"),
+    [
+        ([0, 0], False, True, False),  # nobody has anything
+        ([0, 0], True, False, True),
+        ([0, 3], False, True, True),  # one of the others has
+        ([3, 3], False, False, False),  # our engine will say in a moment what it has
+        ([3, 3], True, False, True),
+        ([2, 2], False, True, False),  # of the step before
+    ],
+)
+def test_who_enters_step_3(rung: list[int], has_batch: bool, is_idle: bool, expected: bool) -> None:
+    assert is_due(3, rung, has_batch, is_idle) == expected
+
+
+class Member:
+    """One of a group: `steps` says of each step whether it had a batch for it."""
+
+    def __init__(self, doors: Doors, barrier: threading.Barrier) -> None:
+        self.steps: list[str] = []
+        self.losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+        self.doors, self.barrier = doors, barrier
+        self.lane = Lockstep(doors, self, self.losses.put, None)
+
+    def serve(self) -> None:
+        self.compute("served")
+
+    def leave(self) -> None:
+        """As connections end."""
+        self.barrier.abort()
+
+    def compute(self, what: str) -> list[SampledToken]:
+        self.steps.append(what)
+        try:
+            self.barrier.wait(END_S)
+        except threading.BrokenBarrierError as e:
+            raise RankLost("somebody did not do its part") from e
+        return []
+
+    def run(self) -> list[SampledToken]:
+        return self.lane.submit(lambda: self.compute("batch")).result(END_S)
+
+
+@pytest.fixture(params=[2, 3])
+def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Member]]:
+    size, barrier = request.param, threading.Barrier(request.param)
+    with ThreadPoolExecutor(size) as pool:
+        seats = [Seat(rank, size, tmp_path / "meeting") for rank in range(size)]
+        found = [Member(doors, barrier) for doors in pool.map(lambda seat: meet(seat, ""), seats)]
+    yield found
+    barrier.abort()
+    for member in found:
+        member.lane.close()
+        member.lane.close()
+
+
+def test_the_idle_serve_as_often_as_one_computes(members: list[Member]) -> None:
+    first, *others = members
+    for _ in range(5):
+        assert first.run() == []
+    first.lane.check()
+    for i, member in enumerate(members):
+        assert member.run() == []
+        member.lane.check()
+        for other in members:
+            if other is not member:
+                assert other.steps[5 : 5 + i].count("batch") == (other in members[:i])
+    assert first.steps[:6] == ["batch"] * 6
+    for other in others:
+        assert other.steps[:6] == ["served"] * 6
+        assert len(other.steps) == len(first.steps) == 5 + len(members)
+
+
+def test_the_busy_share_their_steps(members: list[Member]) -> None:
+    """Each is between two steps now and then; those who are ahead wait for it."""
+
+    def work(member: Member) -> None:
+        for _ in range(20):
+            member.run()
+        member.lane.check()
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        list(pool.map(work, members))
+    assert len({len(member.steps) for member in members}) == 1
+    for member in members:
+        first = member.steps.index("batch")
+        assert member.steps[first : first + 20] == ["batch"] * 20
+
+
+def test_what_was_given_up_is_not_computed(members: list[Member]) -> None:
+    """And no step is begun for it: the others would wait in it."""
+    first, other, *_ = members
+    held, go_on = threading.Event(), threading.Event()
+
+    def slow() -> list[SampledToken]:
+        held.set()
+        go_on.wait(END_S)
+        return first.compute("batch")
+
+    running = first.lane.submit(slow)
+    held.wait(END_S)
+    waiting = first.lane.submit(lambda: first.compute("never"))
+    assert waiting.cancel()
+    go_on.set()
+    running.result(END_S)
+    first.lane.check()
+    other.run()
+    other.lane.check()
+    first.run()
+    assert "never" not in first.steps and first.steps.count("batch") == 2
+
+
+def test_a_step_that_fails_ends_all(members: list[Member]) -> None:
+    first, *others = members
+
+    go_on = threading.Event()
+
+    def fail() -> list[SampledToken]:
+        go_on.wait(END_S)
+        raise ValueError("a bug")
+
+    failing = first.lane.submit(fail)
+    waiting = [other.lane.submit(lambda other=other: other.compute("batch")) for other in others]
+    go_on.set()
+    with pytest.raises(RankLost, match=r"worker 0 .* failed in a step \(a bug\)"):
+        failing.result(END_S)
+    assert type(failing.exception()) is RankLost
+    assert "a bug" in first.losses.get(timeout=END_S).message
+    for future, other in zip(waiting, others, strict=True):
+        with pytest.raises(PeerLost, match="that share experts ended"):
+            future.result(END_S)
+        assert other.losses.get(timeout=END_S) is future.exception()
+        with pytest.raises(PeerLost, match="that share experts ended"):
+            other.lane.check()
+        with pytest.raises(PeerLost, match="that share experts ended"):
+            other.run()
+
+
+def test_one_that_rings_for_a_step_beyond_the_next_is_not_followed(members: list[Member]) -> None:
+    members[0].doors.ring(9)
+    found = [other.losses.get(timeout=END_S).message for other in members[1:]]
+    assert any("rang for step 9 before step 1" in message for message in found)
+
+
+def test_one_that_closes_is_missed_at_once_by_the_idle(members: list[Member]) -> None:
+    first, *others = members
+    first.run()
+    first.lane.close()
+    for other in others:
+        assert "that share experts ended" in other.losses.get(timeout=END_S).message
+    assert first.losses.empty()
+    with pytest.raises(RankLost, match="closing"):
+        first.lane.check()

@@ -1,0 +1,106 @@
+"""protobuf <-> Request. Values received are checked by Request.validate, counts and sizes here. No torch."""
+
+from typing import Any
+
+from ...proto import inference_pb2, worker_pb2
+from .errors import InvalidRequest
+from .logit_bias import LogitBias
+from .names import check_lengths
+from .request import NO_BIAS, FinishReason, Request, SamplingParams, check_counts, check_prompt_length
+from .role import Role
+
+MAX_MESSAGE_BYTES = 64 << 20
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that is gone without a FIN (power, SIGSTOP, a cut cable) is noticed by these pings.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+    ("grpc.so_reuseport", 0),
+)
+PROTOCOL_VERSION = 3
+
+ROLE_TO_PROTO = {
+    Role.PREFILL: worker_pb2.ROLE_PREFILL,
+    Role.DECODE: worker_pb2.ROLE_DECODE,
+    Role.MIXED: worker_pb2.ROLE_MIXED,
+}
+ROLE_FROM_PROTO = {v: k for k, v in ROLE_TO_PROTO.items()}
+FINISH_TO_PROTO = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+FINISH_FROM_PROTO = {v: k for k, v in FINISH_TO_PROTO.items()}
+
+_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+)
+
+
+def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.SamplingParams:
+    message = inference_pb2.SamplingParams(logit_bias=sampling.logit_bias, stop_token_ids=sampling.stop_token_ids)
+    for name in _SCALARS:
+        if (value := getattr(sampling, name)) is not None:
+            setattr(message, name, value)
+    return message
+
+
+def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) -> SamplingParams:
+    """Fields absent on the wire take `defaults`, then SamplingParams' own. Raises InvalidRequest for lists that are too
+    long to be copied."""
+    check_counts(len(message.logit_bias), len(message.stop_token_ids))
+    given: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
+    return SamplingParams(
+        **(defaults | given),
+        logit_bias=LogitBias(message.logit_bias) if message.logit_bias else NO_BIAS,
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> Request:
+    """Raises InvalidRequest or PromptTooLong for lists that are too long to be copied, and for names too long to be
+    kept."""
+    check_lengths(InvalidRequest, request_id=message.request_id, handoff_id=message.offer.handoff_id)
+    for source in (message.source, message.prefix):
+        check_lengths(
+            InvalidRequest, handoff_id=source.handoff_id, address=source.address, incarnation=source.incarnation
+        )
+    check_prompt_length(len(message.prompt_token_ids) + len(message.output_token_ids), max_context_tokens)
+    return Request(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        timeout_s=message.timeout_s,
+        cache_salt=message.cache_salt,
+        num_alone=message.num_alone,
+        first_prompt_logprob=max(message.first_prompt_logprob, 1),
+    )
+
+
+def submit_from_request(handle: int, request: Request, output_token_ids: list[int]) -> worker_pb2.Submit:
+    return worker_pb2.Submit(
+        handle=handle,
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=output_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        timeout_s=request.timeout_s,
+        cache_salt=request.cache_salt,
+        first_prompt_logprob=request.first_prompt_logprob,
+    )

@@ -1,0 +1,102 @@
+"""How a Runner computes what it was given: when it is waited for, or at once on a thread of its own. Knows no batch."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
+from typing import Protocol
+
+from ..common.cores import bind_this_thread
+from .runner import Launched, LayerWatch
+from .sequence import SampledToken
+
+Compute = Callable[[], list[SampledToken]]
+
+
+class Deferred:
+    """A Launched that is computed when it is waited for, by whoever waits."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+
+    def tokens(self) -> list[SampledToken]:
+        return self._compute()
+
+    def abandon(self) -> None:
+        """It has not begun."""
+
+
+class Lane(Protocol):
+    """Computes what it is given, one after another, on a thread of its own."""
+
+    @property
+    def feeds(self) -> bool:
+        """Whether it is given a step before the one ahead of it is over."""
+        ...
+
+    def submit(self, compute: Compute) -> "Future[list[SampledToken]]": ...
+
+    def check(self) -> None:
+        """There is nothing to compute. See Runner.check."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent; returns when nothing is computed any more."""
+        ...
+
+
+class OwnThread:
+    """A Lane. It stays on `cores`, where there are any."""
+
+    feeds = True
+
+    def __init__(self, cores: Sequence[int] | None) -> None:
+        self._executor = ThreadPoolExecutor(1, "diptych-compute", initializer=bind_this_thread, initargs=(cores,))
+
+    def submit(self, compute: Compute) -> "Future[list[SampledToken]]":
+        return self._executor.submit(compute)
+
+    def check(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
+def launch_on(lane: Lane, make: Callable[[LayerWatch | None], Compute], watch: LayerWatch | None) -> Launched:
+    """`make` gives what computes, and tells the watch that it is given; `watch` hears of it where the tokens are waited
+    for, on that thread."""
+    if watch is None:
+        return _Queued(lane.submit(make(None)))
+    told: SimpleQueue[int | None] = SimpleQueue()
+    future = lane.submit(make(LayerWatch(watch.ends, told.put)))
+    future.add_done_callback(lambda _: told.put(None))
+    return _Watched(future, watch, told)
+
+
+class _Queued:
+    def __init__(self, future: "Future[list[SampledToken]]") -> None:
+        self._future = future
+
+    def tokens(self) -> list[SampledToken]:
+        return self._future.result()
+
+    def abandon(self) -> None:
+        if not self._future.cancel():
+            self._future.exception()
+
+
+class _Watched(_Queued):
+    def __init__(
+        self, future: "Future[list[SampledToken]]", watch: LayerWatch, told: "SimpleQueue[int | None]"
+    ) -> None:
+        """`told`: layers, and None when nothing more comes."""
+        super().__init__(future)
+        self._watch, self._told = watch, told
+
+    def tokens(self) -> list[SampledToken]:
+        try:
+            while (end := self._told.get()) is not None:
+                self._watch.reached(end)
+        finally:
+            wait([self._future])  # whatever went wrong, nothing is computed any more
+        return super().tokens()

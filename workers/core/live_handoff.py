@@ -1,0 +1,53 @@
+"""What a running sequence's hand-off takes at its sink, and when its source stops for it. Pure.
+
+    offer ──the sink reads what there was──> it follows what is made meanwhile ──near, or no nearer──> seal
+       └── `slack_tokens` made since the offer: the sequence waits for its sink
+
+Workers act by it; routers reckon with the same numbers (cluster/routing/migration.py).
+"""
+
+from collections.abc import Sequence
+
+from ..kv.layout import blocks_for
+from ..kv.segment import Segment
+
+# That a running sequence may fill between its offer and its seal, however short it is: asking and answering takes time.
+SLACK_BLOCKS = 8
+# Of what there is at the offer: so much more while that is read. A link moves KV at least 16 times as fast as decoding
+# makes it.
+SLACK_SHARE = 1 / 16
+# Unread ones with which a sequence stops: they are read beside the last one, which changes until then.
+NEAR_BLOCKS = 2
+
+
+def slack_tokens(num_tokens: int, block_size: int) -> int:
+    """How many tokens a sequence may make before it waits for its sink, offered when it had `num_tokens`."""
+    return (SLACK_BLOCKS + int(blocks_for(num_tokens, block_size) * SLACK_SHARE)) * block_size
+
+
+def offered_tokens(num_tokens: int, num_remaining: int, block_size: int) -> int:
+    """For how many tokens the sink reserves blocks."""
+    return num_tokens + min(slack_tokens(num_tokens, block_size), num_remaining)
+
+
+def headroom_blocks(num_running: int, num_blocks: int) -> int:
+    """Free blocks that a worker keeps for its running sequences when it reserves some for arriving KV."""
+    return min(num_running, num_blocks // 8)
+
+
+class SinkLag:
+    """How far a sink is behind its source, by the sink's words."""
+
+    def __init__(self) -> None:
+        self._num_unread: int | None = None  # blocks, when it last said so
+
+    def must_stop(self, segments: Sequence[Segment], num_read: int) -> bool:
+        """Whether the source stops now. `num_read`: of the segments that are announced, the first that the sink has
+        read."""
+        if not segments:
+            return True  # there is no more than the last block, which is announced then
+        if not 0 < num_read <= len(segments):
+            return False
+        before = self._num_unread
+        self._num_unread = len({position for segment in segments[num_read:] for position in segment.positions})
+        return self._num_unread <= NEAR_BLOCKS or (before is not None and self._num_unread >= before)

@@ -1,0 +1,98 @@
+"""What an engine needs of the thing that computes: ModelRunner (torch) and FakeRunner (by hand) both are Runners."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto import inference_pb2
+from ..common.request import SamplingParams
+from ..kv.layout import KVLayout, KVMemory
+from .sequence import Batch, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    name: str
+    architecture: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    num_experts: tuple[int, ...] = ()  # of each layer; empty: no layer has any
+
+    def to_proto(self, version: str) -> inference_pb2.ModelInfo:
+        return inference_pb2.ModelInfo(
+            name=self.name,
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            max_context_tokens=self.max_context_tokens,
+            eos_token_ids=self.eos_token_ids,
+            dtype=self.dtype,
+            version=version,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWatch:
+    """Wants to hear, while a step runs, how many of the layers hold the KV of all of the step's tokens."""
+
+    ends: Sequence[int]  # layers, ascending; the last is all of them
+    reached: Callable[[int], object]  # called once with each of `ends`, in order, on the engine's thread
+
+
+class Launched(Protocol):
+    """A step that was launched."""
+
+    def tokens(self) -> list[SampledToken]:
+        """Wait until it is computed: one sampled token for each entry that `samples`, in order. Once; raises whatever
+        went wrong."""
+        ...
+
+    def abandon(self) -> None:
+        """Nobody wants its tokens any more: returns once nothing of it runs, and raises nothing."""
+        ...
+
+
+class Runner(Protocol):
+    """Owns weights and KV memory. `max_context_tokens` never exceeds what the KV memory can hold."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def memory(self) -> KVMemory: ...
+
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+        """Compute the new tokens of a batch that is not empty into the cache, and sample; returns at once where it can.
+
+        When `watch` is told, the KV of those layers is in memory that transports may read, of every rank. A batch that
+        is `fed_by` another is launched while that one, and no other, is under way; what is launched is computed in
+        order.
+        """
+        ...
+
+    def feeds(self, sampling: SamplingParams) -> bool:
+        """Whether a sequence that is sampled so may be in a batch that is `fed_by` another, without its last token."""
+        ...
+
+    def expert_tokens(self) -> npt.NDArray[np.int64] | None:
+        """[layers, experts]: how many tokens have gone to each since the start; None: the model has no experts. A step
+        that is under way may be counted in part."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the KV of all layers and ranks, (from, to); nothing is under way. Only a source is in two pairs."""
+        ...
+
+    def check(self) -> None:
+        """Asked at once when there is nothing more to compute, and now and then while that lasts; does not wait. Raises
+        RankLost where nothing could be computed any more."""
+        ...
+
+    def close(self) -> None: ...

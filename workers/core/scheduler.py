@@ -1,0 +1,398 @@
+"""Picks the sequences of the next step. Knows tokens and blocks, never a tensor, a clock or a socket.
+
+    add ─> waiting ──admitted──> prefilling ──all computed──> decoding ──> remove | detach
+              ^                      └──────── preempted ────────┘
+
+One budget a step: running decodes first (one token each), then prefill chunks of admitted sequences, then admission of
+waiting ones (waiting_queue.py says who is next). It is counted in tokens and, beside decodes, in seconds, by what steps
+were measured to cost (step_cost.py). Where steps failed with a sequence before, it is computed alone (suspects.py). A
+sequence gets the blocks of all its tokens when it is admitted and one more whenever a decode crosses a block's end;
+where none is left, the youngest sequence is preempted: its blocks are freed, its tokens kept, and it is computed again
+later (recompute, PagedAttention §4.5).
+
+A waiting sequence is not admitted while another computes blocks that it can share (shared_prompts.py). Work per step is
+O(sequences that run), with a small constant: decodes keep their entries from step to step.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..common.role import Role
+from ..kv.layout import blocks_for
+from .block_manager import BlockManager
+from .prefix_cache import PrefixCache
+from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from .shared_prompts import SharedPrompts
+from .step_cost import Budget, StepCost, StepWork, target_s
+from .suspects import Suspects
+from .waiting_queue import WaitingQueue
+
+MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
+LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
+TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_batch_tokens: int = 2048  # a step's budget
+    chunk_tokens: int = 0  # a sequence's share of it while prefilling; 0: no limit but the budget
+    max_running: int = 256
+    decode_role_prefill_tokens: int = 256  # prefill tokens a step beside running decodes, in the decode role
+    target_step_s: float | None = None  # with running decodes; 0: no matter; None: see step_cost.target_s
+    tpot_s: float = TPOT_S  # what that aims at
+    ttft_s: float = 1.0  # time to first token that the order of admission aims at
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, manager: BlockManager, cache: PrefixCache) -> None:
+        self.config = config
+        self.role = Role.MIXED
+        self.cost = StepCost()
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of admitted sequences, once each
+        self.num_cached_tokens = 0  # of those, not computed
+        self._manager = manager
+        self._cache = cache
+        self._queue = WaitingQueue()
+        self._shared = SharedPrompts(manager, cache, self._queue)
+        self._suspects = Suspects()
+        # Dicts as ordered sets: O(1) removal. The last to run is the youngest.
+        self._running: dict[Sequence, None] = {}
+        self._prefilling: dict[Sequence, None] = {}
+        self._decoding: dict[Sequence, ScheduledSequence] = {}
+        self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Not yet computed, of all sequences that do not decode. O(those that run)."""
+        return self._queue.num_tokens + sum(s.num_uncomputed for s in self._prefilling if not s.is_decoding)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or len(self._queue))
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self._running
+        yield from self._queue
+
+    def tables(self) -> Iterator[list[int]]:
+        """All blocks that are held here."""
+        for sequence in self.sequences():
+            yield sequence.block_table
+        yield self._shared.held_blocks()
+
+    def slack_s(self, num_tokens: int, timeout_s: float) -> float:
+        """How long a request with so many tokens to compute may wait, for its first token to come in time. What cannot
+        come in time any more waits like all others, and does not go before them."""
+        goal_s = min(self.config.ttft_s, timeout_s)
+        compute_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
+        return goal_s - compute_s if compute_s < goal_s else goal_s
+
+    # -- who is here ------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that has no blocks."""
+        assert not sequence.block_table and sequence.num_computed == 0
+        self._shared.stopped(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self._suspects.add(sequence)
+        self._queue.enter(sequence)
+        self._queue.add(sequence)
+
+    def expect(self, sequence: Sequence) -> None:
+        """Its prefix is on the way, the rest will be computed here: who needs the same waits, until it is here (`add`,
+        `add_running`) or given up."""
+        self._cache.name(sequence)
+        self._shared.computes(sequence)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """What was expected will not run."""
+        self._shared.stopped(sequence)
+
+    def add_running(self, sequence: Sequence) -> None:
+        """Take a sequence whose KV arrived with its blocks (the sink side of a hand-off)."""
+        assert sequence.num_uncomputed >= 1
+        self._suspects.add(sequence)
+        self._queue.enter(sequence)
+        self._run(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished or aborted sequence and release its blocks."""
+        self.detach(sequence)
+        self._release(sequence)
+
+    def detach(self, sequence: Sequence) -> None:
+        """Forget a sequence and leave its blocks with the caller."""
+        self._suspects.discard(sequence)
+        if self._queue.discard(sequence):
+            self._shared.forget(sequence)
+        else:
+            self._stop(sequence)
+        self._queue.leave(sequence)
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt, of which so much was found in the prefix cache."""
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+
+    def measured(self, batch: Batch, seconds: float) -> None:
+        """The batch took so long; call it before what was computed is counted."""
+        if self._suspects.sequences:
+            self._suspects.computed(batch)
+        if self.config.target_step_s != 0 and batch.prompt_logprobs is None:  # those take longer than their tokens do
+            work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
+            for entry in batch.entries[batch.num_decodes :]:
+                work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
+            self.cost.add(work, seconds)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch:
+        """The next step's batch; empty when nothing can run."""
+        self._end_prefills()
+        if not self._suspects.sequences:
+            return self._together()
+        if self._suspects.take_turn():
+            return self._alone() or self._together()
+        return self._together() or self._alone()
+
+    def _alone(self) -> Batch:
+        """The next step of a sequence that is computed alone; empty where none of them can run."""
+        sequence, budget = self._suspects.first(self._running), Budget(self.config.max_batch_tokens, StepWork())
+        entries = [entry for entry in self._schedule_decodes() if entry.sequence is sequence]
+        num_decodes = len(entries)
+        copies: list[tuple[int, int]] = []
+        if sequence in self._prefilling:
+            self._add_chunk(sequence, entries, budget)
+        elif sequence is None and self._queue.peek() in self._suspects:
+            self._admit(entries, budget, copies)
+        return Batch.of(entries, num_decodes, copies)
+
+    def _together(self) -> Batch:
+        """A step of all that are not computed alone."""
+        entries = self._schedule_decodes()
+        if self._suspects.sequences:
+            entries = self._suspects.left_out_of(entries)
+        num_decodes = len(entries)
+        budget = self._prefill_budget(entries)
+        self._schedule_prefills(entries, budget)
+        copies: list[tuple[int, int]] = []
+        self._admit(entries, budget, copies)
+        return Batch.of(entries, num_decodes, copies)
+
+    def schedule_ahead(self, under_way: Batch) -> Batch | None:
+        """The batch after one that is still computed, if all that it does is to decode on: as if no sequence stopped by
+        the token that it is about to get. What turns out to have stopped is left out of what that batch yields.
+
+        None where there is more to decide, or memory runs short: then the step waits for the one before it.
+        """
+        block_size, running = self._cache.block_size, self._running
+        entries: list[ScheduledSequence] = []
+        fed_by: list[int] = []
+        growing: list[Sequence] = []
+        num_left = 0
+        for i, entry in enumerate(under_way.entries):
+            sequence = entry.sequence
+            if sequence not in running:
+                continue  # it ended meanwhile
+            if not sequence.is_fed or sequence.handoff_id is not None or sequence.provisional is not None:
+                return None
+            is_decode = i < under_way.num_decodes
+            if not is_decode and (not entry.samples or len(self._queue)):
+                return None  # who waits may share what this prompt has computed
+            num_left += 1
+            num_tokens = len(sequence.token_ids) + 1
+            if num_tokens < sequence.end:
+                entries.append(entry if is_decode else ScheduledSequence(sequence, 1))
+                fed_by.append(i)
+                if num_tokens > len(sequence.block_table) * block_size:
+                    growing.append(sequence)
+        is_whole = num_left == len(running)  # nobody else has something to compute
+        if not entries or not is_whole or self._may_admit(len(running) - len(entries)):
+            return None
+        if len(growing) > self._manager.num_free:
+            return None
+        for sequence in growing:
+            sequence.block_table += self._manager.allocate(1)
+        return Batch(entries, len(entries), fed_by=fed_by)
+
+    def _may_admit(self, num_ending: int) -> bool:
+        """Whether somebody waits who could join the next step, of which so many have ended."""
+        if not len(self._queue) or (not num_ending and len(self._running) >= self.config.max_running):
+            return False
+        sequence = self._queue.peek()
+        return num_ending > 0 or sequence is None or not self._is_stuck(sequence)
+
+    def _end_prefills(self) -> None:
+        """Who has nothing left but its last token decodes from now on."""
+        for sequence in list(self._prefilling):
+            self._shared.computed(sequence)
+            if sequence.is_decoding:
+                del self._prefilling[sequence]
+                self._decoding[sequence] = ScheduledSequence(sequence, 1)
+
+    def _schedule_decodes(self) -> list[ScheduledSequence]:
+        decoding, block_size = self._decoding, self._cache.block_size
+        num_rows = self.config.max_running - len(self._prefilling)  # those that arrived by hand-off may be more
+        limit = max(min(self.config.max_batch_tokens - bool(self._prefilling), num_rows), 1)
+        if len(decoding) > limit:
+            self._take_turns(limit)
+        for sequence in [s for s in decoding if len(s.token_ids) > len(s.block_table) * block_size and not s.is_held]:
+            if sequence in decoding:  # one that grew before us may have preempted us
+                self._grow(sequence)
+        return [entry for sequence, entry in decoding.items() if not sequence.is_held][:limit]
+
+    def _take_turns(self, limit: int) -> None:
+        """More decode than fit into a step: who was served last comes last."""
+        for sequence in list(self._decoding)[:limit]:
+            self._decoding[sequence] = self._decoding.pop(sequence)
+
+    def _prefill_budget(self, decodes: list[ScheduledSequence]) -> Budget:
+        config = self.config
+        num_tokens = config.max_batch_tokens - len(decodes)
+        if decodes and self.role is Role.DECODE:
+            num_tokens = min(num_tokens, config.decode_role_prefill_tokens)
+        may_admit = len(self._queue) and len(self._running) < config.max_running
+        if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
+            return Budget(num_tokens, StepWork())
+        work = self._decode_work([e.sequence for e in decodes])
+        if config.target_step_s is not None:
+            return Budget(num_tokens, work, config.target_step_s or math.inf)
+        if self.role is Role.PREFILL:
+            return Budget(num_tokens, work)
+        num_left = sum([e.sequence.end for e in decodes]) - work.num_context
+        target = target_s(self.cost, work, self.num_waiting_tokens, num_left)
+        return Budget(num_tokens, work, max(config.tpot_s, target))
+
+    def _schedule_prefills(self, entries: list[ScheduledSequence], budget: Budget) -> None:
+        for sequence in self._prefilling:
+            if budget.is_spent or len(entries) >= self.config.max_running:
+                break
+            if sequence not in self._suspects:
+                self._add_chunk(sequence, entries, budget)
+
+    def _admit(self, entries: list[ScheduledSequence], budget: Budget, copies: list[tuple[int, int]]) -> None:
+        for _ in range(MAX_LOOKED_AT):
+            if budget.is_spent or len(self._running) >= self.config.max_running:
+                return
+            sequence = self._queue.peek()
+            if sequence is None or self._is_stuck(sequence):
+                return
+            cached = self._cache.match(sequence)
+            if self._shared.park(sequence, len(cached)):
+                continue
+            if not self._take_blocks(sequence, cached, copies):
+                return
+            self._queue.pop(sequence.num_uncomputed)
+            self._run(sequence)
+            self._shared.computes(sequence)
+            if sequence not in self._suspects or not entries:
+                self._add_chunk(sequence, entries, budget)
+            if entries and entries[0].sequence in self._suspects:
+                return
+
+    def _is_stuck(self, sequence: Sequence) -> bool:
+        """There were not enough blocks for it, and neither have some come free nor can it share one more: a sequence
+        that waits for memory is not looked up anew in every step."""
+        if self._stuck is None:
+            return False
+        stuck, num_free, missing = self._stuck
+        if stuck is sequence and self._manager.num_free <= num_free and not (missing and self._cache.holds(missing)):
+            return True
+        self._stuck = None
+        return False
+
+    def _take_blocks(self, sequence: Sequence, cached: list[int], copies: list[tuple[int, int]]) -> bool:
+        """Give it blocks for all its tokens; False: there are too few."""
+        block_size, manager = self._cache.block_size, self._manager
+        # Sharing first keeps the allocation from evicting what was just found.
+        manager.share(cached)
+        num_needed = blocks_for(sequence.num_tokens, block_size) - len(cached)
+        if num_needed > manager.num_free:
+            self._shared.drop_tails()
+        if num_needed > manager.num_free:
+            manager.release(cached)
+            missing = sequence.block_hashes[len(cached) : sequence.max_cached // block_size]
+            self._stuck = sequence, manager.num_free, missing[0] if missing else None
+            return False
+        sequence.block_table = cached + manager.allocate(num_needed)
+        sequence.num_computed = len(cached) * block_size
+        tail = self._shared.take_tail(sequence)
+        if tail is not None:
+            copies.append((tail, sequence.block_table[len(cached)]))
+            sequence.num_computed = sequence.num_tokens - 1
+        if not self._queue.is_preempted(sequence):
+            sequence.num_cached = sequence.num_computed
+            self.count_prompt(sequence.num_tokens, sequence.num_computed)
+        return True
+
+    def _add_chunk(self, sequence: Sequence, entries: list[ScheduledSequence], budget: Budget) -> None:
+        num_left, start = sequence.num_uncomputed, sequence.num_computed
+        num_new = min(num_left, budget.num_tokens, self.config.chunk_tokens or num_left)
+        if budget.target_s < math.inf:
+            fitting = self.cost.prefill_tokens(budget.work, start, budget.target_s)
+            if fitting < num_new:  # and nothing after it
+                budget.num_tokens = num_new = min(num_new, max(fitting, LEAST_PREFILL_TOKENS - budget.work.num_prefill))
+        if num_new > 0:
+            budget.work = budget.work.with_chunk(start, num_new)
+            budget.num_tokens -= num_new
+            entries.append(ScheduledSequence(sequence, num_new))
+
+    def copied(self, batch: Batch) -> None:
+        """The batch's copies are made, or never will be."""
+        self._manager.release([source for source, _ in batch.copies])
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Make room for one more token, preempting if need be: perhaps `sequence` itself."""
+        if self._manager.num_free == 0:
+            self._shared.drop_tails()
+        while self._manager.num_free == 0:
+            victim = self._victim() or sequence
+            self._preempt(victim)
+            if victim is sequence:
+                return
+        sequence.block_table += self._manager.allocate(1)
+
+    def _victim(self) -> Sequence | None:
+        """The youngest running sequence. A source's blocks are leased: preempting it would free nothing. A provisional
+        one is not its own yet: it commits in a moment, or frees them all."""
+        return next((s for s in reversed(self._running) if s.handoff_id is None and s.provisional is None), None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.status = SequenceStatus.WAITING
+        self._queue.add_preempted(sequence)
+        self.num_preemptions += 1
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self._running[sequence] = None
+        self._prefilling[sequence] = None
+
+    def _stop(self, sequence: Sequence) -> None:
+        """It runs no more; its blocks are its own still."""
+        self._shared.stopped(sequence)
+        del self._running[sequence]
+        self._prefilling.pop(sequence, None)
+        self._decoding.pop(sequence, None)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._manager.release(sequence.block_table)
+        sequence.block_table = []
+
+    @staticmethod
+    def _decode_work(decoding: list[Sequence]) -> StepWork:
+        return StepWork(len(decoding), sum([len(s.token_ids) for s in decoding]))

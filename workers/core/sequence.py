@@ -1,0 +1,183 @@
+"""A Sequence is a request being computed on one worker; a Batch is the sequences of one step.
+
+Life of a sequence:  WAITING -> RUNNING -> FINISHED
+                        ^          |
+                        └──────────┘ preempted: its blocks are freed, its tokens kept
+    IMPORTING (a sink: its KV is on the way) -> RUNNING, at first provisionally
+    RUNNING -> HANDED_OFF (a source: its blocks now belong to the hand-off)
+
+One rule covers prefill, chunks, decode, preemption, resumption and hand-off alike: a sequence has `token_ids` (prompt
+and output) of which the first `num_computed` have their KV in the cache. A step computes some of the rest; a token is
+sampled exactly when none is left. Decode is the case where one is left.
+"""
+
+import enum
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..common.request import FinishReason, Request
+from ..common.timings import SequenceClock
+
+if TYPE_CHECKING:
+    from ..common.prompt_logprobs import PromptLogprobs  # brings numpy, which clients of the cluster do without
+
+NEVER = 1 << 60  # a position that no sequence reaches
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"
+    IMPORTING = "importing"
+    RUNNING = "running"
+    HANDED_OFF = "handed_off"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    key: str  # the worker's name for it; request ids repeat when a request is resumed
+    request: Request
+    token_ids: list[int]  # prompt and output
+    num_prompt: int
+    deadline: float  # on the worker's monotonic clock, seconds
+    arrival: int  # admission order; smaller is older
+    due: float = 0.0  # when its first token should be there, less what that takes; same clock
+    end: int = NEVER  # it ends when it has so many tokens
+    min_end: int = 0  # ... and, once it has so many, with one of these:
+    stop_ids: frozenset[int] = frozenset()
+    is_fed: bool = False  # a step of it may be launched before its last token is known: see Runner.feeds
+    handoff_id: str | None = None  # the source side of a hand-off
+    is_held: bool = False  # it has made what was offered, or what it may make provisionally: it waits for its peer
+    provisional: "Provisional | None" = None  # a sink, until the release is answered
+    num_alone: int = 0  # tokens that it makes yet in steps of its own: see suspects.py
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0  # tokens whose KV is in the cache
+    num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission
+    num_resumed: int = 0  # output tokens that another worker made before
+    next_prompt_logprob: int = NEVER  # position in the prompt of the first token whose log-probability is due
+    clock: SequenceClock | None = None  # until its first token here
+    block_table: list[int] = field(default_factory=list[int])
+    block_hashes: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as known
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """It never grows beyond so many."""
+        return self.num_prompt + self.request.sampling.max_tokens
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_cached(self) -> int:
+        """So many tokens need not be computed where their KV is known: the logits of those after them are needed."""
+        return min(len(self.token_ids), self.next_prompt_logprob) - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_uncomputed == 1 and self.num_output > 0
+
+    @property
+    def why_not_offered(self) -> str | None:
+        """Why it cannot be handed off while it runs; None: it can be."""
+        if self.handoff_id is not None:
+            return "the sequence is being handed off already"
+        if self.status is not SequenceStatus.RUNNING or not self.is_decoding or self.provisional is not None:
+            return "the sequence is not decoding: it can be handed off once it has its first token here"
+        return None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of its last token; None: it goes on."""
+        num_tokens = len(self.token_ids)
+        if num_tokens >= self.min_end and self.token_ids[-1] in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= self.end else None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_new` tokens of `sequence`, from `sequence.num_computed` on; `samples` when they are the last it has."""
+
+    sequence: Sequence
+    num_new: int
+
+    @property
+    def samples(self) -> bool:
+        return self.num_new == self.sequence.num_uncomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes. Every sequence's block table already covers its new tokens."""
+
+    entries: SequenceOf[ScheduledSequence]
+    num_decodes: int = 0  # so many entries decode, one token each: they come first
+    copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
+    # Launched while the batch before it is under way: entry i decodes the token that entry fed_by[i] of that one
+    # yields. `num_computed` and `token_ids` are still what they were before that one.
+    fed_by: SequenceOf[int] = ()
+    # Of prompts, see next_prompt_logprob: what the runner computes it adds. None: nothing is due.
+    prompt_logprobs: "list[tuple[Sequence, PromptLogprobs]] | None" = None
+
+    @classmethod
+    def of(
+        cls, entries: SequenceOf[ScheduledSequence], num_decodes: int, copies: SequenceOf[tuple[int, int]] = ()
+    ) -> "Batch":
+        """O(entries that do not decode)."""
+        if num_decodes == len(entries):
+            return cls(entries, num_decodes, copies)
+        is_due = any(e.sequence.next_prompt_logprob < e.sequence.num_prompt for e in entries[num_decodes:])
+        return cls(entries, num_decodes, copies, prompt_logprobs=[] if is_due else None)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """O(entries that do not decode)."""
+        return sum(e.num_new for e in self.entries[self.num_decodes :])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefill_tokens
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token that a batch entry yielded, with log-probabilities (nats) where the request asked for them."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Provisional:
+    """The sequence's KV was read, and may prove void yet: the token that it makes meanwhile is kept back here. The
+    sequence itself does not know it."""
+
+    token: SampledToken | None = None
+    sampled_at: float = 0.0
+
+    def keep(self, token: SampledToken, now: float) -> None:
+        """It makes no more for now."""
+        self.token, self.sampled_at = token, now
+        token.sequence.is_held = True

@@ -1,0 +1,137 @@
+"""A Device by torch.cuda: lanes are streams, graphs are CUDA graphs that share one pool of memory."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..common.errors import ConfigError
+from .device import Device, Event, Lane, Work
+from .device_errors import needing_memory
+from .device_group import NcclGroup
+from .fake_device import FAKE, FakeDevice
+from .precision import settle_products
+
+
+class CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    @property
+    def has_happened(self) -> bool:
+        return self.event.query()
+
+
+class CudaLane:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    @torch.inference_mode()
+    def run(self, work: Work) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def after(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return CudaEvent(event)
+
+
+class CudaDevice:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: of type cuda; without an index, the current one."""
+        self._device = device if ":" in str(device) else torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._probe = torch.cuda.Event()
+        self._probe_stream = torch.cuda.Stream(self._device)
+
+    @property
+    def name(self) -> str:
+        return str(self._device)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    def lane(self, name: str, *, high_priority: bool = False) -> CudaLane:
+        return CudaLane(torch.cuda.Stream(self._device, priority=-1 if high_priority else 0))
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        with torch.cuda.device(self._device):  # whatever is current on the thread that asks
+            return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def capture(self, lane: Lane, work: Work) -> Callable[[], None]:
+        assert isinstance(lane, CudaLane)
+        # Once before: libraries take their workspaces, and kernels are compiled, outside of the graph.
+        self.synchronize()
+        lane.run(work)
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        lane.run(lambda: self._record(graph, work))
+        return graph.replay
+
+    def group(self, rank: int, size: int, meeting: Path) -> NcclGroup:
+        return NcclGroup.join(rank, size, meeting, self._device)
+
+    def check(self) -> None:
+        # Anew each time: of what the device has done before it was lost, it would say no more than that it was done.
+        if self._probe.query():
+            self._probe.record(self._probe_stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, work: Work) -> None:
+        # Not torch.cuda.graph, which collects garbage before each of hundreds. Other threads may go on allocating.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+
+
+def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
+    """Of a rank, where rank 0 has the one of torch's name `name`, and each the next one; None: it is the CPU.
+    Raises ConfigError, also where torch does not see as many as `num_ranks` need."""
+    if name == FAKE:
+        return FakeDevice(is_late=rank == 0)  # nobody waits for what others compute
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise ConfigError(f"device {name!r} is not one that torch knows: use cpu or cuda") from e
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda")
+    if device.type == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
+        )
+    check_num_gpus(name, num_ranks)
+    if rank:
+        device = torch.device("cuda", (device.index or 0) + rank)
+    settle_products()
+    with needing_memory("a context of CUDA", "end what else uses it"):
+        return CudaDevice(device)
+
+
+def check_num_gpus(name: str, num_ranks: int) -> None:
+    """Raise ConfigError where ranks would have no GPU, see gpu_named. name: of a GPU."""
+    first, num = torch.device(name).index or 0, torch.cuda.device_count()
+    more = "let more be seen (CUDA_VISIBLE_DEVICES; num_gpus of the pool)"
+    if first >= num:
+        raise ConfigError(f"device {name!r} is asked for and torch sees {num} GPUs: name one of those, or {more}")
+    if first + num_ranks > num:
+        raise ConfigError(
+            f"tensor_parallel={num_ranks} needs a GPU for each rank from {name} on, and torch sees {num}: lower it, or "
+            f"{more}"
+        )

@@ -1,0 +1,154 @@
+"""The ranks of one worker on GPUs: what they say to each other is work of their devices, in one order on all of them.
+
+NcclGroup      GPUs of one machine, by NCCL, on the stream that is current; graphs may hold its calls
+FakeGroup      fake devices, by gloo, each call as a fake device captures the launch of a kernel
+
+What rank 0 tells the others of a step goes another way (groups.py's GlooGroup): it is told before the one ahead of it
+is computed.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import AllreduceOptions, AllToAllOptions, BroadcastOptions
+
+from ...kernels.common.lang import launched
+from ..common.errors import ConfigError, PeerLost
+from ..parallel.groups import STALL, GlooGroup, Group
+
+SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set them
+    "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine, and nobody else is to reach them
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it asks the meeting's file for ever, which is gone
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    # Of a rank that is lost rank_processes.py hears, and ends the worker by name; torch would abort this process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+def device_meeting(meeting: Path) -> Path:
+    """Where the group of devices meets, beside that of processes."""
+    return meeting.with_name(f"{meeting.name}-devices")
+
+
+class DeviceGroup(Group, Protocol):
+    """A Group whose calls are device work: they return at once, or raise PeerLost."""
+
+    def abandon(self) -> None:
+        """A rank is gone: no device waits for it any longer, and what it would have brought is missing. From any
+        thread."""
+        ...
+
+
+class NcclGroup:
+    """Make it with `join`."""
+
+    def __init__(self, rank: int, size: int, nccl: Any, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self._nccl: Any = nccl
+        self._mark = torch.zeros(1, device=device)
+
+    @classmethod
+    def join(cls, rank: int, size: int, meeting: Path, device: torch.device) -> "NcclGroup":
+        """Waits until all ranks are here. meeting: see GlooGroup.join. Raises PeerLost, or ConfigError where torch
+        has no NCCL."""
+        if not distributed.is_nccl_available():
+            raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need: install one that has it")
+        torch_nccl: Any = distributed.ProcessGroupNCCL
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        try:
+            store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
+            store.set_timeout(STALL)
+            options = torch_nccl.Options()
+            options._timeout = STALL
+            group = cls(rank, size, torch_nccl(store, rank, size, options), device)
+            group.meet()  # its communicator is made by its first call, which no graph can hold
+            torch.cuda.synchronize(device)
+        except RuntimeError as e:
+            raise PeerLost(f"rank {rank} of {size} could not join the others by NCCL: {e}") from e
+        return group
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        part, options = part.contiguous(), AllreduceOptions()
+        options.asyncOp = False  # on the current stream
+        self._call(self._nccl.allreduce, [part], options)
+        return part
+
+    def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, False
+        self._call(self._nccl.broadcast, [tensor], options)
+
+    def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """shapes: [R, n] each. NCCL has one length for all: shorter parts are padded, by a token at most."""
+        assert part.shape == shapes[self.rank]
+        rows, most = len(part), max(n for _, n in shapes)
+        padded = part if part.shape[1] == most else torch.nn.functional.pad(part, (0, most - part.shape[1]))
+        gathered, options = part.new_empty(self.size, rows, most), AllgatherOptions()
+        options.asyncOp = False
+        self._call(self._nccl._allgather_base, gathered, padded.contiguous(), options)
+        return [of[:, :n] for of, (_, n) in zip(gathered, shapes, strict=True)] if self.rank == 0 else []
+
+    def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
+        received, options = rows.new_empty(sum(from_counts), *rows.shape[1:]), AllToAllOptions()
+        options.asyncOp = False
+        self._call(self._nccl.alltoall_base, received, rows, [*from_counts], [*to_counts], options)
+        return received
+
+    def meet(self) -> None:
+        self.all_reduce(self._mark)
+
+    def abandon(self) -> None:
+        # It returns once no graph holds a call of ours, and whoever waits for our calls is let go at once.
+        threading.Thread(target=self._abort, name="diptych-nccl-abort", daemon=True).start()
+
+    def close(self) -> None:
+        self.abandon()
+
+    def _abort(self) -> None:
+        with suppress(RuntimeError):
+            self._nccl.abort()
+
+    def _call(self, call: Any, *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except RuntimeError as e:
+            raise PeerLost(f"rank {self.rank} of {self.size} lost another rank: {e}") from e
+
+
+class FakeGroup:
+    """`gloo`: of these calls alone."""
+
+    def __init__(self, gloo: GlooGroup) -> None:
+        self.rank, self.size = gloo.rank, gloo.size
+        self._gloo = gloo
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        return launched(self._gloo.all_reduce, part)
+
+    def broadcast(self, tensor: Tensor, *, patient: bool = False) -> None:
+        launched(self._gloo.broadcast, tensor)
+
+    def gather(self, part: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        return launched(self._gloo.gather, part, shapes)
+
+    def all_to_all(self, rows: Tensor, to_counts: Sequence[int], from_counts: Sequence[int]) -> Tensor:
+        return launched(self._gloo.all_to_all, rows, to_counts, from_counts)
+
+    def meet(self) -> None:
+        launched(self._gloo.all_reduce, torch.ones(1))
+
+    def abandon(self) -> None:
+        self._gloo.abandon()
+
+    def close(self) -> None:
+        self._gloo.close()

@@ -1,0 +1,151 @@
+"""Owner of the KV tensors of one worker. Knows bytes and blocks; which block holds what is BlockManager's.
+
+    block-major   [num_blocks, num_layers, V, block_size, heads of this rank, head_dim]   a block is one run on the wire
+    layer-major   [num_layers, num_blocks, V, block_size, heads of this rank, head_dim]   as other engines have it
+
+In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 * head_dim] (kv/packing.py).
+V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
+them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
+that are never written cost no memory. Several ranks share one mapping, each its own part of it, so that rank 0's
+transports reach them all. On GPUs each rank has its part alone, and rank 0 maps them all (gpu/joined_memory.py).
+"""
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.blocks import copy_blocks, copy_blocks_twin
+from ...kernels.cpu.library import Library, Team
+from ..common.memory import huge_page_mapping, shared_mapping
+from ..kv.layout import DOT, GROUP, KVLayout, KVMemory, Region, Stretch
+from ..models.checkpoint.weights import DTYPES
+from .cuda_driver import driver_of
+from .device import Device
+from .device_errors import needing_memory
+from .joined_memory import Joining
+from .kv_pool import DevicePool
+
+_LESS = "lower kv_memory_fraction (or kv_memory_bytes)"
+
+
+class KVCache:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        shared: int | Joining | None = None,
+        library: Library | None = None,
+        gpu: Device | None = None,
+    ) -> None:
+        """`shared`: of several ranks. On CPU a memory file that all have open (its descriptor; it is grown to the size
+        of the pool where it is smaller), for a fake device too. On GPUs their Joining: then all ranks make their caches
+        at one time, of a multiple of `blocks_at_once` (kv_plan.py) blocks, and rank 0 waits for the others.
+        `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them. `gpu`: the device of
+        which `device` is torch's name, where it is one: then rank 0 hands the pool off as device memory.
+        Raises ConfigError if the memory is not to be had, RankLost where a rank does not join."""
+        assert num_blocks > 0
+        assert (shared is not None) == (layout.tensor_parallel > 1)
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._is_joined = isinstance(shared, Joining)
+        self._mapping: mmap.mmap | None = None
+        self._pool = self._made(device, rank, shared)
+        stretches = layout.stretches(0, layout.num_layers)
+        self._stretches = [view_of(self._pool, num_blocks, layout, stretch) for stretch in stretches]
+        # Of this rank: all of it, flat where layers are unlike.
+        own = rank if len(self._pool) > 1 else 0
+        self.tensor = self._pool[own] if layout.layer_shapes else self._stretches[0][own]
+        axis = 1 if layout.is_block_major else 0
+        self._own = [of[own] for of in self._stretches]
+        self._layers = [of.select(axis, i) for of in self._own for i in range(of.shape[axis])]
+        with needing_memory("the buffers of hand-offs", _LESS):
+            self._on_gpu = None
+            if gpu is not None and rank == 0:
+                self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._stretches, driver_of(gpu))
+        # A team of its own: blocks may be copied while another one computes.
+        self._team = Team(library, 1) if library is not None else None
+
+    @property
+    def memory(self) -> KVMemory:
+        """What transports read and write: the pool of all ranks, as rank 0 sees it. Valid while this object lives."""
+        num_bytes = self.num_blocks * self.layout.block_bytes
+        region = Region(
+            address=self.tensor.data_ptr(),
+            num_bytes=num_bytes,
+            view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None and self._on_gpu is None else None,
+            device_id=self.tensor.device.index or 0,
+            is_joined=self._is_joined,
+        )
+        return KVMemory(self.layout, self.num_blocks, region, self._on_gpu)
+
+    @property
+    def by_block(self) -> list[Tensor]:
+        """All of this rank, in tensors as block_copy.py takes them: [num_blocks, layers, ...], contiguous after
+        these axes."""
+        if self.layout.is_block_major:
+            return [self.tensor.view(self.num_blocks, 1, -1)]
+        return [of.transpose(0, 1) for of in self._own]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Every layer's KV, of every rank: (from, to). Only a source may stand in two pairs."""
+        if not pairs:
+            return
+        sources, targets = zip(*pairs, strict=True)
+        if self.layout.is_block_major:
+            pools = [self._pool.view(len(self._pool), self.num_blocks, -1)]
+        else:
+            pools = [rank for of in self._stretches for rank in of]
+        for pool in pools:
+            if self._team is not None:
+                copy_blocks(self._team, pool, sources, targets)
+            else:
+                copy_blocks_twin(pool, sources, targets)
+
+    def _made(self, device: torch.device, rank: int, shared: int | Joining | None) -> Tensor:
+        """[ranks that are seen here, numbers of one's pool]: all, or this one alone."""
+        layout, num_blocks, dtype = self.layout, self.num_blocks, DTYPES[self.layout.dtype]
+        if isinstance(shared, Joining):
+            return shared.pool(rank, num_blocks * layout.rank_block_bytes).view(dtype)
+        if device.type == "cpu":
+            num_bytes = num_blocks * layout.block_bytes
+            self._mapping = huge_page_mapping(num_bytes) if shared is None else shared_mapping(shared, num_bytes)
+            numbers = torch.frombuffer(self._mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
+            return numbers.view(layout.tensor_parallel, -1)
+        with needing_memory(f"{num_blocks} KV blocks", _LESS):
+            num_numbers = num_blocks * layout.rank_block_bytes // dtype.itemsize
+            return torch.zeros(1, num_numbers, dtype=dtype, device=device)
+
+    def layer(self, index: int) -> Tensor:
+        """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it."""
+        return self._layers[index]
+
+
+def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, stretch: Stretch) -> Tensor:
+    """pool: [ranks, numbers]. Returns [ranks, blocks, layers, V, block_size, heads of a rank, head_dim], or with layers
+    before blocks, as the axes stand, or as the packing has it; a view."""
+    like, num_layers = stretch.like, len(stretch.layers)
+    inner = (layout.block_size, like.heads_per_rank, like.head_dim)
+    if layout.packing == DOT:
+        assert layout.can_be_dot
+        inner = (like.heads_per_rank, layout.block_size // GROUP, GROUP * like.head_dim)
+    first, end = (num_bytes // pool.element_size() for num_bytes in (stretch.start, stretch.start + stretch.num_bytes))
+    if layout.is_block_major:
+        blocks = pool.view(len(pool), num_blocks, -1)[:, :, first:end]
+        return blocks.unflatten(2, (num_layers, layout.num_vectors, *inner))
+    layers = pool[:, first * num_blocks : end * num_blocks]
+    return layers.unflatten(1, (num_layers, num_blocks, layout.num_vectors, *inner))
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that could be had now on `device`."""
+    if device.type == "cpu":
+        import psutil  # on a GPU nothing else needs it
+
+        return psutil.virtual_memory().available
+    free, _ = torch.cuda.mem_get_info(device)
+    return free

@@ -1,0 +1,93 @@
+"""A staged part of a segment into a pool of another layout, on a device: what kv/bridge.py does in host memory.
+
+    staged bytes ──view, unpack, dequantise──> rows [rank, block, layer, V, slot, head, dim] ──move_kv──> pool
+
+Blocks cut anew by token, heads by rank, numbers into our dtype are all kv_move.py's, one launch for each run of
+heads that two ranks have in common, of each stretch of layers that are alike. V: vectors of a slot and head, see
+kv/layout.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.kv.kv_move import KVSlots, move_kv
+from ..kv.bridge import Bridge
+from ..kv.layout import GROUP, ROWS, KVLayout
+from ..kv.segment import Segment
+from ..models.checkpoint.weights import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Which tokens of a part are written, and where."""
+
+    first_token: int
+    num_tokens: int
+    blocks: Sequence[int]  # ids, ours
+    start: int  # first token of the first of them
+
+
+def place_of(part: Segment, wire_size: int, own_size: int, table: Sequence[int], first_token: int) -> Placing | None:
+    """Its tokens from `first_token` on, as far as `table` reaches; None where there are none. Sizes: slots a block."""
+    start = part.first_block * wire_size
+    first = max(start, first_token)
+    end = min(start + len(part.block_ids) * wire_size, len(table) * own_size)
+    if first >= end:
+        return None
+    block = first // own_size
+    return Placing(first, end - first, table[block : -(-end // own_size)], block * own_size)
+
+
+def write_part(
+    bridge: Bridge, part: Segment, data: Tensor, pools: Sequence[Tensor], place: Placing, table: Tensor
+) -> None:
+    """data: [bytes] uint8, as kv/bridge.py says; pools: of each stretch of layers that are alike, [rank, block, layer,
+    V, slot, head, dim] of any strides but the last three; table: [n] int64, `place.blocks` on the device. Only
+    enqueues."""
+    theirs = torch.arange(len(part.block_ids), device=data.device)
+    first = part.first_block * bridge.source.block_size
+    for within in bridge.stretches_of(part):
+        of, wire = within.of, data[within.bytes]
+        rows = rows_of(wire, of.source.like, bridge.wire, len(part.block_ids), len(within.layers))
+        for copy in of.head_copies:
+            source = KVSlots(rows[copy.wire_rank, ..., copy.wire_heads, :], theirs, first)
+            target = KVSlots(pools[of.index][copy.rank, :, within.own, ..., copy.heads, :], table, place.start)
+            move_kv(source, target, place.first_token, place.num_tokens)
+
+
+def rows_of(data: Tensor, source: KVLayout, wire: str, num_blocks: int, num_layers: int) -> Tensor:
+    """[distinct rank, block, layer, V, slot, head, dim] of the wire's dtype, or float32 where that is int8."""
+    num_ranks = len(source.distinct_ranks)
+    inner = source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim
+    if wire == "int8":
+        rows = _dequantised(data, source.head_dim)
+    else:
+        rows = data.view(DTYPES[wire])
+        if source.packing != ROWS and wire == source.dtype:
+            rows = _unpacked(rows, source)
+    if source.is_block_major:
+        return rows.reshape(num_ranks, num_blocks, num_layers, *inner)
+    return rows.reshape(num_ranks, num_layers, num_blocks, *inner).transpose(1, 2)
+
+
+def _dequantised(data: Tensor, head_dim: int) -> Tensor:
+    """[bytes] uint8, records of kv/wire.py -> [vectors, head_dim] float32."""
+    records = data.view(-1, 4 + head_dim)
+    scales = records[:, :4].contiguous().view(torch.float32)
+    return records[:, 4:].contiguous().view(torch.int8) * scales
+
+
+def _unpacked(numbers: Tensor, source: KVLayout) -> Tensor:
+    """Whole pieces of a "dot" pool -> [piece, 2, slot, head, dim]; see kv/packing.py."""
+    pair, dim, heads = 4 // numbers.element_size(), source.head_dim, source.heads_per_rank
+    groups = source.block_size // GROUP
+    both = numbers.view(-1, 2, heads, groups, GROUP * dim)
+    keys = both[:, 0].unflatten(-1, (dim // pair, GROUP, pair))  # [piece, head, group, dim / P, 16, P]
+    values = both[:, 1].unflatten(-1, (GROUP // pair, dim, pair))  # [piece, head, group, 16 / P, dim, P]
+    shape = len(both), source.block_size, heads, dim
+    return torch.stack(
+        (keys.permute(0, 2, 4, 1, 3, 5).reshape(shape), values.permute(0, 2, 3, 5, 1, 4).reshape(shape)), dim=1
+    )

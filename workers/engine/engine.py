@@ -1,0 +1,389 @@
+"""The engine: schedule -> run -> postprocess, one step at a time, on one thread.
+
+It owns every Sequence of the worker and all block bookkeeping. It knows no socket and no event loop: commands come in
+as method calls (engine/thread.py makes them from other threads), events go out in a StepOutput. Moves of KV are
+announced in the StepOutput and carried out by handoff/source.py and handoff/sink.py, which come back through `begin`,
+`commit`, `fail_import`, `caught_up` and `end_lease` here, and `reserve` and `settle` of `engine.incoming`.
+"""
+
+import heapq
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+
+from ...proto import worker_pb2
+from ..common.errors import (
+    DeadlineExceeded,
+    DiptychError,
+    HandoffError,
+    InternalError,
+    InvalidRequest,
+    LeaseLost,
+    OutOfDeviceMemory,
+    RequestAborted,
+    SequenceEnded,
+)
+from ..common.request import Request, check_cache_salt
+from ..common.role import Role
+from ..common.timings import PullTimes, SequenceClock, SequenceTimings
+from ..core.block_manager import BlockManager
+from ..core.prefix_cache import PrefixCache, block_hashes
+from ..core.runner import Runner
+from ..core.scheduler import Scheduler, SchedulerConfig
+from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
+from .announcer import StepAnnouncer
+from .events import FailureEvent, HandoffEnded, HandoffHeld, HandoffRefused, StepOutput, TokenNote
+from .incoming import IncomingHandoffs
+from .load import EngineLoad
+from .outbox import Outbox
+from .outgoing import OutgoingHandoffs
+from .self_test import compute_two_tokens
+from .step_pipeline import LaunchedSteps
+
+
+class Engine:
+    """`clock` gives monotonic seconds; `layer_groups` is StepAnnouncer's. Every method must be called on one thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig,
+        *,
+        prefix_cache: bool = True,
+        layer_groups: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._clock = clock
+        self.manager = BlockManager(runner.memory.num_blocks)
+        self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
+        self.scheduler = Scheduler(config, self.manager, self.cache)
+        self.outgoing = OutgoingHandoffs(self.manager, self.cache, runner.layout.num_layers)
+        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
+        self.announcer = StepAnnouncer(self.outgoing, runner.layout, clock, layer_groups)
+        self._sequences: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._num_submitted = 0
+        self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming)
+        self.steps = LaunchedSteps(runner, self.scheduler, self.manager, self._load, clock)
+        self._output = Outbox(self._load, self.cache, clock)
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        key: str,
+        request: Request,
+        output_token_ids: list[int],
+        *,
+        handoff_id: str | None = None,
+        importing: bool = False,
+        prefix: bool = False,
+    ) -> None:
+        """Take a request. `handoff_id`: be the source; `importing`: be the sink, and wait for `reserve` and `commit`;
+        `prefix`: so too, for the KV of its leading tokens alone.
+
+        A bad request becomes a FailureEvent, never an exception: the peer's mistake is not the engine's.
+        """
+        try:
+            info = self._runner.info
+            request.validate(info.vocab_size, info.max_context_tokens, output_token_ids)
+            if handoff_id is not None and self.outgoing.is_open(handoff_id):
+                raise InvalidRequest("the hand-off id is in use: ids are single-use")
+        except InvalidRequest as error:
+            self._output.failures.append(FailureEvent(key, error))
+            if handoff_id is not None:
+                self._output.handoffs.append(HandoffEnded(handoff_id, error))
+            return
+        now, sampling = self._clock(), request.sampling
+        num_prompt, num_tokens = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(output_token_ids)
+        sequence = Sequence(
+            key=key,
+            request=request,
+            token_ids=[*request.prompt_token_ids, *output_token_ids],
+            num_prompt=num_prompt,
+            deadline=now + request.timeout_s,
+            arrival=self._num_submitted,
+            due=now + self.scheduler.slack_s(num_tokens, request.timeout_s),
+            end=min(num_prompt + sampling.max_tokens, info.max_context_tokens),
+            min_end=num_prompt + sampling.min_tokens,
+            stop_ids=frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids)),
+            handoff_id=handoff_id,
+            is_fed=self._runner.feeds(sampling),
+            num_resumed=len(output_token_ids),
+            next_prompt_logprob=request.first_prompt_logprob if request.wants_prompt_logprobs else NEVER,
+            clock=SequenceClock(now),
+            num_alone=request.num_alone,
+        )
+        self._num_submitted += 1
+        self._sequences[key] = sequence
+        heapq.heappush(self._deadlines, (sequence.deadline, key))
+        if handoff_id is not None:
+            self.outgoing.open(handoff_id, sequence)
+        if importing or (prefix and not self.cache.holds_most(sequence)):
+            self.incoming.expect(sequence, is_prefix=prefix)
+        else:
+            self.scheduler.add(sequence)
+
+    def offer(self, key: str, handoff_id: str) -> None:
+        """Hand a running sequence off. It decodes on until its sink has caught up, and to its end if none does.
+
+        What cannot be handed off is refused by an event, and runs on.
+        """
+        sequence = self._sequences.get(key)
+        if self.outgoing.is_open(handoff_id):
+            error = HandoffError("the hand-off id is in use: ids are single-use")
+        elif sequence is None:
+            error = SequenceEnded("the sequence is not here (any more)")
+        elif (why := sequence.why_not_offered) is not None:
+            error = HandoffError(why)
+        else:
+            self._output.handoffs += self.outgoing.open_live(handoff_id, sequence)
+            return
+        self._output.handoffs.append(HandoffRefused(handoff_id, error))
+
+    def offer_prefix(self, handoff_id: str, token_ids: SequenceOf[int], cache_salt: bytes) -> None:
+        """Hand off what the prefix cache holds of these tokens: the longest run of full blocks."""
+        try:
+            check_cache_salt(cache_salt)
+        except InvalidRequest as error:
+            self._output.handoffs.append(HandoffRefused(handoff_id, error))
+            return
+        known = token_ids[: self._runner.info.max_context_tokens]
+        blocks = self.cache.find(block_hashes(known, self.cache.block_size, cache_salt))
+        if self.outgoing.is_open(handoff_id):
+            why = "the hand-off id is in use: ids are single-use"
+        elif not blocks:
+            why = "the prefix is not cached here (any more)"
+        else:
+            self._output.handoffs += self.outgoing.open_prefix(handoff_id, blocks)
+            return
+        self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
+
+    def abort(self, key: str) -> None:
+        """Forget a sequence; idempotent. Its blocks are free at once, those of a hand-off when both sides let go."""
+        error = RequestAborted("the request was aborted")
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            self._drop(sequence, error)
+        else:
+            self._output.handoffs += self.outgoing.end_sealed(key, error)
+
+    def end_lease(self, handoff_id: str) -> None:
+        """The hand-off is over (released, expired or aborted): its leased blocks are free. Idempotent."""
+        sequence = self.outgoing.still_computing(handoff_id)
+        if sequence is not None:
+            sequence.handoff_id, sequence.is_held = None, False
+            if self.outgoing.still_running(handoff_id) is None:
+                message = "no worker held the hand-off's lease while its prompt was being computed"
+                self._fail(sequence, LeaseLost(message))
+        self.outgoing.end_lease(handoff_id)
+
+    def caught_up(self, handoff_id: str) -> None:
+        """The sink has read nearly all that was announced: a running sequence that is handed off stops. Idempotent."""
+        sequence = self.outgoing.still_running(handoff_id)
+        if sequence is None or not sequence.is_decoding:
+            return
+        if self.steps:  # it may write into the last block still
+            self.steps.defer(lambda: self.caught_up(handoff_id))
+        else:
+            self._seal(sequence)
+
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        """The KV for `key` was read, and its source is asked whether it had held it: compute its next token, and keep
+        that, and the KV, to ourselves until `commit`. What is wrong with it is for `commit` to say."""
+        if self._knows(output_token_ids):
+            self.incoming.begin(key, num_computed, output_token_ids, self._clock())
+
+    def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+        """The KV for `key` is here: it runs. Raises where the request is gone, or differs from what was sealed."""
+        if not self._knows(output_token_ids):
+            raise HandoffError("the source sealed tokens that are not in the vocabulary")
+        sequence = self.incoming.commit(key, num_computed, output_token_ids)
+        if sequence.provisional is not None:
+            self._end_provisional(sequence, sequence.provisional, times)
+        elif output_token_ids:  # a sequence that is computed here but for its prefix queues since it came
+            now = self._clock()
+            sequence.clock = SequenceClock(now, times.committed(now))
+        if sequence.handoff_id is not None:
+            self._output.handoffs += self.outgoing.announce(sequence)
+
+    def step_failed(self, error: Exception) -> list[str]:
+        """`step` raised: end the sequences that it computed. The next step tells. Returns the ids of their requests.
+
+        Raises InternalError, or whatever the books or the runner raise, where this worker is of no more use.
+        """
+        ended = self.steps.failed(error, self._sequences)
+        for sequence, failure in ended.items():
+            self._fail(sequence, failure)
+        if num := self.check_integrity().num_unaccounted_blocks:
+            raise InternalError(f"{num} KV blocks are unaccounted for after a step that failed") from error
+        compute_two_tokens(self._runner, self.manager)
+        return [sequence.request_id for sequence in ended]
+
+    def step(self, publish: Callable[[StepOutput], object] | None = None) -> StepOutput:
+        """Compute one batch and return everything that happened since the last call. The next may be launched already.
+
+        `publish` gets what hand-offs have to say while the batch is computed; without it, that is returned too.
+        """
+        self._expire()
+        num_preemptions = self.scheduler.num_preemptions
+        batch = self.steps.first or self.scheduler.schedule()
+        if self.scheduler.num_preemptions != num_preemptions:
+            self._output.handoffs += self.outgoing.end_preempted()
+        if batch:
+            self._output.tell((), publish)
+            try:
+                if not self.steps:
+                    tell = partial(self._output.tell, publish=publish)
+                    self.steps.launch(batch, self.announcer.begin(batch, tell))
+                step = self.steps.finish(self._sequences)
+            except OutOfDeviceMemory as error:
+                for sequence in self.steps.give_up(batch, error, self._sequences):
+                    self._fail(sequence, error)
+            else:
+                self.announcer.end()
+                self._advance(step.batch, step.began)
+                if step.batch.prompt_logprobs is not None:
+                    self._output.add_prompt_logprobs(step.batch.prompt_logprobs)
+                self._accept(step.sampled)
+            self.steps.run_deferred()
+        self.incoming.grant_reservations()
+        return self._output.take(ran=bool(batch))
+
+    def fail_import(self, key: str, *, quarantine: bool) -> None:
+        """The pull for `key` is over without its KV; whoever pulled reports it, unless only a prefix was to come: then
+        the sequence is computed here. Idempotent."""
+        if self.incoming.fail(key, quarantine=quarantine) is not None:
+            del self._sequences[key]
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def check_integrity(self) -> worker_pb2.WorkerState:
+        """Compare all bookkeeping; the counts in the answer are what is wrong, and what is held."""
+        self.cache.check_integrity()
+        self.outgoing.check_integrity()
+        tables = [*self.scheduler.tables(), *self.incoming.waiting_tables()]
+        return worker_pb2.WorkerState(
+            load=self._load.report(),
+            num_cached_blocks=self.manager.num_cached,
+            num_unaccounted_blocks=self.manager.check_integrity(tables),
+            num_open_handoffs=self.outgoing.num_open + self.incoming.num_open,
+            experts=self._load.experts(),
+        )
+
+    def all_block_names(self) -> list[bytes]:
+        return self.cache.names()
+
+    def set_role(self, role: Role) -> None:
+        self.scheduler.role = role
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _advance(self, batch: Batch, began: float) -> None:
+        """What the batch computed is in the cache. Here and in `_accept` every microsecond counts once a token."""
+        block_size = self.cache.block_size
+        for entry in batch.entries:
+            sequence = entry.sequence
+            before = sequence.num_computed
+            after = sequence.num_computed = before + entry.num_new
+            if sequence.clock is not None:
+                sequence.clock.start(began)
+            if after // block_size != before // block_size:
+                self._store(sequence, before // block_size)
+
+    def _store(self, sequence: Sequence, first_new_block: int) -> None:
+        """Blocks are full. A provisional sequence's are found once it has committed."""
+        if sequence.provisional is None:
+            self.cache.insert(sequence, first_new_block)
+        if sequence.handoff_id is not None:
+            self.outgoing.keep_replaced(sequence, first_new_block)
+
+    def _end_provisional(self, sequence: Sequence, provisional: Provisional, times: PullTimes) -> None:
+        """Its source had held its KV: what it made is true."""
+        sequence.provisional, sequence.is_held = None, False
+        assert sequence.clock is not None
+        token = provisional.token
+        sequence.clock.commit(times, 0.0 if token is None else self._clock() - provisional.sampled_at)
+        if token is not None:
+            self._accept([token])
+
+    def _accept(self, sampled: SequenceOf[SampledToken]) -> None:
+        tokens = self._output.tokens
+        keys, token_ids, positions = tokens.keys, tokens.token_ids, tokens.positions
+        for token in sampled:
+            sequence, token_id = token.sequence, token.token_id
+            if sequence.provisional is not None:
+                sequence.provisional.keep(token, self._clock())
+                continue
+            ids = sequence.token_ids
+            ids.append(token_id)
+            num_tokens = len(ids)
+            keys.append(sequence.key)
+            token_ids.append(token_id)
+            positions.append(num_tokens - sequence.num_prompt - 1)
+            if (
+                num_tokens >= sequence.end
+                or token_id in sequence.stop_ids
+                or sequence.clock is not None
+                or sequence.handoff_id is not None
+                or token.logprob is not None
+            ):
+                self._note(token)
+
+    def _note(self, token: SampledToken) -> None:
+        """It is not one of many: say what there is to say of it, and do what follows."""
+        sequence = token.sequence
+        finish = sequence.finish_reason
+        num_cached = None if sequence.clock is None else sequence.num_cached
+        note = TokenNote(finish, token.logprob, token.top, num_cached, self._stop_clock(sequence))
+        self._output.tokens.notes[len(self._output.tokens) - 1] = note
+        if finish is not None:
+            sequence.status = SequenceStatus.FINISHED
+            self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) before it was handed off"))
+        elif sequence.handoff_id is not None and self.outgoing.must_seal(sequence):
+            self._seal(sequence)
+        elif sequence.is_held and sequence.handoff_id is not None:
+            self._output.handoffs.append(HandoffHeld(sequence.handoff_id))
+
+    def _seal(self, sequence: Sequence) -> None:
+        self.scheduler.detach(sequence)
+        del self._sequences[sequence.key]
+        self._output.handoffs += self.outgoing.seal(sequence)
+
+    def _stop_clock(self, sequence: Sequence) -> SequenceTimings | None:
+        """With its first token here."""
+        clock, sequence.clock = sequence.clock, None
+        return None if clock is None else clock.timings(self._clock())
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heapq.heappop(self._deadlines)
+            sequence = self._sequences.get(key)
+            if sequence is not None:
+                why = (
+                    f"the request was not finished within its {sequence.request.timeout_s:.3g} s "
+                    f"({sequence.num_output} tokens made): allow more time or ask for fewer tokens"
+                )
+                self._fail(sequence, DeadlineExceeded(why))
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, sequence: Sequence, error: DiptychError) -> None:
+        self._output.failures.append(FailureEvent(sequence.key, error))
+        self._drop(sequence, error)
+
+    def _drop(self, sequence: Sequence, error: DiptychError) -> None:
+        del self._sequences[sequence.key]
+        if sequence.status is SequenceStatus.IMPORTING or sequence.provisional is not None:
+            self.incoming.give_up(sequence.key, error)
+        else:
+            self.scheduler.remove(sequence)
+        if sequence.handoff_id is not None:
+            self._output.handoffs.append(self.outgoing.end(sequence.handoff_id, error))
+
+    def _knows(self, token_ids: SequenceOf[int]) -> bool:
+        return all(0 <= token_id < self._runner.info.vocab_size for token_id in token_ids)

@@ -1,0 +1,144 @@
+"""What a step tells the world. Plain data: the engine's thread makes it, the worker's event loop sends it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...proto import worker_pb2
+from ..common.errors import DiptychError
+from ..common.prompt_logprobs import PromptLogprobs
+from ..common.request import FinishReason
+from ..common.timings import SequenceTimings
+
+
+@dataclass(slots=True)  # one a token: a frozen one takes three times as long to make
+class TokenEvent:
+    key: str
+    token_id: int
+    position: int  # in the request's output, from 0
+    finish: FinishReason | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    num_cached: int | None = None  # with the first token of a sequence on this worker
+    timings: SequenceTimings | None = None  # likewise, and a sink's
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNote:
+    """What only some tokens have."""
+
+    finish: FinishReason | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    num_cached: int | None = None
+    timings: SequenceTimings | None = None
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """The tokens of a step as columns, because a step has one for every running sequence. Iterates as TokenEvents."""
+
+    keys: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    positions: list[int] = field(default_factory=list[int])
+    notes: dict[int, TokenNote] = field(default_factory=dict[int, TokenNote])  # by entry
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        none = TokenNote()
+        for i, (key, token_id, position) in enumerate(zip(self.keys, self.token_ids, self.positions, strict=True)):
+            note = self.notes.get(i, none)
+            yield TokenEvent(
+                key, token_id, position, note.finish, note.logprob, note.top, note.num_cached, note.timings
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    key: str
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOpened:
+    """A running sequence, or a cached prefix, is handed off; the next events are about it."""
+
+    handoff_id: str
+    key: str | None  # of the sequence; None for a prefix
+    num_tokens: int  # at most so many tokens' KV will be announced
+    is_live: bool  # the sequence runs on
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRefused:
+    """It was never opened."""
+
+    handoff_id: str
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReady:
+    """Blocks of an offered sequence hold the KV of these layers, and are leased until the hand-off ends."""
+
+    handoff_id: str
+    first_block: int  # position in the block table
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    first_layer: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffHeld:
+    """A running sequence has made all that was offered: it waits, for its sink or for the end of the hand-off."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSealed:
+    handoff_id: str
+    key: str | None  # of the sequence; None for a prefix
+    num_computed: int
+    output_token_ids: tuple[int, ...]
+    is_live: bool = False  # it was running
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnded:
+    """The source gives the hand-off up: the sequence finished, failed, was aborted, or is to be computed again."""
+
+    handoff_id: str
+    error: DiptychError
+
+
+HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffHeld | HandoffSealed | HandoffEnded
+
+
+PromptLogprobsEvents = list[tuple[str, PromptLogprobs]]  # by key of the sequence
+
+
+@dataclass(slots=True)
+class StepOutput:
+    step: int
+    ran: bool = False  # a batch was computed
+    prompt_logprobs: PromptLogprobsEvents = field(default_factory=PromptLogprobsEvents)  # before the tokens
+    tokens: StepTokens = field(default_factory=StepTokens)
+    failures: list[FailureEvent] = field(default_factory=list[FailureEvent])
+    handoffs: list[HandoffEvent] = field(default_factory=list[HandoffEvent])
+    stored: list[bytes] = field(default_factory=list[bytes])
+    removed: list[bytes] = field(default_factory=list[bytes])
+    load: worker_pb2.LoadReport | None = None
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.tokens
+            or self.prompt_logprobs
+            or self.failures
+            or self.handoffs
+            or self.stored
+            or self.removed
+            or self.load
+        )

@@ -1,0 +1,219 @@
+"""Hand-offs from other workers as the engine sees them: which blocks are reserved for arriving KV.
+
+    expect -> reserve -> [begin (it runs, provisionally) ->] commit (the sequence runs here)
+         └─────────┴───────────┴──> fail [-> quarantined -> settle]
+    give_up: the request is gone, the pull is not yet
+    a prefix: commit leaves the rest to compute here, and so does fail, with all of it
+
+Block bookkeeping only: the protocol is in machines.py. `reserve` may wait for blocks: the pull is not begun meanwhile,
+which is the back-pressure that a source sees.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..common.errors import DiptychError, HandoffError, RequestAborted
+from ..common.timings import SequenceClock
+from ..core.block_manager import BlockManager
+from ..core.live_handoff import headroom_blocks
+from ..core.prefix_cache import PrefixCache
+from ..core.scheduler import Scheduler
+from ..core.sequence import Provisional, Sequence, SequenceStatus
+from ..handoff.types import Reservation
+from ..kv.layout import blocks_for
+
+
+@dataclass(slots=True)
+class _Incoming:
+    sequence: Sequence
+    is_prefix: bool = False
+    num_reserved: int = 0  # tokens
+    num_held: int = 0  # leading blocks of its table that came from the prefix cache
+    names: list[bytes] = field(default_factory=list[bytes])  # of the full blocks that it brings
+    gone: DiptychError | None = None  # the request ended while its KV was on the way
+
+
+Grant = Callable[[Reservation | DiptychError], object]
+
+
+class IncomingHandoffs:
+    def __init__(self, manager: BlockManager, cache: PrefixCache, scheduler: Scheduler) -> None:
+        self._manager = manager
+        self._cache = cache
+        self._scheduler = scheduler
+        self._incoming: dict[str, _Incoming] = {}
+        self._waiting: dict[str, tuple[int, Grant]] = {}  # reservations (tokens) in order of arrival
+        self._quarantined: dict[str, list[int]] = {}
+        self._arriving: dict[bytes, str] = {}  # block name -> key of the sequence that brings it
+        self.num_received = 0  # sequences
+        self.num_prefixes_pulled = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._incoming)
+
+    def waiting_tables(self) -> list[list[int]]:
+        """Of those that do not run yet."""
+        return [i.sequence.block_table for i in self._incoming.values() if i.sequence.provisional is None]
+
+    def expect(self, sequence: Sequence, *, is_prefix: bool = False) -> None:
+        """`is_prefix`: of its leading tokens alone; the rest is computed here."""
+        sequence.status = SequenceStatus.IMPORTING
+        self._incoming[sequence.key] = _Incoming(sequence, is_prefix)
+        if is_prefix:
+            self._scheduler.expect(sequence)
+
+    def reserve(self, key: str, num_tokens: int, grant: Grant) -> None:
+        """Call `grant` with blocks for the first `num_tokens` tokens, now or when there are enough; or with why not.
+
+        They are blocks for all tokens that the sequence has, and for those that its source may make meanwhile.
+        """
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.gone is not None:
+            grant(incoming.gone if incoming and incoming.gone else RequestAborted("the request is gone"))
+            return
+        # A source's last token has no KV, and may be known here already.
+        sequence = incoming.sequence
+        most = sequence.num_tokens if incoming.is_prefix else sequence.max_num_tokens
+        least = 1 if incoming.is_prefix else max(sequence.num_tokens - 1, 1)
+        if not least <= num_tokens <= most:
+            grant(HandoffError(f"the source offers {num_tokens} tokens; between {least} and {most} can be of use"))
+        else:
+            self._waiting[key] = num_tokens, grant
+            self.grant_reservations()
+
+    def grant_reservations(self) -> None:
+        """Serve waiting reservations, oldest first, while every running sequence can still grow by a block. One whose
+        next block is on its way with another waits for that: the KV of a prompt comes once."""
+        for key, (num_tokens, grant) in list(self._waiting.items()):
+            incoming = self._incoming[key]
+            sequence = incoming.sequence
+            held = self._cache.match(sequence)
+            names = sequence.block_hashes[len(held) : num_tokens // self._cache.block_size]
+            if names and names[0] in self._arriving:
+                continue
+            self._manager.share(held)
+            num_needed = blocks_for(max(num_tokens, sequence.num_tokens), self._cache.block_size) - len(held)
+            headroom = headroom_blocks(self._scheduler.num_running, self._manager.num_blocks)
+            if num_needed + headroom > self._manager.num_free:
+                self._manager.release(held)
+                return
+            del self._waiting[key]
+            incoming.num_reserved = num_tokens
+            incoming.num_held = len(held)
+            incoming.names = names
+            self._arriving |= dict.fromkeys(names, key)
+            sequence.block_table = held + self._manager.allocate(num_needed)
+            grant(Reservation(tuple(sequence.block_table), len(held) * self._cache.block_size))
+
+    def _arrived(self, key: str, incoming: _Incoming) -> None:
+        """Or never will: nobody needs to wait for its blocks."""
+        for name in incoming.names:
+            if self._arriving.get(name) == key:
+                del self._arriving[name]
+        incoming.names = []
+
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int], now: float) -> None:
+        """All is read, and the release asked for: compute one token, if that can be, and no more until `commit`."""
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.gone is not None or incoming.is_prefix:
+            return
+        sequence = incoming.sequence
+        num_missing = max(blocks_for(num_computed + 1, self._cache.block_size) - len(sequence.block_table), 0)
+        may_begin = sequence.handoff_id is None and num_missing <= self._manager.num_free  # it is announced to nobody
+        if may_begin and self._take_all(incoming, num_computed, output_token_ids):
+            sequence.block_table += self._manager.allocate(num_missing)
+            sequence.provisional = Provisional()
+            sequence.clock = SequenceClock(now)
+            self._scheduler.add_running(sequence)
+
+    def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> Sequence:
+        """The KV is here: it runs on; who has begun is `provisional` still. Raises where it is gone or differs."""
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.gone is not None:
+            raise RequestAborted("the request ended while its KV was on the way")
+        sequence = incoming.sequence
+        if incoming.is_prefix:
+            self._take_prefix(incoming, num_computed, output_token_ids)
+        elif sequence.provisional is None and not self._take_all(incoming, num_computed, output_token_ids):
+            raise HandoffError(
+                f"the source sealed {num_computed} tokens and {len(output_token_ids)} outputs, and offered "
+                f"{incoming.num_reserved}, of a prompt of {sequence.num_prompt} with {sequence.num_output} outputs"
+            )
+        del self._incoming[key]
+        self._arrived(key, incoming)
+        if sequence.provisional is None:
+            self._scheduler.add_running(sequence)
+        else:  # a step has used its table: another list says that its blocks may be others (see batch_tables.py)
+            sequence.block_table = [*sequence.block_table]
+        self._cache.insert(sequence, 0)
+        self.num_received += not incoming.is_prefix
+        return sequence
+
+    @staticmethod
+    def _take_all(incoming: _Incoming, num_computed: int, outputs: list[int]) -> bool:
+        """Whether it can be: the source may have made more tokens than were known when the request was sent here."""
+        sequence = incoming.sequence
+        known, num_due = sequence.output_token_ids, sequence.num_prompt + len(outputs) - 1
+        is_due = num_computed == num_due <= incoming.num_reserved
+        if not (is_due and 0 < len(outputs) < sequence.request.sampling.max_tokens and outputs[: len(known)] == known):
+            return False
+        sequence.token_ids[sequence.num_prompt :] = outputs
+        sequence.num_resumed = len(outputs)
+        sequence.num_computed = num_computed
+        return True
+
+    def _stop(self, sequence: Sequence) -> None:
+        """If it has begun, it runs no more, and what it made is forgotten."""
+        if sequence.provisional is not None:
+            self._scheduler.detach(sequence)
+            sequence.provisional, sequence.status = None, SequenceStatus.IMPORTING
+
+    def _take_prefix(self, incoming: _Incoming, num_computed: int, outputs: list[int]) -> None:
+        """One token at least is computed here, for its logits are needed."""
+        if outputs or not 0 < num_computed <= incoming.num_reserved:
+            raise HandoffError(f"the source sealed a prefix of {num_computed} tokens and {len(outputs)} outputs")
+        sequence = incoming.sequence
+        num_held = incoming.num_held * self._cache.block_size
+        sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.max_cached)
+        self._scheduler.count_prompt(sequence.num_tokens, num_held)
+        self.num_prefixes_pulled += num_computed > num_held
+
+    def give_up(self, key: str, error: DiptychError) -> None:
+        """The request ended: its blocks wait for `fail`, which the pull calls when it has stopped reading."""
+        incoming = self._incoming[key]
+        incoming.gone = error
+        self._stop(incoming.sequence)
+        self._scheduler.give_up(incoming.sequence)
+        self._arrived(key, incoming)
+        grant = self._waiting.pop(key, None)
+        if grant is not None:
+            grant[1](error)
+
+    def fail(self, key: str, *, quarantine: bool) -> Sequence | None:
+        """The pull is over without its KV: free the blocks, or keep them aside until `settle`. Idempotent.
+
+        Returns the sequence if its request ends with it; without its prefix it is computed here from the start.
+        """
+        self._waiting.pop(key, None)
+        incoming = self._incoming.pop(key, None)
+        if incoming is None:
+            return None
+        is_over = incoming.gone is None and not incoming.is_prefix
+        self._arrived(key, incoming)
+        self._stop(incoming.sequence)
+        table, incoming.sequence.block_table = incoming.sequence.block_table, []
+        if quarantine:
+            fresh = table[incoming.num_held :]
+            self._manager.quarantine(fresh)
+            self._manager.release(table[: incoming.num_held])
+            self._quarantined[key] = fresh
+        else:
+            self._manager.release(table)
+        if incoming.gone is None and incoming.is_prefix:
+            self._scheduler.add(incoming.sequence)
+        return incoming.sequence if is_over else None
+
+    def settle(self, key: str) -> None:
+        """No byte of a failed read can land any more."""
+        self._manager.end_quarantine(self._quarantined.pop(key, []))

@@ -1,0 +1,88 @@
+"""What an engine says of its load: counts of sequences, blocks and tokens, and of what it has done since its start."""
+
+import numpy as np
+import numpy.typing as npt
+
+from ...proto import worker_pb2
+from ..common.wire import ROLE_TO_PROTO
+from ..core.block_manager import BlockManager
+from ..core.runner import Runner
+from ..core.scheduler import Scheduler
+from ..core.sequence import Batch
+from .incoming import IncomingHandoffs
+from .outgoing import OutgoingHandoffs
+
+
+class EngineLoad:
+    def __init__(
+        self,
+        runner: Runner,
+        manager: BlockManager,
+        scheduler: Scheduler,
+        outgoing: OutgoingHandoffs,
+        incoming: IncomingHandoffs,
+    ) -> None:
+        self._runner = runner
+        self._manager = manager
+        self._scheduler = scheduler
+        self._outgoing, self._incoming = outgoing, incoming
+        self._num_prefill_tokens = 0
+        self._num_decode_tokens = 0
+        self._prefill_s = 0.0
+        self.num_failed_steps = 0
+
+    def count(self, batch: Batch, elapsed_s: float) -> None:
+        """A step's time is shared out by tokens."""
+        num_prefill = batch.num_prefill_tokens
+        self._num_decode_tokens += batch.num_decodes
+        self._num_prefill_tokens += num_prefill
+        if num_prefill:
+            self._prefill_s += elapsed_s * num_prefill / (batch.num_decodes + num_prefill)
+
+    def experts(self) -> list[worker_pb2.LayerExperts]:
+        """What has gone to each expert of the layers that have some."""
+        counts = self._runner.expert_tokens()
+        if counts is None:
+            return []
+        return [
+            worker_pb2.LayerExperts(layer=layer, tokens=counts[layer, :num].tolist())
+            for layer, num in enumerate(self._runner.info.num_experts)
+            if num
+        ]
+
+    def report(self) -> worker_pb2.LoadReport:
+        """O(sequences that run), and of a mixture of experts O(layers x experts)."""
+        manager, scheduler, outgoing, incoming = self._manager, self._scheduler, self._outgoing, self._incoming
+        expert_tokens = self._runner.expert_tokens()
+        of_experts, imbalance = ([], []) if expert_tokens is None else _of_experts(expert_tokens)
+        return worker_pb2.LoadReport(
+            expert_tokens=of_experts,
+            expert_imbalance=imbalance,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(incoming.waiting_tables()),
+            num_blocks=manager.num_blocks,
+            num_free_blocks=manager.num_free,
+            num_leased_blocks=manager.num_leased,
+            num_quarantined_blocks=manager.num_quarantined,
+            role=ROLE_TO_PROTO[scheduler.role],
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_handoffs_sent=outgoing.num_sent,
+            num_handoffs_received=incoming.num_received,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            prefill_s=self._prefill_s,
+            num_migrated_out=outgoing.num_migrated_out,
+            num_prefixes_pulled=incoming.num_prefixes_pulled,
+            num_failed_steps=self.num_failed_steps,
+        )
+
+
+def _of_experts(counts: npt.NDArray[np.int64]) -> tuple[list[int], list[float]]:
+    """counts: [layers, experts]. Returns the tokens of each expert over all layers; and of each layer what its busiest
+    expert has had by what an expert has had on average, 0 where none has had any."""
+    means = counts.mean(axis=1)
+    imbalance = np.divide(counts.max(axis=1), means, out=np.zeros_like(means), where=means > 0)
+    return counts.sum(axis=0).tolist(), imbalance.tolist()

@@ -1,0 +1,168 @@
+"""Steps that were launched and are not over: one, and perhaps the next, so that what computes never waits for us.
+
+    launch n ──> finish n: launch n + 1, wait for n ──> its tokens are accepted
+                       ┌─────────────────────────────────────────┘
+                       └──> finish n + 1: launch n + 2, wait for n + 1 ──> ...
+
+Step n + 1 is made while n is computed, as if no sequence stopped by the token that n yields: how long each is, and so
+which ends by its length and which needs a block, is known before the token is. Only a step that does nothing but decode
+on is launched so (Scheduler.schedule_ahead); before any other, what is under way is finished: lockstep.
+
+A guess has no effect where it was wrong. All books stay as they were before n until n is finished, and those of n + 1
+likewise: a row of a sequence that has left meanwhile (a stop token, an abort, a deadline) is dropped here, and the
+blocks that it had rest until the step that may still write them is over (BlockManager.begin_step). So nothing is told,
+cached or handed off before it is computed, and nobody is preempted for a step that may not be; a block that is only
+cached may be taken.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ..common.errors import OutOfDeviceMemory, StepFailed, StepFailedAlone
+from ..core.block_manager import BlockManager
+from ..core.runner import Launched, LayerWatch, Runner
+from ..core.scheduler import Scheduler
+from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from .load import EngineLoad
+
+log = logging.getLogger("diptych.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    batch: Batch
+    launched: Launched
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that was computed, less what had left by then: its batch may be empty."""
+
+    batch: Batch
+    sampled: list[SampledToken]
+    began: float  # by the clock
+
+
+class LaunchedSteps:
+    """Truth says whether a step is under way: between two calls of the engine's `step` one may be, within it two."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        manager: BlockManager,
+        load: EngineLoad,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner, self._scheduler, self._manager, self._load, self._clock = runner, scheduler, manager, load, clock
+        self._steps: deque[_UnderWay] = deque()
+        self._deferred: list[Callable[[], object]] = []
+        self._last_end = 0.0
+        self._computing: Batch | None = None  # that the runner may raise for
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    @property
+    def first(self) -> Batch | None:
+        """What is computed now."""
+        return self._steps[0].batch if self._steps else None
+
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> None:
+        """Nothing is under way."""
+        assert not self._steps
+        self._computing = batch
+        began = self._clock()
+        try:
+            if batch.copies:
+                self._runner.copy_blocks(batch.copies)
+        finally:
+            self._scheduler.copied(batch)
+        self._launch(batch, watch, began)
+
+    def finish(self, here: Mapping[str, Sequence]) -> Finished:
+        """Launch what may follow the first step, and wait for that. `here`: by key, those that are on this worker.
+
+        Raises what the runner raises; `failed` or `give_up` then.
+        """
+        self._computing = self._steps[0].batch
+        ahead = self._scheduler.schedule_ahead(self._computing)
+        if ahead is not None:
+            self._launch(ahead, None, self._clock())
+        step = self._steps.popleft()
+        try:
+            sampled = step.launched.tokens()
+        finally:
+            self._manager.end_step()
+        self._computing = None
+        # A step's time is its own: what the one before it took is not in it.
+        began, self._last_end = max(step.began, self._last_end), self._clock()
+        self._scheduler.measured(step.batch, self._last_end - began)
+        batch = step.batch
+        if batch.fed_by:
+            entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]
+            batch = replace(batch, entries=entries, num_decodes=len(entries))
+            sampled = [token for token in sampled if here.get(token.sequence.key) is token.sequence]
+        self._load.count(batch, self._last_end - began)
+        return Finished(batch, sampled, began)
+
+    def abandon(self) -> None:
+        """A step failed: what was launched after it comes to nothing."""
+        while self._steps:
+            self._steps.popleft().launched.abandon()
+            self._manager.end_step()
+
+    def failed(self, error: Exception, here: Mapping[str, Sequence]) -> dict[Sequence, StepFailed]:
+        """A step raised: who is to be ended by that. What the others hold was computed before, and stands; where it was
+        not the runner that raised, nobody knows who is the cause, and all are."""
+        self._load.num_failed_steps += 1
+        batch, self._computing = self._computing, None
+        self.abandon()
+        ended = list(self._scheduler.sequences()) if batch is None else self._affected(batch.entries, batch, here)
+        is_alone = batch is not None and len(batch.entries) == len(ended) == 1
+        why = f"a step failed ({type(error).__name__}: {error}); the worker's log has the traceback"
+        kind = StepFailedAlone if is_alone else StepFailed
+        return {sequence: kind(why, num_output=sequence.num_output) for sequence in ended}
+
+    def _affected(
+        self, entries: Iterable[ScheduledSequence], batch: Batch, here: Mapping[str, Sequence]
+    ) -> list[Sequence]:
+        """Of those here: those of `entries`, and who has a block that was to be copied for the batch."""
+        targets = {target for _, target in batch.copies}  # nobody knows what is there
+        ended = {e.sequence: None for e in entries}
+        ended |= {s: None for s in self._scheduler.sequences() if not targets.isdisjoint(s.block_table)}
+        return [s for s in ended if here.get(s.key) is s]
+
+    def give_up(self, batch: Batch, error: OutOfDeviceMemory, here: Mapping[str, Sequence]) -> list[Sequence]:
+        """A step could not be computed, and all books are as they were before it: the sequences to be ended by that.
+
+        Its prompts are, and who is announced to a sink while it runs; where it has neither, all that it has. The others
+        compute their tokens again, in a smaller step.
+        """
+        log.warning("%s", error)
+        self._computing = None
+        self.abandon()
+        prompts, decodes = batch.entries[batch.num_decodes :], batch.entries[: batch.num_decodes]
+        announced = [e for e in decodes if e.sequence.handoff_id is not None]
+        return self._affected([*prompts, *announced], batch, here) or self._affected(batch.entries, batch, here)
+
+    def check_runner(self) -> None:
+        """There is nothing to compute. Raises RankLost where nothing could be."""
+        self._runner.check()
+
+    def defer(self, command: Callable[[], object]) -> None:
+        """To be run when what is under way has been accepted."""
+        self._deferred.append(command)
+
+    def run_deferred(self) -> None:
+        commands, self._deferred = self._deferred, []
+        for command in commands:
+            command()
+
+    def _launch(self, batch: Batch, watch: LayerWatch | None, began: float) -> None:
+        launched = self._runner.launch(batch, watch)
+        self._manager.begin_step()
+        self._steps.append(_UnderWay(batch, launched, began))

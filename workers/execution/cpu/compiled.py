@@ -1,0 +1,231 @@
+"""The decoder that a ModelSpec describes, by the compiled CPU kernels. Knows neither sequences nor sampling.
+
+    load: each weight packed as it is read (one copy in memory)  ->  step, into buffers that are reused
+
+Where this rank is the only one a step is one foreign call, or one for each group of layers that somebody watches.
+Otherwise each half of a layer is one, and the ranks' parts of the residual are summed after it; those of the embedding
+before the first, and of the head's results rank 0 makes the whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....kernels.cpu.greedy import BEST
+from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
+from ....kernels.cpu.library import Team
+from ....kernels.cpu.linear import PackedLinear, Then, pack
+from ...common.memory import huge_page_mapping
+from ...core.runner import LayerWatch
+from ...device.kv_cache import KVCache
+from ...models.checkpoint.weights import Fields, Reader
+from ...models.families.spec import LayerSpec, MlpSpec, ModelSpec
+from ...models.layers.moe import no_expert_tokens
+from ...models.layers.rope import Ropes
+from ...models.layers.step import Step
+from ...models.plan.compiled_limits import why_not
+from ...models.plan.sharding import Share, vocabulary_sizes
+from ...parallel.groups import Alone, Group
+from ...sampling.prompt_scorer import pieces_of
+from .compiled_experts import read_mixture
+from .compiled_shape import attention_ids, gate_of, shape_of
+
+ARENA_BYTES = 64 << 20
+ALIGNMENT = 64
+
+
+class Arena:
+    """Memory for packed weights: in huge pages they are read faster. What nobody takes costs nothing."""
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8. Raises ConfigError if the memory is not to be had."""
+        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if padded > len(self._rest):
+            mapping = huge_page_mapping(max(padded, ARENA_BYTES), "use a smaller model, or a machine with more")
+            self._rest = torch.frombuffer(mapping, dtype=torch.uint8)
+        taken, self._rest = self._rest[:num_bytes], self._rest[padded:]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledWeights:
+    layers: list[PackedLayer]
+    outer: PackedOuter
+
+
+def read_weights(team: Team, reader: Reader) -> CompiledWeights:
+    """Pack a rank's share. Of what is converted on its way one field at a time is in memory beside its packed form."""
+    arena, spec = Arena(), reader.spec
+    kinds = zip(spec.layers, attention_ids(spec), reader.layers(), strict=True)
+    layers = [_packed_layer(team, fields, arena, of, attention) for of, attention, fields in kinds]
+    return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
+
+
+def _packed_layer(team: Team, fields: Fields, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+    def packed(name: str, *, gated: bool = False) -> PackedLinear:
+        return pack(
+            team,
+            fields.parts(name),
+            fields.fused(f"{name}_bias"),
+            gated=gated,
+            format=fields.format(name),
+            scales=fields.scales(name),
+            take=arena.take,
+        )
+
+    def vector(name: str) -> Tensor | None:
+        return fields.tensor(name).float() if fields.has(name) else None
+
+    mlp = of.feed_forward
+    is_dense = isinstance(mlp, MlpSpec)
+    return PackedLayer(
+        input_norm=vector("input_norm"),
+        attention_out_norm=vector("attention_out_norm"),
+        mlp_norm=vector("mlp_norm"),
+        mlp_out_norm=vector("mlp_out_norm"),
+        q_norm=vector("q_norm"),
+        k_norm=vector("k_norm"),
+        sinks=vector("sinks"),
+        qkv=packed("qkv"),
+        o=packed("o"),
+        gate_up=packed("gate_up", gated=True) if is_dense else None,
+        down=packed("down") if is_dense else None,
+        attention=attention,
+        gate=gate_of(mlp) if is_dense else Then.SILU_MUL,
+        mixture=None if is_dense else read_mixture(team, fields, mlp, arena.take),
+    )
+
+
+def _packed_outer(team: Team, fields: Fields, arena: Arena) -> PackedOuter:
+    """Embeddings that are tied to the head are read from it, which is not quantised then."""
+    norm, is_tied = fields.tensor("norm").float(), not fields.has("lm_head")
+    field = "embed" if is_tied else "lm_head"
+    head = pack(team, fields.parts(field), format=fields.format(field), take=arena.take)
+    return PackedOuter(norm, head, None if is_tied else fields.tensor("embed"))
+
+
+class CompiledDecoder:
+    """Of one rank. `memory` is what the next step is given. All ranks call the same, in the same order:
+
+    step  ->  logits or picked, if rows were sampled  ->  prompt_logits
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: CompiledWeights,
+        cache: KVCache,
+        cos_sin: Ropes,
+        team: Team,
+        group: Group | None = None,
+    ) -> None:
+        """spec, weights, cache: of this rank's share; the kernels compute it. cos_sin: of each of its ropes."""
+        self._group = Alone() if group is None else group
+        self._is_split = self._group.size > 1
+        assert why_not(spec, self._group.size) is None
+        self._vocab_size = spec.vocab_size
+        share = Share(self._group.rank, self._group.size)
+        shape = shape_of(spec, cos_sin, cache.layout.block_size, cache.tensor.dtype, share)
+        self._joined = torch.empty(0, spec.vocab_size)  # of the sampled rows' logits, all ranks' parts
+        self._new_memory = partial(StepMemory, team, shape)
+        self.memory = self.new_memory()
+        layers = [cache.layer(i) for i in range(spec.num_layers)]
+        # All ranks send the same tokens to the same experts: the first alone counts.
+        self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
+        self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens)
+
+    def new_memory(self) -> StepMemory:
+        """Another, to be written while a step computes in the one that is `memory` now."""
+        return self._new_memory()
+
+    def step(self, num_sampled: int, watch: LayerWatch | None = None, *, picks: bool = False) -> None:
+        """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
+        leaves their logits; where it `picks`, their likeliest tokens alone."""
+        memory, layers = self.memory, self._layers
+        if watch is None and not self._is_split:
+            memory.want(num_sampled, picks=picks)
+            layers.step(memory, 0, layers.num_layers)
+            return
+        memory.want(0, picks=False)
+        if self._is_split:
+            self._halves(watch)
+        elif watch is not None:
+            for first, last in zip((0, *watch.ends), watch.ends, strict=False):
+                layers.step(memory, first, last)
+                watch.reached(last)
+        if num_sampled:
+            memory.want(num_sampled, picks=picks)
+            layers.step(memory, layers.num_layers, layers.num_layers)
+
+    def logits(self, num_sampled: int) -> Tensor:
+        """Of the step before, at rank 0: [num_sampled, vocab] float32, its until the next one."""
+        own, group = self.memory.logits[:num_sampled], self._group
+        if group.size == 1:
+            return own
+        sizes = vocabulary_sizes(self._vocab_size, group.size)
+        parts = group.gather(own, [(num_sampled, n) for n in sizes])
+        if parts and len(self._joined) < num_sampled:
+            self._joined = torch.empty(num_sampled, self._vocab_size)
+        return torch.cat(parts, dim=1, out=self._joined[:num_sampled]) if parts else own
+
+    def picked(self, num_sampled: int) -> list[int]:
+        """The likeliest tokens of the step before, at rank 0: the first among equals."""
+        memory, group = self.memory, self._group
+        if group.size == 1:
+            return memory.ids[:num_sampled].tolist()
+        parts = group.gather(memory.bests[:num_sampled], [(num_sampled, BEST.itemsize)] * group.size)
+        if not parts:
+            return []
+        bests = torch.stack(parts).numpy().view(BEST)[..., 0]
+        first_tokens = np.cumsum([0, *vocabulary_sizes(self._vocab_size, group.size)])
+        ranks, rows = bests["logit"].argmax(axis=0), np.arange(num_sampled)
+        best = bests[ranks, rows]
+        ids = first_tokens[ranks] + best["id"]
+        return np.where(best["logit"] > -np.inf, ids, 0).tolist()
+
+    def prompt_logits(self, rows: NDArray[np.int32]) -> Iterator[Tensor]:
+        """Of rows of the step before that were not sampled, none twice: as `logits`, a piece at a time, each its until
+        the next one."""
+        memory, layers = self.memory, self._layers
+        for piece in pieces_of(rows, self._vocab_size):
+            memory.sampled[: len(piece)] = piece
+            memory.want(len(piece), picks=False)
+            layers.step(memory, layers.num_layers, layers.num_layers)
+            yield self.logits(len(piece))
+
+    def follow(self, step: Step) -> None:
+        """A step that rank 0 told of: the part of it that is this rank's."""
+        memory, num_seqs = self.memory, len(step.num_new)
+        memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
+        memory.set_tables(np.ascontiguousarray(step.tables), np.arange(num_seqs))
+        memory.token_ids[: step.num_tokens] = step.token_ids
+        num_sampled = len(step.sampled)
+        memory.sampled[:num_sampled] = step.sampled
+        self.step(num_sampled, picks=step.picks)
+        if num_sampled:
+            self.picked(num_sampled) if step.picks else self.logits(num_sampled)
+        for _ in self.prompt_logits(step.prompt_rows):
+            pass  # rank 0 has them
+
+    def _halves(self, watch: LayerWatch | None) -> None:
+        memory, layers, num_rows = self.memory, self._layers, self.memory.struct.num_rows
+        partial = memory.partial[:num_rows]
+        ends = watch.ends if watch is not None else ()
+        layers.step(memory, 0, 0)
+        residual = memory.residual[:num_rows]
+        residual.copy_(self._group.all_reduce(residual))
+        for i in range(layers.num_layers):
+            layers.half(memory, i, 0)
+            partial.copy_(self._group.all_reduce(partial))
+            if watch is not None and i + 1 in ends:
+                watch.reached(i + 1)
+            layers.half(memory, i, 1)
+            partial.copy_(self._group.all_reduce(partial))

@@ -1,0 +1,160 @@
+"""A batch computed by the compiled CPU kernels: what changed since the last step is written into arrays that stay.
+
+    prepare: written now, into one of two sets of arrays   ->   what computes it, perhaps on another thread
+
+With two sets a batch is prepared while the one before it is computed; it may continue with the tokens that that one
+yields (Batch.fed_by), which are filled in just before it is computed. At most two are under way.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from ....kernels.cpu.layer import StepMemory
+from ...common.errors import InternalError
+from ...core.batch_tables import BatchTables
+from ...core.launched import Compute
+from ...core.runner import LayerWatch
+from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ...models.layers.step import NO_ROWS, Step
+from ...ranks.rank_processes import RankProcesses
+from ...sampling.prompt_rows import PromptRows
+from ...sampling.prompt_scorer import PromptScorer
+from ...sampling.sampler import Sampler
+from .compiled import CompiledDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What one batch is written into."""
+
+    memory: StepMemory
+    tables: BatchTables
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    memory: StepMemory
+    batch: Batch
+    sequences: list[Sequence]  # that are sampled
+    picks: bool  # the likeliest token of each is all that is wanted
+    sample: Callable[[Tensor], list[SampledToken]]  # else
+    prompt_rows: PromptRows | None  # whose log-probabilities are due
+
+
+class CompiledSteps:
+    def __init__(
+        self, decoder: CompiledDecoder, tables: SequenceOf[BatchTables], sampler: Sampler, ranks: RankProcesses | None
+    ) -> None:
+        """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us."""
+        self._decoder, self._sampler, self._ranks = decoder, sampler, ranks
+        self._block_size = tables[0].block_size
+        self._rooms = [_Room(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
+        self._num_prepared = 0
+        self._yielded: list[int] = []  # by the batch computed last
+
+    def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
+        room = self._rooms[self._num_prepared % len(self._rooms)]
+        self._num_prepared += 1
+        if batch.fed_by:
+            sequences = _write_fed(room, batch.entries)
+            sample = self._sampler.sample_next(sequences)
+        else:
+            sequences = _write(room, batch.entries)
+            sample = partial(self._sampler.sample, sequences=sequences)
+        picks = self._sampler.is_argmax(sequences)
+        prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
+        return partial(self._compute, _Prepared(room.memory, batch, sequences, picks, sample, prompt_rows), watch)
+
+    @property
+    def expert_tokens(self) -> Tensor | None:
+        """See models/moe.py's no_expert_tokens."""
+        return self._decoder.expert_tokens
+
+    def profile(self) -> Tensor:
+        """From now on gains the nanoseconds of each of layer.PARTS, [len(PARTS)] int64. Where batches are computed one
+        by one."""
+        assert len(self._rooms) == 1
+        return self._decoder.memory.profile()
+
+    def _compute(self, step: _Prepared, watch: LayerWatch | None) -> list[SampledToken]:
+        """Raises RankLost."""
+        if self._ranks is not None:
+            rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
+            told = Step.of(step.batch.entries, self._block_size, picks=step.picks, prompt_rows=rows)
+            self._ranks.tell(told.to_words())
+        before, self._yielded = self._yielded, []
+        memory, fed_by, num_sampled = step.memory, step.batch.fed_by, len(step.sequences)
+        if fed_by:
+            if not before:
+                raise InternalError("the step before this one failed")
+            memory.token_ids[: len(fed_by)] = [before[i] for i in fed_by]
+        self._decoder.memory = memory
+        self._decoder.step(num_sampled, watch, picks=step.picks)
+        sampled = self._sample(step) if num_sampled else []
+        if step.prompt_rows is not None:
+            self._score(step.batch, step.prompt_rows)
+        return sampled
+
+    def _sample(self, step: _Prepared) -> list[SampledToken]:
+        num_sampled = len(step.sequences)
+        if step.picks:
+            self._yielded = self._decoder.picked(num_sampled)
+            return [SampledToken(*of) for of in zip(step.sequences, self._yielded, strict=True)]
+        sampled = step.sample(self._decoder.logits(num_sampled))
+        self._yielded = [token.token_id for token in sampled]
+        return sampled
+
+    def _score(self, batch: Batch, rows: PromptRows) -> None:
+        """After all else: it overwrites what was sampled."""
+        scorer = PromptScorer(rows, self._sampler.log_totals)
+        for logits in self._decoder.prompt_logits(rows.rows):
+            scorer.add(logits)
+        assert batch.prompt_logprobs is not None
+        batch.prompt_logprobs.extend(scorer.results())
+
+
+def _write(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
+    """Returns the sequences that are sampled."""
+    num_new: list[int] = []
+    context_lens: list[int] = []
+    token_ids: list[int] = []
+    sampled: list[int] = []
+    sequences: list[Sequence] = []
+    for entry in entries:
+        sequence, num = entry.sequence, entry.num_new
+        start, known = sequence.num_computed, sequence.token_ids
+        end = start + num
+        num_new.append(num)
+        context_lens.append(end)
+        if num == 1:
+            token_ids.append(known[start])
+        else:
+            token_ids += known[start:end]
+        if end == len(known):
+            sampled.append(len(token_ids) - 1)
+            sequences.append(sequence)
+    memory, tables = room.memory, room.tables
+    width = -(-max(context_lens) // tables.block_size)
+    memory.begin(num_new, context_lens, len(token_ids), width)
+    rows = tables.update(entries)
+    memory.set_tables(tables.array, rows)
+    memory.token_ids[: len(token_ids)] = token_ids
+    memory.sampled[: len(sampled)] = sampled
+    return sequences
+
+
+def _write_fed(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
+    """Of a batch that is `fed_by` another: one row each, whose token comes later."""
+    sequences = [entry.sequence for entry in entries]
+    context_lens = [len(sequence.token_ids) + 1 for sequence in sequences]
+    num_rows, memory, tables = len(sequences), room.memory, room.tables
+    memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
+    rows = tables.update(entries, is_fed=True)
+    memory.set_tables(tables.array, rows)
+    memory.sampled[:num_rows] = np.arange(num_rows)
+    return sequences

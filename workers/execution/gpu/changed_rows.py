@@ -1,0 +1,185 @@
+"""The rows of a step that are not plain: what changes their logits, and who asks for log-probabilities. No torch.
+
+A sequence with penalties has a slot, a row of counts on the device (see logit_changes.py). Its first step
+counts all its tokens there, each later one those that are new, which go up with all else that a step changes: so a step
+costs a sequence the same however long its context is. A sequence's tokens only ever grow in number.
+
+Biases and bans go along each step, of the rows that have them alone: they are few, and change when min_tokens is
+reached.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...common.logit_bias import LogitBias
+from ...common.request import SamplingParams
+from ...core.sequence import Sequence
+
+_MULTIPLE = 16  # of the length of a list of counts: one compiled kernel does for all
+_MAX_AGE = 256  # steps: who was in none of so many is forgotten
+
+Column = TypeVar("Column")
+
+
+class Columns(NamedTuple, Generic[Column]):
+    """Of a step of R rows: arrays on the host, then tensors on the device."""
+
+    bias_starts: Column  # [R + 1] int32: see Changes
+    bias_ids: Column  # [B] int32
+    biases: Column  # [B] float32
+    count_rows: Column  # [R] int32: slots; -1: none
+    repetition: Column  # [R] float32
+    presence: Column  # [R] float64
+    frequency: Column  # [R] float64
+    fresh: Column  # [f] int64: slots to be cleared
+    prompt_slots: Column  # [p] int32, -1: nothing
+    prompt_ids: Column  # [p] int64: tokens that the prompt of each slot has
+    output_slots: Column  # [o] int32, -1: nothing
+    output_ids: Column  # [o] int64: tokens that the output of each slot has gained
+    asking: Column  # [r] int64: rows that ask for log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    columns: Columns[NDArray[Any]]
+    is_changing: bool  # a row's logits
+    asking: list[int]
+    num_top: int  # the most that one of those asks for
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    slot: int  # -1: it has no penalties
+    step: int = 0  # that used it last
+    num_counted: int = 0  # of its tokens
+    bias_of: bool | None = None  # whether what follows bans what min_tokens does
+    bias_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    biases: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+
+
+class _Counted:
+    """(slot, token) pairs of a step."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.ids: list[int] = []
+
+    def add(self, slot: int, ids: SequenceOf[int]) -> None:
+        self.slots += [slot] * len(ids)
+        self.ids += ids
+
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        num_idle = -len(self.ids) % _MULTIPLE
+        slots = np.array(self.slots + [-1] * num_idle, dtype=np.int32)
+        return slots, np.array(self.ids + [0] * num_idle, dtype=np.int64)
+
+
+class ChangedRows:
+    def __init__(self, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
+        """No step has more than `num_slots` rows."""
+        self._eos_token_ids = eos_token_ids
+        self._free = list(range(num_slots))
+        self._rows: dict[Sequence, _Row] = {}
+        self._step = 0
+
+    def begin_step(self) -> None:
+        """Forget who has not been seen for long: its memory is not ours."""
+        self._step += 1
+        if self._step % _MAX_AGE == 0:
+            self._forget_before(self._step - _MAX_AGE)
+
+    def forget(self) -> None:
+        """Everybody."""
+        self._forget_before(self._step + 1)
+
+    def plan(self, sequences: SequenceOf[Sequence], changed: SequenceOf[int]) -> Plan:
+        """changed: the rows whose logits are changed (sampler.is_changed), ascending. Counts what the sequences have
+        gained: the plan must be carried out on the device, in the order in which plans are made."""
+        rows = self._rows_of([sequences[i] for i in changed])
+        num_rows = len(sequences)
+        lengths = np.zeros(num_rows + 1, dtype=np.int32)
+        lengths[[i + 1 for i in changed]] = [len(row.bias_ids) for row in rows]
+        count_rows = np.full(num_rows, -1, dtype=np.int32)
+        count_rows[changed] = [row.slot for row in rows]
+        fresh, prompt, output = self._count([sequences[i] for i in changed], rows)
+        asking = [i for i, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
+        samplings = [s.request.sampling for s in sequences]
+        columns = Columns[NDArray[Any]](
+            np.cumsum(lengths, dtype=np.int32),
+            np.concatenate([np.empty(0, np.int32), *(row.bias_ids for row in rows)]),
+            np.concatenate([np.empty(0, np.float32), *(row.biases for row in rows)]),
+            count_rows,
+            np.array([s.repetition_penalty for s in samplings], dtype=np.float32),
+            np.array([s.presence_penalty for s in samplings]),
+            np.array([s.frequency_penalty for s in samplings]),
+            np.array(fresh, dtype=np.int64),
+            *prompt.arrays(),
+            *output.arrays(),
+            np.array(asking, dtype=np.int64),
+        )
+        return Plan(columns, bool(rows), asking, max((samplings[i].logprobs or 0 for i in asking), default=0))
+
+    def _rows_of(self, sequences: SequenceOf[Sequence]) -> list[_Row]:
+        here = [self._rows.get(sequence) for sequence in sequences]
+        for row in here:
+            if row is not None:
+                row.step = self._step
+        rows = [row or self._new_row(sequence) for row, sequence in zip(here, sequences, strict=True)]
+        for row, sequence in zip(rows, sequences, strict=True):
+            is_banning = sequence.num_output < sequence.request.sampling.min_tokens
+            if row.bias_of is not is_banning:
+                self._set_biases(row, sequence.request.sampling, is_banning)
+        return rows
+
+    def _new_row(self, sequence: Sequence) -> _Row:
+        slot = -1
+        if _is_penalised(sequence.request.sampling):
+            if not self._free:
+                self._forget_before(self._step)
+            slot = self._free.pop()
+        row = self._rows[sequence] = _Row(slot, self._step)
+        return row
+
+    def _forget_before(self, step: int) -> None:
+        """Those that no step from this one on has used. Who comes again is counted anew."""
+        for sequence, row in list(self._rows.items()):
+            if row.step < step:
+                del self._rows[sequence]
+                if row.slot >= 0:
+                    self._free.append(row.slot)
+
+    def _set_biases(self, row: _Row, sampling: SamplingParams, is_banning: bool) -> None:
+        bias = sampling.bias
+        row.bias_of = is_banning
+        if is_banning:
+            banned = dict.fromkeys((*self._eos_token_ids, *sampling.stop_token_ids), -np.inf)
+            bias = LogitBias({**bias, **banned})
+        row.bias_ids = np.array(bias.token_ids, dtype=np.int32)
+        row.biases = np.array(bias.biases, dtype=np.float32)
+
+    @staticmethod
+    def _count(sequences: SequenceOf[Sequence], rows: SequenceOf[_Row]) -> tuple[list[int], _Counted, _Counted]:
+        """The slots that are new, and what prompts and outputs have gained."""
+        fresh: list[int] = []
+        prompt, output = _Counted(), _Counted()
+        for sequence, row in zip(sequences, rows, strict=True):
+            if row.slot < 0:
+                continue
+            tokens, start = sequence.token_ids, row.num_counted
+            assert start <= len(tokens), "a sequence has lost tokens"
+            if not start:
+                fresh.append(row.slot)
+                start = sequence.num_prompt
+                if sequence.request.sampling.repetition_penalty != 1.0:  # the others look at the output alone
+                    prompt.add(row.slot, tokens[:start])
+            output.add(row.slot, tokens[start:])
+            row.num_counted = len(tokens)
+        return fresh, prompt, output
+
+
+def _is_penalised(sampling: SamplingParams) -> bool:
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0

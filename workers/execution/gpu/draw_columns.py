@@ -1,0 +1,91 @@
+"""How each row's token is drawn, as columns of numbers that stay at one place on the device, for graphs to read.
+
+Settings      what does not change from one token of a request to the next
+DrawColumns   that, and the key of each row's noise: written on the host, uploaded in one copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....kernels.sampling.sampling import Draws
+from ...common.request import SamplingParams
+from ...device.device import Device
+from ...sampling.choice import MIN_TEMPERATURE, log_of
+from ...sampling.noise import stream_keys
+from ...sampling.sampler import is_plain
+
+_ROW_BYTES = 24  # one int64, four of 32 bits
+_MULTIPLE = 4  # of rows: columns begin at multiples of 16 bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """Of R rows, on the host."""
+
+    samplings: list[SamplingParams]
+    temperature: NDArray[np.float32]  # 0: greedy
+    log_min_p: NDArray[np.float32]  # -inf: off
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    seeds: NDArray[np.uint64]
+    is_plain: bool  # all of them are
+
+    @classmethod
+    def of(cls, samplings: list[SamplingParams]) -> Settings:
+        temperatures = np.array([s.temperature for s in samplings])
+        return cls(
+            samplings,
+            np.where(temperatures == 0.0, 0.0, np.maximum(temperatures, MIN_TEMPERATURE)).astype(np.float32),
+            np.array([log_of(s.min_p) for s in samplings], dtype=np.float32),
+            np.array([s.top_p for s in samplings], dtype=np.float32),
+            np.array([s.top_k for s in samplings], dtype=np.int32),
+            np.array([s.seed for s in samplings], dtype=np.uint64),
+            all(is_plain(s) for s in samplings),
+        )
+
+
+class DrawColumns:
+    def __init__(self, max_rows: int, device: Device) -> None:
+        """Rows that nobody has written are greedy."""
+        rows = -(-max_rows // _MULTIPLE) * _MULTIPLE
+        self._host = device.pinned((rows * _ROW_BYTES,), torch.uint8).zero_()
+        self._device = torch.zeros(rows * _ROW_BYTES, dtype=torch.uint8, device=device.torch_device)
+        on_host = _columns(self._host, rows)
+        self._temperature, self._log_min_p, self._top_p, self._top_k, self._keys = (t.numpy() for t in on_host)
+        self._on_device = _columns(self._device, rows)
+        self._written: Settings | None = None
+
+    def write(self, settings: Settings, positions: SequenceOf[int]) -> None:
+        """positions: of the tokens to be drawn, one a row. What was uploaded before has reached the device."""
+        num = len(settings.samplings)
+        assert num == len(positions) <= len(self._keys)
+        if settings is not self._written:
+            self._temperature[:num] = settings.temperature
+            self._temperature[num:] = 0.0
+            self._log_min_p[:num] = settings.log_min_p
+            self._top_p[:num] = settings.top_p
+            self._top_k[:num] = settings.top_k
+            self._written = settings
+        self._keys[:num] = stream_keys(settings.seeds, np.array(positions, dtype=np.uint64))
+
+    def upload(self) -> None:
+        """Device work, which may be captured. All rows: they are few bytes, and one copy."""
+        self._device.copy_(self._host, non_blocking=True)
+
+    def draws(self, num_rows: int) -> Draws:
+        """On the device; the same memory each time."""
+        return Draws(*(column[:num_rows] for column in self._on_device))
+
+
+def _columns(block: Tensor, rows: int) -> list[Tensor]:
+    """In the order of the fields of Draws."""
+    keys, narrow = block[: 8 * rows].view(torch.int64), block[8 * rows :].view(4, 4 * rows)
+    dtypes = (torch.float32, torch.float32, torch.float32, torch.int32)
+    return [*(narrow[i].view(dtype) for i, dtype in enumerate(dtypes)), keys]

@@ -1,0 +1,29 @@
+"""What has gone to each expert, as the host knows it: copied now and then, and nobody waits for the copy."""
+
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...device.device import Device, Event, Lane
+
+
+class ExpertTokens:
+    def __init__(self, device: Device, lane: Lane, counts: Tensor) -> None:
+        """counts: [layers, experts] int64 on the device, which steps add to on the lane."""
+        self._lane, self._counts = lane, counts
+        self._arriving = device.pinned(counts.shape, counts.dtype)
+        self._arrived: Event | None = None
+        self._known: NDArray[np.int64] = self._arriving.numpy().copy()
+
+    def latest(self) -> NDArray[np.int64]:
+        """What has arrived; asks for what is there once the steps launched by now are over, to tell it next time."""
+        with suppress(RuntimeError):  # of a lost device: a step says so by its name, or Runner.check
+            if self._arrived is None or self._arrived.has_happened:
+                if self._arrived is not None:
+                    self._known = self._arriving.numpy().copy()
+                self._lane.run(partial(self._arriving.copy_, self._counts, non_blocking=True))
+                self._arrived = self._lane.record()
+        return self._known

@@ -1,0 +1,157 @@
+"""A forward pass over T tokens, cut at its attention: the pieces between are graphs where T is a bucket.
+
+    tokens ─> piece 0 ─> q ─> attend 0 ─> attended ─> piece 1 ─> q ─> ... ─> piece L ─> hidden
+
+Piece i ends layer i - 1 and begins layer i. What a graph reads and writes has to stay where it is, so that its flow is
+cut out of one that stays; any other takes new memory.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....kernels.attention.paged_batch import PagedBatch
+from ...device.kv_cache import KVCache
+from ...models.families.spec import AttentionSpec, LatentSpec
+from ...models.layers.attention import output
+from ...models.layers.decoder import Decoder, attend, end, enter, feed_forward, leave, queries
+from ...models.layers.rope import Ropes
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """T tokens; those beyond a batch's are idle: they are stored nowhere, and nobody reads what becomes of them."""
+
+    tokens: Tensor  # [T] int64
+    cos_sin: Tensor  # [T, A] float32: of each of ModelSpec.ropes, side by side
+    slots: Tensor  # [T] int64, -1: idle
+    residual: Tensor  # [T, H]
+    q: Tensor  # [T, N, D]; where it is static, [T, as many numbers as any layer has]
+    attended: Tensor  # [T, N, V]; likewise
+    hidden: Tensor  # [T, H]: in the end
+    given: Tensor | None  # [T, layers, P]: see Decoder.token_inputs
+    is_static: bool
+
+    @classmethod
+    def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "Flow":
+        """For graphs. Raises torch.OutOfMemoryError."""
+        specs, embed = [layer.spec.attention for layer in decoder.layers], decoder.weights.embed
+        widths = zip(*((of.num_heads * of.q_dim, of.num_heads * of.value_dim) for of in specs), strict=True)
+        q, attended = ((num_tokens, max(width)) for width in widths)
+        hidden, num_angles = (num_tokens, embed.shape[1]), sum(decoder.rope_dims)
+        own = decoder.spec.token_input
+        given = None if own is None else embed.new_zeros(num_tokens, decoder.spec.num_layers, own.dim)
+        return cls(
+            torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            torch.zeros(num_tokens, num_angles, dtype=torch.float32, device=device),
+            torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+            *(torch.zeros(shape, dtype=embed.dtype, device=device) for shape in (hidden, q, attended, hidden)),
+            given=given,
+            is_static=True,
+        )
+
+    @classmethod
+    def passing(cls, tokens: Tensor, cos_sin: Tensor, slots: Tensor) -> "Flow":
+        """For one step alone."""
+        none = cos_sin.new_empty(0)
+        return cls(tokens, cos_sin, slots, none, none, none, none, None, is_static=False)
+
+    def first(self, num_tokens: int) -> "Flow":
+        """The same memory, as far as so many tokens need it."""
+        parts = (self.tokens, self.cos_sin, self.slots, self.residual, self.q, self.attended, self.hidden)
+        given = None if self.given is None else self.given[:num_tokens]
+        return Flow(*(part[:num_tokens] for part in parts), given=given, is_static=self.is_static)
+
+    def go_on_with(self, rows: Tensor, of: "Flow") -> None:
+        """What is left to do for some tokens of a flow that is not static, in this one, which was made for them. rows:
+        [n] int32 or int64."""
+        self.residual, self.attended = (part.index_select(0, rows) for part in (of.residual, of.attended))
+        self.given = None if of.given is None else of.given.index_select(0, rows)
+
+    def queries(self, of: AttentionSpec | LatentSpec) -> Tensor:
+        """A layer's, [T, N, D]."""
+        return self._in_heads(self.q, of.num_heads, of.q_dim)
+
+    def outputs(self, of: AttentionSpec | LatentSpec) -> Tensor:
+        """What a layer has attended to, [T, N, V]."""
+        return self._in_heads(self.attended, of.num_heads, of.value_dim)
+
+    def _in_heads(self, numbers: Tensor, num_heads: int, dim: int) -> Tensor:
+        """Contiguous, whatever other layers need."""
+        if not self.is_static:
+            return numbers
+        return numbers.view(-1)[: len(numbers) * num_heads * dim].view(len(numbers), num_heads, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    decoder: Decoder
+    cache: KVCache
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.spec.num_layers
+
+    def through(self, num_stored: int) -> int:
+        """The layers through which so many of the cache's are stored."""
+        storing = [i for i, layer in enumerate(self.decoder.layers) if layer.spec.kv_from is None]
+        return storing[num_stored - 1] + 1
+
+    def angles(self, cos_sin: Tensor) -> Ropes:
+        """Of each of ModelSpec.ropes, where they are side by side."""
+        return cos_sin.split(self.decoder.rope_dims, dim=1)
+
+    def compute(self, flow: Flow, index: int) -> None:
+        """Device work, which may be captured: piece `index` of num_layers + 1."""
+        decoder, added = self.decoder, None
+        if index:
+            added = self._end_layer(flow, index - 1)
+        else:
+            self._begin(flow)
+        is_last = index == self.num_layers
+        norm = decoder.weights.norm if is_last else decoder.layers[index].weights.input_norm
+        hidden = enter(added, flow.residual, norm, decoder.spec.rms_norm_eps)
+        if is_last:
+            flow.hidden = _put(flow, flow.hidden, hidden)
+            return
+        layer, cos_sin = decoder.layers[index], self.angles(flow.cos_sin)
+        q = queries(layer, hidden, self.cache.layer(layer.kv_id), cos_sin, flow.slots, decoder.group)
+        if flow.is_static:
+            flow.queries(layer.spec.attention).copy_(q)
+        else:
+            flow.q = q
+
+    def attend(self, flow: Flow, index: int, paged: PagedBatch, num_tokens: int) -> None:
+        """Device work, never captured: of the tokens that are not idle."""
+        layer = self.decoder.layers[index]
+        spec = layer.spec.attention
+        attended = attend(layer, flow.queries(spec)[:num_tokens], self.cache.layer(layer.kv_id), paged)
+        if flow.is_static:
+            flow.outputs(spec)[:num_tokens].copy_(attended)
+        else:
+            flow.attended = attended
+
+    def _begin(self, flow: Flow) -> None:
+        embedded = self.decoder.embed(flow.tokens)
+        given = self.decoder.token_inputs(flow.tokens, embedded)
+        flow.given = None if given is None else _put(flow, flow.given, given)
+        flow.residual = _put(flow, flow.residual, embedded)
+
+    def _end_layer(self, flow: Flow, index: int) -> Tensor | None:
+        """What is to be added to the residual yet."""
+        layer, group = self.decoder.layers[index], self.decoder.group
+        weights, eps = layer.weights, layer.eps
+        hidden = output(weights, flow.outputs(layer.spec.attention), group)
+        hidden = leave(hidden, weights.attention_out_norm, eps)
+        entering = enter(hidden, flow.residual, weights.mlp_norm, eps)
+        hidden = feed_forward(layer, entering, flow.residual, flow.slots, group)
+        hidden = leave(hidden, weights.mlp_out_norm, eps)
+        return end(layer, hidden, flow.residual, None if flow.given is None else flow.given[:, index])
+
+
+def _put(flow: Flow, place: Tensor | None, value: Tensor) -> Tensor:
+    if not flow.is_static:
+        return value
+    assert place is not None
+    return place.copy_(value)

@@ -1,0 +1,285 @@
+"""Batches computed on GPUs that nobody waits for: planned and launched, and later asked for their tokens.
+
+    launch (host)   one room is written: tokens, contexts, what changed in block tables, how to sample
+    each rank       computes what was planned (rank_steps.py), on its own GPU
+
+    a step of decodes        one graph from tokens to logits, one that samples, each of the smallest bucket that fits
+    a small one with prompts all of it on the prompt lane, the pieces between attention as graphs (prompt_part.py)
+    a large one              its decodes as a graph, its prompts beside them (of several ranks: after them)
+    without graphs           all on the prompt lane, launched kernel by kernel
+
+Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the devices as what the next step continues
+with (Batch.fed_by).
+"""
+
+from collections.abc import Generator
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....kernels.sampling.log_totals import log_totals
+from ...common.errors import ConfigError, InternalError, RankLost
+from ...common.prompt_logprobs import PromptLogprobs
+from ...core.runner import LayerWatch
+from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ...device.device import Event
+from ...device.device_errors import is_full, lost, of_step
+from ...models.families.spec import LatentSpec, ModelSpec
+from ...models.layers import mla
+from ...ranks.rank_processes import RankProcesses
+from ...sampling.prompt_rows import PromptRows
+from ...sampling.prompt_scorer import PromptScorer
+from .device_sampler import DeviceSampler
+from .device_tables import ChangedTables
+from .expert_tokens import ExpertTokens
+from .prompt_part import PromptRun
+from .rank_steps import RankSteps
+from .step_buffers import NUM_ROOMS, Room
+from .step_plan import KNOWN, NO_ROWS, Ints, Numbers, StepPlan, copy_words
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A step's entries, column by column."""
+
+    entries: SequenceOf[ScheduledSequence]
+    table_rows: list[int]
+    context_lens: list[int]  # with the new tokens
+    feeds: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
+    sampled: list[int]  # entries that are sampled
+
+    def in_order(self, first: int) -> list[int]:
+        """Entries from `first` on, those with one new token before the others."""
+        return sorted(range(first, len(self.entries)), key=lambda i: self.entries[i].num_new > 1)
+
+    @property
+    def all_decode(self) -> bool:
+        return len(self.sampled) == len(self.entries) and all(e.num_new == 1 for e in self.entries)
+
+
+class GpuSteps:
+    def __init__(self, own: RankSteps, sampler: DeviceSampler, ranks: RankProcesses | None = None) -> None:
+        """own: rank 0's, which samples with `sampler`. ranks: the others."""
+        self._own, self._device, self._sampler, self._ranks = own, own.device, sampler, ranks
+        limits, counts = own.limits, own.expert_tokens
+        self._block_size = limits.block_size
+        self._tables = ChangedTables(self._block_size, limits.table_shape[1], limits.max_rows)
+        self._expert_tokens = ExpertTokens(own.device, own.main, counts) if counts is not None else None
+        self._num_launched = 0
+        self._sampled_rows: list[int] = []  # of each entry of the last batch, its row among the tokens; else KNOWN
+
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
+        """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
+        with self.recovering(is_told=False):
+            index = self._num_launched % NUM_ROOMS
+            plan, prompt_rows = self._plan(batch, watch, index)
+            scorer = None if prompt_rows is None else PromptScorer(prompt_rows, log_totals)
+        with self.recovering():
+            if self._ranks is not None:
+                self._ranks.tell(plan.to_words())
+            run = self._own.run(plan, index, scorer)
+        room = self._own.buffers.rooms[index]
+        return LaunchedStep(self, self._sampler, room, index, plan.num_sampled, run, watch, batch.prompt_logprobs)
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
+        if not pairs:
+            return
+        with self.recovering():
+            if self._ranks is not None:
+                self._ranks.tell(copy_words(pairs))
+            self._own.copy_blocks(np.array(pairs, dtype=np.int32).T)
+
+    def expert_tokens(self) -> NDArray[np.int64] | None:
+        """See Runner.expert_tokens: as of some steps ago."""
+        return self._expert_tokens.latest() if self._expert_tokens is not None else None
+
+    def check(self) -> None:
+        """Raises DeviceLost."""
+        try:
+            self._device.check()
+        except RuntimeError as e:
+            if (device_lost := lost(e)) is not None:
+                raise device_lost from e
+            if not is_full(e):
+                raise
+
+    def close(self) -> None:
+        self._settle()
+        self._own.close()
+
+    def check_ranks(self) -> None:
+        """Raises RankLost where one is lost, whatever the device has made of that."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    @contextmanager
+    def recovering(self, *, is_told: bool = True) -> Generator[None]:
+        """What goes wrong within leaves nothing under way that has to be known of. Raises it by its name. is_told:
+        other ranks know of it."""
+        try:
+            with self.waiting():
+                yield
+            self.check_ranks()
+        except Exception as e:
+            if self._ranks is not None and (is_told or isinstance(e, RankLost)):
+                # They are in the middle of a step, of which nobody knows how far it came.
+                why = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({of_step(e) or e})")
+                failed = self._ranks.fail(why)
+                self._settle()
+                if failed is e:
+                    raise
+                raise failed from e
+            self._tables.forget_all()
+            self._sampler.forget()
+            self._own.forget()
+            self._settle()
+            if (named := of_step(e)) is not None:
+                raise named from e
+            raise
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """What is done within waits for other ranks, if there are any: not for ever."""
+        return self._ranks.waiting() if self._ranks is not None else nullcontext()
+
+    def _settle(self) -> None:
+        with suppress(RuntimeError, RankLost), self.waiting():  # a lost device, or rank, was told of already
+            self._device.synchronize()
+
+    def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> tuple[StepPlan, PromptRows | None]:
+        """Of a step in room `index`; how its rows are sampled is written there."""
+        self._own.buffers.rooms[index].wait()
+        if len(batch.entries) > self._own.buffers.max_rows:
+            raise InternalError(f"a step of {len(batch.entries)} sequences: there are buffers for max_running")
+        self._num_launched += 1
+        rows = self._rows(batch)
+        sequences = [batch.entries[i].sequence for i in rows.sampled]
+        self._sampler.write(index, sequences, [rows.context_lens[i] for i in rows.sampled])
+        num_decodes = self._num_in_graph(batch, rows, watch)
+        has_prompts = num_decodes < len(rows.entries)
+        prompt_rows = None
+        if batch.prompt_logprobs is not None:
+            prompt_rows = PromptRows.of([rows.entries[i] for i in rows.in_order(num_decodes)])
+        plan = StepPlan(
+            self._tables.take(),
+            _decodes(rows, num_decodes),
+            self._numbers(rows, num_decodes, prompt_rows) if has_prompts else None,
+            tuple(watch.ends) if watch is not None and has_prompts else (),
+            len(sequences),
+            self._sampler.is_capturable(sequences),
+        )
+        return plan, prompt_rows
+
+    def _rows(self, batch: Batch) -> _Rows:
+        entries, fed_by = batch.entries, batch.fed_by
+        table_rows = self._tables.update(entries, is_fed=bool(fed_by))
+        if fed_by:
+            context_lens = [len(e.sequence.token_ids) + 1 for e in entries]
+            feeds, sampled = [self._sampled_rows[i] for i in fed_by], list(range(len(entries)))
+        else:
+            context_lens = [e.sequence.num_computed + e.num_new for e in entries]
+            feeds, sampled = [KNOWN] * len(entries), [i for i, e in enumerate(entries) if e.samples]
+        self._sampled_rows = [KNOWN] * len(entries)
+        for row, i in enumerate(sampled):
+            self._sampled_rows[i] = row
+        return _Rows(entries, table_rows, context_lens, feeds, sampled)
+
+    def _num_in_graph(self, batch: Batch, rows: _Rows, watch: LayerWatch | None) -> int:
+        """How many entries, the first ones, a decode graph computes."""
+        if rows.all_decode:
+            num = len(rows.entries)
+        elif watch is None and batch.num_tokens > self._own.prompts.largest_bucket:
+            num = batch.num_decodes
+        else:  # who watches is told of all tokens' layers
+            num = 0
+        return num if num and self._own.graphs.bucket(num) is not None else 0
+
+    def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None) -> Numbers:
+        """Of the entries from `first` on."""
+        of = rows.in_order(first)
+        entries, block_size = [rows.entries[i] for i in of], self._block_size
+        context_lens = np.array([rows.context_lens[i] for i in of], dtype=np.int32)
+        num_new = np.array([e.num_new for e in entries], dtype=np.int32)
+        ends = np.cumsum(num_new)
+        tokens: list[int] = []
+        slots: list[np.ndarray] = []
+        positions = [np.arange(end - num, end) for end, num in zip(context_lens, num_new, strict=True)]
+        for i, entry, position in zip(of, entries, positions, strict=True):
+            sequence, start = entry.sequence, int(position[0])
+            tokens += [0] if rows.feeds[i] >= 0 else sequence.token_ids[start : start + entry.num_new]
+            first_block = start // block_size
+            blocks = np.array(sequence.block_table[first_block : int(position[-1]) // block_size + 1])
+            slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
+        last = dict(zip(of, (ends - 1).tolist(), strict=True))
+        feeds = np.array([rows.feeds[i] for i in of], dtype=np.int32)
+        return Numbers(
+            np.array(tokens, dtype=np.int32),
+            feeds if (feeds >= 0).any() else None,  # then each has one new token
+            np.concatenate(positions),
+            np.concatenate(slots),
+            context_lens,
+            num_new,
+            np.array([rows.table_rows[i] for i in of], dtype=np.int32),
+            np.array([last[i] for i in rows.sampled if i >= first], dtype=np.int32),
+            NO_ROWS if prompt_rows is None else prompt_rows.rows,
+        )
+
+
+def _decodes(rows: _Rows, num: int) -> Ints:
+    """Of the first `num` entries, see StepPlan."""
+    tokens = [
+        0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
+        for e, feed in zip(rows.entries[:num], rows.feeds, strict=False)
+    ]
+    return np.array((tokens, rows.feeds[:num], rows.context_lens[:num], rows.table_rows[:num]), dtype=np.int32)
+
+
+def check_known(spec: ModelSpec) -> None:
+    """Raise ConfigError for a decoder that the GPU's kernels cannot compute."""
+    if any(isinstance(of := layer.attention, LatentSpec) and not mla.has_kernels(of) for layer in spec.layers):
+        what = "latents and heads of sizes other than powers of 2 from 16 on"
+        raise ConfigError(f"the CUDA engine does not know {what} yet ({spec.architecture}): use device cpu")
+
+
+class LaunchedStep:
+    """See Launched."""
+
+    def __init__(
+        self,
+        steps: GpuSteps,
+        sampler: DeviceSampler,
+        room: Room,
+        index: int,
+        num_sampled: int,
+        run: PromptRun | None,
+        watch: LayerWatch | None,
+        prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None,
+    ) -> None:
+        self._steps, self._sampler, self._room = steps, sampler, room
+        self._index, self._num_sampled = index, num_sampled
+        self._run, self._watch = run, watch  # the run is kept: lanes use its memory
+        self._prompt_logprobs = prompt_logprobs  # the batch's
+
+    def tokens(self) -> list[SampledToken]:
+        """Raises OutOfDeviceMemory, DeviceLost or RankLost."""
+        with self._steps.recovering():
+            reached = dict(self._run.reached) if self._run is not None else dict[int, Event]()
+            for end in self._watch.ends if self._watch is not None else ():
+                if end in reached:
+                    reached[end].wait()
+                else:
+                    self._room.wait()
+                self._steps.check_ranks()
+                assert self._watch is not None
+                self._watch.reached(end)
+            self._room.wait()
+            if self._prompt_logprobs is not None and self._run is not None and self._run.scorer is not None:
+                self._prompt_logprobs.extend(self._run.scorer.results())
+        return self._sampler.sampled(self._index, self._room.tokens[: self._num_sampled].tolist())
+
+    def abandon(self) -> None:
+        with suppress(RuntimeError, RankLost), self._steps.waiting():  # nobody wants to know
+            self._room.wait()

@@ -1,0 +1,234 @@
+"""The part of a step that is no captured decode: prompts, and what goes with them, on a lane of its own.
+
+    write (host): its numbers, into pinned memory     ->     run: its device work on the lane, layer by layer
+
+Up to the largest bucket of tokens the pieces between attention are graphs; beyond it launches take less time than what
+they launch, and all is launched anew.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....kernels.attention.paged_batch import PagedBatch
+from ...device.device import Device, Event, Lane
+from ...sampling.prompt_scorer import PromptScorer, pieces_of
+from .buckets import bucket_for, token_buckets
+from .flow import Flow, Pieces
+from .step_plan import KNOWN, Ints, Numbers
+
+TABLE_BLOCKS = 16  # tables are a multiple of so many wide, for kernels are compiled apart for strides that are not
+_WARM_UP = (16, 33, 512)  # tokens: and for numbers of tokens and of tiles
+_LONG = 4096  # a context that few new tokens may attend to in another way
+
+
+@dataclass(slots=True, eq=False)
+class PromptRun:
+    """A part under way. Keep it until the step has been waited for: other lanes use its memory."""
+
+    num_sampled: int
+    logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there; on other ranks than 0: None
+    reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # of the cache's layers, and when
+    scorer: PromptScorer | None = None  # rank 0's, where prompts' log-probabilities are due: complete likewise
+
+
+class PromptPart:
+    def __init__(
+        self, device: Device, lane: Lane, pieces: Pieces, cos_sin: Tensor, tables: Tensor, yielded: Tensor
+    ) -> None:
+        """cos_sin: [positions, A] float32; tables: [rows, blocks] int32; yielded: [n] int64, of the step before."""
+        self.lane, self.pieces = lane, pieces
+        self._device, self._cos_sin, self._tables, self._yielded = device, cos_sin, tables, yielded
+        self._buckets: tuple[int, ...] = ()
+        self._static: Flow | None = None
+        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
+
+    def warm_up(self) -> None:
+        """Before the first step: kernels that a prompt needs are compiled by it. Nothing is stored."""
+        self._warm_up(1, 1)
+        sizes = [min(num_tokens, len(self._cos_sin)) for num_tokens in _WARM_UP]
+        for num_new, context_len in (*zip(sizes, sizes, strict=True), (sizes[0], min(_LONG, len(self._cos_sin)))):
+            self._warm_up(num_new, context_len)
+
+    def _warm_up(self, num_new: int, context_len: int) -> None:
+        new, context = np.array([num_new], dtype=np.int32), np.array([context_len], dtype=np.int32)
+        positions, nowhere = np.arange(num_new, dtype=np.int32), np.full(num_new, -1, dtype=np.int32)
+        self.run(Numbers(positions * 0, None, positions, nowhere, context, new, new * 0, new - 1))
+
+    @property
+    def largest_bucket(self) -> int:
+        return self._buckets[-1] if self._buckets else 0
+
+    def capture(self, max_tokens: int) -> None:
+        """Graphs for up to so many tokens. Raises torch.OutOfMemoryError."""
+        buckets = token_buckets(max_tokens)
+        if not buckets:
+            return
+        self._static = Flow.static(self.pieces.decoder, buckets[-1], self._device.torch_device)
+        for bucket in reversed(buckets):
+            flow = self._static.first(bucket)
+            for index in range(self.pieces.num_layers + 1):
+                work = partial(self.pieces.compute, flow, index)
+                self._graphs[bucket, index] = self._device.capture(self.lane, work)
+        self._buckets = buckets
+
+    def close(self) -> None:
+        """There are no graphs any more."""
+        self._buckets = ()
+        self._graphs.clear()
+
+    def run(
+        self,
+        numbers: Numbers,
+        ends: Sequence[int] = (),
+        scorer: PromptScorer | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> PromptRun:
+        """`ends`: of the cache's layers, those after which PromptRun.reached wants an event. `is_alone`: no other graph
+        is under way beside it, so that ours may be (see Device.capture)."""
+        run, first = PromptRun(len(numbers.sampled), scorer=scorer), 0
+        bucket = bucket_for(self._buckets, numbers.num_tokens) if is_alone else None
+        work = _Work(self, numbers, run, self.write(numbers, bucket))
+        for end in ends:
+            through = self.pieces.through(end)
+            self.lane.run(partial(work.layers, first, through))
+            self.lane.run(self.pieces.decoder.group.meet)
+            run.reached.append((end, self.lane.record()))
+            first = through
+        self.lane.run(partial(work.layers, first, work.num_layers))
+        self.lane.run(work.head)
+        return run
+
+    def write(self, numbers: Numbers, bucket: int | None) -> "_Written":
+        """Into pinned memory, with idle tokens up to the bucket."""
+        num_idle = (bucket or numbers.num_tokens) - numbers.num_tokens
+
+        def padded(column: Ints, value: int) -> Ints:
+            return np.concatenate((column, np.full(num_idle, value, dtype=np.int32))) if num_idle else column
+
+        columns = [padded(numbers.token_ids, 0), padded(numbers.positions, 0), padded(numbers.slots, -1)]
+        starts = np.concatenate(([0], np.cumsum(numbers.num_new)))
+        columns += [numbers.context_lens, starts, numbers.table_rows, numbers.sampled]
+        if numbers.feeds is not None:
+            columns.append(padded(numbers.feeds, KNOWN))
+        sizes = [len(column) for column in columns]
+        words = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
+        for section, column in zip(_sections(words, sizes), columns, strict=True):
+            section.numpy()[:] = column
+        return _Written(words, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist())
+
+    def begin(self, written: "_Written") -> "_Begun":
+        """Device work: what the first piece needs."""
+        words = written.words.to(self._device.torch_device, non_blocking=True)
+        tokens, positions, slots, context_lens, starts, rows, sampled, *feeds = _sections(words, written.sizes)
+        tokens = tokens.long()
+        if feeds:
+            fed = self._yielded.index_select(0, feeds[0].clamp_min(0))
+            tokens = torch.where(feeds[0] >= 0, fed, tokens)
+        block_size = self.pieces.cache.layout.block_size
+        width = -(-max(written.context_lens) // (block_size * TABLE_BLOCKS)) * TABLE_BLOCKS
+        paged = PagedBatch(
+            self._tables[:, :width].index_select(0, rows),
+            context_lens,
+            starts,
+            host_context_lens=written.context_lens,
+            host_num_new=written.num_new,
+            num_decodes=written.num_new.count(1),
+            block_size=block_size,
+        )
+        flow = Flow.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())
+        if written.bucket is not None:
+            assert self._static is not None
+            passing, flow = flow, self._static.first(written.bucket)
+            flow.tokens.copy_(passing.tokens)
+            flow.cos_sin.copy_(passing.cos_sin)
+            flow.slots.copy_(passing.slots)
+        return _Begun(flow, paged, sampled)
+
+    def compute(self, flow: Flow, bucket: int | None, index: int) -> None:
+        """Device work: a piece."""
+        if bucket is None:
+            self.pieces.compute(flow, index)
+        else:
+            self._graphs[bucket, index]()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Written:
+    """Numbers in pinned memory, with idle tokens up to the bucket."""
+
+    words: Tensor  # int32
+    sizes: list[int]  # of its sections
+    bucket: int | None
+    context_lens: list[int]
+    num_new: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    flow: Flow
+    paged: PagedBatch
+    sampled: Tensor  # [n] int32
+
+
+class _Work:
+    """One part's device work, in two calls or more."""
+
+    def __init__(self, part: PromptPart, numbers: Numbers, run: PromptRun, written: _Written) -> None:
+        self._part, self._run, self._written = part, run, written
+        self._num_tokens = numbers.num_tokens
+        # Nobody reads what layers after the last that stores KV would make of tokens after which none is sampled.
+        num_layers, self._num_for_all = part.pieces.num_layers, part.pieces.decoder.num_for_all
+        self._prompt_rows, is_scored = numbers.prompt_rows, len(numbers.prompt_rows) > 0
+        self.num_layers = num_layers if run.num_sampled or is_scored else self._num_for_all
+        is_cut = self._num_for_all < self.num_layers and run.num_sampled < numbers.num_tokens and written.bucket is None
+        is_cut = is_cut and not is_scored
+        self._sampled_alone = part.write(numbers.sampled_alone(), None) if is_cut else None
+        self._begun: _Begun | None = None
+
+    def layers(self, first: int, end: int) -> None:
+        """After it layers [0, end) have stored their KV."""
+        begun = self._begun = self._begun or self._part.begin(self._written)
+        for index in range(first, end):
+            if index == self._num_for_all and self._sampled_alone is not None:
+                begun = self._begun = self._cut(begun, self._sampled_alone)
+            self._part.compute(begun.flow, self._written.bucket, index)
+            self._part.pieces.attend(begun.flow, index, begun.paged, self._num_tokens)
+
+    def _cut(self, begun: _Begun, sampled_alone: _Written) -> _Begun:
+        cut = self._part.begin(sampled_alone)
+        cut.flow.go_on_with(begun.sampled, begun.flow)
+        self._num_tokens = self._run.num_sampled
+        return cut
+
+    def head(self) -> None:
+        begun, pieces = self._begun, self._part.pieces
+        assert begun is not None
+        self._part.compute(begun.flow, self._written.bucket, self.num_layers)
+        if self._run.num_sampled:
+            rows = begun.flow.hidden.index_select(0, begun.sampled)
+            self._run.logits = pieces.decoder.whole_logits(rows)
+        for piece in pieces_of(self._prompt_rows, pieces.decoder.spec.vocab_size):
+            at = torch.from_numpy(piece).to(begun.flow.hidden.device)
+            logits = pieces.decoder.logits(begun.flow.hidden.index_select(0, at))
+            if logits is not None and self._run.scorer is not None:
+                self._run.scorer.add(logits)
+
+
+def _sections(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Each at a multiple of 16 bytes: kernels are compiled anew for other addresses."""
+    sections: list[Tensor] = []
+    start = 0
+    for size in sizes:
+        sections.append(words[start : start + size])
+        start += _aligned(size)
+    return sections
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4) * 4

@@ -1,0 +1,161 @@
+"""What one rank does of the steps that rank 0 plans, on its own device; a worker of one GPU has no other rank.
+
+    main lane       upload ── decode graph ──────────────────────────────┬── sample ── read back ──> tokens
+    prompt lane             └─ prompts, layer by layer, if there are any ─┘
+
+Of several ranks the prompts come after the decodes: what the ranks say to each other is in one order on all of them.
+The main lane has all steps in order; the prompt lane begins after what is on it, and is waited for.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ....kernels.kv.block_copy import copy_blocks
+from ...common.errors import InternalError
+from ...device.device import Device
+from ...device.device_errors import needing_memory
+from ...device.kv_cache import KVCache
+from ...models.layers.decoder import Decoder
+from ...models.layers.rope import Ropes
+from ...sampling.prompt_scorer import PromptScorer
+from .decode_graphs import DecodeGraphs
+from .device_sampler import DeviceSampler
+from .device_tables import DeviceTables
+from .flow import Pieces
+from .prompt_part import TABLE_BLOCKS, PromptPart, PromptRun
+from .step_buffers import NUM_ROOMS, Room, StepBuffers
+from .step_plan import TABLE, Ints, PlanLimits, StepPlan
+
+GRAPH_TOKENS = 512  # of a step with prompts whose pieces are graphs: beyond, a layer takes longer than its launches
+
+
+class RankSteps:
+    def __init__(
+        self,
+        device: Device,
+        decoder: Decoder,
+        cache: KVCache,
+        ropes: Ropes,
+        sampler: DeviceSampler | None,
+        max_sequences: int,
+        *,
+        graph_tokens: int | None = GRAPH_TOKENS,
+    ) -> None:
+        """ropes: on the device. sampler: rank 0's. max_sequences: of a batch. graph_tokens: None: no graphs. All ranks
+        do it together.
+
+        Raises ConfigError where the device has too little memory.
+        """
+        layout, cos_sin = cache.layout, torch.cat(ropes, dim=1)
+        self.group, self.device, self._cache = decoder.group, device, cache
+        self.expert_tokens = decoder.expert_tokens
+        self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
+        pieces = Pieces(decoder, cache)
+        vocab_size = decoder.spec.vocab_size
+        remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
+        with needing_memory("the buffers and graphs of steps", remedy):
+            max_blocks = -(-layout.num_blocks_for(len(cos_sin)) // TABLE_BLOCKS) * TABLE_BLOCKS
+            self.buffers = StepBuffers(device, max_sequences, max_blocks, vocab_size if sampler is not None else 0)
+            self.tables = DeviceTables(device, max_blocks, max_sequences)
+            self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
+            self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
+            device.synchronize()  # what was allocated on no lane of ours is there
+            if sampler is not None:
+                self.main.run(sampler.warm_up)
+            self.prompts.warm_up()
+            if graph_tokens is not None:
+                self.graphs.capture(device, self.main)
+                self.prompts.capture(graph_tokens)
+            device.synchronize()
+        self.limits = PlanLimits(
+            max_sequences,
+            (self.tables.tensor.shape[0], max_blocks),
+            cache.num_blocks,
+            layout.block_size,
+            layout.num_layers,
+            len(cos_sin),
+            vocab_size,
+        )
+        self._gathered: tuple[list[int], int] | None = None  # table rows that the decode graphs' tables are, and bucket
+        self._num_followed = 0
+
+    def run(self, plan: StepPlan, index: int, scorer: PromptScorer | None = None) -> PromptRun | None:
+        """Launches it, in room `index`, which has been waited for. scorer: rank 0's, of its prompt rows."""
+        room, num_decodes, run = self.buffers.rooms[index], plan.decodes.shape[1], None
+        if plan.tables.size:
+            self.tables.change(self.main, plan.tables)
+            self._gathered = None
+        is_beside = self.group.size == 1
+        before = self.main.record() if plan.prompts is not None and is_beside else None
+        bucket = self.graphs.bucket(num_decodes) if num_decodes else None
+        if num_decodes and bucket is None:
+            raise InternalError(f"{num_decodes} rows are to be computed by a graph, of which there is none")
+        if bucket is not None:
+            self.main.run(self._decode(room, plan.decodes, bucket))
+        if plan.prompts is not None:
+            self.prompts.lane.after(before or self.main.record())
+            run = self.prompts.run(plan.prompts, plan.ends, scorer, is_alone=bucket is None or not is_beside)
+            self.main.after(self.prompts.lane.record())
+        self.main.run(partial(self._finish, plan, index, run))
+        room.used = self.main.record()
+        return run
+
+    def follow(self, words: Ints) -> None:
+        """On another rank than 0: what that tells (step_plan.py). Raises InternalError for what cannot be."""
+        told = self.limits.heard(words)
+        if not isinstance(told, StepPlan):
+            self.copy_blocks(told)
+            return
+        index = self._num_followed % NUM_ROOMS
+        self._num_followed += 1
+        self.buffers.rooms[index].wait()
+        self.run(told, index)
+
+    def copy_blocks(self, pairs: Ints) -> None:
+        """pairs: [2, P], from and to, of this rank's blocks; in the order of steps."""
+        ids = self.device.pinned(pairs.shape, torch.int64)
+        ids.numpy()[:] = pairs
+        self.main.run(partial(_copy, self._cache.by_block, ids))
+
+    def close(self) -> None:
+        """No more steps. A communicator does not end while graphs hold its calls."""
+        self.graphs.close()
+        self.prompts.close()
+
+    def forget(self) -> None:
+        """Nothing is relied on that steps have left: they may not have been computed."""
+        self._gathered = None
+
+    def _decode(self, room: Room, decodes: Ints, bucket: int) -> partial[None]:
+        """Writes the room; what computes it."""
+        room.write(decodes, bucket)
+        gathered = decodes[TABLE].tolist(), bucket
+        is_gathered, self._gathered = self._gathered == gathered, gathered
+        return partial(self._compute_decodes, room, bucket, is_gathered)
+
+    def _compute_decodes(self, room: Room, bucket: int, is_gathered: bool) -> None:
+        """Device work."""
+        self.buffers.upload(room)
+        if not is_gathered:
+            self.buffers.gather_tables(self.tables.tensor, bucket)
+        self.graphs.forward(bucket)
+
+    def _finish(self, plan: StepPlan, index: int, run: PromptRun | None) -> None:
+        """Device work: tokens of all that is sampled. Once it is done every rank has stored the step's KV."""
+        buffers, first = self.buffers, plan.decodes.shape[1]
+        if not plan.num_sampled:
+            self.group.meet()
+            return
+        if run is not None and run.logits is not None:
+            buffers.logits[first : first + run.num_sampled].copy_(run.logits)
+        self.graphs.choose(plan.num_sampled, index, is_plain=plan.is_plain)
+        buffers.read_back(buffers.rooms[index])
+
+
+def _copy(pools: Sequence[Tensor], ids: Tensor) -> None:
+    of, to = ids.to(pools[0].device, non_blocking=True)
+    for pool in pools:
+        copy_blocks(pool, pool, of, to)

@@ -1,0 +1,164 @@
+"""What every rank of a worker on GPUs does of one step, as rank 0 plans it and tells it to the others. No torch.
+
+    words (int32) = [STEP, C, D, sampled, plain, E, T, S, N, fed, Q] [2, C] tables [4, D] decodes [E] ends
+                    [3, T] [3, S] [N] ([T]) [Q] prompts
+                or  [COPY] [2, P] blocks
+
+Ranks know no sequences: a plan says all that it takes to compute it, and they have the same buffers and graphs. What is
+told is checked on arrival.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...common.errors import InternalError
+
+Ints = NDArray[np.int32]
+STEP, COPY = range(2)
+HEADER = 11
+NO_ROWS = np.empty(0, dtype=np.int32)
+TOKEN, FEED, CONTEXT, TABLE = range(4)  # rows of StepPlan.decodes
+KNOWN = -1  # as a feed: the host knows the token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """Of S sequences, those with one new token first, with T tokens in all."""
+
+    token_ids: Ints  # [T]
+    feeds: Ints | None  # [T], see DecodeRows; None: the host knows all tokens
+    positions: Ints  # [T]
+    slots: Ints  # [T]
+    context_lens: Ints  # [S]
+    num_new: Ints  # [S]
+    table_rows: Ints  # [S], of the device's tables
+    sampled: Ints  # [n]: the tokens after which one is sampled, in the order of the logits
+    prompt_rows: Ints = field(default_factory=lambda: NO_ROWS)  # [Q]: see prompt_rows.py
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def sampled_alone(self) -> "Numbers":
+        """Its sampled tokens, each as a sequence whose one new token it is; tokens that the host does not know are
+        any."""
+        rows = self.sampled
+        owner = np.searchsorted(np.cumsum(self.num_new), rows, side="right")
+        positions, each = self.positions[rows], np.arange(len(rows), dtype=np.int32)
+        contexts, ones, tables = positions + 1, np.ones_like(each), self.table_rows[owner]
+        return Numbers(self.token_ids[rows], None, positions, self.slots[rows], contexts, ones, tables, each)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """First the rows that a decode graph computes, then those that are prompts or go with them."""
+
+    tables: Ints  # [2, C]: places among the numbers of the block tables, and the blocks that are there from now on
+    decodes: Ints  # [4, D]: token, feed, context length with it, row of the block tables
+    prompts: Numbers | None
+    ends: tuple[int, ...]  # of the prompts' layers, after which somebody wants to hear that KV is stored
+    num_sampled: int
+    is_plain: bool  # see DeviceSampler.is_capturable
+
+    def to_words(self) -> Ints:
+        of = self.prompts
+        sizes: tuple[int, ...] = (0,) * 5
+        if of is not None:
+            sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.feeds is not None, len(of.prompt_rows)
+        num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
+        header = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), *sizes)
+        ends = np.array(self.ends, dtype=np.int32)
+        parts = [np.array(header, dtype=np.int32), self.tables.ravel(), self.decodes.ravel(), ends]
+        if of is not None:
+            parts += [of.token_ids, of.positions, of.slots, of.context_lens, of.num_new, of.table_rows, of.sampled]
+            parts += [] if of.feeds is None else [of.feeds]
+            parts.append(of.prompt_rows)
+        return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLimits:
+    """What a step of this worker can hold."""
+
+    max_rows: int
+    table_shape: tuple[int, int]  # rows, blocks
+    num_blocks: int
+    block_size: int
+    num_layers: int  # that keep KV
+    max_context_tokens: int
+    vocab_size: int
+
+    def heard(self, words: Ints) -> "StepPlan | Ints":
+        """A plan, or blocks to be copied, [2, P]: from, to. Raises InternalError, saying what is wrong, for words that
+        no such worker's rank 0 can have told."""
+        _check(len(words) > 1 and words[0] in (STEP, COPY), "it has no header")
+        if words[0] == COPY:
+            _check(len(words) % 2 == 1, "a block is copied nowhere")
+            return _within(words[1:].reshape(2, -1), self.num_blocks, "a block")
+        _check(len(words) >= HEADER, "it has no header")
+        num_changed, num_decodes, num_sampled, is_plain, num_ends, *sizes = words[1:HEADER].tolist()
+        _check(min(num_changed, num_decodes, num_ends, *sizes) >= 0 and sizes[3] <= 1, "it has sizes that cannot be")
+        _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
+        num_tokens, num_seqs, num_last, is_fed, num_prompt_rows = sizes
+        _check(is_plain in (0, 1) and num_sampled == num_decodes + num_last, f"{num_sampled} of its rows are sampled")
+        _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
+        lengths = [2 * num_changed, 4 * num_decodes, num_ends]
+        lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * is_fed + [num_prompt_rows]
+        _check(len(words) == HEADER + sum(lengths), f"it has {len(words)} words and announces others")
+        tables, decodes, ends, *prompts = np.split(words[HEADER:], np.cumsum(lengths)[:-1])
+        return StepPlan(
+            self._tables(tables.reshape(2, -1)),
+            self._decodes(decodes.reshape(4, -1)),
+            self._prompts(prompts) if num_tokens else None,
+            tuple(_within(ends, self.num_layers + 1, "a layer", 1).tolist()),
+            num_sampled,
+            bool(is_plain),
+        )
+
+    def _tables(self, tables: Ints) -> Ints:
+        rows, width = self.table_shape
+        _within(tables[0], rows * width, "a place in the block tables")
+        _within(tables[1], self.num_blocks, "a block")
+        return tables
+
+    def _decodes(self, rows: Ints) -> Ints:
+        _within(rows[TOKEN], self.vocab_size, "a token")
+        _within(rows[FEED], self.max_rows, "a feed", KNOWN)
+        _within(rows[CONTEXT], self.max_context_tokens + 1, "a context", 1)
+        _within(rows[TABLE], self.table_shape[0], "a row of the block tables")
+        return rows
+
+    def _prompts(self, columns: SequenceOf[Ints]) -> Numbers:
+        token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *feeds, prompt_rows = columns
+        _within(token_ids, self.vocab_size, "a token")
+        _within(positions, self.max_context_tokens, "a position")
+        _within(slots, self.num_blocks * self.block_size, "a slot")
+        _within(context_lens, self.max_context_tokens + 1, "a context", 1)
+        _within(num_new, len(token_ids) + 1, "a sequence's tokens", 1)
+        _check(int(num_new.sum()) == len(token_ids), "it has other tokens than its sequences")
+        _check(bool((context_lens >= num_new).all()), "a context is shorter than its new tokens")
+        is_chunk = num_new > 1
+        _check(bool((is_chunk[1:] >= is_chunk[:-1]).all()), "sequences with one new token must come first")
+        _within(table_rows, self.table_shape[0], "a row of the block tables")
+        _within(sampled, len(token_ids), "a sampled row")
+        _within(prompt_rows, len(token_ids), "a prompt row")
+        fed = _within(feeds[0], self.max_rows, "a feed", KNOWN) if feeds else None
+        return Numbers(token_ids, fed, positions, slots, context_lens, num_new, table_rows, sampled, prompt_rows)
+
+
+def copy_words(pairs: SequenceOf[tuple[int, int]]) -> Ints:
+    return np.concatenate(([COPY], np.array(pairs).T.ravel())).astype(np.int32)
+
+
+def _within(numbers: Ints, end: int, what: str, start: int = 0) -> Ints:
+    """All are in [start, end)."""
+    _check(bool(((numbers >= start) & (numbers < end)).all()), f"{what} does not exist")
+    return numbers
+
+
+def _check(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise InternalError(f"a step is malformed: {what}")

@@ -1,0 +1,85 @@
+"""A batch computed with torch, on any device: the twin of compiled_steps.py, and what runs where that cannot."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..core.launched import Compute
+from ..core.runner import LayerWatch
+from ..core.sequence import Batch, SampledToken
+from ..device.kv_cache import KVCache
+from ..models.layers.decoder import Decoder
+from ..models.layers.rope import Ropes
+from ..models.layers.step import Step
+from ..parallel.groups import Group
+from ..ranks.rank_processes import RankProcesses
+from ..sampling.prompt_rows import PromptRows
+from ..sampling.prompt_scorer import PromptScorer
+from ..sampling.sampler import Sampler
+
+
+class TorchSteps:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        cos_sin: Ropes,
+        sampler: Sampler,
+        ranks: RankProcesses | None,
+        peers: Group | None = None,
+    ) -> None:
+        """cos_sin: on the device that computes. `ranks`: those that compute with us; peers: those that the decoder
+        shares experts with."""
+        self._decoder, self._cache, self._cos_sin = decoder, cache, cos_sin
+        self._sampler, self._ranks, self._peers = sampler, ranks, peers
+        self._device = cache.tensor.device
+
+    @property
+    def expert_tokens(self) -> Tensor | None:
+        return self._decoder.expert_tokens
+
+    def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
+        return partial(self._compute, batch, watch)
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """A step without a batch of our own, for workers that share experts."""
+        self._decoder.serve()
+
+    def leave(self) -> None:
+        """No more steps: those whom we share experts with miss us in the one that they are in. Idempotent."""
+        if self._peers is not None:
+            self._peers.close()
+
+    def _compute(self, batch: Batch, watch: LayerWatch | None) -> list[SampledToken]:
+        """Raises RankLost."""
+        # Attention wants sequences with one new token first; order is restored by sampling in the batch's own order.
+        order = sorted(range(len(batch.entries)), key=lambda i: batch.entries[i].num_new > 1)
+        entries = [batch.entries[i] for i in order]
+        prompt_rows = PromptRows.of(entries if batch.prompt_logprobs is not None else ())
+        step = Step.of(entries, self._cache.layout.block_size, prompt_rows=prompt_rows.rows)
+        if self._ranks is not None:
+            self._ranks.tell(step.to_words())
+        scorer = PromptScorer(prompt_rows, self._sampler.log_totals)
+        logits = self._decoder.compute(step, self._cache, self._cos_sin, self._stored(watch), scorer.add)
+        if batch.prompt_logprobs is not None:
+            batch.prompt_logprobs.extend(scorer.results())
+        sequences = [batch.entries[i].sequence for i in order if batch.entries[i].samples]
+        if logits is None:
+            return []
+        sampled = {id(token.sequence): token for token in self._sampler.sample(logits, sequences)}
+        return [sampled[id(entry.sequence)] for entry in batch.entries if entry.samples]
+
+    def _stored(self, watch: LayerWatch | None) -> Callable[[int], None]:
+        """Passes on the layers that `watch` waits for, once the device has really stored them."""
+        ends = set(watch.ends if watch else ())
+
+        def stored(num_layers: int) -> None:
+            if watch is not None and num_layers in ends:
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream(self._device).synchronize()
+                watch.reached(num_layers)
+
+        return stored

@@ -1,0 +1,133 @@
+"""Brings the segments of one source into our pool: straight, or by way of the staging buffer. One event loop, no torch.
+
+    direct   read into the pool -> check
+    staged   for each part: slice -> read -> (on a thread) check, convert into the pool -> slice back; while one part is
+             converted the next is read
+
+A pool in device memory is read into directly by those alone who reach it; what comes from others is always staged, in
+host memory, and goes to the device when it is converted.
+
+A read that failed or was cancelled keeps its slice, and a conversion that has begun ends, until `settled` returns: only
+then does nothing write into the pool, nor into a slice that another pull may get.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from ..common.errors import ChecksumMismatch, DiptychError, TransportError
+from ..kv.bridge import Bridge
+from ..kv.device_kv import Staged
+from ..kv.layout import KVMemory
+from ..kv.segment import CHECKSUM_BYTES, Read, Segment
+from ..kv.staging import Slice, Staging
+from ..transport.base import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class PullSettings:
+    """How a worker wants its KV."""
+
+    wire_dtype: str = ""  # narrower than in the source's cache, over gRPC; "": as it is
+    verify: bool = False  # compare what arrived with the source's checksums
+
+
+AS_IT_IS = PullSettings()
+
+
+class Intake:
+    """`memory`: ours, as the bridge knows it."""
+
+    def __init__(self, reader: Reader, bridge: Bridge, memory: KVMemory, staging: Staging, *, verify: bool) -> None:
+        self._reader = reader
+        self._bridge = bridge
+        self._pool, self._device = memory.region, memory.device
+        self._staging = staging
+        self._lands_on_device = self._device is not None and reader.lands_on_device
+        self._verify = verify
+        self._converting: set[asyncio.Future[None]] = set()
+        self._loose: list[Slice] = []  # bytes may land there yet
+
+    async def take(self, read: Read) -> None:
+        """Every byte of it is in our pool when this returns. Raises TransportError or WorkerLost: from `reader`, or a
+        ChecksumMismatch."""
+        if self._verify and len(read.segment.checksum) != CHECKSUM_BYTES * len(read.segment.block_ids):
+            raise TransportError("the source announced a segment without the checksums that were asked for")
+        if self._bridge.is_direct(read) and (self._device is None or self._lands_on_device):
+            await self._take_direct(read)
+        else:
+            await self._take_staged(read)
+
+    async def settled(self) -> None:
+        """Return once nothing of failed or cancelled calls can land any more."""
+        if self._converting:
+            await asyncio.wait(self._converting)
+        await self._reader.settled()
+        while self._loose:
+            self._staging.give_back(self._loose.pop())
+
+    async def _take_direct(self, read: Read) -> None:
+        await self._reader.read(read.segment.to_proto(), self._bridge.direct(read), self._pool)
+        if self._verify:
+            _compare(read.segment, await asyncio.to_thread(self._bridge.direct_checksums, read))
+
+    async def _take_staged(self, read: Read) -> None:
+        last: asyncio.Future[None] | None = None
+        landing = self._staging.on_device if self._lands_on_device else self._staging.region
+        assert landing is not None
+        try:
+            for part in self._bridge.parts(read.segment, whole_blocks=self._verify):
+                piece = await self._staging.take(self._bridge.num_bytes(part))
+                try:
+                    copies = self._bridge.staged(part, piece.start)
+                    await self._reader.read(part.to_proto(), copies, landing)
+                except BaseException:
+                    self._loose.append(piece)
+                    raise
+                before, last = last, self._start_conversion(read, part, piece)
+                if before is not None:
+                    await asyncio.shield(before)
+            if last is not None:
+                await asyncio.shield(last)
+        except DiptychError:
+            if self._converting:
+                await asyncio.wait(self._converting)  # so that from here on nothing writes into the pool
+            raise
+
+    def _start_conversion(self, read: Read, part: Segment, piece: Slice) -> "asyncio.Future[None]":
+        staged = Staged(part, piece.start, self._bridge.num_bytes(part), self._lands_on_device)
+        conversion = asyncio.get_running_loop().run_in_executor(None, self._convert, staged, read)
+        self._converting.add(conversion)
+
+        def end(conversion: "asyncio.Future[None]") -> None:
+            self._converting.discard(conversion)
+            self._staging.give_back(piece)
+            if not conversion.cancelled():
+                conversion.exception()  # whoever waits raises it; after a failure nobody does
+
+        conversion.add_done_callback(end)
+        return conversion
+
+    def _convert(self, staged: Staged, read: Read) -> None:
+        """On a thread."""
+        if self._verify:
+            _compare(staged.part, self._bridge.staged_checksums(self._bytes_of(staged), staged.part))
+        if self._device is not None:
+            self._device.convert(self._bridge, staged, read.table, read.first_token)
+        else:
+            self._bridge.convert(self._bytes_of(staged), staged.part, read.table, read.first_token)
+
+    def _bytes_of(self, staged: Staged) -> memoryview:
+        if staged.is_on_device and self._device is not None:
+            return self._device.fetch(staged)
+        return self._staging.view[staged.start : staged.start + staged.num_bytes]
+
+
+def _compare(segment: Segment, found: bytes) -> None:
+    for i, block in enumerate(segment.block_ids):
+        place = slice(i * CHECKSUM_BYTES, (i + 1) * CHECKSUM_BYTES)
+        if found[place] != segment.checksum[place]:
+            last = segment.first_layer + segment.num_layers - 1
+            raise ChecksumMismatch(
+                f"block {block} (position {segment.first_block + i}, layers {segment.first_layer}..{last}) arrived "
+                "with other bytes than the source had: what was pulled is thrown away"
+            )

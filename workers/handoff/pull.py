@@ -1,0 +1,379 @@
+"""One pull of a sequence's KV: carries out what its handoff.SinkHandoff decides. One event loop, no torch.
+
+    stream of announcements ┐                    ┌ reserve, commit, fail, settle: the engine, by way of SinkPort
+    answers, ends of reads  ├─> SinkHandoff ─────┼ reads: the transport
+    timer                   ┘                    └ renew, release, abandon: the source
+
+`done` tells the outcome as soon as the blocks are committed, free or in quarantine; `run` returns when nothing is left
+to clean up, which is later when a read may still land.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2
+from ..common.channel import Metadata
+from ..common.errors import DiptychError, HandoffError, InternalError, TransportError, WorkerLost
+from ..common.names import check_lengths
+from ..common.timings import PeerTraffic, PullClock, PullTimes
+from ..kv.bridge import Bridge
+from ..kv.layout import KVLayout, KVMemory
+from ..kv.segment import Read, Segment
+from ..kv.staging import Staging
+from ..transport.base import Source, Transport
+from ..transport.machine import this_machine
+from .errors import error_of, error_of_abort
+from .intake import AS_IT_IS, Intake, PullSettings
+from .machines import SinkHandoff
+from .types import Abandon, Begin, Commit, Fail, Offer, Release, Renew, Reservation, Reserve, Seal, Settle, SinkAction
+
+WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
+ANSWER_S = 5.0  # beyond that, until the source has answered the subscription
+CALL_TIMEOUT_S = 10.0  # of renewals and releases; the machine gives up sooner where the lease is short
+ABANDON_TIMEOUT_S = 1.0
+MAX_READS = 4  # at a time
+
+log = logging.getLogger("diptych.handoff")
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    num_bytes: int
+    waited_s: float  # from the call to the commit
+    transport: str
+
+
+class SinkPort(Protocol):
+    """What the sink needs of its engine; awaited on the loop."""
+
+    async def reserve(self, key: str, num_tokens: int) -> Reservation:
+        """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
+        ...
+
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        """All is read: compute on, and let nothing of it be seen until `commit`; `fail` drops it. Must not block."""
+        ...
+
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+        """The blocks hold the sequence's KV: it runs from here on. `fail` follows if it raises."""
+        ...
+
+    async def fail(self, key: str, quarantine: bool) -> None:
+        """The KV will not come: free the blocks, or keep them aside until `settle`. Idempotent."""
+        ...
+
+    async def settle(self, key: str) -> None:
+        """No byte can land in the quarantined blocks any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all pulls of a worker share."""
+
+    memory: KVMemory
+    transports: Mapping[str, Transport]
+    port: SinkPort
+    staging: Staging  # a region that the transports know
+    settings: PullSettings = AS_IT_IS
+    metadata: Metadata = ()  # of every call to a source
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    key: str  # the engine's name for the sequence
+    sink: str  # our name to the source: of this one attempt
+    source: worker_pb2.HandoffSource
+    timeout_s: float
+    traffic: PeerTraffic  # of the source
+
+
+class Pull:
+    """Make it, `run` it as a task, await `done`; `give_up` ends it early. All on one event loop."""
+
+    def __init__(self, around: Surroundings, errand: Errand, stub: "kv_pb2_grpc.KVHandoffAsyncStub") -> None:
+        self._around = around
+        self._errand = errand
+        self._stub = stub
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._wait_s = min(errand.timeout_s, WAIT_FOR_OFFER_S)
+        self._machine = SinkHandoff(
+            around.memory.layout.num_layers,
+            deadline=self._started + errand.timeout_s,
+            open_by=self._started + self._wait_s + ANSWER_S,
+        )
+        self.done: asyncio.Future[PullResult] = self._loop.create_future()
+        self.done.add_done_callback(lambda f: f.exception())  # no loss when nobody asks any more
+        self._workers: set[asyncio.Task[None]] = set()  # stop when the machine has ended
+        self._cleaners: set[asyncio.Task[None]] = set()  # begin then
+        self._finished = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._connecting: asyncio.Task[tuple[str, Intake]] | None = None
+        self._read_slots = asyncio.Semaphore(MAX_READS)
+        self._opened = kv_pb2.Opened()  # what the source said; nothing is offered before
+        self._bridge: Bridge | None = None  # from then on
+        self._clock = PullClock(errand.traffic)
+
+    async def run(self) -> None:
+        self._start(self._listen(), self._workers)
+        self._arm()
+        await self._finished.wait()
+
+    def give_up(self, error: DiptychError) -> None:
+        self._carry_out(self._machine.failed(error, self._now()))
+
+    # -- what the machine decides -----------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[SinkAction]) -> None:
+        for action in actions:
+            match action:
+                case Reserve():
+                    self._start(self._reserve(action.num_tokens), self._workers)
+                case Read():
+                    self._start(self._read(action), self._workers)
+                case Renew():
+                    self._start(self._renew(action.num_read), self._workers)
+                case Release():
+                    self._start(self._release(), self._workers)
+                case Begin():
+                    self._around.port.begin(self._errand.key, action.num_computed, list(action.output_token_ids))
+                case Commit():
+                    self._start(self._commit(action), self._cleaners)
+                case Fail():
+                    self._start(self._fail(action), self._cleaners)
+                case Abandon():
+                    self._start(self._abandon(), self._cleaners)
+                case Settle():
+                    self._start(self._around.port.settle(self._errand.key), self._cleaners)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wake_at = self._machine.wake_at
+        self._timer = None if wake_at is None else self._loop.call_at(wake_at, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._carry_out(self._machine.tick(self._now()))
+
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _start(self, work: Coroutine[Any, Any, None], group: set[asyncio.Task[None]]) -> None:
+        task = self._loop.create_task(work)
+        group.add(task)
+        task.add_done_callback(lambda task: self._on_end(task, group))
+
+    def _on_end(self, task: asyncio.Task[None], group: set[asyncio.Task[None]]) -> None:
+        group.discard(task)
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            log.error("a pull of KV failed by our own fault", exc_info=bug)
+            error = InternalError(f"{type(bug).__name__} while pulling KV: {bug}")
+            self.give_up(error)
+            if self._machine.is_over and not self._cleaners and not self.done.done():
+                self.done.set_exception(error)
+        if self._machine.is_over and not self._workers and not self._cleaners:
+            self._finished.set()
+
+    # -- the source's announcements ---------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        request = kv_pb2.SubscribeRequest(
+            handoff_id=self._errand.source.handoff_id,
+            source_incarnation=self._errand.source.incarnation,
+            sink_incarnation=self._errand.sink,
+            layout=self._around.memory.layout.to_proto(),
+            transports=list(self._around.transports),
+            wait_s=self._wait_s,
+            checksums=self._around.settings.verify,
+            wire_dtype=self._around.settings.wire_dtype,
+            machine=this_machine(),
+            on_device=self._around.memory.device is not None,
+        )
+        call = self._stub.Subscribe(request, timeout=self._errand.timeout_s, metadata=self._around.metadata)
+        try:
+            async for announcement in call:
+                self._on_announcement(announcement)
+        except grpc.aio.AioRpcError as e:
+            self.give_up(error_of(e))
+        else:
+            self._carry_out(self._machine.stream_ended(self._now()))
+        finally:
+            call.cancel()
+
+    def _on_announcement(self, announcement: kv_pb2.Announcement) -> None:
+        now = self._now()
+        match announcement.WhichOneof("event"):
+            case "opened":
+                self._on_opened(announcement.opened)
+            case "segment":
+                self._clock.announced()
+                try:
+                    segment = Segment.from_proto(announcement.segment, self._opened.num_blocks)
+                except HandoffError as error:
+                    self.give_up(error)
+                else:
+                    self._carry_out(self._machine.announced(segment, now))
+            case "sealed":
+                self._clock.sealed()
+                self._on_sealed(announcement.sealed)
+            case "aborted":
+                self.give_up(error_of_abort(announcement.aborted))
+            case _:
+                self.give_up(HandoffError("the source announced something that this version does not know"))
+
+    def _on_opened(self, opened: kv_pb2.Opened) -> None:
+        try:
+            if opened.source_incarnation != self._errand.source.incarnation:
+                raise WorkerLost("the source worker is gone: another process answers at its address")
+            memory = self._around.memory
+            most = memory.num_blocks * memory.layout.block_size
+            if opened.num_tokens > most:  # before anything is made of it
+                raise HandoffError(
+                    f"the source offers {opened.num_tokens:,} tokens; this worker's whole pool holds {most:,}"
+                )
+            check_lengths(HandoffError, transport=opened.transport, agent_name=opened.nixl.agent_name)
+            layout, asked = KVLayout.from_proto(opened.layout), self._around.settings.wire_dtype
+            bridge = Bridge(memory, layout, opened.num_pool_blocks, asked)
+            if opened.transport not in self._around.transports:
+                raise TransportError(f"the source chose the transport {opened.transport!r}, which we do not have")
+            if bridge.wire != layout.dtype and opened.transport != "grpc":
+                raise HandoffError(f"the source sends {bridge.wire} over {opened.transport}: only gRPC can narrow")
+        except DiptychError as error:
+            self.give_up(error)
+            return
+        now = self._now()
+        self._bridge, self._opened = bridge, opened
+        offer = Offer(opened.num_tokens, opened.num_blocks, opened.layout.block_size, opened.lease_s, opened.is_live)
+        self._carry_out(self._machine.opened(offer, now))
+        if not self._machine.is_over:
+            self._connecting = self._loop.create_task(self._connect(opened, bridge))
+            self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())  # reads raise it
+
+    def _on_sealed(self, sealed: kv_pb2.Sealed) -> None:
+        if (num := len(sealed.output_token_ids)) > self._opened.num_tokens:  # before they are copied
+            self.give_up(HandoffError(f"{num:,} outputs sealed, {self._opened.num_tokens:,} tokens offered"))
+            return
+        seal = Seal(sealed.num_segments, sealed.num_computed_tokens, tuple(sealed.output_token_ids))
+        self._carry_out(self._machine.sealed(seal, self._now()))
+
+    # -- our doings -------------------------------------------------------------------------------------------------
+
+    async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, Intake]:
+        """Over the source's choice of transport, or, where that one cannot reach it, the next of ours that can."""
+        around = self._around
+        source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, around.metadata)
+        described = [name for name, transport in around.transports.items() if transport.is_described(opened)]
+        *names, last = dict.fromkeys([opened.transport, *described])
+        for name in names:
+            try:
+                return name, await self._intake(name, source, bridge)
+            except TransportError as e:
+                log.warning("the source cannot be read over %s: %s", name, e)
+        return last, await self._intake(last, source, bridge)
+
+    async def _intake(self, transport: str, source: Source, bridge: Bridge) -> Intake:
+        reader, around = await self._around.transports[transport].connect(source), self._around
+        return Intake(reader, bridge, around.memory, around.staging, verify=around.settings.verify)
+
+    async def _reserve(self, num_tokens: int) -> None:
+        try:
+            reservation = await self._around.port.reserve(self._errand.key, num_tokens)
+        except DiptychError as error:
+            self.give_up(error)
+        else:
+            self._carry_out(self._machine.reserved(reservation.block_ids, reservation.num_held_tokens, self._now()))
+
+    async def _read(self, read: Read) -> None:
+        assert self._connecting is not None and self._bridge is not None
+        try:
+            async with self._read_slots:
+                name, intake = await asyncio.shield(self._connecting)
+                with self._clock.reading(name, self._bridge.num_bytes(read.segment)):
+                    await intake.take(read)
+        except (TransportError, WorkerLost) as e:
+            may_still_land = isinstance(e, TransportError) and e.may_still_land
+            actions = self._machine.read_failed(read.number, e, self._now(), may_still_land=may_still_land)
+        else:
+            actions = self._machine.read_done(read.number, self._now())
+        self._carry_out(actions)
+
+    async def _renew(self, num_read: int) -> None:
+        request = kv_pb2.RenewRequest(
+            handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink, num_segments_read=num_read
+        )
+        try:
+            answer = await self._stub.Renew(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
+        except grpc.aio.AioRpcError as e:
+            log.debug("a renewal was not answered: %s", e.details())  # the machine asks again, and knows until when
+        else:
+            self._carry_out(self._machine.renewed(answer.held, self._now()))
+
+    async def _release(self) -> None:
+        request = kv_pb2.ReleaseRequest(
+            handoff_id=self._errand.source.handoff_id,
+            sink_incarnation=self._errand.sink,
+            reads=[kv_pb2.ReadTime(num_bytes=num_bytes, seconds=seconds) for num_bytes, seconds in self._clock.reads],
+        )
+        try:
+            answer = await self._stub.Release(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
+        except grpc.aio.AioRpcError as e:
+            log.debug("a release was not answered: %s", e.details())
+        else:
+            self._carry_out(self._machine.released(answer.held, self._now()))
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    async def _commit(self, commit: Commit) -> None:
+        self._stop_workers()
+        port, key = self._around.port, self._errand.key
+        name = connected[0] if (connected := self._connected()) else "none"  # everything was held already
+        try:
+            await port.commit(key, commit.num_computed, list(commit.output_token_ids), self._clock.times(name))
+        except DiptychError as error:
+            await port.fail(key, False)
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(PullResult(self._clock.num_bytes, self._now() - self._started, name))
+
+    async def _fail(self, fail: Fail) -> None:
+        stopped = self._stop_workers()
+        try:
+            await self._around.port.fail(self._errand.key, fail.quarantine)
+        finally:
+            self.done.set_exception(fail.error)
+        if isinstance(fail.error, WorkerLost):
+            for transport in self._around.transports.values():
+                transport.forget(self._errand.source.incarnation)
+        if stopped:
+            await asyncio.wait(stopped)
+        if (connected := self._connected()) is not None:
+            await connected[1].settled()
+        if fail.quarantine:
+            self._carry_out(self._machine.settled())
+
+    async def _abandon(self) -> None:
+        request = kv_pb2.AbandonRequest(handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink)
+        try:
+            await self._stub.Abandon(request, timeout=ABANDON_TIMEOUT_S, metadata=self._around.metadata)
+        except grpc.aio.AioRpcError as e:
+            log.debug("the source did not hear that we gave up: %s", e.details())
+
+    def _connected(self) -> tuple[str, Intake] | None:
+        task = self._connecting
+        return None if task is None or not task.done() or task.cancelled() or task.exception() else task.result()
+
+    def _stop_workers(self) -> list[asyncio.Task[Any]]:
+        stopped: list[asyncio.Task[Any]] = list(self._workers)
+        if self._connecting is not None:
+            stopped.append(self._connecting)
+        for task in stopped:
+            task.cancel()
+        return stopped

@@ -1,0 +1,145 @@
+"""The sink's side of hand-offs: pulls of sequences from other workers. One event loop, no torch.
+
+What one pull does is in handoff/pull.py, what it decides in handoff/machines.py; here is what pulls share.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc.aio
+
+from ...proto import kv_pb2_grpc, worker_pb2
+from ..common.channel import auth_metadata, open_channel
+from ..common.errors import ChecksumMismatch, DiptychError, RequestAborted, SequenceEnded, Unavailable, WorkerLost
+from ..common.timings import PeerTraffic, is_name
+from ..kv.layout import KVMemory
+from ..kv.staging import Staging
+from ..transport.base import Transport
+from .intake import AS_IT_IS, PullSettings
+from .pull import Errand, Pull, PullResult, SinkPort, Surroundings
+
+__all__ = ["HandoffSink", "PullResult", "SinkPort"]
+
+MAX_IDLE_CHANNELS = 16
+MAX_PEERS = 256  # sources whose traffic is counted; the longest unused are forgotten
+CLOSE_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    address: str
+    channel: grpc.aio.Channel
+    num_users: int = 0
+
+
+class _Lines:
+    """Channels by address. One that failed is not used again: its successor would wait for its back-off."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def take(self, address: str) -> _Line:
+        line = self._lines.pop(address, None) or _Line(address, open_channel(address))
+        self._lines[address] = line  # the latest used stands last
+        line.num_users += 1
+        return line
+
+    def give_back(self, line: _Line) -> None:
+        line.num_users -= 1
+        if self._lines.get(line.address) is not line and line.num_users == 0:
+            self._hang_up(line)
+        idle = [other for other in self._lines.values() if other.num_users == 0]
+        for other in idle[: max(len(idle) - MAX_IDLE_CHANNELS, 0)]:
+            del self._lines[other.address]
+            self._hang_up(other)
+
+    def retire(self, line: _Line) -> None:
+        """It closes when its last user is done; the next one dials anew."""
+        if self._lines.get(line.address) is line:
+            del self._lines[line.address]
+
+    async def close(self) -> None:
+        for line in self._lines.values():
+            self._hang_up(line)
+        self._lines.clear()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _hang_up(self, line: _Line) -> None:
+        task = asyncio.get_running_loop().create_task(line.channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+class HandoffSink:
+    """Every method runs on the worker's event loop. `token`: the cluster's, carried by every call to a source.
+    `staging`: where KV is converted, a region of `transports`; gRPC alone takes any."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        memory: KVMemory,
+        transports: Mapping[str, Transport],
+        port: SinkPort,
+        token: str | None = None,
+        settings: PullSettings = AS_IT_IS,
+        staging: Staging | None = None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._around = Surroundings(memory, transports, port, staging or Staging(), settings, auth_metadata(token))
+        self.num_checksum_failures = 0
+        self._lines = _Lines()
+        self._traffic: dict[str, PeerTraffic] = {}  # by incarnation, the last used at the end
+        self._num_pulls = 0
+        self._pulls: dict[asyncio.Task[None], Pull] = {}  # until nothing of theirs is left to clean up
+
+    async def pull(self, sequence_key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> PullResult:
+        """Bring a sequence's KV here and commit it, within `timeout_s`.
+
+        Raises a HandoffError (UnknownHandoff, LeaseLost, LayoutMismatch, TransportError), WorkerLost, DeadlineExceeded,
+        or what `reserve` or `commit` raised; the blocks are then free or in quarantine. Cancelling cleans up likewise.
+        """
+        self._num_pulls += 1
+        traffic = self._traffic_of(source.incarnation)
+        errand = Errand(sequence_key, f"{self._incarnation}/{self._num_pulls}", source, timeout_s, traffic)
+        line = self._lines.take(source.address)
+        pull = Pull(self._around, errand, kv_pb2_grpc.KVHandoffStub(line.channel))
+        task = asyncio.create_task(pull.run())
+        self._pulls[task] = pull
+        task.add_done_callback(lambda _: self._pulls.pop(task))
+        task.add_done_callback(lambda _: self._lines.give_back(line))
+        try:
+            return await asyncio.shield(pull.done)
+        except DiptychError as e:
+            traffic.num_failed += not isinstance(e, RequestAborted | SequenceEnded)
+            self.num_checksum_failures += isinstance(e, ChecksumMismatch)
+            if isinstance(e, WorkerLost):
+                self._lines.retire(line)
+            raise
+        except asyncio.CancelledError:
+            pull.give_up(RequestAborted("the request ended while its KV was on the way"))
+            raise
+
+    def links(self) -> list[worker_pb2.PeerLink]:
+        """What came from whom, since the start."""
+        return [traffic.to_proto(incarnation) for incarnation, traffic in self._traffic.items()]
+
+    def _traffic_of(self, incarnation: str) -> PeerTraffic:
+        traffic = self._traffic.pop(incarnation, None) or PeerTraffic()
+        if not is_name(incarnation):  # a router's mistake: the others must not stumble over our reports
+            return traffic
+        self._traffic[incarnation] = traffic
+        if len(self._traffic) > MAX_PEERS:
+            del self._traffic[next(iter(self._traffic))]
+        return traffic
+
+    async def close(self) -> None:
+        """Give up what is under way, wait for what is being cleaned up, and hang up."""
+        tasks = list(self._pulls)
+        for pull in self._pulls.values():
+            pull.give_up(Unavailable("the worker is stopping"))
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        await self._lines.close()

@@ -1,0 +1,171 @@
+"""What the two machines of a hand-off say: to each other, and to those who drive them. Plain data; see machines.py."""
+
+import enum
+from dataclasses import dataclass
+
+from ..common.errors import DeadlineExceeded, DiptychError, HandoffError, LeaseLost, RequestAborted, SequenceEnded
+from ..kv.segment import Read, Segment
+
+
+class SourceState(enum.Enum):
+    OPEN = "open"
+    SEALED = "sealed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+
+
+class SinkState(enum.Enum):
+    WAITING = "waiting"
+    PULLING = "pulling"
+    PULLED = "pulled"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+def is_sequence_end(error: DiptychError) -> bool:
+    """Whether a source gives a hand-off up because its sequence ended there: it finished, was aborted or ran out of
+    time. Nothing failed then, and nothing is lost."""
+    return isinstance(error, SequenceEnded | RequestAborted | DeadlineExceeded)
+
+
+def why_over(state: SourceState, error: DiptychError | None) -> HandoffError:
+    """What a sink is told that comes when the hand-off has ended in `state`, by `error` if there was one."""
+    if error is not None and is_sequence_end(error):
+        return SequenceEnded(f"the hand-off is over: {state.value}, {error.message}")
+    return LeaseLost(f"the hand-off is over: {state.value}" + ("" if error is None else f", {error.message}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    num_segments: int
+    num_computed: int  # tokens whose KV the segments hold
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    error: str  # a name in errors.py
+    message: str
+
+
+# Actions of the source
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer to `subscribe`."""
+
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this on the sink's stream."""
+
+    sink: str
+    what: Segment | Seal | Aborted
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    sink: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer to `renew` or `release`."""
+
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EndLease:
+    """The blocks may be freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """The sink of a live hand-off is as near as it will come: now the sequence may stop, and be sealed."""
+
+
+SourceAction = Refuse | Tell | EndStream | Answer | EndLease | CaughtUp
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the source says first: how much will come at most, in blocks of its own size."""
+
+    num_tokens: int
+    num_blocks: int
+    block_size: int
+    lease_s: float
+    is_live: bool = False  # the sequence runs on at the source meanwhile
+
+
+# Actions of the sink
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Get blocks for so many tokens; answer with `reserved`, or `failed`."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """`num_read`: of the segments, the first of which nothing is left to read. Answer with `renewed`, or not at all."""
+
+    num_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Answer with `released`, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """All is read, and the release asked for: the sequence may be computed on, but nothing that comes of it may be told
+    or shared before `Commit`. `Fail` may follow instead."""
+
+    num_computed: int
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The engine's answer: blocks for all tokens, of which the first `num_held_tokens` have their KV there already."""
+
+    block_ids: tuple[int, ...]
+    num_held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The blocks hold the KV of `num_computed` tokens; the sequence continues after `output_token_ids`."""
+
+    num_computed: int
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Give the blocks back, or into quarantine: then stop the reads, and call `settled` when none can land."""
+
+    error: DiptychError
+    quarantine: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Tell the source, if it still listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The quarantined blocks are free."""
+
+
+SinkAction = Reserve | Read | Renew | Release | Begin | Commit | Fail | Abandon | Settle

@@ -1,0 +1,260 @@
+"""From a source's KV layout to ours: what to read, and how to make blocks of our pool of it. numpy, no torch, no I/O.
+
+    direct   same dtype, block size, ranks and packing: runs of the source's pool go straight into ours, in either order
+             of axes
+    staged   else: the bytes of some blocks are read, in the wire's order, into a buffer; `convert` then writes them
+             where they belong: blocks cut anew by token, heads by rank, numbers in our dtype. Into device memory the
+             device converts (DeviceKV), by what is said here
+
+The source's layout is the wire's. A staged part, of the source's distinct ranks, stretch by stretch of like layers:
+
+    [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [vector][slot][head][dim],
+    or of the source's packing, where it comes in the source's dtype
+
+Both sides' layers have the same sizes, so that their stretches are the same layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..common.errors import LayoutMismatch, TransportError
+from .checksums import pool_checksums
+from .layout import ROWS, Copies, KVLayout, KVMemory, Offsets, Runs, Stretch
+from .packing import Pool, unpacked
+from .segment import CHECKSUM_BYTES, Read, Segment
+from .wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, widen
+
+PART_BYTES = 4 << 20  # read at once: large enough for the wire, small enough that reading and converting overlap
+LARGEST_POOL = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCopy:
+    """Heads of one of our ranks, and where in the wire's ranks they are."""
+
+    rank: int
+    heads: slice
+    wire_rank: int
+    wire_heads: slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A run of tokens within one block of either side."""
+
+    block: int  # id, ours
+    slot: int
+    wire_block: int  # of the part
+    wire_slot: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """What both sides make of a stretch of layers."""
+
+    index: int  # among the stretches
+    source: Stretch
+    ours: Stretch
+    piece_bytes: int  # as they travel
+    head_copies: list[HeadCopy]
+    pool: Pool | None  # ours, in host memory
+
+    @property
+    def layers(self) -> range:
+        return self.source.layers
+
+    @property
+    def layer_bytes(self) -> int:
+        """That travel of one layer of one block."""
+        return len(self.source.like.distinct_ranks) * self.piece_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """What of a segment is of one stretch."""
+
+    of: Alike
+    layers: range  # counted from the stretch's first
+    bytes: slice  # of all that travel
+
+    @property
+    def own(self) -> slice:
+        """Its layers, in a tensor of the stretch's."""
+        return slice(self.layers.start, self.layers.stop)
+
+
+class Bridge:
+    def __init__(self, ours: KVMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
+        """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Raises LayoutMismatch, showing
+        the two layouts side by side, for what cannot be bridged."""
+        ours.layout.check_bridge(source)
+        if not 0 < num_pool_blocks * source.block_bytes <= LARGEST_POOL:
+            raise LayoutMismatch(f"the source claims a pool of {num_pool_blocks:,} blocks: {source}")
+        self.source = source
+        self.wire = on_the_wire(source.dtype, asked)
+        self._ours = ours
+        self._num_pool_blocks = num_pool_blocks
+        layout, num_layers = ours.layout, source.num_layers
+        pairs = zip(source.stretches(0, num_layers), layout.stretches(0, num_layers), strict=True)
+        self.stretches = [self._alike(i, theirs, own) for i, (theirs, own) in enumerate(pairs)]
+        self._is_direct = (
+            self.wire == source.dtype == layout.dtype
+            and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
+            and source.packing == layout.packing
+            and all(len(of.ours.like.distinct_ranks) == layout.tensor_parallel for of in self.stretches)
+        )
+
+    def _alike(self, index: int, source: Stretch, ours: Stretch) -> Alike:
+        pool = None if self._ours.region.view is None else Pool(self._ours, ours)
+        copies = list(_head_copies(source.like, ours.like))
+        return Alike(index, source, ours, piece_bytes(source.like, self.wire), copies, pool)
+
+    def num_bytes(self, segment: Segment) -> int:
+        """That travel."""
+        return max(part.bytes.stop for part in self.stretches_of(segment))
+
+    def is_direct(self, read: Read) -> bool:
+        return self._is_direct and read.first_token <= read.segment.first_block * self.source.block_size
+
+    def direct(self, read: Read) -> Copies:
+        """From the source's pool into ours; runs that touch on both sides are one. Raises TransportError."""
+        self._check_blocks(read.segment)
+        segment, layout = read.segment, self._ours.layout
+        theirs, layers = segment.block_ids, (segment.first_layer, segment.num_layers)
+        blocks = _own_blocks(read)
+        if self.source.axis_order == layout.axis_order:
+            return Copies.of(self.source.runs(self._num_pool_blocks, theirs, *layers), self._ours.runs(blocks, *layers))
+        pairs = list(zip(self.source.stretches(*layers), layout.stretches(*layers), strict=True))
+        remote = [self._pieces(self.source.offsets(of, self._num_pool_blocks, theirs), of) for of, _ in pairs]
+        local = [self._pieces(layout.offsets(of, self._ours.num_blocks, blocks), of) for _, of in pairs]
+        return Copies.of(Runs.joined(remote), Runs.joined(local))
+
+    def parts(self, segment: Segment, *, whole_blocks: bool) -> Iterator[Segment]:
+        """Of about PART_BYTES, or what one block needs; a block larger than that is cut by layers unless
+        `whole_blocks`."""
+        block_bytes = self.num_bytes(segment) // len(segment.block_ids)
+        step = max(PART_BYTES // block_bytes, 1)
+        layer_step = segment.num_layers
+        if block_bytes > PART_BYTES and not whole_blocks:
+            layer_step = max(PART_BYTES // max(of.layer_bytes for of in self.stretches), 1)
+        for first in range(0, len(segment.block_ids), step):
+            some = replace(
+                segment,
+                first_block=segment.first_block + first,
+                block_ids=segment.block_ids[first : first + step],
+                generations=segment.generations[first : first + step],
+                checksum=segment.checksum[first * CHECKSUM_BYTES : (first + step) * CHECKSUM_BYTES],
+            )
+            for layer in range(0, segment.num_layers, layer_step):
+                num_layers = min(layer_step, segment.num_layers - layer)
+                yield replace(some, first_layer=segment.first_layer + layer, num_layers=num_layers)
+
+    def staged(self, part: Segment, start: int) -> Copies:
+        """From the source's pool into a buffer, from byte `start` of it on. In a narrower dtype the source sends what
+        is asked for by block, and where that lies in its pool is its own affair. Raises TransportError."""
+        self._check_blocks(part)
+        if self.wire != self.source.dtype:
+            zero = np.zeros(1, dtype=np.int64)
+            return Copies(zero, zero + start, zero + self.num_bytes(part))
+        remote = self.source.runs(self._num_pool_blocks, part.block_ids, part.first_layer, part.num_layers)
+        local = start + np.cumsum(remote.lengths) - remote.lengths
+        return Copies.of(remote, Runs(local, remote.lengths))
+
+    def convert(self, data: memoryview, part: Segment, table: Sequence[int], first_token: int) -> None:
+        """Write a part's bytes into our pool, in host memory: its tokens from `first_token` on, as far as `table`
+        reaches."""
+        spans = list(_spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token))
+        for within in self.stretches_of(part):
+            of = within.of
+            wire = self._of_part(data[within.bytes], of, len(part.block_ids), len(within.layers))
+            assert of.pool is not None
+            for span in spans:
+                wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
+                for copy in of.head_copies:
+                    rows = wire[copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads]
+                    of.pool.write(copy.rank, span.block, within.own, copy.heads, span.slot, rows)
+
+    def stretches_of(self, segment: Segment) -> Iterator[Within]:
+        """One after the other, as they travel."""
+        first, end, start = segment.first_layer, segment.first_layer + segment.num_layers, 0
+        for of in self.stretches:
+            layers = range(max(first - of.layers.start, 0), min(end - of.layers.start, len(of.layers)))
+            if layers:
+                num_bytes = len(segment.block_ids) * len(layers) * of.layer_bytes
+                yield Within(of, layers, slice(start, start + num_bytes))
+                start += num_bytes
+
+    def staged_checksums(self, data: memoryview, part: Segment) -> bytes:
+        stretches: list[Numbers] = []  # of each [rank, block, layer, bytes]
+        for within in self.stretches_of(part):
+            found, inner = np.frombuffer(data[within.bytes], np.uint8), (within.of.piece_bytes,)
+            stretches.append(self._in_axes(found, within.of, len(part.block_ids), len(within.layers), inner))
+        return b"".join(
+            checksum(np.ascontiguousarray(pieces[:, block]).data for pieces in stretches)
+            for block in range(len(part.block_ids))
+        )
+
+    def direct_checksums(self, read: Read) -> bytes:
+        """Of what our pool holds now."""
+        segment, layout = read.segment, self._ours.layout
+        return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
+
+    def _of_part(self, data: memoryview, of: Alike, num_blocks: int, num_layers: int) -> Numbers:
+        """[rank, block, layer, vector, slot, head, dim] of our dtype. data: of layers of one stretch."""
+        source = of.source.like
+        if source.packing != ROWS and self.wire == source.dtype:
+            data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
+        numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
+        inner = (source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim)
+        return self._in_axes(numbers, of, num_blocks, num_layers, inner)
+
+    def _in_axes(self, staged: Numbers, of: Alike, num_blocks: int, num_layers: int, inner: tuple[int, ...]) -> Numbers:
+        """[rank, block, layer, *inner], a view."""
+        ranks = len(of.source.like.distinct_ranks)
+        if of.source.like.is_block_major:
+            return staged.reshape(ranks, num_blocks, num_layers, *inner)
+        return staged.reshape(ranks, num_layers, num_blocks, *inner).swapaxes(1, 2)
+
+    def _pieces(self, offsets: Offsets, of: Stretch) -> Runs:
+        """In the wire's order. offsets: [ranks, blocks, layers]."""
+        starts = (offsets if self.source.is_block_major else offsets.swapaxes(1, 2)).reshape(-1)
+        return Runs(starts, np.full(len(starts), of.like.layer_bytes, dtype=np.int64))
+
+    def _check_blocks(self, segment: Segment) -> None:
+        if max(segment.block_ids) >= self._num_pool_blocks:
+            raise TransportError("the source announced a block that it does not have")
+
+
+def _own_blocks(read: Read) -> tuple[int, ...]:
+    """Of a direct read."""
+    blocks = read.table[read.segment.first_block :][: len(read.segment.block_ids)]
+    assert len(blocks) == len(read.segment.block_ids), "the table is shorter than the offer"
+    return blocks
+
+
+def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[HeadCopy]:
+    """Each of our ranks gets its heads, also those that another rank has too."""
+    per_wire_rank = source.heads_per_rank
+    for rank in range(ours.tensor_parallel):
+        head, end = ours.first_head(rank), ours.first_head(rank) + ours.heads_per_rank
+        first = head
+        while head < end:
+            wire_rank, wire_head = divmod(head, per_wire_rank)
+            num = min(end - head, per_wire_rank - wire_head)
+            yield HeadCopy(rank, slice(head - first, head - first + num), wire_rank, slice(wire_head, wire_head + num))
+            head += num
+
+
+def _spans(part: Segment, wire_size: int, own_size: int, table: Sequence[int], first_token: int) -> Iterator[_Span]:
+    start = part.first_block * wire_size
+    token = max(start, first_token)
+    end = min(start + len(part.block_ids) * wire_size, len(table) * own_size)
+    while token < end:
+        position, slot = divmod(token, own_size)
+        wire_block, wire_slot = divmod(token - start, wire_size)
+        num_tokens = min(own_size - slot, wire_size - wire_slot, end - token)
+        yield _Span(table[position], slot, wire_block, wire_slot, num_tokens)
+        token += num_tokens

@@ -1,0 +1,107 @@
+"""KV in device memory, as hand-offs use it; workers/device/kv_pool.py is one. No torch.
+
+A hand-off sees such a pool through this alone: transports that know the device get at its memory themselves, everything
+else goes by the staging buffers, of which there are two of one size, in host and in device memory, with one set of
+slices. What a method says has happened when it returns: the engine may use the blocks, or their source give them up.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from .layout import Runs
+from .segment import Segment
+from .staging import Staging
+
+if TYPE_CHECKING:
+    from .bridge import Bridge
+
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A part of a segment that was read into a slice of the staging buffers, in the wire's order."""
+
+    part: Segment
+    start: int  # of the slice
+    num_bytes: int
+    is_on_device: bool  # in the device's buffer; else in the host's
+
+
+class CopyRows(NamedTuple):
+    """`num` runs of `num_bytes` each, equally spaced on both sides."""
+
+    target: int  # address of the first
+    source: int
+    num_bytes: int
+    num: int = 1
+    target_pitch: int = 0  # bytes from one to the next
+    source_pitch: int = 0
+
+    def apart(self) -> "list[CopyRows]":
+        """The same runs, one by one."""
+        return [
+            CopyRows(self.target + i * self.target_pitch, self.source + i * self.source_pitch, self.num_bytes)
+            for i in range(self.num)
+        ]
+
+
+class CudaDriver(Protocol):
+    """Memory of one process that another one reads; workers/device/cuda_driver.py is one. Raises TransportError."""
+
+    @property
+    def device_uuid(self) -> bytes:
+        """Of our device: UUID_BYTES."""
+        ...
+
+    def can_reach(self, device_uuid: bytes) -> bool:
+        """Whether our device may read that one's memory, as far as can be told."""
+        ...
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """Handle (HANDLE_BYTES) of the allocation that `address` lies in, and how many bytes into it."""
+        ...
+
+    def open(self, handle: bytes) -> tuple[int, int | None]:
+        """Map another process's allocation: its address here, and its size where that can be told."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Of what was opened."""
+        ...
+
+    def copy(self, copies: Sequence[CopyRows]) -> None:
+        """On the lane that we are run on."""
+        ...
+
+
+class DeviceKV(Protocol):
+    """Every method may be called on any thread, and blocks it until the device has done what it says."""
+
+    @property
+    def driver(self) -> CudaDriver | None:
+        """None where there is no CUDA."""
+        ...
+
+    @property
+    def staging(self) -> Staging:
+        """Used on the event loop; the transports must know both its regions."""
+        ...
+
+    def read(self, runs: Runs) -> bytes:
+        """A copy of these runs of the pool, one after the other."""
+        ...
+
+    def fetch(self, staged: Staged) -> memoryview:
+        """The staged bytes, in host memory."""
+        ...
+
+    def convert(self, bridge: "Bridge", staged: Staged, table: Sequence[int], first_token: int) -> None:
+        """Write a part into the pool: its tokens from `first_token` on, as far as `table` reaches."""
+        ...
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Carry out what `work` gives the device to do, beside what else arrives."""
+        ...

@@ -1,0 +1,351 @@
+"""How one worker's KV cache lies in memory, in a form that two workers can compare. Arithmetic only, no torch.
+
+    pool   = tensor_parallel ranks, one after the other; a rank holds its share of the heads for every block
+    rank   = [block][layer][vector][slot][head][dim]     block-major: a block of a rank is one run of bytes
+          or [layer][block][vector][slot][head][dim]     layer-major: a layer of a rank is
+    packing: "rows" as above; "dot" is [k, v][head][...] of the same size, for the compiled kernels (kv/packing.py)
+
+A slot holds `num_vectors` vectors of a head: a key and a value, or of latent attention one latent, of which every
+query head is served; it counts as one head. Where there are more ranks than KV heads, neighbouring ranks hold the same
+head; on the wire goes the first one's.
+
+Layers may be unlike, in heads and dim: each has then the bytes that it needs, where the axes put it, and its own share
+of ranks. Neighbours that are alike make a *stretch*, of which everything holds that holds of a pool of like layers.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...proto import kv_pb2
+from ..common.errors import LayoutMismatch
+
+if TYPE_CHECKING:
+    from .device_kv import DeviceKV
+
+BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
+LAYER_MAJOR = "layer,block,kv,slot,head,dim"
+AXIS_ORDERS = {"block": BLOCK_MAJOR, "layer": LAYER_MAJOR}  # as settings name them
+ROWS, DOT = "rows", "dot"
+GROUP = 16  # slots that "dot" keeps together, and numbers of a vector
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+KEY_AND_VALUE = 2  # vectors; a latent is 1
+MUST_AGREE = ("model_id", "num_layers", "num_kv_heads", "head_dim", "num_vectors")  # the rest is converted
+MAX_FAULTS = 16  # that an error names
+MAX_SHOWN_CHARS = 64  # of a name in an error
+LARGEST = {
+    "block_size": 1 << 16,
+    "num_layers": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 16,
+    "tensor_parallel": 1 << 12,
+    "num_vectors": KEY_AND_VALUE,
+}
+Offsets = NDArray[np.int64]
+Shape = tuple[int, int]  # of a layer: num_kv_heads of the model, head_dim
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """How many blocks of `block_size` tokens hold `num_tokens`; the last one may not be full."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Heads are divided evenly over ranks, or ranks over heads: one number divides the other."""
+
+    dtype: str
+    block_size: int  # slots (tokens) a block
+    num_layers: int  # that keep KV
+    num_kv_heads: int  # of the model
+    head_dim: int
+    model_id: str  # fingerprint of the checkpoint
+    axis_order: str = BLOCK_MAJOR
+    tensor_parallel: int = 1
+    packing: str = ROWS
+    num_vectors: int = KEY_AND_VALUE  # a slot, layer and head
+    layer_shapes: tuple[Shape, ...] = ()  # of each layer, where they are unlike: the first is (num_kv_heads, head_dim)
+
+    @property
+    def is_block_major(self) -> bool:
+        return self.axis_order == BLOCK_MAJOR
+
+    @property
+    def can_be_dot(self) -> bool:
+        """Whether it could be of the "dot" packing, by its sizes."""
+        divides = self.block_size % GROUP == self.head_dim % GROUP == 0
+        return divides and self.num_vectors == KEY_AND_VALUE and not self.layer_shapes
+
+    @property
+    def heads_per_rank(self) -> int:
+        """Of layers that are alike; else ask a stretch's."""
+        assert not self.layer_shapes
+        return max(self.num_kv_heads // self.tensor_parallel, 1)
+
+    @property
+    def distinct_ranks(self) -> range:
+        """The ranks that hold every head once, of layers that are alike."""
+        assert not self.layer_shapes
+        return range(0, self.tensor_parallel, max(self.tensor_parallel // self.num_kv_heads, 1))
+
+    def first_head(self, rank: int) -> int:
+        assert not self.layer_shapes
+        return rank * self.num_kv_heads // self.tensor_parallel
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in one block of one rank, of layers that are alike."""
+        return self.num_vectors * self.block_size * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def rank_block_bytes(self) -> int:
+        """Bytes of one block in one rank."""
+        if self.layer_shapes:
+            return sum(stretch.num_bytes for stretch in _stretches(self))
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all ranks."""
+        return self.tensor_parallel * self.rank_block_bytes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, self.block_size)
+
+    def shape_of(self, layer: int) -> Shape:
+        return self.layer_shapes[layer] if self.layer_shapes else (self.num_kv_heads, self.head_dim)
+
+    def stretches(self, first_layer: int, num_layers: int) -> "list[Stretch]":
+        """These layers in order, neighbours that are alike together."""
+        end = first_layer + num_layers
+        if not self.layer_shapes:
+            return [Stretch(range(first_layer, end), first_layer * self.layer_bytes, self)]
+        parts = (stretch.part(first_layer, end) for stretch in _stretches(self))
+        return [part for part in parts if part.layers]
+
+    def runs(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> "Runs":
+        """Where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order in which they go over the
+        wire: rank by rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block
+        by block, as the pool's axes stand; so stretch by stretch. O(runs)."""
+        stretches = self.stretches(first_layer, num_layers)
+        return Runs.joined([self.runs_of(stretch, num_pool_blocks, block_ids) for stretch in stretches])
+
+    def runs_of(self, stretch: "Stretch", num_pool_blocks: int, block_ids: Sequence[int]) -> "Runs":
+        """As `runs`, of one stretch of ours."""
+        blocks, like = np.asarray(block_ids, dtype=np.int64), stretch.like
+        ranks = np.asarray(like.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
+        if self.is_block_major:
+            starts, length = blocks * self.rank_block_bytes + stretch.start, stretch.num_bytes
+        else:
+            layers = np.arange(len(stretch.layers), dtype=np.int64)[:, None]
+            places = (layers * num_pool_blocks + blocks) * like.layer_bytes
+            starts, length = (stretch.start * num_pool_blocks + places).reshape(-1), like.layer_bytes
+        offsets = (ranks[:, None] + starts).reshape(-1)
+        return Runs(offsets, np.full(len(offsets), length, dtype=np.int64))
+
+    def offsets(self, stretch: "Stretch", num_pool_blocks: int, block_ids: Sequence[int]) -> Offsets:
+        """[distinct ranks, blocks, layers] int64: where each one's `layer_bytes` lie in a pool of `num_pool_blocks`."""
+        blocks, size = np.asarray(block_ids, dtype=np.int64)[:, None], stretch.like.layer_bytes
+        ranks = np.asarray(stretch.like.distinct_ranks, dtype=np.int64)[:, None, None]
+        ranks = ranks * (num_pool_blocks * self.rank_block_bytes)
+        layers = np.arange(len(stretch.layers), dtype=np.int64)
+        if self.is_block_major:
+            return ranks + stretch.start + blocks * self.rank_block_bytes + layers * size
+        return ranks + stretch.start * num_pool_blocks + (layers * num_pool_blocks + blocks) * size
+
+    def to_proto(self) -> kv_pb2.KVLayout:
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_shapes"}
+        shapes = [kv_pb2.LayerShape(num_kv_heads=heads, head_dim=dim) for heads, dim in self.layer_shapes]
+        return kv_pb2.KVLayout(**plain, layer_shapes=shapes)
+
+    @classmethod
+    def from_proto(cls, message: kv_pb2.KVLayout) -> "KVLayout":
+        plain = {f.name: getattr(message, f.name) for f in fields(cls) if f.name != "layer_shapes"}
+        received = message.layer_shapes[: LARGEST["num_layers"] + 1]  # of more, so many are enough to be refused
+        shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in received)
+        layout = cls(**plain, layer_shapes=shapes)
+        return replace(layout, packing=layout.packing or ROWS, num_vectors=layout.num_vectors or KEY_AND_VALUE)
+
+    def check_bridge(self, peer: "KVLayout") -> None:
+        """Raise LayoutMismatch, showing the two layouts side by side, unless KV can move between them, converted where
+        they differ. `peer` may hold anything."""
+        faults = [
+            f"{name}: {self._shown(name)} here, {peer._shown(name)} there"
+            for name in MUST_AGREE
+            if getattr(self, name) != getattr(peer, name)
+        ] + peer._faults()
+        if not faults and self.layer_shapes != peer.layer_shapes:
+            pairs = [(self.shape_of(i), peer.shape_of(i)) for i in range(self.num_layers)]
+            faults = [
+                f"layer {i}: heads x dim {_by(a)} here, {_by(b)} there" for i, (a, b) in enumerate(pairs) if a != b
+            ]
+        if faults:
+            rows = "; ".join(f"{f.name} {self._shown(f.name)} | {peer._shown(f.name)}" for f in fields(self))
+            raise LayoutMismatch(
+                f"KV cannot move between these two workers ({'; '.join(faults[:MAX_FAULTS])}): serve one checkpoint "
+                f"with settings that both can read. Here | there: {rows}"
+            )
+
+    def _faults(self) -> list[str]:
+        """What no KV cache of ours can be."""
+        faults = [
+            f"{name}: {getattr(self, name)} there is not in 1..{largest}"
+            for name, largest in LARGEST.items()
+            if not 1 <= getattr(self, name) <= largest
+        ]
+        if self.dtype not in DTYPE_BYTES:
+            faults.append(f"dtype: {self._shown('dtype')!r} there is unknown")
+        if self.axis_order not in AXIS_ORDERS.values():
+            faults.append(f"axis_order: {self._shown('axis_order')!r} there is unknown")
+        if self.packing not in (ROWS, DOT):
+            faults.append(f"packing: {self._shown('packing')!r} there is unknown")
+        elif self.packing == DOT and not self.can_be_dot:
+            vectors = f"{self.num_vectors} x {self.head_dim}"
+            faults.append(f"packing: blocks of {self.block_size} slots of {vectors} there cannot be {DOT!r}")
+        return faults + self._faults_of_shapes()
+
+    def _faults_of_shapes(self) -> list[str]:
+        shapes, first = self.layer_shapes, (self.num_kv_heads, self.head_dim)
+        faults: list[str] = []
+        if shapes and (len(shapes) != self.num_layers or shapes[0] != first):
+            faults.append(f"layer_shapes: {len(shapes)} there of {self.num_layers} layers, the first {_by(shapes[0])}")
+        for heads, dim in dict.fromkeys((first, *shapes)):
+            if shapes and not (1 <= heads <= LARGEST["num_kv_heads"] and 1 <= dim <= LARGEST["head_dim"]):
+                faults.append(f"layer_shapes: {_by((heads, dim))} there is no size of a layer")
+            more, less = max(heads, self.tensor_parallel), min(heads, self.tensor_parallel)
+            if less > 0 and more % less:
+                faults.append(f"{heads} heads there do not divide over {self.tensor_parallel} ranks")
+        return faults
+
+    def _shown(self, name: str) -> str:
+        """A field, for people."""
+        if name != "layer_shapes":
+            return str(getattr(self, name))[:MAX_SHOWN_CHARS]
+        found = Counter(self.layer_shapes).most_common(MAX_FAULTS)
+        return ", ".join(f"{num} of {_by(shape)}" for shape, num in found) or "alike"
+
+
+def _by(shape: Shape) -> str:
+    heads, dim = shape
+    return f"{heads} x {dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring layers of a layout that are alike."""
+
+    layers: range
+    start: int  # bytes of the layers before them, in one block of one rank
+    like: KVLayout  # as if all layers were as these
+
+    @property
+    def num_bytes(self) -> int:
+        """In one block of one rank."""
+        return len(self.layers) * self.like.layer_bytes
+
+    def part(self, first: int, end: int) -> "Stretch":
+        """Those of its layers that are from `first` to `end`."""
+        layers = range(max(first, self.layers.start), min(end, self.layers.stop))
+        return Stretch(layers, self.start + (layers.start - self.layers.start) * self.like.layer_bytes, self.like)
+
+
+@lru_cache(maxsize=64)
+def _stretches(layout: KVLayout) -> tuple[Stretch, ...]:
+    """All of a layout whose layers are unlike."""
+    found: list[Stretch] = []
+    first = start = 0
+    for (num_kv_heads, head_dim), alike in groupby(layout.layer_shapes):
+        like = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=())
+        found.append(Stretch(range(first, first + len(list(alike))), start, like))
+        first, start = found[-1].layers.stop, start + found[-1].num_bytes
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Runs of bytes in one region, in the order in which they travel."""
+
+    offsets: Offsets  # [n] int64, bytes from the region's start
+    lengths: Offsets  # [n] int64, bytes
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Runs]") -> "Runs":
+        """One after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(np.concatenate([part.offsets for part in parts]), np.concatenate([part.lengths for part in parts]))
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def merged(self) -> "Runs":
+        """The same bytes; runs that touch are one."""
+        starts = np.flatnonzero(np.diff(self.offsets, prepend=-1) != np.concatenate(([0], self.lengths[:-1])))
+        return Runs(self.offsets[starts], np.add.reduceat(self.lengths, starts) if len(starts) else self.lengths)
+
+    def cut(self, num_bytes: int) -> "Runs":
+        """The same bytes; none goes on beyond a multiple of `num_bytes`."""
+        ends = self.offsets + self.lengths
+        pieces = -(-ends // num_bytes) - self.offsets // num_bytes  # that each lies in
+        nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        starts = (np.repeat(self.offsets // num_bytes, pieces) + nth) * num_bytes
+        offsets = np.maximum(np.repeat(self.offsets, pieces), starts)
+        return Runs(offsets, np.minimum(np.repeat(ends, pieces), starts + num_bytes) - offsets)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Runs of a peer's region, and where in ours each goes."""
+
+    remote: Offsets  # [n] int64, bytes from the start of the peer's pool
+    local: Offsets  # [n] int64, bytes from the start of our region
+    lengths: Offsets  # [n] int64, bytes
+
+    @classmethod
+    def of(cls, remote: Runs, local: Runs) -> "Copies":
+        """Between runs of the same lengths; those that touch on both sides are one."""
+        assert np.array_equal(remote.lengths, local.lengths)
+        gaps = np.concatenate(([0], remote.lengths[:-1]))
+        far, near = np.diff(remote.offsets, prepend=-1) != gaps, np.diff(local.offsets, prepend=-1) != gaps
+        starts = np.flatnonzero(far | near)
+        lengths = np.add.reduceat(remote.lengths, starts) if len(starts) else remote.lengths
+        return cls(remote.offsets[starts], local.offsets[starts], lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def into(self) -> Runs:
+        return Runs(self.local, self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that transports read or write: a KV pool, or a buffer beside it. Valid while its owner lives."""
+
+    address: int
+    num_bytes: int
+    view: memoryview | None  # writable bytes; None for device memory
+    device_id: int = 0
+    is_joined: bool = False  # of several devices' memory, which only this process sees as one
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """A worker's pool as its hand-offs see it."""
+
+    layout: KVLayout
+    num_blocks: int
+    region: Region
+    device: "DeviceKV | None" = None  # what copies it, where it is in device memory
+
+    def runs(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Runs:
+        return self.layout.runs(self.num_blocks, block_ids, first_layer, num_layers)

@@ -1,0 +1,102 @@
+"""Numbers of KV between their packings: pieces of a pool, and rows of head_dim numbers. numpy, no torch.
+
+a piece   one layer of one block in one rank
+rows      [vector][slot][head][dim]
+dot       [k, v][head][slots / 16][16 * dim]: what a dot product of the CPU takes at once lies together. In a group
+          of 16 slots: K as [dim / P][16][P], V as [16 / P][dim][P]; P = 2 for bfloat16, 1 for float32
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .layout import GROUP, ROWS, KVLayout, KVMemory, Stretch
+from .wire import STORAGE, Bytes, Numbers, narrow
+
+
+def to_wire(data: Bytes, layout: KVLayout, wire: str) -> bytes:
+    """Whole pieces (of rows: whole vectors) of like layers of a pool -> as they travel in a narrower dtype: as rows."""
+    if layout.packing != ROWS:
+        data = unpacked(np.frombuffer(data, STORAGE[layout.dtype]), layout).data
+    return narrow(data, layout.dtype, wire, layout.head_dim)
+
+
+def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
+    """Whole pieces of a "dot" pool -> [n, 2, slot, head, dim], a copy."""
+    pair, dim, heads = _pair(pieces), layout.head_dim, layout.heads_per_rank
+    groups = layout.block_size // GROUP
+    both = pieces.reshape(-1, 2, heads, groups, GROUP * dim)
+    rows = np.empty((len(both), 2, layout.block_size, heads, dim), pieces.dtype)
+    keys = both[:, 0].reshape(-1, heads, groups, dim // pair, GROUP, pair)
+    values = both[:, 1].reshape(-1, heads, groups, GROUP // pair, dim, pair)
+    rows[:, 0].reshape(-1, groups, GROUP, heads, dim // pair, pair)[:] = keys.transpose(0, 2, 4, 1, 3, 5)
+    rows[:, 1].reshape(-1, groups, GROUP // pair, pair, heads, dim)[:] = values.transpose(0, 2, 3, 5, 1, 4)
+    return rows
+
+
+class Pool:
+    """A stretch of layers of a pool in host memory, to write rows into."""
+
+    def __init__(self, memory: KVMemory, stretch: Stretch) -> None:
+        assert memory.region.view is not None
+        layout = stretch.like
+        numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
+        self._is_rows = layout.packing == ROWS
+        if self._is_rows:
+            inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim
+            self._rows = _by_layer(memory, stretch, numbers, inner)
+            return
+        self._pair = pair = _pair(numbers)
+        inner = layout.heads_per_rank, layout.block_size // GROUP
+        keys = _by_layer(memory, stretch, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))
+        values = _by_layer(memory, stretch, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))
+        self._keys, self._values = keys[:, :, :, 0], values[:, :, :, 1]
+
+    def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
+        """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. layers: counted from the stretch's
+        first. Touches no other slot, so several threads may write into one block."""
+        if self._is_rows:
+            self._rows[rank, block, layers, :, slot : slot + rows.shape[2], heads] = rows
+            return
+        keys, values = self._keys[rank, block, layers, heads], self._values[rank, block, layers, heads]
+        for groups, inside, part in _groups(slot, rows.shape[2]):
+            self._write_groups(keys[:, :, groups], values[:, :, groups], inside, rows[:, :, part])
+
+    def _write_groups(self, keys: Numbers, values: Numbers, inside: slice, rows: Numbers) -> None:
+        """Into the slots `inside` each of some groups. keys: [layers, heads, groups, dim / P, 16, P]; values: [layers,
+        heads, groups, 16 / P, dim, P]; rows: [layers, 2, groups * slots, heads, dim]."""
+        num_layers, _, _, num_heads, dim = rows.shape
+        pair, num_slots = self._pair, inside.stop - inside.start
+        grouped = rows.reshape(num_layers, 2, -1, num_slots, num_heads, dim)
+        pairs = grouped[:, 0].reshape(num_layers, -1, num_slots, num_heads, dim // pair, pair)
+        keys[..., inside, :] = pairs.transpose(0, 3, 1, 4, 2, 5)
+        for place in range(pair):
+            first = (place - inside.start) % pair  # of our slots, the first that is `place` of its pair
+            slots = grouped[:, 1, :, first::pair]
+            start = (inside.start + first) // pair
+            values[..., start : start + slots.shape[2], :, place] = slots.transpose(0, 3, 1, 2, 4)
+
+
+def _groups(slot: int, num: int) -> Iterator[tuple[slice, slice, slice]]:
+    """(groups, slots inside each, which of the `num`): whole groups together, the ragged ends alone."""
+    at, end = slot, slot + num
+    while at < end:
+        group, first = divmod(at, GROUP)
+        step = min(GROUP - first, end - at)
+        count = (end - at) // GROUP if first == 0 and end - at >= GROUP else 1
+        yield slice(group, group + count), slice(first, first + step), slice(at - slot, at - slot + count * step)
+        at += count * step
+
+
+def _by_layer(memory: KVMemory, stretch: Stretch, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
+    """[rank, block, layer of the stretch, *inner], a view. numbers: of the whole pool."""
+    ranks, blocks, layers = memory.layout.tensor_parallel, memory.num_blocks, len(stretch.layers)
+    first, end = (num // numbers.itemsize for num in (stretch.start, stretch.start + stretch.num_bytes))
+    if memory.layout.is_block_major:
+        return numbers.reshape(ranks, blocks, -1)[:, :, first:end].reshape(ranks, blocks, layers, *inner)
+    own = numbers.reshape(ranks, -1)[:, first * blocks : end * blocks]
+    return own.reshape(ranks, layers, blocks, *inner).swapaxes(1, 2)
+
+
+def _pair(numbers: Numbers) -> int:
+    return 4 // numbers.itemsize

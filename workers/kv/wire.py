@@ -1,0 +1,108 @@
+"""Numbers of KV as they travel: as in a cache, or narrower over gRPC. numpy, no torch.
+
+    cache      "float32", or "bfloat16" (here as uint16: numpy has no such type)
+    wire       as in the source's cache, or narrower: "bfloat16", rounded to nearest, ties to even; or "int8":
+               each vector of head_dim numbers (one layer, vector, slot and head) becomes a record
+               [scale: float32, little-endian][head_dim x int8], scale = the largest magnitude / 127
+
+A *piece* is one layer of one block in one rank. A block's checksum is 16 bytes of blake3 over its pieces
+as they travel: rank by rank, in each layer by layer, whatever the order of the axes; so stretch by stretch, where
+layers are unlike.
+"""
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..common.errors import LayoutMismatch
+from .layout import KVLayout
+from .segment import CHECKSUM_BYTES
+
+WIRE_DTYPES = ("bfloat16", "int8")  # that a sink may ask for
+_WIDTH = {"float32": 4, "bfloat16": 2, "int8": 1}
+_LARGEST_INT8 = 127
+
+Bytes: TypeAlias = bytes | memoryview
+Numbers: TypeAlias = NDArray[Any]  # float32, or uint16 that holds bfloat16
+
+STORAGE: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16}
+
+
+def on_the_wire(cache: str, asked: str) -> str:
+    """What travels out of a cache of dtype `cache` when `asked` is wished for ("": as in the cache). Raises
+    LayoutMismatch for what is no wire dtype."""
+    if asked and asked not in WIRE_DTYPES:
+        raise LayoutMismatch(f"wire_dtype {asked!r} is unknown: choose from {', '.join(WIRE_DTYPES)}, or none")
+    return asked if asked and _WIDTH[asked] < _WIDTH[cache] else cache
+
+
+def vector_bytes(dtype: str, head_dim: int) -> int:
+    return _WIDTH[dtype] * head_dim + (4 if dtype == "int8" else 0)
+
+
+def piece_bytes(layout: KVLayout, wire: str) -> int:
+    """As it travels, of layers that are alike."""
+    return layout.layer_bytes // vector_bytes(layout.dtype, layout.head_dim) * vector_bytes(wire, layout.head_dim)
+
+
+def narrow(data: Bytes, cache: str, wire: str, head_dim: int) -> bytes:
+    """Whole vectors of a cache -> as they travel in a narrower dtype."""
+    values = _to_float32(np.frombuffer(data, STORAGE[cache]).reshape(-1, head_dim))
+    if wire == "bfloat16":
+        return _to_bfloat16(values).tobytes()
+    records = np.empty(len(values), _record(head_dim))
+    with np.errstate(invalid="ignore", over="ignore"):  # slots that nobody wrote may hold anything
+        records["scale"] = np.abs(values).max(axis=1) / np.float32(_LARGEST_INT8)
+        scales = records["scale"][:, None]
+        scaled = np.divide(values, scales, out=np.zeros_like(values), where=scales > 0)
+        records["values"] = np.rint(scaled, out=scaled)
+    return records.tobytes()
+
+
+def widen(data: Bytes, wire: str, cache: str, head_dim: int) -> Numbers:
+    """What travelled -> numbers of our cache: [vectors, head_dim] uint16 (bfloat16) or float32. No copy where the two
+    dtypes agree. bfloat16 to float32 is exact."""
+    if wire == "int8":
+        values = _scaled(np.frombuffer(data, _record(head_dim)))
+        return values if cache == "float32" else _to_bfloat16(values)
+    numbers: Numbers = np.frombuffer(data, STORAGE[wire]).reshape(-1, head_dim)
+    if wire == cache:
+        return numbers
+    return _to_float32(numbers) if cache == "float32" else _to_bfloat16(numbers)
+
+
+def checksum(parts: Iterable[Bytes]) -> bytes:
+    """CHECKSUM_BYTES of what travels of a block."""
+    from blake3 import blake3  # here, so that only who verifies KV needs it
+
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest(CHECKSUM_BYTES)
+
+
+def _record(head_dim: int) -> np.dtype[np.void]:
+    return np.dtype([("scale", "<f4"), ("values", "i1", (head_dim,))])
+
+
+def _scaled(records: Any) -> NDArray[np.float32]:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return records["values"] * records["scale"][:, None]
+
+
+def _to_float32(numbers: Numbers) -> NDArray[np.float32]:
+    if numbers.dtype == np.float32:
+        return numbers
+    return (numbers.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Round to nearest, ties to even: add just less than half of what is cut off, and the lowest bit that stays."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    is_nan = np.isnan(values)
+    if is_nan.any():  # the sum may carry into the sign
+        rounded[is_nan] = 0x7FC0
+    return rounded

@@ -1,0 +1,296 @@
+"""Reads a Hugging Face safetensors checkpoint into the tensors of a decoder.
+
+Life of a load: open and check what is stored (checkpoint_files.py), and only then copy tensor by tensor, fused and
+converted, reporting progress. Whatever is wrong with a checkpoint is found before a weight is read, and named.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....kernels.cpu.formats import Format
+from ...common.memory import huge_page_mapping
+from ..plan.formats import format_of
+from ..plan.sharding import WHOLE, Share, layer_fields, part_of_piece, shape_of_part, stored_part
+from ..plan.tensor_names import Piece, Pieces, outer_tensors
+from ..quant.stored import as_stored_, scales_of_part
+from .checkpoint_files import CheckpointFiles
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+# Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
+# bytes that it is done with. It may still be under way when it returns: see gpu/upload.py.
+Put = Callable[[Tensor, Tensor, Callable[[int], object]], object]
+ALIGNMENT = 64  # of copies, in bytes
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts; of latent attention
+    q_rank and kv_rank, R rotated and D other numbers of a query, V of a value; of token inputs P."""
+
+    # [(N + 2K) D, H]: queries, keys, values; [N D, H] where KV is another layer's. Latent: [q_rank (or N (D + R)) +
+    # kv_rank + R, H]: latents of queries (or these), latents, rotated keys.
+    qkv: Tensor
+    o: Tensor  # [H, N D]; latent: [H, N V]
+    gate_up: Tensor | None = None  # [2I, H]: gate, up
+    down: Tensor | None = None  # [H, I]
+    input_norm: Tensor | None = None  # [H], before attention
+    attention_out_norm: Tensor | None = None  # [H], after it
+    mlp_norm: Tensor | None = None  # [H], before the MLP
+    mlp_out_norm: Tensor | None = None  # [H], after it
+    # Of an MLP beside experts: `mlp_norm` is before it, `mlp_out_norm` after the sum of both.
+    beside_out_norm: Tensor | None = None  # [H], after it alone
+    experts_norm: Tensor | None = None  # [H], before the experts
+    experts_out_norm: Tensor | None = None  # [H], after them
+    sinks: Tensor | None = None  # [N] float32
+    q_norm: Tensor | None = None  # [D]; latent: [q_rank]
+    k_norm: Tensor | None = None  # [D]; latent: [kv_rank]
+    q_b: Tensor | None = None  # [N (D + R), q_rank]
+    kv_b: Tensor | None = None  # [N (D + V), kv_rank], of each head what makes its keys, then its values
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    router: Tensor | None = None  # [E, H] float32
+    router_norm: Tensor | None = None  # [H], before it
+    router_bias: Tensor | None = None  # [E] float32
+    choice_bias: Tensor | None = None  # [E] float32
+    expert_scales: Tensor | None = None  # [E] float32
+    experts_gate_up: Tensor | None = None  # [E, 2I, H]: of each, gate, up
+    experts_down: Tensor | None = None  # [E, H, I]
+    experts_gate_up_bias: Tensor | None = None  # [E, 2I]
+    experts_down_bias: Tensor | None = None  # [E, H]
+    shared_gate_up: Tensor | None = None  # as gate_up, of the experts that every token has
+    shared_down: Tensor | None = None
+    token_gate: Tensor | None = None  # [P, H]
+    token_out: Tensor | None = None  # [H, P]
+    token_out_norm: Tensor | None = None  # [H]
+    scale: Tensor | None = None  # [1]: of the residual that the layer leaves
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """Of one share, whose part of the vocabulary is `vocab`, and of that of token inputs, which may be larger,
+    `token_vocab`."""
+
+    embed: Tensor  # [vocab, H]
+    layers: list[LayerWeights]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [vocab, H]; the same tensor as `embed` where they are tied
+    token_embed: Tensor | None = None  # [token_vocab, layers * P], of token inputs
+    token_mix: Tensor | None = None  # [layers * P, H]
+    token_mix_norm: Tensor | None = None  # [P]
+
+
+def put_now(target: Tensor, stored: Tensor, copied: Callable[[int], object]) -> None:
+    """A Put."""
+    target.copy_(stored)
+    copied(stored.nbytes)
+
+
+class Checkpoint(CheckpointFiles):
+    """A checkpoint whose tensors are copied into a decoder's."""
+
+    def load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress = lambda _done, _total: None,
+        share: Share = WHOLE,
+        quantize: str | None = None,
+    ) -> DecoderWeights:
+        """Copy what `share` holds of every tensor to `device` as `dtype`, those of a fused weight below one another."""
+        return load_weights(self.reader(dtype, device, progress, share, quantize))
+
+    def reader(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress = lambda _done, _total: None,
+        share: Share = WHOLE,
+        quantize: str | None = None,
+        put: Put = put_now,
+    ) -> "Reader":
+        """For whoever makes something else of each tensor than `load` does. quantize: see quant/formats.py; it needs
+        what was put at once."""
+        return Reader(self, dtype, device, progress, share, quantize, put)
+
+    def read(self, piece: Piece, share: Share) -> Tensor:
+        """What `share` holds of a piece, of the dtype that is stored but where it has an offset; on CPU."""
+        part = stored_part(piece, share)
+        stored = self.stored(piece.name, part)
+        if piece.transposed:
+            stored = stored.mT
+        if piece.order:
+            heads = stored.reshape(-1, len(piece.order), *stored.shape[1:])
+            stored = heads[:, list(piece.order)].reshape(stored.shape)
+        return stored.float() + piece.offset if piece.offset else stored
+
+
+class Reader:
+    """Copies what one share of a decoder needs out of a checkpoint, layer by layer, and counts."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        share: Share,
+        quantize: str | None = None,
+        put: Put = put_now,
+    ) -> None:
+        assert quantize is None or put is put_now
+        self.quantize = quantize
+        self.spec = checkpoint.spec
+        self._checkpoint, self._dtype, self._device, self._share = checkpoint, dtype, device, share
+        self._progress, self._put = progress, put
+        self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
+        self._outer = outer_tensors(checkpoint.spec)
+        self._done, self._total = 0, 0
+        self._scratch = Scratch()
+        for fields in (*self._layers, self._outer):
+            self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)
+
+    def layers(self) -> "Iterator[Fields]":
+        self._progress(0, self._total)
+        for fields in self._layers:
+            yield Fields(self, fields)
+            self._checkpoint.let_go()
+
+    def outer(self) -> "Fields":
+        return Fields(self, self._outer)
+
+    def parts(self, pieces: Pieces) -> list[Tensor]:
+        """On CPU, of rows that are contiguous: where they are in the file or, where they are otherwise there, in memory
+        that the next call takes again."""
+        found: list[Tensor] = []
+        self._scratch.clear()
+        for piece in pieces:
+            stored, dtype = self._read(piece), self._dtype_of(piece)
+            is_ready = stored.dtype == dtype and stored.stride(-1) == 1
+            found.append(stored if is_ready else self._scratch.copy(stored, dtype))
+            self._count(stored.nbytes)
+        return found
+
+    def fused(self, pieces: Pieces) -> Tensor:
+        """What is below one another in a field; those of experts along an axis of their own, the first."""
+        shapes = [shape_of_part(piece, self._share) for piece in pieces]
+        rows, dtype = sum(s[0] for s in shapes), self._dtype_of(pieces[0])
+        target = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
+        start = 0
+        for piece, own in zip(pieces, shapes, strict=True):
+            stored = self._read(piece)
+            self._put(target[start : start + own[0]], stored, self._count)
+            start += own[0]
+        num_experts = len({piece.expert for piece in pieces})
+        return target if pieces[0].expert is None else target.unflatten(0, (num_experts, -1))
+
+    def scales(self, pieces: Pieces, format: Format) -> Tensor | None:
+        """Of the whole rows, where this share holds a part of their inputs; None: its rows are whole, or `format` has
+        no scales. Reads one tensor whole at a time."""
+        if format == Format.PLAIN or self._share == WHOLE or len(part_of_piece(pieces[0], self._share)) == 1:
+            return None
+        return torch.cat([self._scales(piece, format) for piece in pieces])
+
+    def _scales(self, piece: Piece, format: Format) -> Tensor:
+        whole = self._checkpoint.read(piece, WHOLE).to(self._device, self._dtype)
+        return scales_of_part(whole, format, part_of_piece(piece, self._share)[1])
+
+    def _count(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._progress(self._done, self._total)
+
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        return torch.float32 if piece.is_wide else self._dtype
+
+    def _read(self, piece: Piece) -> Tensor:
+        """This share's part. What is offset is of the dtype that is wanted, so that one number says its bytes."""
+        stored = self._checkpoint.read(piece, self._share)
+        return stored.to(self._dtype_of(piece)) if piece.offset else stored
+
+    def _bytes(self, piece: Piece) -> int:
+        """Of what `_read` returns."""
+        size = self._dtype_of(piece).itemsize if piece.offset else self._checkpoint.stored_size(piece.name)
+        return size * math.prod(shape_of_part(piece, self._share))
+
+
+class Scratch:
+    """Memory for what is copied on its way, taken again and again. In a heap each copy leaves a hole; small things that
+    stay take some of it, so that the next copy does not fit any more: the heap would grow with every layer."""
+
+    def __init__(self) -> None:
+        self._memory, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def clear(self) -> None:
+        """Copies so far are of no more use."""
+        self._used = 0
+
+    def copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Contiguous. Raises ConfigError if the memory is not to be had."""
+        num_bytes = tensor.numel() * dtype.itemsize
+        if self._used + num_bytes > len(self._memory):  # the copies that have been made keep the memory they are in
+            mapping = huge_page_mapping(max(num_bytes, 2 * len(self._memory)), "use a machine with more")
+            self._memory, self._used = torch.frombuffer(mapping, dtype=torch.uint8), 0
+        place = self._memory[self._used :][:num_bytes]
+        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return place.view(dtype).view(tensor.shape).copy_(tensor)
+
+
+class Fields:
+    """The tensors of one layer, or of what is outside the layers, by the fields' names; each is read when asked for."""
+
+    def __init__(self, reader: Reader, fields: dict[str, Pieces]) -> None:
+        self._reader, self._fields = reader, fields
+
+    def has(self, field: str) -> bool:
+        return field in self._fields
+
+    def parts(self, field: str) -> list[Tensor]:
+        """The tensors that are below one another in `field`, which exists; valid until `parts` are asked for again."""
+        return self._reader.parts(self._fields[field])
+
+    def tensor(self, field: str) -> Tensor:
+        """A `field` that exists."""
+        return self._reader.fused(self._fields[field])
+
+    def fused(self, field: str) -> Tensor | None:
+        return self.tensor(field) if self.has(field) else None
+
+    def of_expert(self, expert: int) -> "Fields":
+        """What of the experts' fields is that one's, under the same names."""
+        own = {field: tuple(p for p in pieces if p.expert == expert) for field, pieces in self._fields.items()}
+        return Fields(self._reader, {field: pieces for field, pieces in own.items() if pieces})
+
+    def as_layer(self) -> LayerWeights:
+        return LayerWeights(**{field: self.as_stored(field) for field in self._fields})
+
+    def format(self, field: str) -> Format:
+        return format_of(self._reader.quantize, field)
+
+    def scales(self, field: str) -> Tensor | None:
+        """Those that the tensors of `field` are quantised with, where they are not their own: float32 [n, groups]."""
+        return self._reader.scales(self._fields[field], self.format(field))
+
+    def as_stored(self, field: str) -> Tensor:
+        """A `field` that exists, as its format leaves it."""
+        return as_stored_(self.tensor(field), self.format(field), self.scales(field))
+
+
+def load_weights(reader: Reader) -> DecoderWeights:
+    layers = [fields.as_layer() for fields in reader.layers()]
+    outer = reader.outer()
+    embed = outer.tensor("embed")
+    return DecoderWeights(
+        embed,
+        layers,
+        norm=outer.tensor("norm"),
+        lm_head=outer.as_stored("lm_head") if outer.has("lm_head") else embed,
+        token_embed=outer.fused("token_embed"),
+        token_mix=outer.fused("token_mix"),
+        token_mix_norm=outer.fused("token_mix_norm"),
+    )

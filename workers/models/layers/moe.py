@@ -1,0 +1,142 @@
+"""A mixture of experts (Shazeer et al. 2017): each token goes to the few experts that a router chooses for it.
+
+    logits (float32) -> the experts of each token and their weights -> experts, each over its own tokens
+        -> sum, in the order in which they were chosen
+
+A row's sum does not depend on what is beside it, as far as torch's products of other rows do not.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ....kernels.common.lang import has_kernel, launched
+from ....kernels.moe.moe import moe_experts
+from ....kernels.moe.moe_combine import moe_combine
+from ....kernels.moe.moe_routing import Routing, moe_routing
+from ..checkpoint.weights import LayerWeights
+from ..families.spec import ModelSpec, MoeSpec, RoutingSpec
+from .dispatch import ExpertRanks
+from .mlp import ACTIVATIONS, mlp
+
+# [T, top_k] int32 of experts -> the same of where they are among those that are held here; -1 for those that are not.
+Here = Callable[[Tensor], Tensor]
+
+
+def moe(
+    spec: MoeSpec,
+    weights: LayerWeights,
+    hidden: Tensor,
+    here: Here | None = None,
+    count: Callable[[Tensor], object] | None = None,
+    routed_by: Tensor | None = None,
+) -> Tensor:
+    """What the experts that are held here and the shared ones give. hidden: [T, H].
+
+    here: None where those are all. count: told which experts each token goes to, [T, top_k] int32, of all there are.
+    routed_by: [T, H], what the router sees where it is not `hidden`. Returns [T, H].
+    """
+    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
+    if here is not None:
+        experts = here(experts)
+    gate_up, down = weights.experts_gate_up, weights.experts_down
+    assert gate_up is not None and down is not None
+    shared = _shared(spec, weights, hidden)
+    if has_kernel(hidden):
+        biases = weights.experts_gate_up_bias, weights.experts_down_bias
+        activation = ACTIVATIONS[spec.expert.activation]
+        return moe_experts(hidden, gates, experts, gate_up, down, shared=shared, activation=activation, biases=biases)
+    y = launched(_one_by_one, spec, weights, hidden, experts)
+    return moe_combine(y, gates, experts, gate_up.shape[0], shared=shared)
+
+
+def moe_over(
+    spec: MoeSpec,
+    weights: LayerWeights,
+    hidden: Tensor,
+    ranks: ExpertRanks,
+    count: Callable[[Tensor], object] | None = None,
+    routed_by: Tensor | None = None,
+) -> Tensor:
+    """The same of tokens that this rank alone has, which go to their experts. All `ranks` call it; T may be 0."""
+    gates, experts = route(spec.routing, weights, hidden if routed_by is None else routed_by, count)
+
+    def compute(rows: Tensor, slots: Tensor) -> Tensor:
+        return _one_by_one(spec, weights, rows, slots[:, None])
+
+    return ranks.over(hidden, gates, experts, compute, _shared(spec, weights, hidden))
+
+
+def no_expert_tokens(spec: ModelSpec, device: torch.device) -> Tensor | None:
+    """[layers, experts] int64, all 0: for how many tokens have gone to each; None: there are no experts."""
+    most = max(spec.num_experts, default=0)
+    return torch.zeros(spec.num_layers, most, dtype=torch.int64, device=device) if most else None
+
+
+def route(
+    spec: RoutingSpec, weights: LayerWeights, hidden: Tensor, count: Callable[[Tensor], object] | None
+) -> tuple[Tensor, Tensor]:
+    """hidden: [T, H]. Returns the weights of its experts [T, top_k] float32, and which they are, [T, top_k] int32, of
+    which `count` is told."""
+    assert weights.router is not None
+    logits = linear(hidden.float(), weights.router, weights.router_bias)
+    if spec.logit_scale != 1.0:
+        logits *= spec.logit_scale
+    gates, experts = moe_routing(logits, routing_of(spec), weights.choice_bias)
+    if weights.expert_scales is not None:
+        gates = gates * weights.expert_scales[experts.long()]
+    if count is not None:
+        count(experts)
+    return gates, experts
+
+
+@cache
+def routing_of(spec: RoutingSpec) -> Routing:
+    return Routing(
+        top_k=spec.top_k,
+        sigmoid=spec.sigmoid,
+        renormalise=spec.renormalise,
+        scale=spec.scale,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        group_by_two=spec.group_by_two,
+    )
+
+
+def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: Tensor) -> Tensor:
+    """One expert after another, of those that have rows. experts: [T, top_k], as they are numbered here.
+
+    Returns [T * top_k, H]: of each choice what its expert gives; not written for those that are not held.
+    """
+    gate_up, down = weights.experts_gate_up, weights.experts_down
+    assert gate_up is not None and down is not None
+    gate_up_bias, down_bias = weights.experts_gate_up_bias, weights.experts_down_bias
+    num_experts, top_k = gate_up.shape[0], experts.shape[1]
+    bins = experts.view(-1)
+    bins = torch.where((bins >= 0) & (bins < num_experts), bins, num_experts)
+    order, counts = bins.argsort(stable=True), torch.bincount(bins, minlength=num_experts).tolist()
+    y, start = hidden.new_empty(bins.numel(), hidden.shape[1]), 0
+    for expert, count in enumerate(counts[:num_experts]):
+        if not count:
+            continue
+        places = order[start : start + count]
+        y[places] = mlp(
+            hidden[places // top_k],
+            spec.expert.activation,
+            gate_up[expert],
+            down[expert],
+            None if gate_up_bias is None else gate_up_bias[expert],
+            None if down_bias is None else down_bias[expert],
+        )
+        start += count
+    return y
+
+
+def _shared(spec: MoeSpec, weights: LayerWeights, hidden: Tensor) -> Tensor | None:
+    if spec.shared is None:
+        return None
+    assert weights.shared_gate_up is not None and weights.shared_down is not None
+    return mlp(hidden, spec.shared.activation, weights.shared_gate_up, weights.shared_down)

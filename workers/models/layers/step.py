@@ -1,0 +1,185 @@
+"""What the ranks must know of one step, as rank 0 tells it to the others: numbers only, checked on arrival.
+
+    words (int32) = [S, B, R, picks, Q] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
+                    [T] token ids [S, B] blocks
+
+Ranks keep no account of sequences: a step says all that it takes to compute it.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....kernels.attention.paged_batch import PagedBatch
+from ...common.errors import InternalError
+from ...core.sequence import ScheduledSequence
+from ...parallel.groups import Group
+from .attention import StepMeta
+from .rope import Ropes
+
+Words = NDArray[np.int32]
+FIRST_WORDS = 1024  # a step that fits, as most decodes do, is told in one broadcast
+MAX_WORDS = 1 << 26
+HEADER = 5
+NO_ROWS = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a step of this worker can hold."""
+
+    block_size: int
+    num_blocks: int
+    max_context_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """S sequences, B blocks in the longest table, T new tokens of all sequences, R of them sampled."""
+
+    num_new: Words  # [S]
+    context_lens: Words  # [S], with the new tokens
+    tables: Words  # [S, B], padded with block 0
+    token_ids: Words  # [T]
+    sampled: Words  # [R]: of the rows that they are, ascending
+    picks: bool = False  # the likeliest token of those is all that is wanted
+    prompt_rows: Words = field(default_factory=lambda: NO_ROWS)  # [Q], ascending, see prompt_rows.py; none is sampled
+
+    @classmethod
+    def of(
+        cls,
+        entries: SequenceOf[ScheduledSequence],
+        block_size: int,
+        *,
+        picks: bool = False,
+        prompt_rows: Words = NO_ROWS,
+    ) -> "Step":
+        num_new = np.array([e.num_new for e in entries], dtype=np.int32)
+        context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
+        num_blocks = (-(-context_lens // block_size)).tolist()
+        tables = np.zeros((len(entries), max(num_blocks)), dtype=np.int32)
+        for row, entry, num in zip(tables, entries, num_blocks, strict=True):
+            row[:num] = entry.sequence.block_table[:num]
+        token_ids: list[int] = []
+        sampled: list[int] = []
+        for entry in entries:
+            start = entry.sequence.num_computed
+            token_ids += entry.sequence.token_ids[start : start + entry.num_new]
+            if entry.samples:
+                sampled.append(len(token_ids) - 1)
+        rows = np.array(sampled, dtype=np.int32)
+        return cls(num_new, context_lens, tables, np.array(token_ids, dtype=np.int32), rows, picks, prompt_rows)
+
+    def sampled_alone(self) -> "Step":
+        """Its sampled rows, each as a sequence whose one new token it is."""
+        ends = np.cumsum(self.num_new)
+        owner = np.searchsorted(ends, self.sampled, side="right")
+        after = (ends[owner] - 1 - self.sampled).astype(np.int32)  # tokens of its sequence that are later
+        rows = np.arange(len(owner), dtype=np.int32)
+        tables, token_ids = self.tables[owner], self.token_ids[self.sampled]
+        return Step(np.ones_like(rows), self.context_lens[owner] - after, tables, token_ids, rows, self.picks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def to_words(self) -> Words:
+        sizes = (*self.tables.shape, len(self.sampled), self.picks, len(self.prompt_rows))
+        header = np.array(sizes, dtype=np.int32)
+        rows = (self.sampled, self.prompt_rows)
+        rest = (self.num_new, self.context_lens, *rows, self.token_ids, self.tables.reshape(-1))
+        return np.concatenate((header, *rest))
+
+    @classmethod
+    def from_words(cls, words: Words, limits: StepLimits) -> "Step":
+        """Raises InternalError, saying what is wrong, for words that `to_words` of such a worker cannot have made."""
+
+        def check(is_right: bool, what: str) -> None:
+            if not is_right:
+                raise InternalError(f"a step is malformed: {what}")
+
+        check(len(words) >= HEADER, "it has no header")
+        num_seqs, width, num_sampled, picks, num_prompt_rows = words[:HEADER].tolist()
+        check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
+        check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
+        check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
+        num_rows = num_sampled + num_prompt_rows
+        num_tokens = len(words) - HEADER - num_seqs * (2 + width) - num_rows
+        check(num_tokens > 0, f"it has {len(words)} words for {num_seqs} x {width} blocks and {num_rows} rows")
+        ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_prompt_rows, num_tokens))
+        num_new, context_lens, sampled, prompt_rows, token_ids, tables = np.split(words[HEADER:], ends)
+        check(bool((num_new >= 1).all()), "a sequence has no new token")
+        check(int(num_new.sum()) == num_tokens, f"it has {num_tokens} tokens, and its sequences others")
+        check(bool(((token_ids >= 0) & (token_ids < limits.vocab_size)).all()), "a token is not in the vocabulary")
+        for rows, what in ((sampled, "sampled"), (prompt_rows, "prompt")):
+            check(bool(((rows >= 0) & (rows < num_tokens)).all()), f"a {what} row does not exist")
+            check(bool((rows[1:] > rows[:-1]).all()), f"{what} rows must ascend")
+        check(not np.intersect1d(sampled, prompt_rows).size, "a prompt row is sampled")
+        check(bool((context_lens >= num_new).all()), "a context is shorter than its new tokens")
+        longest = int(context_lens.max())
+        check(longest <= limits.max_context_tokens, f"a context of {longest} tokens is too long")
+        check(-(-longest // limits.block_size) <= width, f"{width} blocks do not hold {longest} tokens")
+        check(bool(((tables >= 0) & (tables < limits.num_blocks)).all()), "it names a block that does not exist")
+        tables = tables.reshape(num_seqs, width)
+        return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows)
+
+    def meta(self, cos_sin: Ropes, block_size: int) -> StepMeta:
+        """Of a step whose sequences with one new token come first, else InternalError. cos_sin: on the device that
+        computes."""
+        is_chunk = self.num_new > 1
+        if not (is_chunk[1:] >= is_chunk[:-1]).all():
+            raise InternalError("a step is malformed: sequences with one new token must come first")
+        device = cos_sin[0].device
+
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        num_new = self.num_new.tolist()
+        owner = np.repeat(np.arange(len(num_new)), num_new)
+        query_starts = np.concatenate(([0], np.cumsum(num_new)))
+        starts = self.context_lens - self.num_new
+        positions = np.arange(len(owner)) - query_starts[owner] + starts[owner]
+        slots = self.tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        paged = PagedBatch(
+            block_tables=tensor(self.tables),
+            context_lens=tensor(self.context_lens),
+            query_starts=tensor(query_starts.astype(np.int32)),
+            host_context_lens=self.context_lens.tolist(),
+            host_num_new=num_new,
+            num_decodes=int((self.num_new == 1).sum()),
+            block_size=block_size,
+        )
+        at = tensor(positions)
+        return StepMeta(tuple(table[at] for table in cos_sin), tensor(slots), paged)
+
+
+def tell(group: Group, words: Words) -> None:
+    """Rank 0's side of `hear`."""
+    assert len(words) < MAX_WORDS
+    first = np.zeros(FIRST_WORDS, dtype=np.int32)
+    first[0] = len(words)
+    head, rest = words[: FIRST_WORDS - 1], words[FIRST_WORDS - 1 :]
+    first[1 : 1 + len(head)] = head
+    group.broadcast(torch.from_numpy(first), patient=True)
+    if len(rest):
+        group.broadcast(torch.from_numpy(rest))
+
+
+def hear(group: Group) -> Words:
+    """Wait for what rank 0 tells, however long it takes. Raises InternalError for a length that cannot be."""
+    first = np.zeros(FIRST_WORDS, dtype=np.int32)
+    group.broadcast(torch.from_numpy(first), patient=True)
+    length = int(first[0])
+    if not 0 < length < MAX_WORDS:
+        raise InternalError(f"rank 0 announces {length} words")
+    head = first[1 : 1 + length]
+    if len(head) == length:
+        return head
+    rest = np.zeros(length - len(head), dtype=np.int32)
+    group.broadcast(torch.from_numpy(rest))
+    return np.concatenate((head, rest))

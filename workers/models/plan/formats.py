@@ -1,0 +1,44 @@
+"""Which weights a `quantize` setting stores in which format.
+
+All products of the layers in that format, and the head, where its weights are its own, in int8 either way: its errors
+are those of the logits, with nothing after them to even them out. Embeddings, and so a head tied to them, biases and
+norms stay as they are. Where ranks share a product's inputs, each takes the scales of the whole rows: all ranks
+together hold bit for bit what one alone holds, and their KV goes by one name. No torch.
+"""
+
+from ....kernels.cpu.formats import Format, group_of
+from ...common.errors import ConfigError
+from ..families.spec import AttentionSpec, ModelSpec
+
+QUANTIZE = {"int8": Format.INT8, "int4": Format.INT4}
+MLPS = ("gate_up", "down", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
+IN_LAYERS = ("qkv", "q_b", "kv_b", "o", *MLPS)  # fields of LayerWeights
+
+
+def format_of(quantize: str | None, field: str) -> Format:
+    """quantize: a key of QUANTIZE, or None. field: of LayerWeights or DecoderWeights."""
+    if quantize is None:
+        return Format.PLAIN
+    if field == "lm_head":
+        return Format.INT8
+    return QUANTIZE[quantize] if field in IN_LAYERS else Format.PLAIN
+
+
+def check_shares(spec: ModelSpec, quantize: str | None, size: int) -> None:
+    """Raise ConfigError where the shares of `size` ranks would cut inputs that have one scale. spec: of the model."""
+    inputs: dict[tuple[str, int], None] = {}
+    for layer in spec.layers:
+        attention = layer.attention
+        if isinstance(attention, AttentionSpec):
+            inputs["attention heads", attention.q_size] = None
+        else:
+            inputs["attention heads", attention.num_heads * attention.value_dim] = None
+        inputs |= {("intermediate size", mlp.intermediate_size): None for mlp in layer.mlps}
+    for what, k in inputs:
+        part = k // size
+        group = group_of(Format.INT4, part)
+        if quantize == "int4" and size > 1 and part % group:
+            raise ConfigError(
+                f"quantize=int4 has a scale for each {group} inputs, and tensor_parallel={size} would cut them: a rank "
+                f"would have {part} inputs of the {what}. Use int8, or fewer ranks"
+            )

@@ -1,0 +1,65 @@
+"""What KV a worker keeps of a model, and how many blocks of it in the memory that it may use. No torch."""
+
+import math
+
+from ...common.errors import ConfigError
+from ...kv.layout import BLOCK_MAJOR, ROWS, KVLayout
+from ..families.spec import ModelSpec
+
+GPU_GRANULARITY = 2 << 20  # bytes, of CUDA's virtual memory on every GPU so far; a worker asks its own
+MAX_CONTEXTS = 256  # a pool larger than this many full contexts would only reserve address space
+
+
+def layout_of(
+    spec: ModelSpec,
+    dtype: str,
+    block_size: int,
+    *,
+    model_id: str = "",
+    axis_order: str = BLOCK_MAJOR,
+    tensor_parallel: int = 1,
+    packing: str = ROWS,
+) -> KVLayout:
+    """spec: of the whole model. model_id: as its workers compare it; only what is handed off needs one."""
+    kv = spec.kv
+    return KVLayout(
+        dtype,
+        block_size,
+        kv.num_layers,
+        kv.num_heads,
+        kv.dim,
+        model_id,
+        axis_order,
+        tensor_parallel,
+        packing,
+        kv.num_vectors,
+        kv.layer_shapes,
+    )
+
+
+def blocks_at_once(layout: KVLayout, granularity: int) -> int:
+    """Of how many blocks a rank's pool has to be a multiple, so that its bytes are one of `granularity`."""
+    return granularity // math.gcd(granularity, layout.rank_block_bytes)
+
+
+def most_blocks(layout: KVLayout, max_context_tokens: int, num_blocks: int, multiple: int = 1) -> int:
+    """A multiple of `multiple`: of `num_blocks` that there is memory for, as many as a pool has; some MAX_CONTEXTS."""
+    most = -(-layout.num_blocks_for(max_context_tokens) * MAX_CONTEXTS // multiple) * multiple
+    return min(num_blocks // multiple * multiple, most)
+
+
+def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int, multiple: int = 1) -> int:
+    """Blocks to make of `num_bytes` of all ranks together, see most_blocks. Raises ConfigError for less than a
+    context."""
+    per_context = layout.num_blocks_for(max_context_tokens)
+    num_blocks = most_blocks(layout, max_context_tokens, num_bytes // layout.block_bytes, multiple)
+    if num_blocks < per_context:
+        needed = -(-per_context // multiple) * multiple
+        at_once = f", {multiple} blocks at once," if multiple > 1 else ""
+        fits = num_blocks * layout.block_size
+        raise ConfigError(
+            f"one context of {max_context_tokens} tokens needs {needed * layout.block_bytes:,} bytes of KV memory"
+            f"{at_once} and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction)"
+            + (f", or lower max_context_tokens to {fits} or less" if fits else "")
+        )
+    return num_blocks

@@ -1,0 +1,52 @@
+"""What a rank of a worker is started with, and the first bytes that it and rank 0 exchange. No torch."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from .expert_placement import Placement
+from .sharding import Share
+
+READY = b"ready\n"  # on the life line, once the weights are read
+GO = b"g"  # from rank 0, once all are ready: they may read their weights at very different speeds
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    model_path: str
+    dtype: str
+    block_size: int
+    axis_order: str  # of kv/layout.py, as packing
+    packing: str
+    max_context_tokens: int
+    num_threads: int
+    size: int
+    cpu_isa: str = "none"  # of the compiled kernels that compute; "none": torch does
+    cores: tuple[int, ...] | None = None  # of all ranks
+    quantize: str | None = None
+    experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, of each rank what it holds
+    device: str = "cpu"  # rank 0's
+    max_running: int = 1  # sequences in a batch, on GPUs
+    graph_tokens: int | None = None  # there, see RankSteps
+    rank: int = 0
+    memory_fd: int = -1
+    link_fd: int = -1  # of a socket to rank 0
+    sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
+    meeting: str = ""
+    parent_pid: int = 0
+
+    @property
+    def share(self) -> Share:
+        if self.experts is None:
+            return Share(self.rank, self.size)
+        experts = {int(layer): Placement.of(held) for layer, held in self.experts.items()}
+        return Share(self.rank, self.size, experts)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def told_of(share: Share) -> dict[str, list[list[int]]] | None:
+    """RankSettings.experts."""
+    if share.experts is None:
+        return None
+    return {str(layer): [list(held) for held in of.held] for layer, of in share.experts.items()}

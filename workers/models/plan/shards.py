@@ -1,0 +1,99 @@
+"""The files of a safetensors checkpoint: which there are, and samples of what they hold. No torch."""
+
+import json
+import os
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from ...common.errors import CheckpointError
+from ..families.json_config import read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+SAMPLE_BYTES = 128
+CHUNK_BYTES = 4 << 20  # of tensors that are compared
+MAX_SHARDS = 4096
+
+
+def read_index(model_path: Path) -> dict[str, str]:
+    """Tensor name -> file name of a sharded checkpoint; empty for one in a single file."""
+    path = model_path / INDEX_FILE
+    if (model_path / SINGLE_FILE).is_file() or not path.is_file():
+        return {}
+    weight_map: Any = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must be a non-empty object: fetch the file again")
+    for name, file_name in cast("dict[str, Any]", weight_map).items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(f"{path}: weight_map entry {name} must name a file beside it, found {file_name!r}")
+    return cast("dict[str, str]", weight_map)
+
+
+def shards(model_path: Path, index: dict[str, str]) -> list[Path]:
+    """All files that hold tensors; they exist. index: as `read_index` gives it. Raises CheckpointError."""
+    paths = [model_path / name for name in sorted(set(index.values()))] or [model_path / SINGLE_FILE]
+    if len(paths) > MAX_SHARDS:
+        raise CheckpointError(f"{model_path / INDEX_FILE} names {len(paths)} files; at most {MAX_SHARDS} are served")
+    for path in paths:
+        if not path.is_file():
+            if not index and (other := _other_format(model_path)):
+                raise CheckpointError(
+                    f"{model_path} holds its weights as {other}, and safetensors alone is read: convert it with "
+                    "transformers (AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)), or fetch the "
+                    "checkpoint's safetensors files"
+                )
+            source = f"{INDEX_FILE} names it" if index else f"there is no {INDEX_FILE} either"
+            raise CheckpointError(f"{path} does not exist, and {source}: fetch the missing file")
+    return paths
+
+
+def _other_format(model_path: Path) -> str | None:
+    """Name of the first file that seems to hold weights in another format, if any. Most are pickles: these run code."""
+    return next((p.name for p in sorted(model_path.iterdir()) if p.suffix in OTHER_FORMATS), None)
+
+
+def samples(path: Path) -> dict[str, bytes]:
+    """The first, middle and last few bytes of every tensor in a file whose header is known to be sound."""
+    found: dict[str, bytes] = {}
+    try:
+        with path.open("rb", buffering=0) as file:
+            for name, (start, end) in _places(file).items():
+                size = min(SAMPLE_BYTES, end - start)
+                pieces = (start, start + (end - start - size) // 2, end - size)
+                found[name] = b"".join(os.pread(file.fileno(), size, offset) for offset in pieces)
+    except OSError as e:
+        raise _unreadable(path, e) from e
+    return found
+
+
+def have_equal_bytes(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
+    """Whether two tensors, each by its file, whose header is known to be sound, and its name there, are stored as the
+    same bytes. Reads no further than where they differ, and little at once."""
+    return all(one == other for one, other in zip_longest(_chunks(*first), _chunks(*second)))
+
+
+def _chunks(path: Path, name: str) -> Iterator[bytes]:
+    """Of one tensor, CHUNK_BYTES at once."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            start, end = _places(file)[name]
+            for offset in range(start, end, CHUNK_BYTES):
+                yield os.pread(file.fileno(), min(CHUNK_BYTES, end - offset), offset)
+    except OSError as e:
+        raise _unreadable(path, e) from e
+
+
+def _places(file: BinaryIO) -> dict[str, tuple[int, int]]:
+    """Of each tensor, where its bytes begin and end in a file whose header is known to be sound."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(header_bytes))
+    first = 8 + header_bytes
+    places = {name: of["data_offsets"] for name, of in header.items() if name != "__metadata__"}
+    return {name: (first + start, first + end) for name, (start, end) in places.items()}
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read ({error.strerror}): check the disk, or fetch the file again")

@@ -1,0 +1,46 @@
+"""What a rank's weights take in memory, from the spec alone. Arithmetic only, no torch."""
+
+import math
+from dataclasses import replace
+
+from ....kernels.cpu.formats import stored_bytes
+from ...common.errors import InsufficientMemory
+from ...kv.layout import DTYPE_BYTES
+from ..families.spec import ModelSpec
+from .formats import format_of
+from .sharding import Share, layer_fields, shape_of_part
+from .tensor_names import Pieces, outer_tensors
+
+
+def weight_bytes(spec: ModelSpec, share: Share, dtype: str, quantize: str | None = None) -> dict[str, int]:
+    """Bytes of each field of LayerWeights, over all layers, and of DecoderWeights, that `share` holds.
+
+    dtype: a key of DTYPE_BYTES; quantize: of QUANTIZE, or None. A head that is tied to the embeddings is these. What
+    the compiled kernels pad is not counted.
+    """
+    found: dict[str, int] = {}
+    layers = [layer_fields(spec, i, share) for i in range(spec.num_layers)]
+    for fields in (*layers, outer_tensors(spec)):
+        for field, pieces in fields.items():
+            found[field] = found.get(field, 0) + _bytes_of(field, pieces, share, DTYPE_BYTES[dtype], quantize)
+    return found
+
+
+def check_fits(spec: ModelSpec, share: Share, dtype: str, quantize: str | None, available: int) -> None:
+    """Raise InsufficientMemory where the weights of all ranks, which share as `share` says, take more bytes than
+    `available`."""
+    shares = [replace(share, rank=rank) for rank in range(share.size)]
+    needed = sum(sum(weight_bytes(spec, of, dtype, quantize).values()) for of in shares)
+    if needed > available:
+        raise InsufficientMemory(
+            f"the weights take {needed:,} bytes in {dtype} and {available:,} are free: set quantize, or use a machine "
+            "with more memory, or a smaller model"
+        )
+
+
+def _bytes_of(field: str, pieces: Pieces, share: Share, item_bytes: int, quantize: str | None) -> int:
+    total = 0
+    for piece in pieces:
+        *rows, k = shape_of_part(piece, share)
+        total += stored_bytes(math.prod(rows), k, 4 if piece.is_wide else item_bytes, format_of(quantize, field))
+    return total

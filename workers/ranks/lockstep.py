@@ -1,0 +1,195 @@
+"""Workers that share experts step together: a step of one takes what all of them hold. Each has an engine of its own,
+which knows nothing of this; what follows is done where its batches are computed.
+
+    nobody has a batch         all sleep
+    somebody has one           rings the others, and computes step n + 1
+    who hears that, or has one computes it too: its own batch, or else nothing but its experts' part
+
+Who rings is not agreed on: all enter step n + 1 when somebody has a batch for it, and their sends and receives in each
+layer of experts do the rest. A worker whose engine is between two steps waits for what that has next, so that
+busy ones share steps instead of taking turns. A number counts steps, for a ring may come after its step.
+
+One that ends, or whose step fails, is missed by the others in the midst of theirs: then they end too (PeerLost).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..common.cores import bind_this_thread
+from ..common.errors import RankLost
+from ..core.launched import Compute
+from ..core.sequence import SampledToken
+from ..parallel.groups import GlooGroup
+from ..parallel.rendezvous import Doors, gloo_file, remove_if_empty
+
+LOADED = 0  # what is rung before the first step
+END_S = 1.0  # between what a step misses of another worker and that worker's end
+
+log = logging.getLogger("diptych.worker")
+
+
+def is_due(step: int, rung: Collection[int], has_batch: bool, is_idle: bool) -> bool:
+    """Whether this worker enters `step`, which is its next one. rung: the last step that each of the others rang for;
+    is_idle: its engine has nothing to compute."""
+    return has_batch or (is_idle and max(rung) >= step)
+
+
+def join(doors: Doors) -> GlooGroup:
+    """Waits until all have read their weights, however long that takes. The meeting is over then. Raises RankLost."""
+    seat = doors.seat
+    try:
+        doors.ring(LOADED)
+        while min(doors.heard.values()) < LOADED:
+            doors.wait()
+        group = GlooGroup.join(seat.rank, seat.size, gloo_file(seat))
+        group.all_reduce(torch.ones(1))
+    finally:
+        if seat.rank == 0:
+            gloo_file(seat).unlink(missing_ok=True)
+        remove_if_empty(seat.meeting)
+    return group
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    compute: Compute
+    future: "Future[list[SampledToken]]"
+
+
+class Peer(Protocol):
+    """What a worker computes with the others."""
+
+    def serve(self) -> None:
+        """A step without a batch of one's own. Raises RankLost."""
+        ...
+
+    def leave(self) -> None:
+        """No more steps: the others miss us in the one that they are in."""
+        ...
+
+
+class Lockstep:
+    """A Lane (see launched.py). `on_loss` is called once at most, on our thread, not after `close`; the thread stays on
+    `cores`, where there are any."""
+
+    feeds = False
+
+    def __init__(
+        self,
+        doors: Doors,
+        peer: Peer,
+        on_loss: Callable[[RankLost], object],
+        cores: Sequence[int] | None,
+    ) -> None:
+        self._doors, self._peer, self._on_loss, self._cores = doors, peer, on_loss, cores
+        self._computing: _Batch | None = None  # the thread's own
+        self._lock = threading.Lock()  # of what follows; and the doors are open while there is no error
+        self._batch: _Batch | None = None
+        self._is_idle = True
+        self._is_closing = False
+        self._error: RankLost | None = None
+        self._thread = threading.Thread(target=self._run, name="diptych-lockstep", daemon=True)
+        self._thread.start()
+
+    def submit(self, compute: Compute) -> "Future[list[SampledToken]]":
+        batch = _Batch(compute, Future())
+        with self._lock:
+            if self._error is not None:
+                batch.future.set_exception(self._error)
+            else:
+                assert self._batch is None
+                self._batch, self._is_idle = batch, False
+                self._doors.wake()
+        return batch.future
+
+    def check(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not self._is_idle:
+                self._is_idle = True
+                self._doors.wake()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closing = True
+            if self._error is None:
+                self._doors.wake()
+        self._thread.join()
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        bind_this_thread(self._cores)
+        step = LOADED + 1
+        try:
+            while self._enters(step):
+                self._take_part(step)
+                step += 1
+            error = RankLost("the worker is closing")
+        except RankLost as e:
+            error = self._named(e)
+        except Exception as e:
+            # The others are in the midst of a step: nothing can be computed with them any more.
+            log.exception("a step failed")
+            error = RankLost(f"worker {self._doors.seat.rank} of those that share experts failed in a step ({e})")
+        self._end(error)
+
+    def _enters(self, step: int) -> bool:
+        """Waits until it is due; False: the worker closes."""
+        while True:
+            with self._lock:
+                if self._is_closing:
+                    return False
+                batch = self._batch
+                if batch is not None:
+                    self._batch = None
+                    if batch.future.set_running_or_notify_cancel():
+                        self._computing = batch
+                heard = self._doors.heard
+                if max(heard.values()) > step:  # none can be beyond a step that takes all
+                    raise RankLost(f"a worker rang for step {max(heard.values())} before step {step}: {heard}")
+                if is_due(step, heard.values(), self._computing is not None, self._is_idle):
+                    return True
+            self._doors.wait()
+
+    def _take_part(self, step: int) -> None:
+        batch = self._computing
+        if batch is None:
+            self._peer.serve()
+            return
+        self._doors.ring(step)
+        tokens = batch.compute()
+        self._computing = None
+        batch.future.set_result(tokens)
+
+    def _named(self, error: RankLost) -> RankLost:
+        """The same by the name of the worker that ended, where one has."""
+        until = time.monotonic() + END_S
+        try:
+            while (left_s := until - time.monotonic()) > 0:
+                self._doors.wait(left_s)
+        except RankLost as named:
+            return named
+        return error
+
+    def _end(self, error: RankLost) -> None:
+        with self._lock:
+            self._error = error
+            waiting, self._batch = self._batch, None
+        if waiting is not None and waiting.future.set_running_or_notify_cancel():
+            waiting.future.set_exception(error)
+        if self._computing is not None:
+            self._computing.future.set_exception(error)
+        if not self._is_closing:
+            log.error("%s", error)
+            self._on_loss(error)
+        self._peer.leave()
+        self._doors.close()

@@ -1,0 +1,173 @@
+"""Logits to tokens, all rows of a step at once; a row pays only for what its request asks.
+
+The order of operations is vLLM's: log-probabilities of the raw logits; bans (min_tokens) and logit bias; penalties;
+then the choice (see choice.py).
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.sample import RowSampler
+from ..common.logit_bias import LogitBias
+from ..common.request import SamplingParams
+from ..core.sequence import SampledToken, Sequence
+from .choice import choose, choose_compiled, draw_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Raw log-probabilities of the rows that asked for them."""
+
+    asking: list[int]  # r rows of the logits
+    raw: Tensor  # logits before anything changed them, of `raw_rows`
+    raw_rows: Tensor  # [r] int64
+    totals: Tensor  # [r] float32: the log of the sum of each row's exponentials
+    top_ids: Tensor  # [r, k] int64
+    top_logits: Tensor  # [r, k] float32
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: tuple[int, ...], rows: RowSampler | None = None) -> None:
+        """rows: the compiled kernels, where they are; torch samples without them."""
+        self._eos_token_ids, self._rows = eos_token_ids, rows
+
+    def is_argmax(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether the largest logit of each row is all that `sample` would look for: nobody needs the others."""
+        return all(
+            s.request.sampling.is_greedy and s.request.sampling.logprobs is None and not is_changed(s)
+            for s in sequences
+        )
+
+    def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
+        """logits: [R, vocab] float32, one row a sequence, changed in place. Returns one token a row."""
+        logprobs = self._raw_logprobs(logits, sequences)
+        self._ban_and_bias(logits, sequences)
+        _penalise(logits, sequences)
+        if self._rows is not None:
+            ids = choose_compiled(self._rows, logits, sequences)
+        else:
+            ids = choose(logits, sequences).tolist()
+        if logprobs is None:
+            return [SampledToken(sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
+        return _with_logprobs(sequences, ids, logprobs)
+
+    def sample_next(self, sequences: SequenceOf[Sequence]) -> Callable[[Tensor], list[SampledToken]]:
+        """As `sample`, by the compiled kernels, for the token after the one that each of them is about to get. All that
+        it needs of the sequences, which must be `is_plain`, is read now."""
+        rows, draws = self._rows, [draw_of(sequence, sequence.num_tokens + 1) for sequence in sequences]
+        assert rows is not None
+
+        def sample(logits: Tensor) -> list[SampledToken]:
+            return [SampledToken(*of) for of in zip(sequences, rows.sample(logits, draws), strict=True)]
+
+        return sample
+
+    def log_totals(self, logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See kernels/sampling/log_totals.py. logits: [R, vocab] float32."""
+        if self._rows is not None:
+            return self._rows.log_totals(logits, range(len(logits)), num_top)
+        top = logits.topk(num_top, dim=-1)
+        return logits.logsumexp(dim=-1), top.indices, top.values
+
+    def _raw_logprobs(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> _Logprobs | None:
+        """Of the rows that ask for it, before anything changes them."""
+        asking = [row for row, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
+        if not asking:
+            return None
+        rows = _indices(asking, logits)
+        num_top = min(max(sequences[row].request.sampling.logprobs or 0 for row in asking), logits.shape[1])
+        if self._rows is not None:
+            totals, top_ids, top_logits = self._rows.log_totals(logits, asking, num_top)
+            if not any(is_changed(s) for s in sequences):
+                return _Logprobs(asking, logits, rows, totals, top_ids, top_logits)
+            raw = logits[rows]
+        else:
+            raw = logits[rows]
+            totals, top_ids, top_logits = self.log_totals(raw, num_top)
+        return _Logprobs(asking, raw, torch.arange(len(asking), device=raw.device), totals, top_ids, top_logits)
+
+    def _ban_and_bias(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+        """-inf for end-of-sequence and stop ids before min_tokens, and the logit bias."""
+        banned: list[tuple[int, int]] = []
+        biased: list[tuple[int, LogitBias]] = []
+        for row, sequence in enumerate(sequences):
+            sampling = sequence.request.sampling
+            if sequence.num_output < sampling.min_tokens:
+                banned += [(row, token) for token in (*self._eos_token_ids, *sampling.stop_token_ids)]
+            if sampling.logit_bias:
+                biased.append((row, sampling.bias))
+        _add(biased, logits)
+        if banned:
+            rows, ids = zip(*banned, strict=True)
+            logits[_indices(rows, logits), _indices(ids, logits)] = -torch.inf
+
+
+def _add(biased: SequenceOf[tuple[int, LogitBias]], logits: Tensor) -> None:
+    """Add each bias to its row of logits."""
+    if not biased:
+        return
+    rows = torch.tensor([row for row, _ in biased]).repeat_interleave(torch.tensor([len(bias) for _, bias in biased]))
+    ids = torch.cat([torch.frombuffer(bias.token_ids, dtype=torch.int64) for _, bias in biased])
+    biases = torch.cat([torch.frombuffer(bias.biases, dtype=torch.float32) for _, bias in biased])
+    # No row has a token twice.
+    logits[rows.to(logits.device), ids.to(logits.device)] += biases.to(logits.device)
+
+
+def _penalise(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
+    """Repetition penalty over prompt and output; presence and frequency penalties over output."""
+    for row, sequence in enumerate(sequences):
+        sampling = sequence.request.sampling
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.from_numpy(np.unique(sequence.token_ids)).to(logits.device)
+            values, penalty = logits[row, seen], sampling.repetition_penalty
+            logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if sequence.num_output and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
+            ids, counts = np.unique(sequence.output_token_ids, return_counts=True)
+            amounts = sampling.presence_penalty + sampling.frequency_penalty * counts
+            logits[row, torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(amounts).to(logits)
+
+
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether a token is chosen from logits, seed and position alone, whatever the tokens before it are."""
+    return (
+        sampling.logprobs is None
+        and sampling.min_tokens == 0
+        and not sampling.logit_bias
+        and sampling.repetition_penalty == 1.0
+        and sampling.presence_penalty == 0.0
+        and sampling.frequency_penalty == 0.0
+    )
+
+
+def is_changed(sequence: Sequence) -> bool:
+    """Whether its logits are changed before the choice of its next token."""
+    sampling = sequence.request.sampling
+    return bool(
+        sampling.logit_bias
+        or sequence.num_output < sampling.min_tokens
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+def _with_logprobs(sequences: SequenceOf[Sequence], ids: list[int], logprobs: _Logprobs) -> list[SampledToken]:
+    chosen = _indices([ids[row] for row in logprobs.asking], logprobs.raw)
+    own: list[float] = (logprobs.raw[logprobs.raw_rows, chosen] - logprobs.totals).tolist()
+    top_ids = logprobs.top_ids.tolist()
+    top_values = (logprobs.top_logits - logprobs.totals[:, None]).tolist()
+    sampled = [SampledToken(sequence, token) for sequence, token in zip(sequences, ids, strict=True)]
+    for i, row in enumerate(logprobs.asking):
+        num_top = sequences[row].request.sampling.logprobs
+        top = tuple(zip(top_ids[i][:num_top], top_values[i][:num_top], strict=True))
+        sampled[row] = SampledToken(sequences[row], ids[row], own[i], top)
+    return sampled
+
+
+def _indices(values: SequenceOf[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)

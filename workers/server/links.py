@@ -1,0 +1,98 @@
+"""The routers' streams to one worker: which requests came over each, and what is sent back. One event loop.
+
+A sequence's key names the link that it came over and the router's handle for it there.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ...proto import worker_pb2
+from ..common.errors import DiptychError, StepFailed
+
+
+@dataclass(slots=True, eq=False)
+class RouterLink:
+    """One router's stream. `keys` are the requests that live as long as it does."""
+
+    number: int
+    outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = field(
+        default_factory=asyncio.Queue[worker_pb2.WorkerMessage | None]
+    )  # None ends the stream
+    keys: dict[str, None] = field(default_factory=dict[str, None])  # in order: a run can be replayed
+    knows_draining: bool = False  # its other end submits nothing any more
+    is_done: bool = False  # nor does it wait for anything
+
+    def key(self, handle: int) -> str:
+        return f"{self.number}/{handle}"
+
+    def send(self, message: worker_pb2.WorkerMessage) -> None:
+        self.outbox.put_nowait(message)
+
+
+class Links:
+    """Those that are open. What is sent to one that is not is dropped: its router resumes elsewhere."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, RouterLink] = {}
+        self._num_opened = 0
+
+    def __iter__(self) -> Iterator[RouterLink]:
+        return iter(self._links.values())
+
+    def open(self) -> RouterLink:
+        self._num_opened += 1
+        link = self._links[self._num_opened] = RouterLink(self._num_opened)
+        return link
+
+    def close(self, link: RouterLink) -> None:
+        del self._links[link.number]
+
+    def at(self, number: int) -> RouterLink | None:
+        return self._links.get(number)
+
+    def of(self, key: str) -> RouterLink | None:
+        return self._links.get(parts_of(key)[0])
+
+    def has(self, key: str) -> bool:
+        """Whether the request still lives here."""
+        link = self.of(key)
+        return link is not None and key in link.keys
+
+    def forget(self, key: str) -> None:
+        """Nothing is left here that the end of the link should end."""
+        link = self.of(key)
+        if link is not None:
+            link.keys.pop(key, None)
+
+    def send(self, key: str, message: worker_pb2.WorkerMessage) -> None:
+        link = self.of(key)
+        if link is not None:
+            link.send(message)
+
+    def send_failure(self, key: str, error: DiptychError, *, handoff: bool = False) -> None:
+        failed = worker_pb2.RequestFailed(
+            handle=handle_of(key),
+            error=type(error).__name__,
+            message=error.message,
+            retryable=error.retryable,
+            handoff=handoff,
+            num_output_tokens=error.num_output if isinstance(error, StepFailed) else 0,
+        )
+        self.send(key, worker_pb2.WorkerMessage(failed=failed))
+
+    def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
+        for link in self:
+            link.send(message)
+
+
+def handle_of(key: str) -> int:
+    return parts_of(key)[1]
+
+
+@lru_cache(4096)  # asked once a token
+def parts_of(key: str) -> tuple[int, int]:
+    """The number of its link, and the router's handle."""
+    number, _, handle = key.partition("/")
+    return int(number), int(handle)

@@ -1,0 +1,364 @@
+"""What a worker serves: an engine on its thread behind a gRPC server on an event loop.
+
+    router --Link--> submit, abort, offer, set role, drain    engine thread: schedule -> run -> postprocess
+    router <--Link-- one StepEvents a step, loads, blocks         └─ StepOutput ─> event loop ─> links, hand-offs
+
+A request lives as long as the Link that submitted it: when the stream breaks, what came over it is aborted, for its
+router resumes it elsewhere. Knows no torch and no Ray: worker.py makes the Runner and the process.
+"""
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ... import __version__
+from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from ..common.channel import bind, make_server
+from ..common.cores import part_of
+from ..common.errors import DiptychError, InvalidRequest, Unavailable, WorkerDraining
+from ..common.role import Role
+from ..common.wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
+from ..config.worker_config import WorkerConfig
+from ..core.runner import Runner
+from ..engine.engine import Engine
+from ..engine.events import StepOutput, StepTokens, TokenNote
+from ..engine.thread import EngineThread
+from ..handoff.intake import PullSettings
+from ..handoff.sink import HandoffSink
+from ..handoff.source import HandoffSource
+from ..kv.staging import Staging
+from ..transport.select import make_transports
+from .handoffs import ServiceHandoffs
+from .links import Links, RouterLink, handle_of, parts_of
+
+LOAD_REPEAT_S = 0.5
+
+log = logging.getLogger("diptych.worker")
+
+if TYPE_CHECKING:  # the class is generic in its stubs only
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    address: str  # host:port of the gRPC server
+    incarnation: str
+    pid: int
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """`start` and `stop` on one running event loop. `config.auth_token` guards every service but health."""
+
+    def __init__(self, config: WorkerConfig, runner: Runner) -> None:
+        config.validate()
+        self.incarnation = str(uuid.uuid4())
+        self._config = config
+        self._runner = runner
+        engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache, layer_groups=config.layer_groups)
+        engine.set_role(Role(config.role))
+        cores = None if config.look_ahead else part_of(config.cores, 0, config.tensor_parallel)
+        self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
+        self._links = Links()
+        self._handoffs = ServiceHandoffs(self._engine, self._links, config.lease_s)
+        self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
+        self._is_draining = False
+        self._server = make_server(config.auth_token)
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> WorkerAddress:
+        """Listen and start the engine. Raises PortInUse or ConfigError."""
+        self._loop = asyncio.get_running_loop()
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self._broken.add_done_callback(lambda f: f.cancelled() or f.exception())
+        memory = self._runner.memory
+        staging = Staging() if memory.device is None else memory.device.staging
+        regions = [memory.region, *staging.regions]
+        self._transports = make_transports(
+            self._config.transports, regions, memory.device, has_rdma=self._config.trusted_rdma_fabric
+        )
+        source = HandoffSource(
+            self.incarnation, memory, self._transports, port=self._handoffs, lease_s=self._config.lease_s
+        )
+        sink = HandoffSink(
+            self.incarnation,
+            memory,
+            self._transports,
+            port=self._engine,
+            token=self._config.auth_token,
+            settings=PullSettings(self._config.wire_dtype or "", self._config.verify_kv),
+            staging=staging,
+        )
+        self._handoffs.attach(source, sink)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        kv_pb2_grpc.add_KVHandoffServicer_to_server(source, self._server)
+        health_servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)
+        names = [
+            worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name,
+            kv_pb2.DESCRIPTOR.services_by_name["KVHandoff"].full_name,
+        ]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        port = bind(self._server, self._config.host, self._config.port)
+        self._engine.start()
+        await self._server.start()
+        for name in ("", *names):
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._ticker = asyncio.create_task(self._repeat_load())
+        return WorkerAddress(f"{self._config.host}:{port}", self.incarnation, os.getpid())
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. Raises InternalError when the engine fails by a fault of ours, and what
+        `end_with` was given."""
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([stopping, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            if self._broken.done():
+                self._broken.result()
+        finally:
+            stopping.cancel()
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        """End every stream and pull, then the engine. What was running is lost to its routers, which resume it."""
+        self._ticker.cancel()
+        await self._server.stop(grace_s)
+        await self._handoffs.close()
+        await asyncio.to_thread(self._engine.stop)
+        for transport in self._transports.values():
+            await transport.close()
+        self._runner.close()
+
+    # -- diptych.v1.Worker ------------------------------------------------------------------------------------------
+
+    async def Link(
+        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: "Context"
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        link = self._links.open()
+        link.send(worker_pb2.WorkerMessage(hello=self._hello()))
+        link.send(worker_pb2.WorkerMessage(load=self._load))
+        # By way of the engine's thread, so that the snapshot takes its place among the steps' own block events.
+        self._engine.post(lambda engine: self._on_loop(self._send_snapshot, link, engine.all_block_names()))
+        reader = asyncio.create_task(self._read(link, request_iterator))
+        reader.add_done_callback(lambda _: link.outbox.put_nowait(None))
+        try:
+            while (message := await link.outbox.get()) is not None:
+                yield message
+            await reader  # raises what ended it, if that was an error
+        finally:
+            reader.cancel()
+            self._links.close(link)
+            for key in list(link.keys):
+                self._abort(link, key)
+
+    async def GetState(self, request: worker_pb2.GetStateRequest, context: "Context") -> worker_pb2.WorkerState:
+        try:
+            state = await self._engine.call(lambda engine: engine.check_integrity())
+        except AssertionError as e:
+            return await context.abort(grpc.StatusCode.INTERNAL, f"an invariant is broken: {e}")
+        except Unavailable as e:
+            return await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
+        state.incarnation = self.incarnation
+        state.num_unfinished_links = sum(self._is_draining and not link.is_done for link in self._links)
+        self._complete(state.load)
+        return state
+
+    # -- from the router --------------------------------------------------------------------------------------------
+
+    async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "submit":
+                    self._submit(link, message.submit)
+                case "abort":
+                    self._abort(link, link.key(message.abort.handle))
+                case "set_role":
+                    role = ROLE_FROM_PROTO.get(message.set_role.role)
+                    if role is not None:
+                        self._engine.post(lambda engine, role=role: engine.set_role(role))
+                case "drain":
+                    self._drain(link)
+                case "drain_seen":
+                    link.knows_draining = self._is_draining
+                    link.is_done = self._is_draining and message.drain_seen.is_done
+                case "offer":
+                    self._handoffs.offer(link.key(message.offer.handle), message.offer.handoff_id)
+                case "offer_prefix":
+                    self._handoffs.offer_prefix(message.offer_prefix)
+                case "ping":
+                    link.send(worker_pb2.WorkerMessage(pong=worker_pb2.Pong(number=message.ping.number)))
+                case _:
+                    log.warning("a router sent a message of a kind that this version does not know")
+
+    def _submit(self, link: RouterLink, submit: worker_pb2.Submit) -> None:
+        key = link.key(submit.handle)
+        is_sink, has_prefix = submit.HasField("source"), submit.HasField("prefix")
+        if key in link.keys:
+            log.warning("a router used a handle twice: the second request is ignored")
+            return
+        if link.knows_draining:
+            self._links.send_failure(key, WorkerDraining("the worker takes nothing new: it is draining"))
+            return
+        if is_sink and has_prefix:
+            self._links.send_failure(key, InvalidRequest("a sequence that is handed over has no prefix to be pulled"))
+            return
+        try:
+            request = request_from_submit(submit, self._runner.info.max_context_tokens)
+        except InvalidRequest as e:
+            self._links.send_failure(key, e)
+            return
+        outputs = list(submit.output_token_ids)
+        handoff_id = submit.offer.handoff_id if submit.HasField("offer") else None
+        num_tokens = len(request.prompt_token_ids) + len(outputs)
+        if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt, and says so
+            try:
+                self._handoffs.offer_prompt(key, handoff_id, num_tokens)
+            except DiptychError as e:
+                self._links.send_failure(key, e)
+                return
+        link.keys[key] = None
+        self._engine.post(
+            lambda engine: engine.submit(
+                key, request, outputs, handoff_id=handoff_id, importing=is_sink, prefix=has_prefix
+            )
+        )
+        if is_sink:
+            self._handoffs.pull(key, submit.source, request.timeout_s)
+        elif has_prefix:
+            self._handoffs.pull_prefix(key, submit.prefix, request.timeout_s)
+
+    def _drain(self, link: RouterLink) -> None:
+        """Every router is told at once; what it had sent before it heard of it is taken all the same."""
+        link.knows_draining = self._is_draining = True
+        link.is_done = not link.keys
+        self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
+
+    def _abort(self, link: RouterLink, key: str) -> None:
+        link.keys.pop(key, None)
+        self._engine.post(lambda engine: engine.abort(key))
+        self._handoffs.cancel_pull(key)
+
+    # -- from the engine --------------------------------------------------------------------------------------------
+
+    def _on_step(self, output: StepOutput) -> None:
+        """On the engine's thread."""
+        self._on_loop(self._publish, output)
+
+    def end_with(self, error: DiptychError) -> None:
+        """The worker is of no more use: have `run` raise `error`. On any thread; the first one counts."""
+        self._on_loop(lambda: self._broken.done() or self._broken.set_exception(error))
+
+    def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
+        """From another thread. A loop that was closed before `stop` could end the thread hears nothing more."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def _publish(self, output: StepOutput) -> None:
+        for key, found in output.prompt_logprobs:
+            for piece in found.pieces():
+                message = worker_pb2.WorkerMessage(prompt_logprobs=piece.to_proto(handle_of(key)))
+                self._links.send(key, message)
+        self._send_tokens(output)
+        for event in output.handoffs:
+            self._handoffs.carry(event)
+        for failure in output.failures:
+            self._handoffs.cancel_pull(failure.key)
+            self._links.forget(failure.key)
+            self._links.send_failure(failure.key, failure.error)
+        if output.stored or output.removed:
+            blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
+            self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
+        if output.ran or output.load is not None:  # what comes while a step runs has neither
+            for transport in self._transports.values():
+                transport.share_memory(output.ran)
+        if output.load is not None:
+            self._load = self._complete(output.load)
+            self._links.broadcast(worker_pb2.WorkerMessage(load=self._load))
+
+    def _send_tokens(self, output: StepOutput) -> None:
+        """Columns become messages as they are; only what few tokens have is looked at one by one."""
+        tokens = output.tokens
+        by_link: dict[int, tuple[list[int], list[int]]] = {}  # entries, handles
+        for entry, key in enumerate(tokens.keys):
+            number, handle = parts_of(key)
+            entries, handles = by_link.setdefault(number, ([], []))
+            entries.append(entry)
+            handles.append(handle)
+        for number, (entries, handles) in by_link.items():
+            link = self._links.at(number)
+            if link is not None:
+                link.send(worker_pb2.WorkerMessage(step=_step_events(output.step, tokens, entries, handles)))
+                for entry in entries:
+                    if entry in tokens.notes and tokens.notes[entry].finish is not None:
+                        link.keys.pop(tokens.keys[entry], None)
+
+    def _send_snapshot(self, link: RouterLink, names: list[bytes]) -> None:
+        link.send(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))
+
+    async def _repeat_load(self) -> None:
+        """A sign of life while a long step runs: routers count a silent worker as lost."""
+        while True:
+            await asyncio.sleep(LOAD_REPEAT_S)
+            self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
+
+    def _complete(self, load: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
+        """Add what the engine does not know."""
+        load.draining = self._is_draining
+        self._handoffs.complete(load)
+        return load
+
+    def _hello(self) -> worker_pb2.Hello:
+        return worker_pb2.Hello(
+            incarnation=self.incarnation,
+            role=self._load.role,  # the one that it was given last
+            model=self._runner.info.to_proto(__version__),
+            layout=self._runner.layout.to_proto(),
+            num_blocks=self._runner.memory.num_blocks,
+            transports=list(self._transports),
+            protocol_version=PROTOCOL_VERSION,
+        )
+
+
+def _step_events(step: int, tokens: StepTokens, entries: list[int], handles: list[int]) -> worker_pb2.StepEvents:
+    """Of the tokens that these entries are."""
+    message = worker_pb2.StepEvents(
+        step=step,
+        handles=handles,
+        token_ids=[tokens.token_ids[i] for i in entries],
+        positions=[tokens.positions[i] for i in entries],
+        finish_reasons=[FINISH_TO_PROTO[None]] * len(entries),
+    )
+    if tokens.notes:
+        for row, entry in enumerate(entries):
+            note = tokens.notes.get(entry)
+            if note is not None:
+                _add_note(message, row, note)
+    return message
+
+
+def _add_note(message: worker_pb2.StepEvents, row: int, note: TokenNote) -> None:
+    message.finish_reasons[row] = FINISH_TO_PROTO[note.finish]
+    if note.logprob is not None:
+        message.logprobs.append(
+            worker_pb2.TokenLogprobs(
+                entry=row,
+                logprob=note.logprob,
+                top_token_ids=[i for i, _ in note.top],
+                top_logprobs=[p for _, p in note.top],
+            )
+        )
+    if note.num_cached is not None:
+        message.cached.append(worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached))
+    if note.timings is not None:
+        message.timings.append(note.timings.to_proto(row))

@@ -1,0 +1,136 @@
+"""A Runner that a person can compute by hand, with a real KV memory.
+
+The KV of a token is its id, stored in the slot of every layer as K (and its position as V). The next token is the sum
+of the ids that are *read back* from the sequence's blocks, each from one of the layers in turn, modulo the vocabulary,
+so a block or a layer that was lost, reused or moved wrongly gives a wrong token. Token 0 ends a sequence.
+"""
+
+import mmap
+import time
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import numpy.typing as npt
+
+from ..common.prompt_logprobs import PromptLogprobs
+from ..common.request import SamplingParams
+from ..core.runner import LayerWatch, ModelInfo
+from ..core.sequence import Batch, SampledToken
+from ..kv.layout import KVLayout, KVMemory, Region
+from .fake_stream import FakeRow, FakeStep, FakeStream
+
+
+def fake_next(token_ids: list[int], vocab_size: int) -> int:
+    """The token that follows `token_ids`."""
+    return sum(token_ids) % vocab_size
+
+
+def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> list[int]:
+    """What a fake worker answers to `prompt`: at most `max_tokens` ids, ending with the first 0."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != 0):
+        ids.append(fake_next(ids, vocab_size))
+    return ids[len(prompt) :]
+
+
+def fake_prompt_logprobs(
+    read: list[int], prompt: SequenceOf[int], first: int, end: int, num_top: int, vocab_size: int = 1000
+) -> PromptLogprobs:
+    """What a fake worker makes of `prompt`'s tokens [first, end), having read these ids: a token that is n ids after
+    the likeliest has the rank n + 1 and the log-probability -n."""
+    likeliest = np.array([fake_next(read[:position], vocab_size) for position in range(first, end)])
+    after = (np.array(prompt[first:end]) - likeliest) % vocab_size
+    top = np.tile(np.arange(num_top), (end - first, 1))
+    return PromptLogprobs(
+        first,
+        -after.astype(np.float32),
+        after.astype(np.int32) + 1,
+        ((likeliest[:, None] + top) % vocab_size).astype(np.int32),
+        -top.astype(np.float32),
+    )
+
+
+class FakeRunner:
+    """`num_blocks` blocks of `block_size` slots; `step_s` seconds of pretended compute a step, which may be changed."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        vocab_size: int = 1000,
+        max_context: int = 512,
+        step_s: float = 0.0,
+        num_layers: int = 1,
+        looks_ahead: bool = False,
+    ) -> None:
+        """`looks_ahead`: as a device that is fed its own tokens, with at most two steps under way."""
+        max_context = min(max_context, num_blocks * block_size)
+        self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
+        self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
+        self.step_s = step_s
+        self._looks_ahead = looks_ahead
+        self.stream = FakeStream(self._compute)
+        self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
+        # [block, layer, kv, slot] int32: the layout's axes with its single head and dimension left out.
+        shape = (num_blocks, num_layers, 2, block_size)
+        self._kv: npt.NDArray[np.int32] = np.frombuffer(self._buffer, np.int32).reshape(shape)
+        region = Region(self._kv.ctypes.data, len(self._buffer), memoryview(self._buffer))
+        self.memory = KVMemory(self.layout, num_blocks, region)
+
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
+        return self.stream.launch(batch, watch)
+
+    def expert_tokens(self) -> npt.NDArray[np.int64] | None:
+        return None
+
+    def feeds(self, sampling: SamplingParams) -> bool:
+        return self._looks_ahead
+
+    def _compute(self, step: FakeStep) -> list[SampledToken]:
+        if self.step_s:
+            time.sleep(self.step_s)
+        watch = step.watch
+        for layer in range(self.layout.num_layers):
+            self._store(step, layer)
+            if watch is not None and layer + 1 in watch.ends:
+                watch.reached(layer + 1)
+        if step.prompt_logprobs is not None:
+            step.prompt_logprobs += [(row.sequence, self._score(row)) for row in step.rows if row.prompt_end]
+        return [self._sample(row) for row in step.rows if row.samples]
+
+    def _store(self, step: FakeStep, layer: int) -> None:
+        for row in step.rows:
+            for position in range(row.start, len(row.token_ids)):
+                block, slot = self._slot(row, position)
+                self._kv[block, layer, :, slot] = row.token_ids[position], position
+
+    def _sample(self, row: FakeRow) -> SampledToken:
+        return SampledToken(row.sequence, fake_next(self._read(row), self.info.vocab_size))
+
+    def _score(self, row: FakeRow) -> PromptLogprobs:
+        request, first, end = row.sequence.request, row.prompt_first, row.prompt_end
+        num_top, vocab_size = request.sampling.prompt_logprobs or 0, self.info.vocab_size
+        return fake_prompt_logprobs(self._read(row), request.prompt_token_ids, first, end, num_top, vocab_size)
+
+    def _read(self, row: FakeRow) -> list[int]:
+        """The ids that its KV holds."""
+        read: list[int] = []
+        for position in range(len(row.token_ids)):
+            block, slot = self._slot(row, position)
+            read.append(int(self._kv[block, position % self.layout.num_layers, 0, slot]))
+        return read
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        assert not self.stream, "blocks are copied beside a step"
+        for source, target in pairs:
+            self._kv[target] = self._kv[source]
+
+    def check(self) -> None:
+        """Nothing can be lost."""
+
+    def close(self) -> None:
+        """The memory goes with the process: transports may still hold views of it."""
+
+    def _slot(self, row: FakeRow, position: int) -> tuple[int, int]:
+        return row.table[position // self.layout.block_size], position % self.layout.block_size

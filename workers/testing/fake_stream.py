@@ -1,0 +1,109 @@
+"""The steps that a fake device was given, computed in order: each when it is waited for, or before.
+
+What a step was given it keeps: whatever the engine does to its books meanwhile, the device does not see.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from ..common.prompt_logprobs import PromptLogprobs
+from ..core.runner import LayerWatch
+from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ..sampling.prompt_rows import PromptRows
+
+
+@dataclass(slots=True)
+class FakeRow:
+    """An entry of a batch, as the runner was given it."""
+
+    sequence: Sequence
+    table: list[int]
+    token_ids: list[int]  # up to the last new one, which a row that is fed gets when it is computed
+    start: int  # of the new ones
+    samples: bool
+    prompt_first: int = 0  # log-probabilities are due of its tokens [prompt_first, prompt_end)
+    prompt_end: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class FakeStep:
+    """A Launched."""
+
+    stream: "FakeStream"
+    rows: list[FakeRow]
+    watch: LayerWatch | None
+    fed_by: SequenceOf[int]
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None  # the batch's
+    sampled: list[SampledToken] = field(default_factory=list[SampledToken])
+    is_computed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """New ones."""
+        return sum(len(row.token_ids) - row.start for row in self.rows)
+
+    def tokens(self) -> list[SampledToken]:
+        try:
+            self.stream.compute_launched(self)
+            return self.sampled
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        self.stream.forget(self)
+
+
+class FakeStream:
+    """At most two steps are under way. `compute`: what a step yields, whose rows have all their tokens."""
+
+    def __init__(self, compute: Callable[[FakeStep], list[SampledToken]]) -> None:
+        self._compute = compute
+        self._under_way: list[FakeStep] = []
+        self._last: list[int] = []  # that the last step computed yielded
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def launch(self, batch: Batch, watch: LayerWatch | None) -> FakeStep:
+        rows = [_row_of(entry) for entry in batch.entries]
+        if batch.fed_by:
+            [before] = self._under_way
+            rows = [_fed_row(row, before, i) for row, i in zip(rows, batch.fed_by, strict=True)]
+        assert len(self._under_way) < 2, "a third step is launched"
+        if batch.prompt_logprobs is not None:
+            for span in PromptRows.of(batch.entries).spans:
+                row = next(row for row in rows if row.sequence is span.sequence)
+                row.prompt_first, row.prompt_end = span.first, span.end
+        step = FakeStep(self, rows, watch, batch.fed_by, batch.prompt_logprobs)
+        self._under_way.append(step)
+        return step
+
+    def forget(self, step: FakeStep) -> None:
+        self._under_way.remove(step)
+
+    def compute_launched(self, last: FakeStep | None = None) -> None:
+        """What was launched and is not computed yet, in order: up to `last`, or all."""
+        for step in list(self._under_way):
+            if not step.is_computed:
+                for row, i in zip(step.rows, step.fed_by, strict=False):
+                    row.token_ids.append(self._last[i])
+                step.sampled = self._compute(step)
+                step.is_computed = True
+                self._last = [token.token_id for token in step.sampled]
+            if step is last:
+                return
+
+
+def _row_of(entry: ScheduledSequence) -> FakeRow:
+    sequence, start = entry.sequence, entry.sequence.num_computed
+    end = start + entry.num_new
+    return FakeRow(sequence, list(sequence.block_table), sequence.token_ids[:end], start, entry.samples)
+
+
+def _fed_row(row: FakeRow, before: FakeStep, index: int) -> FakeRow:
+    """It continues with what row `index` of the step before it yields."""
+    fed = before.rows[index]
+    assert fed.sequence is row.sequence and fed.samples and all(r.samples for r in before.rows)
+    known = row.sequence.token_ids
+    return FakeRow(row.sequence, row.table, list(known), len(known), True)

@@ -18,6 +18,8 @@ from diptych.cluster.common.config_file import build
 from diptych.cluster.common.timings import RequestTimings
 from diptych.cluster.front.openai.types import ChatBody, CompletionBody, StreamOptions
 
+from .test_house import FOLDERS
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for pattern in ("*.md", "docs/*.md", "deploy/**/*.md", "examples/**/*.md") for p in ROOT.glob(pattern))
 
@@ -58,8 +60,134 @@ def test_settings_shown_in_yaml_are_accepted(page: Path) -> None:
             build({"model": "tiny"} | settings)
 
 
+# An inline code span or a fenced block, and what it holds.
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", flags=re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`([^`\n]+)`")
+SOURCE_SUFFIXES = {".py", ".cpp", ".c", ".h", ".proto"}
+# A path, and a name that its file defines: `workers/core/scheduler.py::Scheduler.schedule`.
+PATH = re.compile(r"(?<![\w./-])[\w.*/-]+(?:::[\w.]+)?")
+MODULE = re.compile(r"diptych\.(?:cluster|workers|kernels|proto)(?:\.\w+)+")
+MAX_ARCHITECTURE_WORDS = 1500
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def slugs(page: Path) -> set[str]:
+    """Anchors of a page's headings, by GitHub's rule: lower case, no punctuation, hyphens for spaces, numbered where
+    they repeat."""
+    found: dict[str, int] = {}
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?)\s*$", prose(page), flags=re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)  # of a link, its text
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        anchors.add(f"{slug}-{found[slug]}" if slug in found else slug)
+        found[slug] = found.get(slug, 0) + 1
+    return anchors
+
+
+def wrong_links(text: str, page: Path) -> list[str]:
+    faults: list[str] = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        name, _, anchor = target.partition("#")
+        to = page.parent / name if name else page
+        if "://" not in target and not (to.exists() and (not anchor or anchor in slugs(to))):
+            faults.append(target)
+    return faults
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert wrong_links(page.read_text(), page) == []
+
+
+def named_paths(text: str) -> list[str]:
+    """Paths in code spans and fenced blocks, in their order; of a module its path."""
+    spans = [(m.start(), m[2]) for m in FENCE.finditer(text)]
+    inline = FENCE.sub(lambda m: " " * len(m[0]), text)
+    spans += [(m.start(), m[1]) for m in INLINE.finditer(inline)]
+    found: list[str] = []
+    for _, code in sorted(spans):
+        for word in PATH.findall(code):
+            if MODULE.fullmatch(word):
+                found.append(word.removeprefix("diptych.").replace(".", "/"))
+            elif is_path_of_ours(word.partition("::")[0]):
+                found.append(word)
+    return found
+
+
+def is_path_of_ours(word: str) -> bool:
+    """A path from the root, a folder, or a source file's name. Not: a checkpoint's config.json, /v1/models."""
+    if word.startswith(("/", ".", "*")):
+        return False
+    is_from_root = "/" in word and (ROOT / word.partition("/")[0]).is_dir()
+    return is_from_root or word.endswith("/") or Path(word).suffix in SOURCE_SUFFIXES
+
+
+def defines(file: Path, name: str) -> bool:
+    return re.search(rf"\b(def|class|struct) {name}\b|\b{name}(\(| = |: )", file.read_text()) is not None
+
+
+def wrong_names(text: str) -> list[str]:
+    """A path stands from the root. A bare name stands for the one file of that name that the page named before, or one
+    at the root; of a folder, for one within a folder that it named. What stands behind `::` is defined in the file."""
+    faults: list[str] = []
+    before: set[str] = set()
+    for named in named_paths(text):
+        path, _, name = named.partition("::")
+        found = list(ROOT.glob(path)) or [f for f in (ROOT / f"{path}.py",) if f.exists()]
+        if found:
+            before.add(path)
+        elif path.endswith("/"):
+            found = [ROOT / each / path for each in before if (ROOT / each / path).is_dir()]
+        elif "/" not in path:
+            found = [ROOT / each for each in before if Path(each).name == path]
+        is_there = len(found) == 1 or (found and "*" in path)
+        if not is_there or any(not defines(found[0], part) for part in name.split(".") if part):
+            faults.append(named)
+    return faults
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_pages_name_exist(page: Path) -> None:
+    assert page.name == "CHANGELOG.md" or wrong_names(page.read_text()) == []  # that tells of what once was
+
+
+def test_wrong_names_and_links_are_found() -> None:
+    """Of names that are right, and of names and links that are not."""
+    right = "`workers/core/scheduler.py`, `scheduler.py::Scheduler.schedule`, `setup.py`, `kernels/`, `config.json`"
+    assert wrong_names(right + " `python -m diptych.workers.server.worker`") == []
+    assert wrong_names("`scheduler.py`, `workers/scheduler.py`") == ["scheduler.py", "workers/scheduler.py"]
+    assert wrong_names("`workers/core/`, `core/`, `workers/`, `core/`, `cores/`") == ["core/", "cores/"]
+    assert wrong_names("`cluster/front/http/api.py`, `cluster/front/grpc/api.py`, `api.py`") == ["api.py"]
+    unknown = "workers/core/scheduler.py::Scheduler.nothing"
+    assert wrong_names(f"`{unknown}`") == [unknown]
+    assert wrong_names("```sh\npython benchmarks/nothing.py\n```\n") == ["benchmarks/nothing.py"]
+    page = ROOT / "docs" / "engine.md"
+    assert (
+        wrong_links("[a](kernels.md) [b](#prefix-cache) [c](gpu.md#the-cuda-engine) [d](https://x.org/#y)", page) == []
+    )
+    wrong = ["nothing.md", "#nothing", "gpu.md#nothing"]
+    assert wrong_links(" ".join(f"[a]({target})" for target in wrong), page) == wrong
+
+
+def test_architecture_is_short() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    words = re.findall(r"\S*\w\S*", re.sub(r"^```mermaid\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    assert len(words) <= MAX_ARCHITECTURE_WORDS, f"{len(words)} words: move what is not needed at first to its own page"
+
+
+@pytest.mark.parametrize("room", ["kernels", "workers", "cluster"])
+def test_the_architecture_lists_all_folders_in_the_order_of_imports(room: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    cells = re.findall(r"^\| (`.*?`) \|", text, flags=re.MULTILINE)
+    listed = [name for cell in cells for name in re.findall(rf"`{room}/([\w/]+)/`", cell)]
+    folders = [next((n for n in listed if f"{folder}/".startswith(f"{n}/")), folder) for folder in FOLDERS[room]]
+    assert listed == [folder for folder, before in zip(folders, [None, *folders], strict=False) if folder != before]
+
+
+def test_the_map_names_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = set(re.findall(r"\]\(([^)#\s]+)", index.read_text()))
+    assert {p.name for p in index.parent.glob("*.md")} - {index.name} <= linked

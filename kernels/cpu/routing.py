@@ -1,4 +1,4 @@
-"""Which experts a row goes to, compiled: the twin of ../moe_routing.py."""
+"""Which experts a row goes to, compiled: the twin of ../moe/moe_routing.py."""
 
 import ctypes
 

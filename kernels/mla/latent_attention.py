@@ -1,6 +1,6 @@
 """Attention of a step's sequences over latent KV as it is paged, for queries into which the projections are taken.
 
-See mla_decode.py for what is computed. A sequence of many new tokens is cut into pieces of MAX_QUERIES; each is to that
+See decode.py for what is computed. A sequence of many new tokens is cut into pieces of MAX_QUERIES; each is to that
 kernel a sequence of its own, which ends with the piece.
 """
 

@@ -7,7 +7,7 @@ In the "dot" packing the last axes are [heads of this rank, block_size / 16, 16 
 V is 2, K and V, or 1: of a latent. Layers that are unlike each have their own heads and head_dim, where the axes put
 them. On CPU the pool is a mapping that asks for huge pages: reading it over NIXL is several times faster, and pages
 that are never written cost no memory. Several ranks share one mapping, each its own part of it, so that rank 0's
-transports reach them all. On GPUs each rank has its part alone, and rank 0 maps them all (gpu/joined_memory.py).
+transports reach them all. On GPUs each rank has its part alone, and rank 0 maps them all (joined_memory.py).
 """
 
 import mmap

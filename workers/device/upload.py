@@ -32,7 +32,7 @@ class _Buffer:
 
 
 class Upload:
-    """Use as a context manager: once it is left, all that was put is there. `put` is a Put of models/weights.py."""
+    """Use as a context manager: once it is left, all that was put is there. `put` is a Put of weights.py."""
 
     def __init__(self, device: Device, buffer_bytes: int = BUFFER_BYTES, num_buffers: int = NUM_BUFFERS) -> None:
         """buffer_bytes: a multiple of 8."""

@@ -68,7 +68,7 @@ class Steps(Protocol):
 
     @property
     def expert_tokens(self) -> Tensor | None:
-        """See models/moe.py's no_expert_tokens."""
+        """See layers/moe.py's no_expert_tokens."""
         ...
 
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:

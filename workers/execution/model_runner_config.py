@@ -27,7 +27,7 @@ class ModelRunnerConfig:
     num_threads: int | None = None  # of all ranks together; None: torch's own choice
     cores: tuple[int, ...] | None = None  # for the threads of all ranks; None: not bound
     tensor_parallel: int = 1  # ranks
-    expert_parallel: int = 1  # as many: they have whole experts; see models/expert_placement.py for which
+    expert_parallel: int = 1  # as many: they have whole experts; see expert_placement.py for which
     expert_placement: str = IN_ORDER
     expert_copies: int = 0
     seat: Seat | None = None  # among workers that share experts, by expert_placement

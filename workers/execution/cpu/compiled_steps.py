@@ -72,7 +72,7 @@ class CompiledSteps:
 
     @property
     def expert_tokens(self) -> Tensor | None:
-        """See models/moe.py's no_expert_tokens."""
+        """See layers/moe.py's no_expert_tokens."""
         return self._decoder.expert_tokens
 
     def profile(self) -> Tensor:

@@ -21,7 +21,7 @@ from .checkpoint_files import CheckpointFiles
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Copies a tensor as stored into a contiguous one of its shape, on whatever device, of whatever dtype, and tells of the
-# bytes that it is done with. It may still be under way when it returns: see gpu/upload.py.
+# bytes that it is done with. It may still be under way when it returns: see device/upload.py.
 Put = Callable[[Tensor, Tensor, Callable[[int], object]], object]
 ALIGNMENT = 64  # of copies, in bytes
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -115,7 +115,7 @@ class Checkpoint(CheckpointFiles):
         quantize: str | None = None,
         put: Put = put_now,
     ) -> "Reader":
-        """For whoever makes something else of each tensor than `load` does. quantize: see quant/formats.py; it needs
+        """For whoever makes something else of each tensor than `load` does. quantize: see plan/formats.py; it needs
         what was put at once."""
         return Reader(self, dtype, device, progress, share, quantize, put)
 

@@ -1,6 +1,6 @@
 """ModelSpec: a decoder described by data, layer by layer. Knows no tensor and no other library.
 
-families.py makes it of a Hugging Face config.json; everything else (names of tensors, shares of ranks, layouts of KV,
+registry.py makes it of a Hugging Face config.json; everything else (names of tensors, shares of ranks, layouts of KV,
 what computes) follows from it, so that no file knows a family by its name.
 """
 

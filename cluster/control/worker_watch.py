@@ -70,6 +70,10 @@ async def until_known(handle: WorkerHandle, opening: Coroutine[None, None, Worke
         if not opened.done():
             raise death.result()
         return opened.result()
+    except asyncio.CancelledError:
+        if not opened.cancel() and opened.exception() is None:  # it has opened just now, and nobody takes it
+            await opened.result().close()
+        raise
     finally:
         death.cancel()
         opened.cancel()

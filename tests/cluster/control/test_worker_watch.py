@@ -163,6 +163,37 @@ def test_a_worker_that_dies_before_its_hello_is_lost_at_once() -> None:
         asyncio.run(main())
 
 
+def test_a_control_that_opens_as_its_task_is_cancelled_is_closed() -> None:
+    class Running:
+        async def wait(self) -> DiptychError:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> list[str]:
+        closed: list[str] = []
+        hello = asyncio.Event()
+
+        class Opened:
+            async def close(self) -> None:
+                closed.append("closed")
+
+        async def opening() -> WorkerControl:
+            await hello.wait()
+            return cast(WorkerControl, cast(Any, Opened()))
+
+        task = asyncio.create_task(until_known(cast(WorkerHandle, cast(Any, Running())), opening()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        hello.set()
+        await asyncio.sleep(0)  # it opens, and the task that waits for it has not heard so
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return closed
+
+    assert asyncio.run(main()) == ["closed"]
+
+
 def test_a_control_that_is_closed_tells_no_state() -> None:
     async def main() -> None:
         control = WorkerControl("127.0.0.1:1", None)

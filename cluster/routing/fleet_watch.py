@@ -8,7 +8,7 @@ from .fleet import WorkerInfo
 
 RETRY_S = 0.5
 
-log = logging.getLogger("diptych.placement")
+log = logging.getLogger("diptych.fleet")
 
 Watch = Callable[[int], Awaitable[tuple[int, list[WorkerInfo]]]]  # Supervisor.watch_fleet of one supervisor
 

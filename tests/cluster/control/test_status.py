@@ -61,7 +61,9 @@ def test_links_are_json() -> None:
 def test_a_supervisor_hears_of_links_and_names_their_workers(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with scripted("decode") as (worker,):
-            control = await WorkerControl.open(worker.info.address, None)
+            control = WorkerControl(worker.info.address, None)
+            while not control.num_received:  # the hello
+                await asyncio.sleep(0.002)
             started = WorkerStarted(worker.info.address, worker.incarnation, 1, "node")
             record = WorkerRecord("decode-0", "decode", started=started, control=control)
             assert record.links({}) == []

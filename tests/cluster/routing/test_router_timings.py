@@ -81,7 +81,7 @@ def test_a_resumed_requests_timings_are_of_the_attempt_that_spoke() -> None:
 def test_a_migration_is_counted_and_its_pull_told_where_the_second_token_waited_for_it(num_before: int) -> None:
     async def test() -> None:
         async with scripted("mixed", "mixed") as (old, new), routing(old) as router:
-            stream = router.stream(request(max_tokens=3))
+            stream = router.stream(request(max_tokens=20))
             first = asyncio.create_task(anext(stream))
             handle = (await old.submitted()).handle
             word = SequenceTimings(1e-6, 3e-6).to_proto(0)
@@ -94,7 +94,7 @@ def test_a_migration_is_counted_and_its_pull_told_where_the_second_token_waited_
             hand_off(old, offer, num_before)
             word = SequenceTimings(0.5e-6, 4e-6, HANDOFF).to_proto(0)
             rest = range(50 + num_before, 53)
-            new.tokens(submit.handle, rest, start=num_before, finish=FinishReason.LENGTH, timings=[word])
+            new.tokens(submit.handle, rest, start=num_before, finish=FinishReason.STOP, timings=[word])
             deltas += [delta async for delta in stream]
             assert [t for d in deltas for t in d.token_ids] == [50, 51, 52]
             timings = deltas[-1].timings

@@ -90,10 +90,14 @@ class Actor:
         except DiptychError as e:
             error = e
         assert self.process is not None
-        self._calls.pop(call, None)
         self._network.send(
-            self.process, call.caller.name, self._network.deliver, call.caller, call.answer, answer, error
+            self.process, call.caller.name, self._network.deliver, call.caller, self._end, call, answer, error
         )
+
+    def _end(self, call: _Call, answer: object, error: DiptychError | None) -> None:
+        """Not before its answer has arrived: until then the call ends with the process."""
+        self._calls.pop(call, None)
+        call.answer(answer, error)
 
     def _lose(self, call: _Call, error: DiptychError) -> None:
         network = self._network

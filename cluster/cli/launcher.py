@@ -58,14 +58,9 @@ def serve(config: ClusterConfig, console: Console) -> None:
 def _serve(config: ClusterConfig, console: Console) -> None:
     _install_signals()
     progress = Progress(console)
-    with progress.phase("checked the settings"):
-        check(config)
-    if not os.environ.get("RAY_ADDRESS"):
-        if warning := crowding(config, len(usable_cores())):
-            console.print(Text(warning, style="yellow"), soft_wrap=True)
-        _convert_tokenizer(Path(config.model), progress)
     launcher = _Launcher(config, console, progress)
     try:
+        _prepare(config, console, progress)
         # Ray prints pages about a worker that died; `news` says it in a line.
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             launcher.run()
@@ -79,6 +74,15 @@ def _serve(config: ClusterConfig, console: Console) -> None:
     finally:
         _ignore_signals()
         launcher.close()
+
+
+def _prepare(config: ClusterConfig, console: Console, progress: Progress) -> None:
+    with progress.phase("checked the settings"):
+        check(config)
+    if not os.environ.get("RAY_ADDRESS"):
+        if warning := crowding(config, len(usable_cores())):
+            console.print(Text(warning, style="yellow"), soft_wrap=True)
+        _convert_tokenizer(Path(config.model), progress)
 
 
 def is_stop(error: BaseException) -> bool:
@@ -157,15 +161,15 @@ class _Launcher:
                 self._session = join(address, Path(path) if path else None)
                 phase.done = f"joined Ray at {self._session.address}"
             else:
-                path = str(make_token(address_file.token_path(config.name)))
                 self._is_registered = True
+                path = str(make_token(address_file.token_path(config.name)))
                 self._session = start_ours(Path(path), dashboard=config.dashboard)
                 phase.done = "Ray runs, on loopback, with a token"
         _install_signals()
         if not self._session.enforces_token:
             self._console.print("warning: this Ray obeys anyone who reaches it; start it with RAY_AUTH_MODE=token")
-        address_file.write(_address(config.name, self._session, path))
         self._is_registered = True
+        address_file.write(_address(config.name, self._session, path))
         self.keep_logs = True
 
     def _start_supervisor(self) -> None:

@@ -33,7 +33,7 @@ def token_path(name: str) -> Path:
 def write(address: ClusterAddress) -> None:
     path = _path(address.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = _part(address.name)
     with os.fdopen(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
         json.dump(asdict(address), file)
     part.replace(path)
@@ -62,8 +62,9 @@ def no_cluster(name: str, where: str, running: Collection[str]) -> Unavailable:
 
 
 def remove(name: str) -> None:
-    _path(name).unlink(missing_ok=True)
-    token_path(name).unlink(missing_ok=True)
+    """Also what a `write` that was interrupted left."""
+    for path in (_path(name), _part(name), token_path(name)):
+        path.unlink(missing_ok=True)
 
 
 def serving_process(address: ClusterAddress) -> psutil.Process | None:
@@ -86,3 +87,7 @@ def _read(path: Path) -> ClusterAddress | None:
 
 def _path(name: str) -> Path:
     return home() / f"{name}.json"
+
+
+def _part(name: str) -> Path:
+    return home() / f"{name}.part"

@@ -110,7 +110,7 @@ def test_ctrl_c_while_it_starts(tmp_path: Path, moment: str, pools: tuple[str, .
         family = cluster.family()
         assert cluster.end(signal.SIGINT) == 130
         assert not survivors(family)
-        assert cluster.output[-1] == "stopping"
+        assert cluster.last_line() == "stopping"
         assert not list(cluster.home.iterdir())
 
 

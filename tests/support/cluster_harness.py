@@ -82,6 +82,12 @@ class Served:
             self._grew.wait_for(lambda: self.has_ended or is_there(), READY_S)
         assert is_there(), "\n".join(self.output)
 
+    def last_line(self) -> str:
+        """Of the whole output, which ends when the last process does that could write it."""
+        with self._grew:
+            assert self._grew.wait_for(lambda: self.has_ended, END_S), "\n".join(self.output)
+        return self.output[-1]
+
     def snippet(self, title: str) -> str:
         """The banner's lines under `# title`."""
         start = self.output.index(f"# {title}") + 1

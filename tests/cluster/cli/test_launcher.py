@@ -1,8 +1,18 @@
 """How `serve` is ended by a signal, wherever that comes."""
 
-import pytest
+import io
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
-from diptych.cluster.cli.launcher import Stopped, is_stop
+import pytest
+from rich.console import Console
+
+from diptych.cluster.cli import launcher
+from diptych.cluster.cli.launcher import Stopped, is_stop, serve
+from diptych.cluster.common.config import ClusterConfig
+from diptych.cluster.preflight.checks import SHIPPED_MODEL, resolve_model
 from diptych.workers.common.errors import Unavailable
 
 
@@ -21,3 +31,24 @@ def test_a_signal_within_a_call_of_ray_is_a_stop(error: BaseException) -> None:
 @pytest.mark.parametrize("error", [Unavailable("x"), raised_by(ValueError("x"))])
 def test_an_error_is_no_stop(error: BaseException) -> None:
     assert not is_stop(error)
+
+
+@pytest.fixture
+def signals_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals_restored")
+@pytest.mark.parametrize("moment", ["check", "crowding"])
+def test_a_signal_before_ray_starts_is_answered(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(launcher, moment, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    terminal = io.StringIO()
+    with pytest.raises(Stopped):
+        serve(ClusterConfig(model=resolve_model(SHIPPED_MODEL)), Console(file=terminal))
+    assert terminal.getvalue().splitlines()[-1] == "stopping"
+    assert not list(tmp_path.iterdir())

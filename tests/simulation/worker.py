@@ -74,7 +74,7 @@ class SimEngineThread(EngineThread):
         self._on_put()
 
     def stop(self) -> None:
-        self._is_stopping = True
+        self._end()
 
     def begin(self, key: str, *args: Any, **kwargs: Any) -> None:
         self._begun[key] = self._errand_of(key)
@@ -125,7 +125,7 @@ class SimEngineThread(EngineThread):
 
     def _step(self) -> None:
         process = self._process
-        if process.is_dead or self._is_stopping:
+        if process.is_dead or self._has_ended:
             return
         if process.is_stalled:
             self._schedule(process.stalled_until)
@@ -162,7 +162,7 @@ class SimEngineThread(EngineThread):
         try:
             self._engine.step_failed(error)
         except StepFault:  # it computes nothing any more: its process ends, and its supervisor starts another
-            self._is_stopping = True
+            self._end()
             world.clock.after(0.0, world.kill, host)
             world.supervision.replace(host, 0.5, 2.0)
         else:

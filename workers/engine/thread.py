@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from ..common.cores import bind_this_thread
 from ..common.errors import DiptychError, InternalError, RankLost, Unavailable
@@ -41,6 +42,8 @@ class EngineThread:
         self._cores = cores
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_stopping = False
+        self._has_ended = False  # nothing runs commands any more
+        self._calls: set[Future[Any]] = set()  # that somebody waits for
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
 
     def start(self) -> None:
@@ -58,7 +61,8 @@ class EngineThread:
         self._commands.put(lambda: command(self._engine))
 
     async def call(self, command: Callable[[Engine], T]) -> T:
-        """Run `command` between steps and return what it returns or raises. It runs even if the caller is cancelled."""
+        """Run `command` between steps and return what it returns or raises. It runs even if the caller is cancelled.
+        Raises Unavailable where the thread ends before."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
 
@@ -68,10 +72,14 @@ class EngineThread:
             except (DiptychError, AssertionError) as e:
                 future.set_exception(e)
 
-        if self._is_stopping:
-            raise Unavailable("the worker is stopping")
+        self._calls.add(future)
         self._commands.put(run)
-        return await asyncio.wrap_future(future)
+        if self._has_ended:
+            self._refuse_calls()
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
 
     # -- ports of the hand-off (SourcePort, SinkPort) ---------------------------------------------------------------
 
@@ -108,10 +116,12 @@ class EngineThread:
         await self.call(lambda engine: engine.commit(key, num_computed, output_token_ids, times))
 
     async def fail(self, key: str, quarantine: bool) -> None:
-        await self.call(lambda engine: engine.fail_import(key, quarantine=quarantine))
+        with suppress(Unavailable):  # an engine that has ended holds no blocks
+            await self.call(lambda engine: engine.fail_import(key, quarantine=quarantine))
 
     async def settle(self, key: str) -> None:
-        await self.call(lambda engine: engine.incoming.settle(key))
+        with suppress(Unavailable):
+            await self.call(lambda engine: engine.incoming.settle(key))
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -120,12 +130,26 @@ class EngineThread:
         try:
             self._run_until_stopped()
         except (RankLost, InternalError) as e:
-            self._is_stopping = True  # nobody answers any more
+            self._end()
             self._on_broken(e)
         except Exception as e:
             log.exception("the engine's thread failed by our own fault")
-            self._is_stopping = True
+            self._end()
             self._on_broken(_internal(e))
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        """From any thread."""
+        while self._calls:
+            with suppress(KeyError):  # another thread took the last
+                future = self._calls.pop()
+                if not future.done():
+                    future.set_exception(Unavailable("the worker is stopping"))
 
     def _run_until_stopped(self) -> None:
         idle = False

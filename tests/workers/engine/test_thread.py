@@ -62,6 +62,36 @@ def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
         asyncio.run(thread.call(lambda engine: engine.check_integrity()))
 
 
+def test_a_call_that_the_thread_does_not_reach_is_refused() -> None:
+    async def test() -> None:
+        thread, errors, broken = make()
+        thread.start()
+        held = threading.Event()
+        thread.post(lambda _: held.wait())
+        thread.post(lambda _: {}["no such key"])  # type: ignore[index]
+        call = asyncio.create_task(thread.call(lambda engine: engine.check_integrity()))
+        await asyncio.sleep(0)
+        held.set()
+        with pytest.raises(Unavailable):
+            await call
+        await asyncio.to_thread(broken.wait)
+        assert len(errors) == 1
+        thread.stop()
+
+    asyncio.run(test())
+
+
+def test_a_pull_that_ends_after_the_engine_has_nothing_to_free() -> None:
+    async def test() -> None:
+        thread, _, _ = make()
+        thread.start()
+        await asyncio.to_thread(thread.stop)
+        await thread.fail("key", quarantine=True)
+        await thread.settle("key")
+
+    asyncio.run(test())
+
+
 def test_commands_that_came_during_the_last_step_are_run() -> None:
     ran = threading.Event()
 

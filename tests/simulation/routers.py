@@ -138,8 +138,12 @@ class WatchedService(WorkerService):
         super()._submit(link, submit)
 
     def unaware(self) -> set[str]:
-        """Streams whose routers have not said that they know of the drain, or that all has ended that they had here."""
-        silent = [link for link in self._links if not (link.knows_draining and (link.is_done or link.keys))]
+        """Streams whose routers have not said that they know of the drain, or that all has ended that they had here. A
+        request that was moved counts as theirs until its new worker, where it may wait for its turn, gives a token."""
+        routers = [process.router for process in self.world.routers.living() if process.router is not None]
+        links = [router._links[self.incarnation] for router in routers if self.incarnation in router._links]
+        are_idle = all(link.is_idle for link in links)
+        silent = [ours for ours in self._links if not (ours.knows_draining and (ours.is_done or not are_idle))]
         return {f"link {link.number}" for link in silent if self._is_draining}
 
 

@@ -24,8 +24,8 @@ from .grpc import GrpcEndpoint
 from .openai import Asking, OpenAIEndpoint
 from .plot import draw
 from .report import Result, render, to_json
-from .run import Endpoint, Load, Pace
-from .settings import FROM_FILES, Arrival, Settings, Target, Work, check_output_files
+from .run import Load, Pace, ServerEndpoint
+from .settings import FROM_FILES, Arrival, BenchSettings, Target, Work, check_output_files
 from .stats import summarise
 from .text import TextSource, TokenText, WordText
 from .traces import azure_sessions, mooncake_sessions, sharegpt_sessions
@@ -37,7 +37,7 @@ FIND_S = 30.0  # for the server to name its model
 REFRESHES = 4  # of the progress bar, a second: drawing it must not cost what is measured
 
 
-def run(settings: Settings, console: Console) -> bool:
+def run(settings: BenchSettings, console: Console) -> bool:
     """Measure, and tell what was found. Returns whether it was interrupted. Raises DiptychErrors."""
     check_output_files(settings)
     _allow_many_sockets()
@@ -97,7 +97,7 @@ def _allow_many_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _measure(settings: Settings, console: Console) -> Result:
+async def _measure(settings: BenchSettings, console: Console) -> Result:
     target, work = settings.target, settings.work
     tokenizer = Tokenizer.load(Path(resolve_model(target.tokenizer))) if target.tokenizer else None
     source = WordText(tokenizer) if tokenizer else TokenText(target.vocab_size)
@@ -113,7 +113,7 @@ async def _measure(settings: Settings, console: Console) -> Result:
         await endpoint.close()
 
 
-def _endpoint(target: Target) -> Endpoint:
+def _endpoint(target: Target) -> ServerEndpoint:
     if target.is_grpc:
         return GrpcEndpoint(target.url.netloc, target.api_key, tls=target.url.scheme == "grpcs")
     return OpenAIEndpoint(target.url, target.api_key)
@@ -126,7 +126,7 @@ def _warm_sessions(first: Session, source: TextSource, seed: int, num: int) -> l
     return random_sessions(num, *lengths, source, np.random.default_rng((seed, 2)))
 
 
-async def _warm_up(endpoint: Endpoint, asking: Asking, sessions: Sequence[Session]) -> None:
+async def _warm_up(endpoint: ServerEndpoint, asking: Asking, sessions: Sequence[Session]) -> None:
     """One after the other; a failure ends the measurement before it begins."""
     load = Load(endpoint, asking, lambda _: None)
     for session in sessions:
@@ -138,7 +138,7 @@ async def _warm_up(endpoint: Endpoint, asking: Asking, sessions: Sequence[Sessio
 
 
 async def _load(
-    settings: Settings, endpoint: Endpoint, asking: Asking, sessions: Sequence[Session], console: Console
+    settings: BenchSettings, endpoint: ServerEndpoint, asking: Asking, sessions: Sequence[Session], console: Console
 ) -> Result:
     with _progress(console) as progress:
         bar = progress.add_task("", total=sum(len(session.turns) for session in sessions), tokens=0)

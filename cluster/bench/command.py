@@ -14,7 +14,7 @@ from ...workers.common.errors import ConfigError
 from ...workers.common.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
-    from .settings import Settings, Target, Work
+    from .settings import BenchSettings, Target, Work
 
 
 class Workload(Enum):
@@ -82,9 +82,9 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         raise typer.Exit(INTERRUPTED)
 
 
-def _settings(flags: Namespace) -> "Settings":
+def _settings(flags: Namespace) -> "BenchSettings":
     """Raises ConfigError."""
-    from .settings import Arrival, Settings, parse_level_words
+    from .settings import Arrival, BenchSettings, parse_level_words
     from .stats import parse_levels
 
     for name in ("rate", "burstiness", "timeout", "length_scale"):
@@ -93,7 +93,7 @@ def _settings(flags: Namespace) -> "Settings":
     arrival = Arrival(flags.rate, flags.burstiness, flags.concurrency, flags.think_time, flags.max_seconds)
     words = parse_level_words(flags.goodput or [], flags.more_levels or [])
     hidden = ("api_key", "more_levels")
-    return Settings(
+    return BenchSettings(
         target=_target(flags),
         work=_work(flags),
         arrival=arrival,
@@ -127,13 +127,13 @@ def _target(flags: Namespace) -> "Target":
 
 def _work(flags: Namespace) -> "Work":
     from .settings import Work
-    from .traces import Limits
+    from .traces import TraceLimits
     from .workloads import Lengths
 
     return Work(
         name=flags.workload.value,
         file=flags.file,
-        limits=Limits(
+        limits=TraceLimits(
             num=flags.num_requests,
             time_scale=flags.time_scale,
             length_scale=flags.length_scale,

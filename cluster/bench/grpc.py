@@ -13,7 +13,7 @@ from ...workers.common.errors import DiptychError, UnknownModel
 from ..client.client_request import build_request
 from ..common.grpc_errors import error_from_rpc
 from .openai import Asking
-from .types import Call, Failure, Reply
+from .types import BenchRequest, Reply, RequestFailure
 
 _OPTIONS = (("grpc.max_receive_message_length", 64 << 20),)
 
@@ -39,17 +39,17 @@ class GrpcEndpoint:
             raise UnknownModel(f"{self._address} does not serve {wanted!r}. It serves: {served}")
         return served
 
-    async def ask(self, call: Call, asking: Asking) -> Reply:
+    async def ask(self, call: BenchRequest, asking: Asking) -> Reply:
         """One call, to its end; what goes wrong is in the Reply."""
         reply = Reply(time.perf_counter(), num_input=call.num_tokens)
         try:
             await self._read(self._start(call, asking), reply)
         except DiptychError as e:
-            reply.failure = Failure(e.code, e.message)
+            reply.failure = RequestFailure(e.code, e.message)
             reply.ended_at = time.perf_counter()
         return reply
 
-    def _start(self, call: Call, asking: Asking) -> Any:
+    def _start(self, call: BenchRequest, asking: Asking) -> Any:
         """Raises InvalidRequest for fields that the service does not know."""
         options: Any = {"max_tokens": call.max_tokens, "model": asking.model, **asking.more}
         prompt: Any = call.prompt

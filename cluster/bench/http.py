@@ -28,7 +28,7 @@ class Response:
     body: bytes
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One call at a time. Raises ConnectionError where the server ends it too early or does not speak HTTP."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class HttpClient:
         self._port = url.port or (443 if self._ssl else 80)
         lines = {"Host": url.netloc.rpartition("@")[2], "User-Agent": f"diptych-bench/{__version__}", **headers}
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
     async def get(self, path: str) -> Response:
         pieces: list[bytes] = []
@@ -147,16 +147,16 @@ class HttpClient:
                 if kept.got_bytes:
                     raise
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._ssl)
+        _, connection = await loop.create_connection(ClientConnection, self._host, self._port, ssl=self._ssl)
         return await self._over(connection, request, on_body)
 
-    async def _over(self, connection: Connection, request: bytes, on_body: OnBody) -> Response:
+    async def _over(self, connection: ClientConnection, request: bytes, on_body: OnBody) -> Response:
         response = await connection.call(request, on_body)
         if connection.is_open:
             self._idle.append(connection)
         return response
 
-    def _kept(self) -> Connection | None:
+    def _kept(self) -> ClientConnection | None:
         while self._idle:
             if (connection := self._idle.pop()).is_open:
                 return connection

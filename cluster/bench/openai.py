@@ -10,7 +10,7 @@ from urllib.parse import SplitResult
 
 from ...workers.common.errors import DiptychError, Unauthenticated, Unavailable, UnknownModel
 from .http import HttpClient, Response
-from .types import Call, Failure, Messages, Prompt, Reply
+from .types import BenchRequest, Messages, Prompt, Reply, RequestFailure
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_MESSAGE_CHARS = 300
@@ -57,7 +57,7 @@ class OpenAIEndpoint:
             raise UnknownModel(f"{self._shown} serves several models: give --model, one of: {names}")
         return served[0]
 
-    async def ask(self, call: Call, asking: Asking) -> Reply:
+    async def ask(self, call: BenchRequest, asking: Asking) -> Reply:
         """One call, to its end; what goes wrong is in the Reply."""
         path = f"{self._base}/chat/completions" if asking.is_chat else f"{self._base}/completions"
         body = _body(call, asking)
@@ -67,9 +67,9 @@ class OpenAIEndpoint:
             async with asyncio.timeout(asking.timeout_s):
                 response = await self._http.post(path, body, stream.feed)
         except TimeoutError:
-            reply.failure = Failure("timeout", f"no whole answer within {asking.timeout_s:g} s: raise --timeout")
+            reply.failure = RequestFailure("timeout", f"no whole answer within {asking.timeout_s:g} s: raise --timeout")
         except OSError as e:
-            reply.failure = Failure(type(e).__name__, _told(e))
+            reply.failure = RequestFailure(type(e).__name__, _told(e))
         else:
             reply.failure = reply.failure or _failure(response)
         return stream.ended()
@@ -101,7 +101,9 @@ class EventReader:
         reply.text = "".join(self._texts)
         reply.num_output = len(reply.token_at) if self._num_counted is None else self._num_counted
         if reply.failure is None and not reply.ended_at:
-            reply.failure = Failure("empty answer", "the answer held no event with a choice: is it an OpenAI endpoint?")
+            reply.failure = RequestFailure(
+                "empty answer", "the answer held no event with a choice: is it an OpenAI endpoint?"
+            )
         if reply.failure is not None:
             reply.ended_at = time.perf_counter()
         return reply
@@ -139,7 +141,7 @@ class EventReader:
             self._texts.append(text)
 
 
-def _body(call: Call, asking: Asking) -> bytes:
+def _body(call: BenchRequest, asking: Asking) -> bytes:
     body: dict[str, Any] = {
         "model": asking.model,
         "messages" if asking.is_chat else "prompt": _messages(call.prompt) if asking.is_chat else _plain(call.prompt),
@@ -159,7 +161,7 @@ def _plain(prompt: Prompt) -> str | list[Any]:
     return prompt if isinstance(prompt, str) else list(prompt)
 
 
-def _failure(response: Response) -> Failure | None:
+def _failure(response: Response) -> RequestFailure | None:
     if response.status == 200:
         return None
     try:
@@ -169,12 +171,12 @@ def _failure(response: Response) -> Failure | None:
     return _named(f"HTTP {response.status}", error.get("error", error) if isinstance(error, dict) else error)
 
 
-def _named(kind: str, error: object) -> Failure:
+def _named(kind: str, error: object) -> RequestFailure:
     """Of OpenAI's error object, or of whatever came instead."""
     if not isinstance(error, dict):
-        return Failure(kind, str(error)[:MAX_MESSAGE_CHARS])
+        return RequestFailure(kind, str(error)[:MAX_MESSAGE_CHARS])
     code = error.get("code") or error.get("type")
-    return Failure(f"{kind} {code}" if code else kind, str(error.get("message", error))[:MAX_MESSAGE_CHARS])
+    return RequestFailure(f"{kind} {code}" if code else kind, str(error.get("message", error))[:MAX_MESSAGE_CHARS])
 
 
 def _model_names(response: Response) -> list[str] | None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .openai import Asking
-from .types import Call, Messages, Prompt, Reply, Session, Turn
+from .types import BenchRequest, Messages, Prompt, Reply, Session, Turn
 
 
-class Endpoint(Protocol):
+class ServerEndpoint(Protocol):
     async def find_model(self, wanted: str | None, timeout_s: float) -> str: ...
 
-    async def ask(self, call: Call, asking: Asking) -> Reply: ...
+    async def ask(self, call: BenchRequest, asking: Asking) -> Reply: ...
 
     async def close(self) -> None: ...
 
@@ -37,7 +37,7 @@ class Pace:
 class Load:
     """`replies` grows as calls end; `on_reply` is told of each."""
 
-    def __init__(self, endpoint: Endpoint, asking: Asking, on_reply: Callable[[Reply], None]) -> None:
+    def __init__(self, endpoint: ServerEndpoint, asking: Asking, on_reply: Callable[[Reply], None]) -> None:
         self._endpoint = endpoint
         self._asking = asking
         self._on_reply = on_reply
@@ -103,9 +103,9 @@ class History:
         self._token_ids: list[int] = []
         self._num_tokens = 0
 
-    def ask(self, turn: Turn) -> Call:
+    def ask(self, turn: Turn) -> BenchRequest:
         self._num_tokens += turn.num_tokens
-        return Call(self._prompt(turn), self._num_tokens, turn.max_tokens)
+        return BenchRequest(self._prompt(turn), self._num_tokens, turn.max_tokens)
 
     def answered(self, reply: Reply) -> None:
         self._num_tokens += reply.num_output

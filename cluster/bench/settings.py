@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from ...workers.common.errors import ConfigError
-from .traces import Limits
+from .traces import TraceLimits
 from .workloads import Lengths
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "sharegpt", "azure", "mooncake")
@@ -41,7 +41,7 @@ class Work:
 
     name: str
     file: Path | None
-    limits: Limits
+    limits: TraceLimits
     inputs: Lengths
     outputs: Lengths
     turns: Lengths
@@ -63,7 +63,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BenchSettings:
     """`levels`: seconds, by metric; `shown`: the flags, for the JSON's readers."""
 
     target: Target
@@ -114,7 +114,7 @@ def parse_level_words(named: Sequence[str], trailing: Sequence[str]) -> list[str
     return [*words, *trailing]
 
 
-def check_output_files(settings: Settings) -> None:
+def check_output_files(settings: BenchSettings) -> None:
     """Raises ConfigError for a result that could not be kept."""
     for file in (settings.json_file, settings.plot_file):
         if file is not None and not file.absolute().parent.is_dir():

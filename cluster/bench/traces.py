@@ -30,7 +30,7 @@ _CLIENT, _SERVER = ("human", "user"), ("gpt", "chatgpt", "bard", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TraceLimits:
     """What of a file is used: its first `num` requests, gaps times `time_scale`, lengths times `length_scale` and then
     cut to `max_input` and `max_output` tokens (0: not cut)."""
 
@@ -47,7 +47,7 @@ class Limits:
         return _cut(num_tokens * self.length_scale, self.max_output)
 
 
-def azure_sessions(path: Path, limits: Limits, source: TextSource, rng: np.random.Generator) -> list[Session]:
+def azure_sessions(path: Path, limits: TraceLimits, source: TextSource, rng: np.random.Generator) -> list[Session]:
     """Raises WorkloadError."""
     sessions: list[Session] = []
     first: datetime | None = None
@@ -63,7 +63,7 @@ def azure_sessions(path: Path, limits: Limits, source: TextSource, rng: np.rando
     return _some(sessions, path)
 
 
-def mooncake_sessions(path: Path, limits: Limits, source: TextSource, seed: int) -> list[Session]:
+def mooncake_sessions(path: Path, limits: TraceLimits, source: TextSource, seed: int) -> list[Session]:
     """Raises WorkloadError."""
     # A scaled trace keeps its sharing: blocks shrink as prompts do.
     blocks = _Blocks(max(1, round(BLOCK_TOKENS * limits.length_scale)), source, seed)
@@ -77,7 +77,7 @@ def mooncake_sessions(path: Path, limits: Limits, source: TextSource, seed: int)
     return _some(sessions, path)
 
 
-def sharegpt_sessions(path: Path, limits: Limits, tokenizer: Tokenizer) -> list[Session]:
+def sharegpt_sessions(path: Path, limits: TraceLimits, tokenizer: Tokenizer) -> list[Session]:
     """What the clients said, and answers as long as the recorded ones; the conversation itself is had with the server.
     A conversation ends where it would exceed `max_input`. Raises WorkloadError."""
     try:
@@ -153,7 +153,7 @@ def _said(conversation: object, where: str) -> list[tuple[str, str]]:
     return said
 
 
-def _turns(said: list[tuple[str, str]], limits: Limits, tokenizer: Tokenizer) -> tuple[Turn, ...]:
+def _turns(said: list[tuple[str, str]], limits: TraceLimits, tokenizer: Tokenizer) -> tuple[Turn, ...]:
     """Of each client's message that an answer follows."""
     turns: list[Turn] = []
     total = 0

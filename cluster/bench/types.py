@@ -34,7 +34,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BenchRequest:
     """One request. `num_tokens` of the prompt, as far as known: what the server says counts more."""
 
     prompt: Prompt
@@ -43,7 +43,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """`kind` is what failures are counted by: "HTTP 429 rate_limit_exceeded"."""
 
     kind: str
@@ -60,7 +60,7 @@ class Reply:
     num_input: int = 0
     num_cached: int = 0  # input tokens that the server did not compute again
     num_output: int = 0
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])  # empty where the server tells none
 

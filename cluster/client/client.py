@@ -19,7 +19,7 @@ from ...proto import inference_pb2, inference_pb2_grpc
 from ...workers.common.channel import TOKEN_KEY
 from ...workers.common.errors import DiptychError
 from ..common.grpc_errors import error_from_rpc
-from .client_request import Answer, ChatMessages, Completion, Options, Prompt, build_request
+from .client_request import ChatMessages, Completion, Options, Prompt, ResponseCollector, build_request
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_MARGIN_S = 5.0  # after the server's own deadline, whose message says more
@@ -31,13 +31,13 @@ class TextStream(Iterator[str]):
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._answer = Answer()
+        self._responses = ResponseCollector()
         self._is_closed = False
 
     def __next__(self) -> str:
         try:
             while not self._is_closed:
-                if text := self._answer.add(next(self._call)):
+                if text := self._responses.add(next(self._call)):
                     return text
         except grpc.RpcError as e:
             raise _typed(e) from e
@@ -56,7 +56,7 @@ class TextStream(Iterator[str]):
 
     @property
     def completion(self) -> Completion:
-        return self._answer.completion
+        return self._responses.completion
 
 
 class AsyncTextStream(AsyncIterator[str]):
@@ -64,7 +64,7 @@ class AsyncTextStream(AsyncIterator[str]):
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._answer = Answer()
+        self._responses = ResponseCollector()
         self._is_closed = False
 
     async def __anext__(self) -> str:
@@ -73,7 +73,7 @@ class AsyncTextStream(AsyncIterator[str]):
                 response = await self._call.read()
                 if response is grpc.aio.EOF:
                     break
-                if text := self._answer.add(response):
+                if text := self._responses.add(response):
                     return text
         except grpc.RpcError as e:
             raise _typed(e) from e
@@ -92,7 +92,7 @@ class AsyncTextStream(AsyncIterator[str]):
 
     @property
     def completion(self) -> Completion:
-        return self._answer.completion
+        return self._responses.completion
 
 
 class Client:

@@ -47,7 +47,7 @@ class Completion:
     timings: inference_pb2.Timings | None  # where the time went
 
 
-class Answer:
+class ResponseCollector:
     """Gathers a call's messages."""
 
     def __init__(self) -> None:

@@ -14,9 +14,9 @@ from typing import TypeVar
 from ...workers.common.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from ...workers.common.request import Request, SamplingParams
 from ...workers.core.runner import ModelInfo
-from ..routing.generation import MIN_LARGE_SIZE, Completion, Generation, TokenSource
+from ..routing.generation import MIN_LARGE_SIZE, Generation, TextCompletion, TokenSource
 from ..tokens.prompt_encoder import MAX_INLINE_CHARS, ProcessLimits, PromptEncoder
-from ..tokens.prompt_encoding import Chat, Encoded, Prompt, encode_text
+from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_text
 from ..tokens.stop_strings import StopStrings, StopTable
 from ..tokens.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Limits of one call, and of the bodies and answers that are held for all calls."""
 
     max_sequences: int = 128  # completions, over all its prompts
@@ -89,10 +89,10 @@ class TimeLeft:
 
 
 class FrontDoor:
-    def __init__(self, source: TokenSource, tokenizer: Tokenizer, limits: Limits | None = None) -> None:
+    def __init__(self, source: TokenSource, tokenizer: Tokenizer, limits: RequestLimits | None = None) -> None:
         self.source = source
         self.tokenizer = tokenizer
-        self.limits = limits or Limits()
+        self.limits = limits or RequestLimits()
         self.encoder = PromptEncoder(tokenizer, self.limits.process)
 
     async def open(self) -> None:
@@ -121,7 +121,7 @@ class FrontDoor:
         if left_s < asked_s:
             spec = replace(spec, timeout_s=left_s)
         stops = StopTable(spec.stop)
-        completions: list[Completion] = []
+        completions: list[TextCompletion] = []
         num_logprobs = 0  # of prompts
         for token_ids in prompts:
             # A seed that we draw is drawn for each prompt, so that a prompt sent twice is answered twice.
@@ -137,7 +137,9 @@ class FrontDoor:
                 elif request.sampling.prompt_logprobs is not None:  # the first one's are its siblings', too
                     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
                 detokenizer = self.tokenizer.detokenizer(token_ids)
-                completion = Completion(index, request, detokenizer, StopStrings(stops), prompt_only=spec.prompt_only)
+                completion = TextCompletion(
+                    index, request, detokenizer, StopStrings(stops), prompt_only=spec.prompt_only
+                )
                 completions.append(completion)
             if completions[-1].request.size >= MIN_LARGE_SIZE:
                 await asyncio.sleep(0)  # for others: to check it took a while
@@ -183,7 +185,7 @@ class FrontDoor:
                 return prompt
             case Encoded():
                 return prompt.token_ids
-            case Chat():
+            case ChatPrompt():
                 return await left.spend(self.encoder.encode_chat(prompt, most))
             case str() if len(prompt) <= MAX_INLINE_CHARS:
                 return encode_text(self.tokenizer, prompt, most)

@@ -14,10 +14,10 @@ from ..common.config import RouterConfig
 from ..common.deployment import Deployment
 from ..common.handles import RouterStarted
 from ..front.connection_limits import ConnectionLimits
-from ..front.front_door import FrontDoor, Limits
+from ..front.front_door import FrontDoor, RequestLimits
 from ..front.grpc.api import InferenceServer
 from ..front.http.api import make_app
-from ..front.http.edge import Access
+from ..front.http.edge import AccessPolicy
 from ..front.http.metrics import HttpMetrics
 from ..front.http.server import bind, serve_http
 from ..routing.fleet import WorkerInfo
@@ -57,7 +57,7 @@ class RouterProcess:
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
-        limits = Limits(
+        limits = RequestLimits(
             max_timeout_s=settings.request_timeout_s, strict=settings.strict, body_timeout_s=settings.body_timeout_s
         )
         self._door = door = FrontDoor(self._router, tokenizer, limits)
@@ -69,7 +69,7 @@ class RouterProcess:
         await self._router.start()
         grpc_port = await self._grpc.start(settings.host, settings.grpc_port)
         metrics = HttpMetrics()
-        app = make_app(door, Access(settings.api_key, settings.metrics_key, settings.cors_origins), metrics)
+        app = make_app(door, AccessPolicy(settings.api_key, settings.metrics_key, settings.cors_origins), metrics)
         tls = settings.http_tls
         self._http = asyncio.create_task(
             serve_http(app, sock, self._stop, grace_s=GRACE_S, tls=tls, limits=bounds, metrics=metrics)

@@ -1,8 +1,8 @@
 """The seam between the front door and the router, and what stands right above it: tokens become text.
 
-    TokenSource   the router: token deltas come up, requests and aborts go down
-    Completion    one request's tokens -> text: detokenised, cut at stop strings. Pure
-    Generation    all completions that one call asked for, merged as they come
+    TokenSource     the router: token deltas come up, requests and aborts go down
+    TextCompletion  one request's tokens -> text: detokenised, cut at stop strings. Pure
+    Generation      all completions that one call asked for, merged as they come
 
 The front door owns everything above the seam (text, ids, seeds, stop strings, n completions, usage), the router
 everything below (workers, routes, resumption). This file knows neither HTTP nor gRPC.
@@ -113,7 +113,7 @@ class Usage:
     cached_tokens: int
 
 
-class Completion:
+class TextCompletion:
     """Turns one request's tokens into text."""
 
     def __init__(
@@ -194,7 +194,7 @@ class Generation:
         self,
         source: TokenSource,
         request_id: str,
-        completions: Sequence[Completion],
+        completions: Sequence[TextCompletion],
         n: int,
         asked_s: float | None = None,
     ) -> None:
@@ -254,7 +254,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _alone(self, completion: Completion) -> AsyncGenerator[list[TextDelta], None]:
+    async def _alone(self, completion: TextCompletion) -> AsyncGenerator[list[TextDelta], None]:
         """The same of a single completion, without a task beside the caller's."""
         try:
             async with (
@@ -275,7 +275,7 @@ class Generation:
                 raise
             raise _given_up() from e
 
-    async def _receive(self, completion: Completion, news: "_News") -> None:
+    async def _receive(self, completion: TextCompletion, news: "_News") -> None:
         async with aclosing(self._source.stream(completion.request)) as deltas:
             async for delta in deltas:
                 text = completion.push(delta)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from ...workers.common.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, from_wire
-from .prompt_encoding import Chat, Encoded
+from .prompt_encoding import ChatPrompt, Encoded
 from .prompt_frames import BODY, CHAT, SIZES, TEXT, Head, to_frame
 from .tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ class PromptEncoder:
         _, [prompt] = await self._ask({"kind": TEXT}, text.encode(errors="replace"), max_context_tokens)
         return prompt.token_ids
 
-    async def encode_chat(self, chat: Chat, max_context_tokens: int) -> tuple[int, ...]:
+    async def encode_chat(self, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:
         """Raises InvalidRequest, PromptTooLong, Overloaded."""
         body = json.dumps({field.name: getattr(chat, field.name) for field in fields(chat)}).encode()
         _, [prompt] = await self._ask({"kind": CHAT}, body, max_context_tokens)

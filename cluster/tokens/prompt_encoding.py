@@ -13,7 +13,7 @@ MAX_MESSAGES = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatPrompt:
     messages: Sequence[Message]
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tools: Sequence[Mapping[str, object]] = ()  # that the template shows to the model
@@ -27,7 +27,7 @@ class Encoded:
     text: str | None = None  # that they were made of, where the answer repeats it
 
 
-Prompt = str | tuple[int, ...] | Chat | Encoded
+Prompt = str | tuple[int, ...] | ChatPrompt | Encoded
 
 
 def check_num_messages(num: int) -> None:
@@ -51,7 +51,7 @@ def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, spe
     return tokenizer.encode(text, special=special)
 
 
-def encode_chat(tokenizer: Tokenizer, chat: Chat, max_context_tokens: int) -> tuple[int, ...]:
+def encode_chat(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:
     """Render and encode. Raises InvalidRequest, PromptTooLong."""
     check_num_messages(len(chat.messages))
     most = max_context_tokens * tokenizer.max_token_chars

@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 
-from diptych.cluster.front.front_door import Limits
+from diptych.cluster.front.front_door import RequestLimits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
@@ -124,7 +124,7 @@ def test_no_body_keeps_the_event_loop(router: Routed, name: str) -> None:
     assert router.worst_loop_s() < MAX_LOOP_S
 
 
-MESSAGE_BYTES = Limits().max_message_bytes - 256  # nearly all that is allowed
+MESSAGE_BYTES = RequestLimits().max_message_bytes - 256  # nearly all that is allowed
 MESSAGES = [pb.ChatMessage(role="u")] * (MESSAGE_BYTES // 5)
 BIASES = dict.fromkeys(range(MESSAGE_BYTES // 12), 1.0)
 LONG: dict[str, tuple[pb.GenerateRequest, str]] = {

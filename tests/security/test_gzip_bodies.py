@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.cluster.front.front_door import Limits
+from diptych.cluster.front.front_door import RequestLimits
 
 from ..support.front import Echo, Served, served
 
@@ -21,7 +21,7 @@ BODY = json.dumps({"prompt": "abc"}).encode()
 
 @pytest.fixture(scope="module")
 def server() -> Generator[Served]:
-    with served(Echo(laps=1), limits=Limits(max_body_bytes=MAX_BYTES)) as it:
+    with served(Echo(laps=1), limits=RequestLimits(max_body_bytes=MAX_BYTES)) as it:
         yield it
 
 

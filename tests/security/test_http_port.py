@@ -14,7 +14,7 @@ import pytest
 
 from diptych.cluster.common.config import TlsConfig
 from diptych.cluster.front.connection_limits import ConnectionLimits
-from diptych.cluster.front.front_door import Limits
+from diptych.cluster.front.front_door import RequestLimits
 from diptych.cluster.front.http.listener import origin_of
 
 from ..support.front import Echo, Served, served
@@ -156,7 +156,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_unread(server: Served) -> N
 
 
 def test_a_body_that_drips_is_answered_408() -> None:
-    with served(Echo(), limits=Limits(body_timeout_s=0.3)) as server, dialled(server) as sock:
+    with served(Echo(), limits=RequestLimits(body_timeout_s=0.3)) as server, dialled(server) as sock:
         sock.sendall(START + b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{")
         assert status(sock) == 408
 

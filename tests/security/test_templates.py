@@ -13,13 +13,13 @@ import httpx
 import psutil
 import pytest
 
-from diptych.cluster.front.front_door import Limits
+from diptych.cluster.front.front_door import RequestLimits
 from diptych.cluster.tokens.chat_template import SPECIAL_TOKENS
 from diptych.cluster.tokens.prompt_encoder import ProcessLimits
 
 from ..support.front import CONTEXT, TEMPLATE, Echo, Served, served
 
-LIMITS = Limits(process=ProcessLimits(cpu_s=0.5, wall_factor=40, max_memory_bytes=128 << 20))
+LIMITS = RequestLimits(process=ProcessLimits(cpu_s=0.5, wall_factor=40, max_memory_bytes=128 << 20))
 MIB = 1 << 20
 
 
@@ -103,7 +103,7 @@ def test_a_large_option_is_not_multiplied_into_a_larger_text() -> None:
 
 def test_the_event_loop_runs_on_while_a_template_does_not_end() -> None:
     template = SWITCHED.replace("HOSTILE", NESTED)
-    limits = Limits(process=ProcessLimits(cpu_s=3600, wall_factor=1))
+    limits = RequestLimits(process=ProcessLimits(cpu_s=3600, wall_factor=1))
     with served(Echo(laps=1), limits=limits, template=template) as server:
         assert chat(server).status_code == 200
         [pid] = children()
@@ -120,7 +120,7 @@ def test_the_event_loop_runs_on_while_a_template_does_not_end() -> None:
 
 
 def test_a_template_ends_by_its_processor_time_however_long_it_might_wait() -> None:
-    limits = Limits(process=ProcessLimits(cpu_s=0.5, wall_factor=100_000))
+    limits = RequestLimits(process=ProcessLimits(cpu_s=0.5, wall_factor=100_000))
     with served(Echo(laps=1), limits=limits, template=SWITCHED.replace("HOSTILE", NESTED)) as server:
         assert chat(server, hostile=True).status_code == 400
         assert chat(server).status_code == 200
@@ -142,7 +142,7 @@ def test_a_process_that_was_ended_between_two_chats_is_started_again() -> None:
 def test_waiting_for_a_template_is_part_of_a_requests_time() -> None:
     """Of its own, and of those before it: a request ends at its deadline, and a worker has what is left of it."""
     template = SWITCHED.replace("HOSTILE", NESTED)
-    limits = Limits(process=ProcessLimits(cpu_s=3600, wall_factor=1, max_wait_s=3600))
+    limits = RequestLimits(process=ProcessLimits(cpu_s=3600, wall_factor=1, max_wait_s=3600))
     with served(Echo(laps=1), limits=limits, template=template) as server:
         for hostile in (True, False):
             options = {"chat_template_kwargs": {"hostile": hostile}, "timeout_s": 0.2}

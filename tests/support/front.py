@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from diptych.cluster.common.config import TlsConfig
 from diptych.cluster.common.timings import RequestTimings
 from diptych.cluster.front.connection_limits import ConnectionLimits
-from diptych.cluster.front.front_door import FrontDoor, Limits
+from diptych.cluster.front.front_door import FrontDoor, RequestLimits
 from diptych.cluster.front.grpc.api import InferenceServer
 from diptych.cluster.front.http.api import make_app
-from diptych.cluster.front.http.edge import Access
+from diptych.cluster.front.http.edge import AccessPolicy
 from diptych.cluster.front.http.metrics import HttpMetrics
 from diptych.cluster.front.http.server import bind, serve_http
 from diptych.cluster.routing.generation import Health, TokenDelta, TokenLogprob
@@ -169,7 +169,7 @@ def _prompt_logprobs(request: Request, num_likelier: int) -> tuple[PromptLogprob
     )
 
 
-def front_door(source: Echo, limits: Limits | None = None, template: str = TEMPLATE) -> FrontDoor:
+def front_door(source: Echo, limits: RequestLimits | None = None, template: str = TEMPLATE) -> FrontDoor:
     return FrontDoor(source, byte_tokenizer(template), limits)
 
 
@@ -197,8 +197,8 @@ def served(
     source: Echo,
     *,
     api_key: str | None = None,
-    access: Access | None = None,
-    limits: Limits | None = None,
+    access: AccessPolicy | None = None,
+    limits: RequestLimits | None = None,
     tls: TlsConfig | None = None,
     template: str = TEMPLATE,
     connections: ConnectionLimits | None = None,
@@ -216,7 +216,7 @@ def served(
         found.append(Served(source, sock.getsockname()[1], grpc_port, asyncio.get_running_loop()))
         ready.set()
         metrics = HttpMetrics()
-        app = make_app(door, access or Access(api_key), metrics)
+        app = make_app(door, access or AccessPolicy(api_key), metrics)
         await serve_http(app, sock, stop, grace_s=1, tls=tls, limits=connections, metrics=metrics)
         await grpc_server.stop(0)
         await door.close()

@@ -24,7 +24,7 @@ from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto
 from ...common.config import TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
 from ...routing.generation import Generation, TextDelta
-from ...tokens.prompt_encoding import Chat, Prompt, check_num_messages
+from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
 from ..connection_limits import ConnectionLimits
 from ..delivery import Delivery
@@ -166,7 +166,7 @@ def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> 
         return tuple(request.tokens.ids)
     if kind == "chat":
         check_num_messages(len(request.chat.messages))
-        return Chat([{"role": m.role, "content": m.content} for m in request.chat.messages])
+        return ChatPrompt([{"role": m.role, "content": m.content} for m in request.chat.messages])
     raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
 
 

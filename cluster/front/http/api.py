@@ -31,11 +31,11 @@ from ..front_door import FrontDoor, GenerationSpec
 from ..json_parts import to_json, to_small_json
 from ..openai.calls import with_prompts
 from ..openai.fields import UnknownFields, header_value
-from ..openai.format import ChatFormat, CompletionFormat, Format, check_repeated, to_event
-from ..openai.types import Body, Call, ChatBody, CompletionBody, parse
+from ..openai.format import AnswerFormat, ChatFormat, CompletionFormat, check_repeated, to_event
+from ..openai.types import Body, ChatBody, CompletionBody, ParsedRequest, parse
 from ..whole_answers import bounded, gather
 from .body import read_json
-from .edge import Access, surround
+from .edge import AccessPolicy, surround
 from .errors import EXCEPTION_HANDLERS, call_id, error_object, request_id
 from .metrics import HttpMetrics
 from .stream import EventStream, while_connected
@@ -43,7 +43,7 @@ from .stream import EventStream, while_connected
 MAX_INLINE_BYTES = 65_536  # of a body: what takes about 2 ms to read stays in the router
 
 
-def make_app(door: FrontDoor, access: Access | None = None, metrics: HttpMetrics | None = None) -> ASGIApp:
+def make_app(door: FrontDoor, access: AccessPolicy | None = None, metrics: HttpMetrics | None = None) -> ASGIApp:
     """The API as an ASGI application. `metrics`: what its port counts beside it."""
     metrics = metrics or HttpMetrics()
     api = HttpApi(door, metrics)
@@ -60,7 +60,7 @@ def make_app(door: FrontDoor, access: Access | None = None, metrics: HttpMetrics
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.router.redirect_slashes = False
-    return surround(app, access or Access(), metrics)
+    return surround(app, access or AccessPolicy(), metrics)
 
 
 class HttpApi:
@@ -116,7 +116,7 @@ class HttpApi:
     async def version(self, _: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    async def _call(self, kind: type[Body], request: Request) -> Call:
+    async def _call(self, kind: type[Body], request: Request) -> ParsedRequest:
         """Read what is asked for. Unknown fields are named in a header of whatever is answered."""
         limits = self._door.limits
         with self._bodies.share() as held:
@@ -130,7 +130,7 @@ class HttpApi:
             return call
         return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
 
-    async def _read(self, kind: type[Body], body: bytes) -> Call:
+    async def _read(self, kind: type[Body], body: bytes) -> ParsedRequest:
         if len(body) <= MAX_INLINE_BYTES:
             return parse(kind, body).call()
         self._door.source.admit(1)
@@ -141,7 +141,7 @@ class HttpApi:
         return replace(call, spec=replace(call.spec, waited_s=loop.time() - began))
 
     async def _answer(
-        self, request: Request, generation: Generation, form: Format, stream: bool
+        self, request: Request, generation: Generation, form: AnswerFormat, stream: bool
     ) -> Response | EventStream:
         if stream:
             its_id = request_id(request)
@@ -150,7 +150,7 @@ class HttpApi:
         whole = await while_connected(request.receive, self._whole(generation, form))
         return Response(whole, headers=_server_timing(generation), media_type="application/json")
 
-    async def _whole(self, generation: Generation, form: Format) -> bytes:
+    async def _whole(self, generation: Generation, form: AnswerFormat) -> bytes:
         async with aclosing(generation.batches()) as batches:
             with self._gathered.share() as held:
                 answer = await form.whole(await gather(batches, held))
@@ -181,7 +181,7 @@ class HttpApi:
         }
 
 
-async def _events(generation: Generation, form: Format) -> AsyncGenerator[str, None]:
+async def _events(generation: Generation, form: AnswerFormat) -> AsyncGenerator[str, None]:
     async with aclosing(generation.batches()) as batches:
         async for batch in batches:
             yield form.events(await form.prepare(batch) if form.tells_of_prompts else batch)

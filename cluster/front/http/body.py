@@ -37,17 +37,17 @@ async def read_json(request: Request, max_bytes: int, timeout_s: float, held: Sh
     return body.whole()
 
 
-def _body(encoding: str, max_bytes: int) -> "_Body":
+def _body(encoding: str, max_bytes: int) -> "_BodyReader":
     match encoding.strip().lower():
         case "" | "identity":
-            return _Body(max_bytes)
+            return _BodyReader(max_bytes)
         case "gzip" | "x-gzip":
-            return _GzipBody(max_bytes)
+            return _GzipBodyReader(max_bytes)
         case other:
             raise UnsupportedEncoding(f"send the body plain or as content-encoding: gzip, not {other[:100]!r}")
 
 
-class _Body:
+class _BodyReader:
     """What has come of a body."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -71,7 +71,7 @@ class _Body:
             raise _too_large(self._max_bytes)
 
 
-class _GzipBody(_Body):
+class _GzipBodyReader(_BodyReader):
     """The same, inflated. A bomb is refused once it has given more than a body may have."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -79,7 +79,7 @@ class _TooLarge(Exception):
     """Raised in a parser's callback, which ends the parsing."""
 
 
-class Connection(HttpToolsProtocol):
+class ServerConnection(HttpToolsProtocol):
     def __init__(self, config: Config, server_state: ServerState, limits: ConnectionLimits, slot: Slot) -> None:
         super().__init__(config, server_state, {CUT: self.cut})
         self.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # it is given to call_later alone

@@ -25,7 +25,7 @@ PREFLIGHT_S = 600  # how long a browser need not ask again
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AccessPolicy:
     """Who may call. `metrics_key` opens /metrics alone; without one `api_key` does. None: no key is asked for."""
 
     api_key: str | None = None
@@ -33,7 +33,7 @@ class Access:
     cors_origins: tuple[str, ...] = ()
 
 
-def surround(app: ASGIApp, access: Access, metrics: HttpMetrics) -> ASGIApp:
+def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics) -> ASGIApp:
     inner: ASGIApp = _KeyCheck(app, access)
     if access.cors_origins:
         inner = CORSMiddleware(
@@ -74,7 +74,7 @@ class _Edge:
 
 
 class _KeyCheck:
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessPolicy) -> None:
         self._app = app
         self._key = ApiKey(access.api_key)
         self._metrics_keys = [ApiKey(key) for key in (access.metrics_key, access.api_key) if key is not None]

@@ -17,7 +17,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from ..connection_limits import ConnectionLimits
-from .connection import Connection, refusal
+from .connection import ServerConnection, refusal
 from .metrics import HttpMetrics
 
 # No descriptor, or no memory for a socket: for the moment.
@@ -96,7 +96,7 @@ class Listener:
 
     async def _open(self, sock: socket.socket, slot: "_Slot") -> None:
         """Shake hands, where TLS is spoken, and let the connection live."""
-        connection = Connection(self._config, self._state, self._limits, slot)
+        connection = ServerConnection(self._config, self._state, self._limits, slot)
         loop = asyncio.get_running_loop()
         try:
             if self._config.ssl is None:
@@ -136,7 +136,7 @@ class _Slot:
     def __init__(self, listener: Listener, origin: str) -> None:
         self.origin = origin
         self.opening: asyncio.Task[None] | None = None
-        self.connection: Connection | None = None
+        self.connection: ServerConnection | None = None
         self._listener = listener
 
     def wait(self) -> None:

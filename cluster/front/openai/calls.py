@@ -10,14 +10,14 @@ from pydantic import TypeAdapter
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import check_prompt_length
-from ...tokens.prompt_encoding import Chat, Encoded, Prompt, encode_chat, encode_text
+from ...tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_chat, encode_text
 from ...tokens.tokenizer import Tokenizer
-from .types import Call, ChatBody, CompletionBody, parse
+from .types import ChatBody, CompletionBody, ParsedRequest, parse
 
 MAX_REST_BYTES = 256 << 10  # of what is asked for, without its prompts
 MAX_PROMPT_TOKENS = 1 << 20  # of one call, over all its prompts; more where the context holds more
 
-_CALL = TypeAdapter(Call)
+_CALL = TypeAdapter(ParsedRequest)
 
 
 def read_call(
@@ -48,7 +48,7 @@ def read_call(
     return rest, found
 
 
-def with_prompts(call: bytes, prompts: Sequence[Encoded]) -> Call:
+def with_prompts(call: bytes, prompts: Sequence[Encoded]) -> ParsedRequest:
     """What `read_call` has read."""
     found = _CALL.validate_json(call)
     return replace(found, spec=replace(found.spec, prompts=prompts))
@@ -58,7 +58,7 @@ def _encode(tokenizer: Tokenizer, prompt: Prompt, max_context_tokens: int) -> tu
     match prompt:
         case str():
             return encode_text(tokenizer, prompt, max_context_tokens)
-        case Chat():
+        case ChatPrompt():
             return encode_chat(tokenizer, prompt, max_context_tokens)
         case Encoded():
             return prompt.token_ids

@@ -37,7 +37,7 @@ class Include:
     prompt_logprobs: int | None = None  # with so many alternatives, in a whole answer
 
 
-class Format:
+class AnswerFormat:
     """One endpoint's answers to one call. `kind` and `chunk_kind` are OpenAI's names of the objects."""
 
     kind: str
@@ -148,7 +148,7 @@ class Format:
         return found
 
 
-class CompletionFormat(Format):
+class CompletionFormat(AnswerFormat):
     """/v1/completions. `echo`: what each choice's text begins with (none: no echo); its `logprobs` begin with those of
     the prompt then, which the first of a prompt's choices has for all of them."""
 
@@ -211,7 +211,7 @@ class CompletionFormat(Format):
         return {name: prompt[name] + Written.of(column) for name, column in own.items()}
 
 
-class ChatFormat(Format):
+class ChatFormat(AnswerFormat):
     """/v1/chat/completions."""
 
     kind = "chat.completion"

@@ -23,7 +23,7 @@ _TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusa
 _EMPTY = ("", [], {})
 
 
-class _Part(BaseModel):
+class _MessagePart(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     @property
@@ -31,14 +31,14 @@ class _Part(BaseModel):
         return self.model_extra or {}
 
 
-class FunctionDefinition(_Part):
+class FunctionDefinition(_MessagePart):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(_MessagePart):
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
@@ -49,12 +49,12 @@ class Tool(_Part):
         return {"type": self.type, "function": {k: v for k, v in function.items() if v is not None}}
 
 
-class FunctionCall(_Part):
+class FunctionCall(_MessagePart):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(_Part):
+class ToolCall(_MessagePart):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -74,7 +74,7 @@ class ToolCall(_Part):
         return given_id | {"type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
-class ChatMessage(_Part):
+class ChatMessage(_MessagePart):
     role: str
     content: str | Many[dict[str, Any]] | None = None
     name: str | None = None

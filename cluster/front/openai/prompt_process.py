@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from ....workers.common.errors import DiptychError, InternalError, InvalidRequest
 from ....workers.common.parent_process import end_with_parent
-from ...tokens.prompt_encoding import Chat, Encoded, encode_chat, encode_text
+from ...tokens.prompt_encoding import ChatPrompt, Encoded, encode_chat, encode_text
 from ...tokens.prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
 from ...tokens.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     most = task["max_context_tokens"]
     kind = task["kind"]
     if kind == CHAT:
-        return _of_prompts([Encoded(encode_chat(tokenizer, Chat(**json.loads(body)), most))])
+        return _of_prompts([Encoded(encode_chat(tokenizer, ChatPrompt(**json.loads(body)), most))])
     if kind == TEXT:
         return _of_prompts([Encoded(encode_text(tokenizer, body.decode(), most))])
     assert kind == BODY

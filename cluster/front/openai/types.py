@@ -1,4 +1,4 @@
-"""OpenAI's request bodies: JSON -> Call.
+"""OpenAI's request bodies: JSON -> ParsedRequest.
 
 Fields that are not read here follow the rule of fields.py. vLLM's extra sampling parameters are understood.
 Every error is an InvalidRequest whose `param` names the field.
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, NO_BIAS, SamplingParams
-from ...tokens.prompt_encoding import Chat, Prompt
+from ...tokens.prompt_encoding import ChatPrompt, Prompt
 from ..front_door import GenerationSpec
 from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
 from .format import Include
@@ -42,7 +42,7 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedRequest:
     """One request as it was understood."""
 
     spec: GenerationSpec
@@ -65,7 +65,7 @@ class ResponseFormat(BaseModel):
     type: str
 
 
-class _Body(BaseModel):
+class _RequestBody(BaseModel):
     """What both endpoints take. None: not given."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
@@ -145,7 +145,7 @@ class _Body(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class CompletionBody(_Body):
+class CompletionBody(_RequestBody):
     """POST /v1/completions."""
 
     prompt: str | Many[int] | Many[str] | Many[Many[int]]
@@ -167,11 +167,11 @@ class CompletionBody(_Body):
             return (_token_ids(self.prompt),)
         return [entry if isinstance(entry, str) else _token_ids(entry) for entry in self.prompt]
 
-    def call(self) -> Call:
+    def call(self) -> ParsedRequest:
         """Raises InvalidRequest."""
         fields = FieldCheck()
         self.check(fields)
-        return Call(self._spec(), self.include, bool(self.stream), bool(self.echo), fields.unknown)
+        return ParsedRequest(self._spec(), self.include, bool(self.stream), bool(self.echo), fields.unknown)
 
     def _spec(self) -> GenerationSpec:
         echoed = self.logprobs if self.echo else None
@@ -191,7 +191,7 @@ class CompletionBody(_Body):
         )
 
 
-class ChatBody(_Body):
+class ChatBody(_RequestBody):
     """POST /v1/chat/completions."""
 
     messages: Many[ChatMessage]
@@ -217,17 +217,17 @@ class ChatBody(_Body):
                 param="tools",
             )
 
-    def call(self) -> Call:
+    def call(self) -> ParsedRequest:
         """Raises InvalidRequest."""
         fields = FieldCheck()
         self.check(fields)
-        return Call(self._spec(fields), self.include, bool(self.stream), echo=False, unknown=fields.unknown)
+        return ParsedRequest(self._spec(fields), self.include, bool(self.stream), echo=False, unknown=fields.unknown)
 
     def _spec(self, fields: FieldCheck) -> GenerationSpec:
         messages = [message.plain(f"messages[{i}]", fields) for i, message in enumerate(self.messages)]
         tools = [tool.plain(f"tools[{i}]", fields) for i, tool in enumerate(self.tools or ())]
         return GenerationSpec(
-            prompts=(Chat(messages, self._template_options(), tools),),
+            prompts=(ChatPrompt(messages, self._template_options(), tools),),
             sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs),
             n=1 if self.n is None else self.n,
             stop=self.stops(),
@@ -249,7 +249,7 @@ class ChatBody(_Body):
 
 _STREAM_OPTIONS = Known(tuple(StreamOptions.model_fields), {"include_obfuscation": (False,)})
 _RESPONSE_FORMAT = Known(tuple(ResponseFormat.model_fields), {"json_schema": ()})
-_KNOWN: Mapping[type[_Body], Known] = {
+_KNOWN: Mapping[type[_RequestBody], Known] = {
     CompletionBody: Known(tuple(CompletionBody.model_fields), {**NOT_SERVED, "add_special_tokens": (True,)}, NO_EFFECT),
     ChatBody: Known(
         tuple(ChatBody.model_fields), {**NOT_SERVED, "add_special_tokens": (False,), "echo": (False,)}, NO_EFFECT

@@ -10,11 +10,11 @@ import pytest
 
 from diptych.cluster.bench.http import HttpClient
 from diptych.cluster.bench.openai import Asking, EventReader, OpenAIEndpoint
-from diptych.cluster.bench.types import Call, Reply
+from diptych.cluster.bench.types import BenchRequest, Reply
 from diptych.workers.common.errors import DiptychError, Unauthenticated, Unavailable, UnknownModel
 
 ASKING = Asking("m", False, 30.0, {"temperature": 0})
-CALL = Call([1, 2, 3], 3, 8)
+CALL = BenchRequest([1, 2, 3], 3, 8)
 
 
 def event(**fields: object) -> bytes:

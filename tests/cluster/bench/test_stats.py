@@ -7,14 +7,14 @@ import pytest
 from diptych.cluster.bench.plot import draw, ticks
 from diptych.cluster.bench.report import Result, to_json
 from diptych.cluster.bench.stats import Spread, Summary, max_concurrent, parse_levels, summarise
-from diptych.cluster.bench.types import Failure, Reply
+from diptych.cluster.bench.types import Reply, RequestFailure
 from diptych.workers.common.errors import ConfigError
 
 # Sent at 10: a token event at 10.1, 10.2, 10.5 and the end there; five tokens in three events.
 STEADY = Reply(10.0, [10.1, 10.2, 10.5], 10.5, num_input=100, num_cached=64, num_output=5)
 # One token, at 10.9.
 SINGLE = Reply(10.4, [10.9], 10.9, num_input=10, num_output=1)
-BROKEN = Reply(10.1, [10.2], 10.6, num_input=7, num_output=3, failure=Failure("HTTP 500", "it broke"))
+BROKEN = Reply(10.1, [10.2], 10.6, num_input=7, num_output=3, failure=RequestFailure("HTTP 500", "it broke"))
 REPLIES = [STEADY, SINGLE, BROKEN]
 
 

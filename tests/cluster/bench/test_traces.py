@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diptych.cluster.bench.text import TokenText
-from diptych.cluster.bench.traces import Limits, azure_sessions, mooncake_sessions, sharegpt_sessions
+from diptych.cluster.bench.traces import TraceLimits, azure_sessions, mooncake_sessions, sharegpt_sessions
 from diptych.cluster.bench.types import Session
 from diptych.workers.common.errors import WorkloadError
 
@@ -22,7 +22,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 SOURCE = TokenText(500)
 
 
-def azure(path: Path, limits: Limits) -> list[Session]:
+def azure(path: Path, limits: TraceLimits) -> list[Session]:
     return azure_sessions(path, limits, SOURCE, np.random.default_rng(0))
 
 
@@ -33,10 +33,10 @@ def shape(sessions: list[Session]) -> list[tuple[float | None, int, int]]:
 def test_azure(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(AZURE)
-    sessions = azure(path, Limits(10))
+    sessions = azure(path, TraceLimits(10))
     assert shape(sessions) == [(0.0, 374, 44), (4.0, 396, 109), (4.5, 8, 55)]
     assert [len(s.turns[0].text) for s in sessions] == [374, 396, 8]
-    limits = Limits(2, time_scale=0.5, length_scale=0.25, max_input=95, max_output=20)
+    limits = TraceLimits(2, time_scale=0.5, length_scale=0.25, max_input=95, max_output=20)
     assert shape(azure(path, limits)) == [(0.0, 94, 11), (2.0, 95, 20)]
 
 
@@ -57,25 +57,25 @@ def test_bad_lines_of_azure(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(f"{AZURE}{line}\n")
     with pytest.raises(WorkloadError, match=message):
-        azure(path, Limits(10))
-    assert len(azure(path, Limits(3))) == 3, "what is not used is not read"
+        azure(path, TraceLimits(10))
+    assert len(azure(path, TraceLimits(3))) == 3, "what is not used is not read"
 
 
 def test_files_that_are_no_traces(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     with pytest.raises(WorkloadError, match=r"cannot read .*trace\.csv: No such file"):
-        azure(path, Limits(1))
+        azure(path, TraceLimits(1))
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(WorkloadError, match="it is not CSV text"):
-        azure(path, Limits(1))
+        azure(path, TraceLimits(1))
     with pytest.raises(WorkloadError, match="it is not UTF-8 text"):
-        mooncake_sessions(path, Limits(1), SOURCE, 0)
+        mooncake_sessions(path, TraceLimits(1), SOURCE, 0)
     path.write_text("a,b\n")
     with pytest.raises(WorkloadError, match="line 1: the columns must be TIMESTAMP"):
-        azure(path, Limits(1))
+        azure(path, TraceLimits(1))
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     with pytest.raises(WorkloadError, match="holds nothing to send"):
-        azure(path, Limits(1))
+        azure(path, TraceLimits(1))
 
 
 def mooncake_line(**changes: object) -> str:
@@ -91,23 +91,23 @@ def test_mooncake_blocks_of_one_hash_hold_the_same_tokens(tmp_path: Path) -> Non
         mooncake_line(timestamp=5000.0, input_length=1024, hash_ids=[0, 3]),
     ]
     path.write_text("\n".join(lines))
-    sessions = mooncake_sessions(path, Limits(10, time_scale=2.0), SOURCE, 7)
+    sessions = mooncake_sessions(path, TraceLimits(10, time_scale=2.0), SOURCE, 7)
     assert shape(sessions) == [(0.0, 600, 5), (1.0, 1100, 5), (4.0, 1024, 5)]
     first, second, third = (list(s.turns[0].text) for s in sessions)
     assert [len(p) for p in (first, second, third)] == [600, 1100, 1024]
     assert second[:600] == first
     assert third[:512] == first[:512]
     assert third[512:600] != first[512:]
-    again = mooncake_sessions(path, Limits(10), SOURCE, 7)
+    again = mooncake_sessions(path, TraceLimits(10), SOURCE, 7)
     assert [list(s.turns[0].text) for s in again] == [first, second, third]
-    other = mooncake_sessions(path, Limits(10), SOURCE, 8)
+    other = mooncake_sessions(path, TraceLimits(10), SOURCE, 8)
     assert list(other[0].turns[0].text) != first
 
 
 def test_a_scaled_mooncake_trace_keeps_its_sharing(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{mooncake_line()}\n{mooncake_line(input_length=1024, hash_ids=[0, 9])}\n")
-    first, second = mooncake_sessions(path, Limits(10, length_scale=0.125, max_input=120), SOURCE, 0)
+    first, second = mooncake_sessions(path, TraceLimits(10, length_scale=0.125, max_input=120), SOURCE, 0)
     assert (first.turns[0].num_tokens, second.turns[0].num_tokens) == (75, 120)
     assert list(first.turns[0].text)[:64] == list(second.turns[0].text)[:64]
     assert list(first.turns[0].text)[64:] != list(second.turns[0].text)[64:75]
@@ -130,7 +130,7 @@ def test_bad_lines_of_mooncake(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{mooncake_line()}\n{line}\n")
     with pytest.raises(WorkloadError, match=message):
-        mooncake_sessions(path, Limits(10), SOURCE, 0)
+        mooncake_sessions(path, TraceLimits(10), SOURCE, 0)
 
 
 def conversation(*said: tuple[str, str]) -> dict[str, Any]:
@@ -146,10 +146,10 @@ def test_sharegpt(tmp_path: Path) -> None:
         conversation(("system", "be kind"), ("user", "hi"), ("assistant", "ho")),
     ]
     path.write_text(json.dumps(chats))
-    first, second = sharegpt_sessions(path, Limits(10, max_output=7), byte_tokenizer())
+    first, second = sharegpt_sessions(path, TraceLimits(10, max_output=7), byte_tokenizer())
     assert [(t.text, t.num_tokens, t.max_tokens) for t in first.turns] == [("hello", 5, 7), ("and?", 4, 2)]
     assert [t.text for t in second.turns] == ["hi"]
-    [short] = sharegpt_sessions(path, Limits(1, max_input=16), byte_tokenizer())
+    [short] = sharegpt_sessions(path, TraceLimits(1, max_input=16), byte_tokenizer())
     assert [t.text for t in short.turns] == ["hello"]
 
 
@@ -167,4 +167,4 @@ def test_bad_conversations(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "chats.json"
     path.write_text(text)
     with pytest.raises(WorkloadError, match=message):
-        sharegpt_sessions(path, Limits(10), byte_tokenizer())
+        sharegpt_sessions(path, TraceLimits(10), byte_tokenizer())

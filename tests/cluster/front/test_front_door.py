@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from diptych.cluster.front.front_door import GenerationSpec, Limits, choice_seed
+from diptych.cluster.front.front_door import GenerationSpec, RequestLimits, choice_seed
 from diptych.cluster.routing.generation import Generation
-from diptych.cluster.tokens.prompt_encoding import Chat
+from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.workers.common.errors import InvalidRequest, Overloaded, PromptTooLong, Unavailable, UnknownModel
 from diptych.workers.common.request import SamplingParams
 
 from ...support.front import CONTEXT, Echo, front_door
 
 
-def start(source: Echo | None = None, limits: Limits | None = None, **spec: Any) -> Generation:
+def start(source: Echo | None = None, limits: RequestLimits | None = None, **spec: Any) -> Generation:
     given = {"prompts": ("hello",), "sampling": SamplingParams()} | spec
 
     async def main() -> Generation:
@@ -68,7 +68,7 @@ def test_drawn_seeds_differ_between_prompts_and_calls() -> None:
 
 
 def test_a_conversation_is_rendered_and_gets_no_special_tokens_twice() -> None:
-    request = start(prompts=(Chat([{"role": "user", "content": "hi"}]),)).completions[0].request
+    request = start(prompts=(ChatPrompt([{"role": "user", "content": "hi"}]),)).completions[0].request
     assert request.prompt_token_ids == (258, *b"hi", 256, 259)
 
 
@@ -82,7 +82,7 @@ def test_a_conversation_is_rendered_and_gets_no_special_tokens_twice() -> None:
         ({"prompts": ()}, "prompt", "empty"),
         ({"prompts": ("",)}, "prompt", "empty"),
         ({"prompts": ((),)}, "prompt", "empty"),
-        ({"prompts": (Chat([]),)}, "messages", "empty"),
+        ({"prompts": (ChatPrompt([]),)}, "messages", "empty"),
         ({"prompts": ((1, 260),)}, "prompt", "token id 260 is outside"),
         ({"stop": ("x",) * 17}, "stop", "at most 16"),
         ({"stop": ("",)}, "stop", "1 to 1024"),

@@ -10,8 +10,8 @@ import pytest
 from diptych.cluster.common.timings import RequestTimings
 from diptych.cluster.routing.generation import (
     MAX_UNREAD_DELTAS,
-    Completion,
     Generation,
+    TextCompletion,
     TextDelta,
     TokenDelta,
     TokenLogprob,
@@ -34,9 +34,9 @@ TOKENIZER = byte_tokenizer()
 
 def completion(
     prompt: str = "abc", *, index: int = 0, stop: tuple[str, ...] = (), timeout_s: float = 60, **sampling: int
-) -> Completion:
+) -> TextCompletion:
     request = Request(f"r-{index}", tuple(prompt.encode()), SamplingParams(**{"max_tokens": 6} | sampling), timeout_s)
-    return Completion(index, request, TOKENIZER.detokenizer(), StopStrings(StopTable(stop)))
+    return TextCompletion(index, request, TOKENIZER.detokenizer(), StopStrings(StopTable(stop)))
 
 
 def delta(text: str, finish: FinishReason | None = None, extra: tuple[int, ...] = ()) -> TokenDelta:
@@ -125,7 +125,7 @@ def test_merges_choices_and_counts_usage() -> None:
 
 def test_a_stop_string_closes_the_token_stream_and_leaves_the_others() -> None:
     source = Echo()
-    stopped = Completion(0, completion("abc").request, TOKENIZER.detokenizer(), StopStrings(StopTable(["c"])))
+    stopped = TextCompletion(0, completion("abc").request, TOKENIZER.detokenizer(), StopStrings(StopTable(["c"])))
     got = asyncio.run(read(Generation(source, "r", [stopped, completion("xyz", index=1)], n=1)))
     assert "".join(d.text for d in got if d.index == 0) == "ab"
     assert "".join(d.text for d in got if d.index == 1) == "xyzxyz"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.routing.generation import Completion, Generation, TokenDelta
+from diptych.cluster.routing.generation import Generation, TextCompletion, TokenDelta
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.cluster.tokens.stop_strings import StopStrings, StopTable
@@ -361,7 +361,7 @@ def test_the_slot_of_an_answer_that_is_not_read_is_free_at_its_deadline() -> Non
         config = replace(CONFIG, max_in_flight=1)
         async with scripted("mixed") as (worker,), routing(worker, config=config) as router:
             tokenizer = byte_tokenizer()
-            completion = Completion(
+            completion = TextCompletion(
                 0,
                 request(timeout_s=0.2),
                 tokenizer.detokenizer(),

@@ -5,14 +5,14 @@ import asyncio
 import psutil
 
 from diptych.cluster.tokens.prompt_encoder import ProcessLimits, PromptEncoder
-from diptych.cluster.tokens.prompt_encoding import Chat
+from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.workers.common.errors import Unavailable
 
 from ...support.front import CONTEXT, byte_tokenizer
 
 LOOP = "{% for i in range(99999) %}"
 ENDLESS = LOOP * 3 + "{% endfor %}" * 3
-CHAT = Chat([{"role": "user", "content": "hi"}])
+CHAT = ChatPrompt([{"role": "user", "content": "hi"}])
 
 
 def test_no_process_starts_for_a_chat_that_waits_while_the_encoder_is_closed() -> None:

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.cluster.front.http.edge import Access
+from diptych.cluster.front.http.edge import AccessPolicy
 
 from ....support.front import Echo, Served, served
 
@@ -17,7 +17,7 @@ PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-he
 
 @pytest.fixture
 def guarded() -> Generator[Served]:
-    with served(Echo(laps=1), access=Access(KEY, METRICS_KEY, (PAGE,))) as server:
+    with served(Echo(laps=1), access=AccessPolicy(KEY, METRICS_KEY, (PAGE,))) as server:
         yield server
 
 
@@ -64,7 +64,7 @@ def test_the_key_of_metrics_opens_nothing_else(guarded: Served) -> None:
 
 
 def test_metrics_may_have_a_key_where_nothing_else_has_one() -> None:
-    with served(Echo(), access=Access(metrics_key=METRICS_KEY)) as server:
+    with served(Echo(), access=AccessPolicy(metrics_key=METRICS_KEY)) as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 200
         assert httpx.get(f"{server.url}/metrics").status_code == 401
         assert status(server, "/metrics", METRICS_KEY) == 200

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diptych.cluster.front.front_door import Limits
+from diptych.cluster.front.front_door import RequestLimits
 from diptych.workers.common.errors import DeadlineExceeded, DiptychError, Overloaded, Unavailable, WorkerLost
 
 from ....support.front import CONTEXT, Echo, Served, served
@@ -96,7 +96,7 @@ def test_a_wrong_content_type(server: Served, content_type: str) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_too_large(chunked: bool) -> None:
-    with served(Echo(), limits=Limits(max_body_bytes=1000)) as server:
+    with served(Echo(), limits=RequestLimits(max_body_bytes=1000)) as server:
         body = json.dumps({"prompt": "x" * 2000}).encode()
         content = (body[i : i + 100] for i in range(0, len(body), 100)) if chunked else body
         headers = {"content-type": "application/json; charset=utf-8"}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.cluster.front.openai.types import ChatBody, CompletionBody, parse
-from diptych.cluster.tokens.prompt_encoding import Chat
+from diptych.cluster.tokens.prompt_encoding import ChatPrompt
 from diptych.workers.common.errors import InvalidRequest
 from diptych.workers.common.request import SamplingParams
 
@@ -89,7 +89,7 @@ def test_messages() -> None:
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
     ]
     (prompt,) = chat(messages=messages, chat_template_kwargs={"enable_thinking": False}).call().spec.prompts
-    assert isinstance(prompt, Chat)
+    assert isinstance(prompt, ChatPrompt)
     assert list(prompt.messages) == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb", "name": "Ann"},
@@ -102,7 +102,7 @@ def test_histories_with_tool_calls() -> None:
     turns = [calling('{"city": "Bonn", "days": [1]}'), calling(""), calling({"a": 1}), calling(None)]
     messages = [*USER, *turns, {"role": "tool", "tool_call_id": "c1", "content": "sun"}]
     (prompt,) = chat(messages=messages).call().spec.prompts
-    assert isinstance(prompt, Chat)
+    assert isinstance(prompt, ChatPrompt)
     *_, answer = prompt.messages
     calls = [m["tool_calls"] for m in prompt.messages if m["role"] == "assistant"]
     expected: list[object] = [{"city": "Bonn", "days": [1]}, {}, {"a": 1}, {}]
@@ -126,7 +126,7 @@ def test_other_parts_and_fields_of_histories() -> None:
     ]
     call = chat(messages=messages).call()
     (prompt,) = call.spec.prompts
-    assert isinstance(prompt, Chat)
+    assert isinstance(prompt, ChatPrompt)
     assert list(prompt.messages) == [
         {"role": "function", "name": "f", "content": "1"},
         {"role": "assistant", "content": "no", "reasoning": "hm", "reasoning_content": "hm"},
@@ -139,7 +139,7 @@ def test_tools_that_are_not_called_are_shown_to_the_template() -> None:
     function = {"parameters": {"type": "object"}, "description": None, "name": "f", "strict": True}
     call = chat(tools=[{"function": function, "type": "function"}], tool_choice="none").call()
     (prompt,) = call.spec.prompts
-    assert isinstance(prompt, Chat)
+    assert isinstance(prompt, ChatPrompt)
     (tool,) = prompt.tools
     # In the order that templates print, whatever the client's.
     assert json.dumps(tool) == json.dumps(
@@ -150,7 +150,7 @@ def test_tools_that_are_not_called_are_shown_to_the_template() -> None:
 def test_the_effort_of_reasoning_is_told_to_the_template() -> None:
     def options(**body: Any) -> object:
         (prompt,) = chat(**body).call().spec.prompts
-        assert isinstance(prompt, Chat)
+        assert isinstance(prompt, ChatPrompt)
         return prompt.template_options
 
     assert options() == {}

@@ -83,6 +83,9 @@ class SimServer:
             del self.network.servers[self.process.name]
         for call in list(self.calls):
             call.cancel("the server is stopping")
+        for connection in list(self.network.connections):
+            if connection.server is self:
+                connection.server_breaks("the server is stopping")
         await asyncio.sleep(0)
 
 

@@ -93,14 +93,18 @@ class HandoffSink:
         self._lines = _Lines()
         self._traffic: dict[str, PeerTraffic] = {}  # by incarnation, the last used at the end
         self._num_pulls = 0
+        self._is_closing = False
         self._pulls: dict[asyncio.Task[None], Pull] = {}  # until nothing of theirs is left to clean up
 
     async def pull(self, sequence_key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> PullResult:
         """Bring a sequence's KV here and commit it, within `timeout_s`.
 
         Raises a HandoffError (UnknownHandoff, LeaseLost, LayoutMismatch, TransportError), WorkerLost, DeadlineExceeded,
-        or what `reserve` or `commit` raised; the blocks are then free or in quarantine. Cancelling cleans up likewise.
+        what `reserve` or `commit` raised, or Unavailable after `close` was called; the blocks are then free or in
+        quarantine. Cancelling cleans up likewise.
         """
+        if self._is_closing:
+            raise Unavailable("the worker is stopping")
         self._num_pulls += 1
         traffic = self._traffic_of(source.incarnation)
         errand = Errand(sequence_key, f"{self._incarnation}/{self._num_pulls}", source, timeout_s, traffic)
@@ -137,6 +141,7 @@ class HandoffSink:
 
     async def close(self) -> None:
         """Give up what is under way, wait for what is being cleaned up, and hang up."""
+        self._is_closing = True
         tasks = list(self._pulls)
         for pull in self._pulls.values():
             pull.give_up(Unavailable("the worker is stopping"))

@@ -350,6 +350,8 @@ def test_closing_gives_up_what_is_under_way() -> None:
             await sink.close()
             assert isinstance(await failure(pull), Unavailable)
             assert engine.calls[-1] == ("fail", "k", False)
+            assert isinstance(await failure(start(sink, served)), Unavailable), "nothing begins after it"
+            await until_quiet(sink)
 
     run(test)
 

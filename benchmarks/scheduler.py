@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 from diptych.workers.common.request import Request, SamplingParams
-from diptych.workers.core.launched import Deferred
-from diptych.workers.core.runner import Launched, LayerWatch, ModelInfo
+from diptych.workers.core.runner import InFlightStep, LayerWatch, ModelInfo
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
+from diptych.workers.core.step_executor import DeferredStep
 from diptych.workers.engine.engine import Engine
 from diptych.workers.kv.layout import KVLayout, KVMemory, Region
 
@@ -50,8 +50,8 @@ class NullRunner:
         self.memory = KVMemory(self.layout, num_blocks, Region(0, 4096, memoryview(self._buffer)))
         self.elapsed_s = 0.0
 
-    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
-        return Deferred(partial(self._compute, batch))
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
+        return DeferredStep(partial(self._compute, batch))
 
     def _compute(self, batch: Batch) -> list[SampledToken]:
         began = time.perf_counter()
@@ -59,7 +59,7 @@ class NullRunner:
         self.elapsed_s = time.perf_counter() - began
         return sampled
 
-    def feeds(self, sampling: SamplingParams) -> bool:
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return False
 
     def check(self) -> None:

@@ -15,13 +15,13 @@ class DecodeRows:
     """S sequences, each with one new token: the last of its context_lens. A row without a context is idle."""
 
     token_ids: Tensor  # [S] int32: the new token, where the host knows it
-    feeds: Tensor  # [S] int32: else the index in `yielded` of what it will be; -1: the host knows it
+    previous_rows: Tensor  # [S] int32: else the index in `yielded` of what it will be; -1: the host knows it
     context_lens: Tensor  # [S] int32
     block_tables: Tensor  # [S, blocks] int32
     yielded: Tensor  # [n] int64: tokens of the step before
 
     def check(self) -> None:
-        rows = (self.token_ids, self.feeds, self.context_lens)
+        rows = (self.token_ids, self.previous_rows, self.context_lens)
         assert all(t.shape == rows[0].shape and t.dtype == torch.int32 and t.is_contiguous() for t in rows)
         assert self.block_tables.shape[0] == len(rows[0]) and self.block_tables.dtype == torch.int32
         assert self.block_tables.stride(1) == 1
@@ -40,7 +40,8 @@ def step_inputs(rows: DecodeRows, cos_sin: Tensor, block_size: int) -> tuple[Ten
 def step_inputs_twin(rows: DecodeRows, cos_sin: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     rows.check()
     position = (rows.context_lens.long() - 1).clamp_min(0)
-    tokens = torch.where(rows.feeds >= 0, rows.yielded[rows.feeds.long().clamp_min(0)], rows.token_ids.long())
+    from_previous = rows.yielded[rows.previous_rows.long().clamp_min(0)]
+    tokens = torch.where(rows.previous_rows >= 0, from_previous, rows.token_ids.long())
     block = rows.block_tables.gather(1, (position // block_size)[:, None])[:, 0].long()
     slots = torch.where(rows.context_lens > 0, block * block_size + position % block_size, -1)
     return tokens, cos_sin[position], slots
@@ -54,7 +55,7 @@ def step_inputs_triton(rows: DecodeRows, cos_sin: Tensor, block_size: int) -> tu
     angles = torch.empty(num_rows, dim, dtype=torch.float32, device=device)
     _step_inputs_kernel[(num_rows,)](
         rows.token_ids,
-        rows.feeds,
+        rows.previous_rows,
         rows.context_lens,
         rows.block_tables,
         rows.yielded,
@@ -74,7 +75,7 @@ def step_inputs_triton(rows: DecodeRows, cos_sin: Tensor, block_size: int) -> tu
 @jit
 def _step_inputs_kernel(
     token_ids: tl.tensor,  # [S] int32
-    feeds: tl.tensor,  # [S] int32
+    previous_rows: tl.tensor,  # [S] int32
     context_lens: tl.tensor,  # [S] int32
     block_tables: tl.tensor,  # [S, blocks] int32
     yielded: tl.tensor,  # [n] int64
@@ -91,10 +92,10 @@ def _step_inputs_kernel(
     row = tl.program_id(0).to(tl.int64)
     context_len = tl.load(context_lens + row)
     position = tl.maximum(context_len - 1, 0).to(tl.int64)
-    feed = tl.load(feeds + row)
-    fed = tl.load(yielded + tl.maximum(feed, 0))
+    previous_row = tl.load(previous_rows + row)
+    previous_token = tl.load(yielded + tl.maximum(previous_row, 0))
     token = tl.load(token_ids + row).to(tl.int64)
-    tl.store(tokens + row, tl.where(feed >= 0, fed, token))
+    tl.store(tokens + row, tl.where(previous_row >= 0, previous_token, token))
     block = tl.load(block_tables + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
     slot = block * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(slots + row, tl.where(context_len > 0, slot, -1))

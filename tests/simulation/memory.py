@@ -82,7 +82,7 @@ class CheckedRunner:
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
         step = self._stream.launch(batch, watch)
         self._check_tables(batch, step)
-        if batch.fed_by and self._haste is not None and self._haste.random() < 0.5:
+        if batch.previous_entries and self._haste is not None and self._haste.random() < 0.5:
             try:
                 self._stream.compute_launched()
             except Exception:
@@ -93,7 +93,7 @@ class CheckedRunner:
     def expert_tokens(self) -> None:
         return None
 
-    def feeds(self, sampling: SamplingParams) -> bool:
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return self._haste is not None
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
@@ -133,10 +133,11 @@ class CheckedRunner:
         return [self._sample(row) for row in step.rows if row.samples]
 
     def _check_tables(self, batch: Batch, step: FakeStep) -> None:
-        tables, is_fed = self._tables[0], bool(batch.fed_by)
+        tables, follows = self._tables[0], bool(batch.previous_entries)
         self._tables.rotate()
-        for row, index in zip(step.rows, tables.update(batch.entries, is_fed=is_fed), strict=True):
-            num_blocks = (len(row.token_ids) + is_fed - 1) // self.layout.block_size + 1
+        indices = tables.update(batch.entries, input_from_previous=follows)
+        for row, index in zip(step.rows, indices, strict=True):
+            num_blocks = (len(row.token_ids) + follows - 1) // self.layout.block_size + 1
             kept = tables.array[index, :num_blocks].tolist()
             demand(kept == row.table[:num_blocks], "a compiled step would use other blocks")
 

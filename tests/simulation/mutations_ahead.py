@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from diptych.workers.core.block_manager import BlockManager
-from diptych.workers.engine.step_pipeline import LaunchedSteps
+from diptych.workers.engine.step_pipeline import StepPipeline
 
 from .mutations import Replacement
 
@@ -14,16 +14,16 @@ def blocks_come_free_beneath_a_launched_step() -> list[Replacement]:
 
 
 def what_left_beneath_a_step_gets_its_token() -> list[Replacement]:
-    real = LaunchedSteps.finish
+    real = StepPipeline.finish
 
-    def finish(self: LaunchedSteps, here: Any) -> Any:
+    def finish(self: StepPipeline, here: Any) -> Any:
         launched = (entry.sequence for step in self._steps for entry in step.batch.entries)
         done = real(self, {sequence.key: sequence for sequence in launched})
         entries = [e for e in done.batch.entries if here.get(e.sequence.key) is e.sequence]
         num_decodes = min(done.batch.num_decodes, len(entries))
         return replace(done, batch=replace(done.batch, entries=entries, num_decodes=num_decodes))
 
-    return [(LaunchedSteps, "finish", finish)]
+    return [(StepPipeline, "finish", finish)]
 
 
 AHEAD = (blocks_come_free_beneath_a_launched_step, what_left_beneath_a_step_gets_its_token)

@@ -38,11 +38,11 @@ class TableRows(ABC):
         self._free = list(range(num_rows))
         self._step = 0
 
-    def update(self, entries: SequenceOf[ScheduledSequence], *, is_fed: bool = False) -> list[int]:
+    def update(self, entries: SequenceOf[ScheduledSequence], *, input_from_previous: bool = False) -> list[int]:
         """Write what is new; the rows that are these sequences'.
 
-        is_fed: each continues with a token that it does not have yet (Batch.fed_by). What the step before fills can
-        still change in its table then, for that step is not in the books yet.
+        input_from_previous: each one's input token comes from the previous step (Batch.previous_entries). Blocks that
+        that step fills can still change in the table then, because it is not recorded yet.
         """
         self._step += 1
         block_size, rows, step = self.block_size, self._rows, self._step
@@ -50,7 +50,7 @@ class TableRows(ABC):
         for entry in entries:
             sequence = entry.sequence
             table, num_stable = sequence.block_table, sequence.num_computed // block_size
-            start = len(sequence.token_ids) if is_fed else sequence.num_computed
+            start = len(sequence.token_ids) if input_from_previous else sequence.num_computed
             num_blocks = (start + entry.num_new - 1) // block_size + 1
             row = rows.get(sequence)
             if row is None:

@@ -43,7 +43,7 @@ class LayerWatch:
     reached: Callable[[int], object]  # called once with each of `ends`, in order, on the engine's thread
 
 
-class Launched(Protocol):
+class InFlightStep(Protocol):
     """A step that was launched."""
 
     def tokens(self) -> list[SampledToken]:
@@ -68,17 +68,18 @@ class Runner(Protocol):
     @property
     def memory(self) -> KVMemory: ...
 
-    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         """Compute the new tokens of a batch that is not empty into the cache, and sample; returns at once where it can.
 
         When `watch` is told, the KV of those layers is in memory that transports may read, of every rank. A batch that
-        is `fed_by` another is launched while that one, and no other, is under way; what is launched is computed in
-        order.
+        has `previous_entries` is launched while the batch before it, and no other, is under way. Batches are computed
+        in the order of their launch.
         """
         ...
 
-    def feeds(self, sampling: SamplingParams) -> bool:
-        """Whether a sequence that is sampled so may be in a batch that is `fed_by` another, without its last token."""
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
+        """Whether a sequence with this sampling may be in a batch with `previous_entries`, which is launched before the
+        sequence's last token is known."""
         ...
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:

@@ -197,14 +197,14 @@ class Scheduler:
         """
         block_size, running = self._cache.block_size, self._running
         entries: list[ScheduledSequence] = []
-        fed_by: list[int] = []
+        previous_entries: list[int] = []
         growing: list[Sequence] = []
         num_left = 0
         for i, entry in enumerate(under_way.entries):
             sequence = entry.sequence
             if sequence not in running:
                 continue  # it ended meanwhile
-            if not sequence.is_fed or sequence.handoff_id is not None or sequence.provisional is not None:
+            if not sequence.input_from_previous or sequence.handoff_id is not None or sequence.provisional is not None:
                 return None
             is_decode = i < under_way.num_decodes
             if not is_decode and (not entry.samples or len(self._queue)):
@@ -213,7 +213,7 @@ class Scheduler:
             num_tokens = len(sequence.token_ids) + 1
             if num_tokens < sequence.end:
                 entries.append(entry if is_decode else ScheduledSequence(sequence, 1))
-                fed_by.append(i)
+                previous_entries.append(i)
                 if num_tokens > len(sequence.block_table) * block_size:
                     growing.append(sequence)
         is_whole = num_left == len(running)  # nobody else has something to compute
@@ -223,7 +223,7 @@ class Scheduler:
             return None
         for sequence in growing:
             sequence.block_table += self._manager.allocate(1)
-        return Batch(entries, len(entries), fed_by=fed_by)
+        return Batch(entries, len(entries), previous_entries=previous_entries)
 
     def _may_admit(self, num_ending: int) -> bool:
         """Whether somebody waits who could join the next step, of which so many have ended."""

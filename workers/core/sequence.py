@@ -45,7 +45,8 @@ class Sequence:
     end: int = NEVER  # it ends when it has so many tokens
     min_end: int = 0  # ... and, once it has so many, with one of these:
     stop_ids: frozenset[int] = frozenset()
-    is_fed: bool = False  # a step of it may be launched before its last token is known: see Runner.feeds
+    # A step of it may be launched before its last token is known: Runner.takes_input_from_previous.
+    input_from_previous: bool = False
     handoff_id: str | None = None  # the source side of a hand-off
     is_held: bool = False  # it has made what was offered, or what it may make provisionally: it waits for its peer
     provisional: "Provisional | None" = None  # a sink, until the release is answered
@@ -130,9 +131,9 @@ class Batch:
     entries: SequenceOf[ScheduledSequence]
     num_decodes: int = 0  # so many entries decode, one token each: they come first
     copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
-    # Launched while the batch before it is under way: entry i decodes the token that entry fed_by[i] of that one
-    # yields. `num_computed` and `token_ids` are still what they were before that one.
-    fed_by: SequenceOf[int] = ()
+    # Not empty: launched while the previous batch is under way. The input of entry i is the token that entry
+    # previous_entries[i] of the previous batch yields; `num_computed` and `token_ids` are as before that batch.
+    previous_entries: SequenceOf[int] = ()
     # Of prompts, see next_prompt_logprob: what the runner computes it adds. None: nothing is due.
     prompt_logprobs: "list[tuple[Sequence, PromptLogprobs]] | None" = None
 

@@ -39,7 +39,7 @@ from .load import EngineLoad
 from .outbox import Outbox
 from .outgoing import OutgoingHandoffs
 from .self_test import compute_two_tokens
-from .step_pipeline import LaunchedSteps
+from .step_pipeline import StepPipeline
 
 
 class Engine:
@@ -66,7 +66,7 @@ class Engine:
         self._deadlines: list[tuple[float, str]] = []
         self._num_submitted = 0
         self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming)
-        self.steps = LaunchedSteps(runner, self.scheduler, self.manager, self._load, clock)
+        self.steps = StepPipeline(runner, self.scheduler, self.manager, self._load, clock)
         self._output = Outbox(self._load, self.cache, clock)
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Engine:
             min_end=num_prompt + sampling.min_tokens,
             stop_ids=frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids)),
             handoff_id=handoff_id,
-            is_fed=self._runner.feeds(sampling),
+            input_from_previous=self._runner.takes_input_from_previous(sampling),
             num_resumed=len(output_token_ids),
             next_prompt_logprob=request.first_prompt_logprob if request.wants_prompt_logprobs else NEVER,
             clock=SequenceClock(now),

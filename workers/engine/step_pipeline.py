@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from ..common.errors import OutOfDeviceMemory, StepFailed, StepFailedAlone
 from ..core.block_manager import BlockManager
-from ..core.runner import Launched, LayerWatch, Runner
+from ..core.runner import InFlightStep, LayerWatch, Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
 from .load import EngineLoad
@@ -31,9 +31,9 @@ log = logging.getLogger("diptych.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _LaunchedStep:
     batch: Batch
-    launched: Launched
+    launched: InFlightStep
     began: float
 
 
@@ -46,7 +46,7 @@ class Finished:
     began: float  # by the clock
 
 
-class LaunchedSteps:
+class StepPipeline:
     """Truth says whether a step is under way: between two calls of the engine's `step` one may be, within it two."""
 
     def __init__(
@@ -58,7 +58,7 @@ class LaunchedSteps:
         clock: Callable[[], float],
     ) -> None:
         self._runner, self._scheduler, self._manager, self._load, self._clock = runner, scheduler, manager, load, clock
-        self._steps: deque[_UnderWay] = deque()
+        self._steps: deque[_LaunchedStep] = deque()
         self._deferred: list[Callable[[], object]] = []
         self._last_end = 0.0
         self._computing: Batch | None = None  # that the runner may raise for
@@ -102,7 +102,7 @@ class LaunchedSteps:
         began, self._last_end = max(step.began, self._last_end), self._clock()
         self._scheduler.measured(step.batch, self._last_end - began)
         batch = step.batch
-        if batch.fed_by:
+        if batch.previous_entries:
             entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]
             batch = replace(batch, entries=entries, num_decodes=len(entries))
             sampled = [token for token in sampled if here.get(token.sequence.key) is token.sequence]
@@ -165,4 +165,4 @@ class LaunchedSteps:
     def _launch(self, batch: Batch, watch: LayerWatch | None, began: float) -> None:
         launched = self._runner.launch(batch, watch)
         self._manager.begin_step()
-        self._steps.append(_UnderWay(batch, launched, began))
+        self._steps.append(_LaunchedStep(batch, launched, began))

@@ -25,9 +25,9 @@ from ..common.cores import part_of
 from ..common.errors import ConfigError, RankLost
 from ..common.request import SamplingParams
 from ..core.batch_tables import BatchTables
-from ..core.launched import Compute, Deferred, Lane, OwnThread, launch_on
-from ..core.runner import Launched, LayerWatch, ModelInfo
+from ..core.runner import InFlightStep, LayerWatch, ModelInfo
 from ..core.sequence import Batch, SampledToken
+from ..core.step_executor import Compute, DeferredStep, StepExecutor, ThreadExecutor, submit_step
 from ..device.cuda_device import gpu_named
 from ..device.device import Device
 from ..device.device_errors import needing_memory
@@ -85,9 +85,10 @@ class ModelRunner:
         steps: Steps | GpuSteps,
         cache: KVCache,
         ranks: RankProcesses | None = None,
-        lane: Lane | None = None,
+        lane: StepExecutor | None = None,
     ) -> None:
-        """`lane`: computes every step; those are CompiledSteps with room for two if it feeds. GpuSteps need none."""
+        """`lane`: computes every step; those are CompiledSteps, with room for two where it runs ahead. GpuSteps need
+        none."""
         self._info, self.steps, self._cache, self._ranks, self._lane = info, steps, cache, ranks, lane
         self._memory = cache.memory
 
@@ -149,7 +150,7 @@ class ModelRunner:
             assert isinstance(steps, TorchSteps)
             lane = Lockstep(doors, steps, on_loss, first_core)
         elif config.look_ahead and ranks is None and choice.library is not None:
-            lane = OwnThread(first_core)
+            lane = ThreadExecutor(first_core)
         return cls(_info(config, spec, max_context_tokens), steps, cache, ranks, lane)
 
     @property
@@ -180,7 +181,7 @@ class ModelRunner:
         if isinstance(self.steps, GpuSteps):
             self.steps.close()
 
-    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> Launched:
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         steps = self.steps
         if isinstance(steps, GpuSteps):
             return steps.launch(batch, watch)
@@ -188,7 +189,7 @@ class ModelRunner:
         def make(told: LayerWatch | None) -> Compute:
             return partial(self._compute, steps.prepare(batch, told))
 
-        return Deferred(make(watch)) if self._lane is None else launch_on(self._lane, make, watch)
+        return DeferredStep(make(watch)) if self._lane is None else submit_step(self._lane, make, watch)
 
     @torch.inference_mode()
     def _compute(self, compute: Compute) -> list[SampledToken]:
@@ -201,8 +202,8 @@ class ModelRunner:
             error = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({e})")
             raise self._ranks.fail(error) from e
 
-    def feeds(self, sampling: SamplingParams) -> bool:
-        is_ahead = isinstance(self.steps, GpuSteps) or (self._lane is not None and self._lane.feeds)
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
+        is_ahead = isinstance(self.steps, GpuSteps) or (self._lane is not None and self._lane.runs_ahead)
         return is_ahead and is_plain(sampling)
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:

@@ -33,7 +33,7 @@ class ModelRunnerConfig:
     seat: Seat | None = None  # among workers that share experts, by expert_placement
     quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
-    look_ahead: bool = False  # with those, of one rank: compute on a thread of its own, that is fed its own tokens
+    look_ahead: bool = False  # with those, of one rank: compute on a thread of its own, one step ahead
     cuda_graphs: bool = True  # of steps on cuda
     max_running: int = 256  # sequences in a batch on cuda
 

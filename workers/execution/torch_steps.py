@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.launched import Compute
 from ..core.runner import LayerWatch
 from ..core.sequence import Batch, SampledToken
+from ..core.step_executor import Compute
 from ..device.kv_cache import KVCache
 from ..models.layers.decoder import Decoder
 from ..models.layers.rope import Ropes

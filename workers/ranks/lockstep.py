@@ -24,8 +24,8 @@ import torch
 
 from ..common.cores import bind_this_thread
 from ..common.errors import RankLost
-from ..core.launched import Compute
 from ..core.sequence import SampledToken
+from ..core.step_executor import Compute
 from ..parallel.groups import GlooGroup
 from ..parallel.rendezvous import Doors, gloo_file, remove_if_empty
 
@@ -76,10 +76,10 @@ class Peer(Protocol):
 
 
 class Lockstep:
-    """A Lane (see launched.py). `on_loss` is called once at most, on our thread, not after `close`; the thread stays on
-    `cores`, where there are any."""
+    """A StepExecutor. `on_loss` is called once at most, on our thread, not after `close`; the thread stays on `cores`,
+    where there are any."""
 
-    feeds = False
+    runs_ahead = False
 
     def __init__(
         self,

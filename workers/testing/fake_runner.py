@@ -64,7 +64,7 @@ class FakeRunner:
         num_layers: int = 1,
         looks_ahead: bool = False,
     ) -> None:
-        """`looks_ahead`: as a device that is fed its own tokens, with at most two steps under way."""
+        """`looks_ahead`: as a device whose steps take their input from the previous step; at most two are in flight."""
         max_context = min(max_context, num_blocks * block_size)
         self.info = ModelInfo("fake", "FakeForCausalLM", vocab_size, max_context, (0,), "float32")
         self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
@@ -84,7 +84,7 @@ class FakeRunner:
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
         return None
 
-    def feeds(self, sampling: SamplingParams) -> bool:
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return self._looks_ahead
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:

@@ -19,7 +19,9 @@ class FakeRow:
 
     sequence: Sequence
     table: list[int]
-    token_ids: list[int]  # up to the last new one, which a row that is fed gets when it is computed
+    token_ids: list[
+        int
+    ]  # up to the last new one; a row whose input is from the previous step gets that when it is computed
     start: int  # of the new ones
     samples: bool
     prompt_first: int = 0  # log-probabilities are due of its tokens [prompt_first, prompt_end)
@@ -28,12 +30,12 @@ class FakeRow:
 
 @dataclass(slots=True, eq=False)
 class FakeStep:
-    """A Launched."""
+    """An InFlightStep."""
 
     stream: "FakeStream"
     rows: list[FakeRow]
     watch: LayerWatch | None
-    fed_by: SequenceOf[int]
+    previous_entries: SequenceOf[int]
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None = None  # the batch's
     sampled: list[SampledToken] = field(default_factory=list[SampledToken])
     is_computed: bool = False
@@ -67,15 +69,15 @@ class FakeStream:
 
     def launch(self, batch: Batch, watch: LayerWatch | None) -> FakeStep:
         rows = [_row_of(entry) for entry in batch.entries]
-        if batch.fed_by:
+        if batch.previous_entries:
             [before] = self._under_way
-            rows = [_fed_row(row, before, i) for row, i in zip(rows, batch.fed_by, strict=True)]
+            rows = [_row_after(row, before, i) for row, i in zip(rows, batch.previous_entries, strict=True)]
         assert len(self._under_way) < 2, "a third step is launched"
         if batch.prompt_logprobs is not None:
             for span in PromptRows.of(batch.entries).spans:
                 row = next(row for row in rows if row.sequence is span.sequence)
                 row.prompt_first, row.prompt_end = span.first, span.end
-        step = FakeStep(self, rows, watch, batch.fed_by, batch.prompt_logprobs)
+        step = FakeStep(self, rows, watch, batch.previous_entries, batch.prompt_logprobs)
         self._under_way.append(step)
         return step
 
@@ -86,7 +88,7 @@ class FakeStream:
         """What was launched and is not computed yet, in order: up to `last`, or all."""
         for step in list(self._under_way):
             if not step.is_computed:
-                for row, i in zip(step.rows, step.fed_by, strict=False):
+                for row, i in zip(step.rows, step.previous_entries, strict=False):
                     row.token_ids.append(self._last[i])
                 step.sampled = self._compute(step)
                 step.is_computed = True
@@ -101,9 +103,9 @@ def _row_of(entry: ScheduledSequence) -> FakeRow:
     return FakeRow(sequence, list(sequence.block_table), sequence.token_ids[:end], start, entry.samples)
 
 
-def _fed_row(row: FakeRow, before: FakeStep, index: int) -> FakeRow:
+def _row_after(row: FakeRow, before: FakeStep, index: int) -> FakeRow:
     """It continues with what row `index` of the step before it yields."""
-    fed = before.rows[index]
-    assert fed.sequence is row.sequence and fed.samples and all(r.samples for r in before.rows)
+    last = before.rows[index]
+    assert last.sequence is row.sequence and last.samples and all(r.samples for r in before.rows)
     known = row.sequence.token_ids
     return FakeRow(row.sequence, row.table, list(known), len(known), True)

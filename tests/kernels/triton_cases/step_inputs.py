@@ -15,7 +15,7 @@ def test_equals_its_twin() -> None:
     tables = torch.arange(5 * 12, dtype=torch.int32, device=DEVICE).view(5, 12).flip(0)[:, 2:9]
     rows = DecodeRows(
         token_ids=ints([7, 8, 9, 10, 11]),
-        feeds=ints([-1, 2, 0, -1, 1]),
+        previous_rows=ints([-1, 2, 0, -1, 1]),
         context_lens=ints([1, 16, 17, 0, 100]),
         block_tables=tables,
         yielded=torch.tensor([1 << 33, 40, 50], device=DEVICE),

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from diptych.workers.common.request import Request, SamplingParams
-from diptych.workers.core.runner import Launched, LayerWatch
+from diptych.workers.core.runner import InFlightStep, LayerWatch
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import Batch
 from diptych.workers.device.device import Device
@@ -52,7 +52,7 @@ def assert_tokens(runner: ModelRunner, cases: Cases, config: dict[str, Any]) -> 
     _, prompts, expected = cases
     run = generate(runner, prompts, [GREEDY] * len(prompts), **config)
     assert run.token_ids == expected
-    assert run.num_ahead > 5 and any(batch.fed_by for batch in run.batches)
+    assert run.num_ahead > 5 and any(batch.previous_entries for batch in run.batches)
 
 
 def steps_of(runner: ModelRunner) -> GpuSteps:
@@ -82,7 +82,7 @@ def generate(
     run, engine = Run(), Engine(runner, SchedulerConfig(**config))
     launch = runner.launch
 
-    def spied(batch: Batch, watch: LayerWatch | None = None) -> Launched:
+    def spied(batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         run.batches.append(batch)
         return launch(batch, watch)
 

@@ -144,7 +144,7 @@ def test_admission_is_in_order_and_waits_for_blocks() -> None:
 def test_a_prompts_last_step_is_followed_by_one_that_was_not_guessed_where_somebody_waits() -> None:
     scheduler, _ = make(num_blocks=6)
     short, stuck = make_sequence([1] * 4), make_sequence([1] * 40)
-    short.is_fed = True
+    short.input_from_previous = True
     scheduler.add(short)
     scheduler.add(stuck)
     prompt = scheduler.schedule()

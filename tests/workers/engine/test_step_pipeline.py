@@ -37,14 +37,14 @@ class Device(FakeRunner):
         self.fails = False
         self._given: dict[FakeStep, list[int]] = {}
 
-    def feeds(self, sampling: SamplingParams) -> bool:
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return sampling.logprobs is None
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> FakeStep:
         step = super().launch(batch, watch)
         self._given[step] = self._contents(step)
-        if batch.fed_by:
-            self.fed.append(list(batch.fed_by))
+        if batch.previous_entries:
+            self.fed.append(list(batch.previous_entries))
         return step
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:

@@ -8,10 +8,10 @@ import pytest
 
 from diptych.kernels.cpu.library import library
 from diptych.workers.common.request import Request, SamplingParams
-from diptych.workers.core.launched import Compute, OwnThread, launch_on
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken, ScheduledSequence
+from diptych.workers.core.step_executor import Compute, ThreadExecutor, submit_step
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
@@ -64,7 +64,7 @@ def test_what_needs_its_tokens_waits_for_them(llama: Path) -> None:
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
-    lane, begun, go_on = OwnThread(None), threading.Event(), threading.Event()
+    lane, begun, go_on = ThreadExecutor(None), threading.Event(), threading.Event()
     done: list[str] = []
 
     def compute() -> list[SampledToken]:
@@ -77,7 +77,7 @@ def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
         done.append("second")
         return []
 
-    first, second = launch_on(lane, lambda _: compute, None), launch_on(lane, lambda _: compute_second, None)
+    first, second = submit_step(lane, lambda _: compute, None), submit_step(lane, lambda _: compute_second, None)
     begun.wait()
     if is_running:
         threading.Timer(0.0, go_on.set).start()
@@ -96,7 +96,7 @@ def test_nothing_of_what_was_abandoned_runs(is_running: bool) -> None:
 
 @pytest.mark.parametrize("fails", ["not", "in a layer", "in what hears of it"])
 def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None:
-    lane, here, there = OwnThread(None), threading.current_thread(), list[threading.Thread]()
+    lane, here, there = ThreadExecutor(None), threading.current_thread(), list[threading.Thread]()
     heard: list[int] = []
 
     def make(watch: LayerWatch | None) -> Compute:
@@ -118,7 +118,7 @@ def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None
         if fails == "in what hears of it":
             raise RuntimeError("it went wrong")
 
-    launched = launch_on(lane, make, LayerWatch((1, 3), reached))
+    launched = submit_step(lane, make, LayerWatch((1, 3), reached))
     if fails == "not":
         assert launched.tokens() == []
     else:

@@ -3,7 +3,7 @@
     prepare: written now, into one of two sets of arrays   ->   what computes it, perhaps on another thread
 
 With two sets a batch is prepared while the one before it is computed; it may continue with the tokens that that one
-yields (Batch.fed_by), which are filled in just before it is computed. At most two are under way.
+yields (Batch.previous_entries), which are filled in just before it is computed. At most two are under way.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from torch import Tensor
 from ....kernels.cpu.layer import StepMemory
 from ...common.errors import InternalError
 from ...core.batch_tables import BatchTables
-from ...core.launched import Compute
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ...core.step_executor import Compute
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
 from ...sampling.prompt_rows import PromptRows
@@ -60,8 +60,8 @@ class CompiledSteps:
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
         room = self._rooms[self._num_prepared % len(self._rooms)]
         self._num_prepared += 1
-        if batch.fed_by:
-            sequences = _write_fed(room, batch.entries)
+        if batch.previous_entries:
+            sequences = _write_following(room, batch.entries)
             sample = self._sampler.sample_next(sequences)
         else:
             sequences = _write(room, batch.entries)
@@ -88,11 +88,11 @@ class CompiledSteps:
             told = Step.of(step.batch.entries, self._block_size, picks=step.picks, prompt_rows=rows)
             self._ranks.tell(told.to_words())
         before, self._yielded = self._yielded, []
-        memory, fed_by, num_sampled = step.memory, step.batch.fed_by, len(step.sequences)
-        if fed_by:
+        memory, previous_entries, num_sampled = step.memory, step.batch.previous_entries, len(step.sequences)
+        if previous_entries:
             if not before:
                 raise InternalError("the step before this one failed")
-            memory.token_ids[: len(fed_by)] = [before[i] for i in fed_by]
+            memory.token_ids[: len(previous_entries)] = [before[i] for i in previous_entries]
         self._decoder.memory = memory
         self._decoder.step(num_sampled, watch, picks=step.picks)
         sampled = self._sample(step) if num_sampled else []
@@ -148,13 +148,13 @@ def _write(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence
     return sequences
 
 
-def _write_fed(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
-    """Of a batch that is `fed_by` another: one row each, whose token comes later."""
+def _write_following(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
+    """One row for each entry of a batch with `previous_entries`; its input token comes later."""
     sequences = [entry.sequence for entry in entries]
     context_lens = [len(sequence.token_ids) + 1 for sequence in sequences]
     num_rows, memory, tables = len(sequences), room.memory, room.tables
     memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
-    rows = tables.update(entries, is_fed=True)
+    rows = tables.update(entries, input_from_previous=True)
     memory.set_tables(tables.array, rows)
     memory.sampled[:num_rows] = np.arange(num_rows)
     return sequences

@@ -4,7 +4,7 @@ They compute on the main lane from StepBuffers alone, whatever contexts the rows
 on the device (kernels/attention/decode_plan.py). Idle rows have no context; they are stored nowhere.
 
 Of several ranks all capture and replay the same. Rank 0 alone has logits and samples; its tokens go to the others in
-the same graph, so that the next step is fed there too.
+the same graph, so that the next step finds its input there too.
 """
 
 from collections.abc import Callable

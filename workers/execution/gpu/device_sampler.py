@@ -73,8 +73,8 @@ class DeviceSampler:
 
     def write(self, room: int, sequences: SequenceOf[Sequence], positions: SequenceOf[int]) -> None:
         """positions: of the tokens to be chosen, one a sequence: its num_tokens, or one more where the token before it
-        is not known yet (Batch.fed_by), which plain rows alone can have. All that is needed of the sequences is read
-        now; the same sequence is not in two rows."""
+        is not known yet (Batch.previous_entries), which plain rows alone can have. All that is needed of the sequences
+        is read now; the same sequence is not in two rows."""
         here, settings = self._rooms[room], self._settings_of(sequences)
         here.draws.write(settings, positions)
         here.sequences, here.plan = list(sequences), None

@@ -9,7 +9,7 @@
     without graphs           all on the prompt lane, launched kernel by kernel
 
 Whatever is sampled is sampled at once, on rank 0's main lane, and stays on the devices as what the next step continues
-with (Batch.fed_by).
+with (Batch.previous_entries).
 """
 
 from collections.abc import Generator
@@ -48,7 +48,7 @@ class _Rows:
     entries: SequenceOf[ScheduledSequence]
     table_rows: list[int]
     context_lens: list[int]  # with the new tokens
-    feeds: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
+    previous_rows: list[int]  # where in the tokens of the step before each one's token is, or KNOWN
     sampled: list[int]  # entries that are sampled
 
     def in_order(self, first: int) -> list[int]:
@@ -174,18 +174,18 @@ class GpuSteps:
         return plan, prompt_rows
 
     def _rows(self, batch: Batch) -> _Rows:
-        entries, fed_by = batch.entries, batch.fed_by
-        table_rows = self._tables.update(entries, is_fed=bool(fed_by))
-        if fed_by:
+        entries, previous_entries = batch.entries, batch.previous_entries
+        table_rows = self._tables.update(entries, input_from_previous=bool(previous_entries))
+        if previous_entries:
             context_lens = [len(e.sequence.token_ids) + 1 for e in entries]
-            feeds, sampled = [self._sampled_rows[i] for i in fed_by], list(range(len(entries)))
+            previous_rows, sampled = [self._sampled_rows[i] for i in previous_entries], list(range(len(entries)))
         else:
             context_lens = [e.sequence.num_computed + e.num_new for e in entries]
-            feeds, sampled = [KNOWN] * len(entries), [i for i, e in enumerate(entries) if e.samples]
+            previous_rows, sampled = [KNOWN] * len(entries), [i for i, e in enumerate(entries) if e.samples]
         self._sampled_rows = [KNOWN] * len(entries)
         for row, i in enumerate(sampled):
             self._sampled_rows[i] = row
-        return _Rows(entries, table_rows, context_lens, feeds, sampled)
+        return _Rows(entries, table_rows, context_lens, previous_rows, sampled)
 
     def _num_in_graph(self, batch: Batch, rows: _Rows, watch: LayerWatch | None) -> int:
         """How many entries, the first ones, a decode graph computes."""
@@ -209,15 +209,15 @@ class GpuSteps:
         positions = [np.arange(end - num, end) for end, num in zip(context_lens, num_new, strict=True)]
         for i, entry, position in zip(of, entries, positions, strict=True):
             sequence, start = entry.sequence, int(position[0])
-            tokens += [0] if rows.feeds[i] >= 0 else sequence.token_ids[start : start + entry.num_new]
+            tokens += [0] if rows.previous_rows[i] >= 0 else sequence.token_ids[start : start + entry.num_new]
             first_block = start // block_size
             blocks = np.array(sequence.block_table[first_block : int(position[-1]) // block_size + 1])
             slots.append(blocks[position // block_size - first_block] * block_size + position % block_size)
         last = dict(zip(of, (ends - 1).tolist(), strict=True))
-        feeds = np.array([rows.feeds[i] for i in of], dtype=np.int32)
+        previous_rows = np.array([rows.previous_rows[i] for i in of], dtype=np.int32)
         return Numbers(
             np.array(tokens, dtype=np.int32),
-            feeds if (feeds >= 0).any() else None,  # then each has one new token
+            previous_rows if (previous_rows >= 0).any() else None,  # then each has one new token
             np.concatenate(positions),
             np.concatenate(slots),
             context_lens,
@@ -232,9 +232,9 @@ def _decodes(rows: _Rows, num: int) -> Ints:
     """Of the first `num` entries, see StepPlan."""
     tokens = [
         0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
-        for e, feed in zip(rows.entries[:num], rows.feeds, strict=False)
+        for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)
     ]
-    return np.array((tokens, rows.feeds[:num], rows.context_lens[:num], rows.table_rows[:num]), dtype=np.int32)
+    return np.array((tokens, rows.previous_rows[:num], rows.context_lens[:num], rows.table_rows[:num]), dtype=np.int32)
 
 
 def check_known(spec: ModelSpec) -> None:
@@ -245,7 +245,7 @@ def check_known(spec: ModelSpec) -> None:
 
 
 class LaunchedStep:
-    """See Launched."""
+    """See InFlightStep."""
 
     def __init__(
         self,

@@ -114,8 +114,8 @@ class PromptPart:
         columns = [padded(numbers.token_ids, 0), padded(numbers.positions, 0), padded(numbers.slots, -1)]
         starts = np.concatenate(([0], np.cumsum(numbers.num_new)))
         columns += [numbers.context_lens, starts, numbers.table_rows, numbers.sampled]
-        if numbers.feeds is not None:
-            columns.append(padded(numbers.feeds, KNOWN))
+        if numbers.previous_rows is not None:
+            columns.append(padded(numbers.previous_rows, KNOWN))
         sizes = [len(column) for column in columns]
         words = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
         for section, column in zip(_sections(words, sizes), columns, strict=True):
@@ -125,11 +125,11 @@ class PromptPart:
     def begin(self, written: "_Written") -> "_Begun":
         """Device work: what the first piece needs."""
         words = written.words.to(self._device.torch_device, non_blocking=True)
-        tokens, positions, slots, context_lens, starts, rows, sampled, *feeds = _sections(words, written.sizes)
+        tokens, positions, slots, context_lens, starts, rows, sampled, *previous_rows = _sections(words, written.sizes)
         tokens = tokens.long()
-        if feeds:
-            fed = self._yielded.index_select(0, feeds[0].clamp_min(0))
-            tokens = torch.where(feeds[0] >= 0, fed, tokens)
+        if previous_rows:
+            from_previous = self._yielded.index_select(0, previous_rows[0].clamp_min(0))
+            tokens = torch.where(previous_rows[0] >= 0, from_previous, tokens)
         block_size = self.pieces.cache.layout.block_size
         width = -(-max(written.context_lens) // (block_size * TABLE_BLOCKS)) * TABLE_BLOCKS
         paged = PagedBatch(

@@ -1,6 +1,6 @@
 """What every rank of a worker on GPUs does of one step, as rank 0 plans it and tells it to the others. No torch.
 
-    words (int32) = [STEP, C, D, sampled, plain, E, T, S, N, fed, Q] [2, C] tables [4, D] decodes [E] ends
+    words (int32) = [STEP, C, D, sampled, plain, E, T, S, N, follows, Q] [2, C] tables [4, D] decodes [E] ends
                     [3, T] [3, S] [N] ([T]) [Q] prompts
                 or  [COPY] [2, P] blocks
 
@@ -29,7 +29,7 @@ class Numbers:
     """Of S sequences, those with one new token first, with T tokens in all."""
 
     token_ids: Ints  # [T]
-    feeds: Ints | None  # [T], see DecodeRows; None: the host knows all tokens
+    previous_rows: Ints | None  # [T], see DecodeRows; None: the host knows all tokens
     positions: Ints  # [T]
     slots: Ints  # [T]
     context_lens: Ints  # [S]
@@ -67,14 +67,14 @@ class StepPlan:
         of = self.prompts
         sizes: tuple[int, ...] = (0,) * 5
         if of is not None:
-            sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.feeds is not None, len(of.prompt_rows)
+            sizes = of.num_tokens, len(of.num_new), len(of.sampled), of.previous_rows is not None, len(of.prompt_rows)
         num_changed, num_decodes = self.tables.shape[1], self.decodes.shape[1]
         header = (STEP, num_changed, num_decodes, self.num_sampled, self.is_plain, len(self.ends), *sizes)
         ends = np.array(self.ends, dtype=np.int32)
         parts = [np.array(header, dtype=np.int32), self.tables.ravel(), self.decodes.ravel(), ends]
         if of is not None:
             parts += [of.token_ids, of.positions, of.slots, of.context_lens, of.num_new, of.table_rows, of.sampled]
-            parts += [] if of.feeds is None else [of.feeds]
+            parts += [] if of.previous_rows is None else [of.previous_rows]
             parts.append(of.prompt_rows)
         return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
@@ -102,11 +102,11 @@ class PlanLimits:
         num_changed, num_decodes, num_sampled, is_plain, num_ends, *sizes = words[1:HEADER].tolist()
         _check(min(num_changed, num_decodes, num_ends, *sizes) >= 0 and sizes[3] <= 1, "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
-        num_tokens, num_seqs, num_last, is_fed, num_prompt_rows = sizes
+        num_tokens, num_seqs, num_last, follows, num_prompt_rows = sizes
         _check(is_plain in (0, 1) and num_sampled == num_decodes + num_last, f"{num_sampled} of its rows are sampled")
         _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
         lengths = [2 * num_changed, 4 * num_decodes, num_ends]
-        lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * is_fed + [num_prompt_rows]
+        lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * follows + [num_prompt_rows]
         _check(len(words) == HEADER + sum(lengths), f"it has {len(words)} words and announces others")
         tables, decodes, ends, *prompts = np.split(words[HEADER:], np.cumsum(lengths)[:-1])
         return StepPlan(
@@ -126,13 +126,13 @@ class PlanLimits:
 
     def _decodes(self, rows: Ints) -> Ints:
         _within(rows[TOKEN], self.vocab_size, "a token")
-        _within(rows[FEED], self.max_rows, "a feed", KNOWN)
+        _within(rows[FEED], self.max_rows, "a previous row", KNOWN)
         _within(rows[CONTEXT], self.max_context_tokens + 1, "a context", 1)
         _within(rows[TABLE], self.table_shape[0], "a row of the block tables")
         return rows
 
     def _prompts(self, columns: SequenceOf[Ints]) -> Numbers:
-        token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *feeds, prompt_rows = columns
+        token_ids, positions, slots, context_lens, num_new, table_rows, sampled, *previous_rows, prompt_rows = columns
         _within(token_ids, self.vocab_size, "a token")
         _within(positions, self.max_context_tokens, "a position")
         _within(slots, self.num_blocks * self.block_size, "a slot")
@@ -145,8 +145,8 @@ class PlanLimits:
         _within(table_rows, self.table_shape[0], "a row of the block tables")
         _within(sampled, len(token_ids), "a sampled row")
         _within(prompt_rows, len(token_ids), "a prompt row")
-        fed = _within(feeds[0], self.max_rows, "a feed", KNOWN) if feeds else None
-        return Numbers(token_ids, fed, positions, slots, context_lens, num_new, table_rows, sampled, prompt_rows)
+        previous = _within(previous_rows[0], self.max_rows, "a previous row", KNOWN) if previous_rows else None
+        return Numbers(token_ids, previous, positions, slots, context_lens, num_new, table_rows, sampled, prompt_rows)
 
 
 def copy_words(pairs: SequenceOf[tuple[int, int]]) -> Ints:

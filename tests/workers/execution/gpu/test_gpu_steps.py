@@ -59,7 +59,7 @@ def test_tokens(runner: ModelRunner, prompts: list[list[int]], expected: list[li
     run = generate(runner, prompts, SAMPLINGS, **config)
     assert run.token_ids == expected
     assert run.num_ahead > 5
-    assert any(batch.fed_by for batch in run.batches)
+    assert any(batch.previous_entries for batch in run.batches)
 
 
 def test_steps_with_prompts_beside_decodes(
@@ -206,7 +206,7 @@ def test_what_is_abandoned_is_over(llama: Path, prompts: list[list[int]]) -> Non
     runner = load(llama, device)
     sequence = sequence_of(prompts[1], num_blocks=2)
     first = runner.launch(Batch([ScheduledSequence(sequence, 15)]))
-    fed = runner.launch(Batch([ScheduledSequence(sequence, 1)], 1, fed_by=[0]))
+    fed = runner.launch(Batch([ScheduledSequence(sequence, 1)], 1, previous_entries=[0]))
     fed.abandon()
     first.abandon()
     assert all(not lane._queue or lane.name != "main" for lane in device.lanes)
@@ -230,7 +230,7 @@ def test_what_goes_wrong_on_the_device_has_a_name(
 
     launched = runner.launch(Batch([ScheduledSequence(sequence, 15)]))
     steps_of(runner)._own.graphs.forward = fail
-    fed = runner.launch(Batch([ScheduledSequence(sequence, 1)], 1, fed_by=[0]))
+    fed = runner.launch(Batch([ScheduledSequence(sequence, 1)], 1, previous_entries=[0]))
     assert len(launched.tokens()) == 1
     with pytest.raises(named):
         fed.tokens()

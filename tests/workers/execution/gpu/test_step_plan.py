@@ -24,11 +24,11 @@ def ints(*of: Any) -> Ints:
     return np.array(of, dtype=np.int32)
 
 
-def plan(feeds: Ints | None = None) -> StepPlan:
+def plan(previous_rows: Ints | None = None) -> StepPlan:
     """Two rows by a graph; a row beside a chunk of three tokens."""
     prompts = Numbers(
         token_ids=ints(9, 1, 2, 3),
-        feeds=feeds,
+        previous_rows=previous_rows,
         positions=ints(6, 0, 1, 2),
         slots=ints(14, 40, 41, 42),
         context_lens=ints(7, 3),
@@ -48,9 +48,9 @@ def columns(of: StepPlan) -> list[Any]:
     return [a if a is None else a.tolist() for a in arrays] + [of.ends, of.num_sampled, of.is_plain]
 
 
-@pytest.mark.parametrize("feeds", [None, ints(2, -1, -1, -1)])
-def test_what_is_told_is_heard(feeds: Ints | None) -> None:
-    told = plan(feeds)
+@pytest.mark.parametrize("previous_rows", [None, ints(2, -1, -1, -1)])
+def test_what_is_told_is_heard(previous_rows: Ints | None) -> None:
+    told = plan(previous_rows)
     heard = LIMITS.heard(told.to_words())
     assert isinstance(heard, StepPlan) and columns(heard) == columns(told)
 
@@ -94,7 +94,7 @@ TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
         (changed(TABLES, 8 * 16), "a place in the block tables"),
         (changed(TABLES + 3, 32), "a block does not exist"),
         (changed(DECODES, 100), "a token"),
-        (changed(DECODES + 2, 4), "a feed"),
+        (changed(DECODES + 2, 4), "a previous row"),
         (changed(DECODES + 4, 0), "a context"),
         (changed(DECODES + 6, 8), "a row of the block tables"),
         (changed(ENDS, 4), "a layer"),

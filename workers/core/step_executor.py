@@ -6,14 +6,14 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from ..common.cores import bind_this_thread
-from .runner import Launched, LayerWatch
+from .runner import InFlightStep, LayerWatch
 from .sequence import SampledToken
 
 Compute = Callable[[], list[SampledToken]]
 
 
-class Deferred:
-    """A Launched that is computed when it is waited for, by whoever waits."""
+class DeferredStep:
+    """An InFlightStep that is computed when it is waited for, by whoever waits."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
@@ -25,11 +25,11 @@ class Deferred:
         """It has not begun."""
 
 
-class Lane(Protocol):
+class StepExecutor(Protocol):
     """Computes what it is given, one after another, on a thread of its own."""
 
     @property
-    def feeds(self) -> bool:
+    def runs_ahead(self) -> bool:
         """Whether it is given a step before the one ahead of it is over."""
         ...
 
@@ -44,10 +44,10 @@ class Lane(Protocol):
         ...
 
 
-class OwnThread:
-    """A Lane. It stays on `cores`, where there are any."""
+class ThreadExecutor:
+    """A StepExecutor. It stays on `cores`, where there are any."""
 
-    feeds = True
+    runs_ahead = True
 
     def __init__(self, cores: Sequence[int] | None) -> None:
         self._executor = ThreadPoolExecutor(1, "diptych-compute", initializer=bind_this_thread, initargs=(cores,))
@@ -62,13 +62,15 @@ class OwnThread:
         self._executor.shutdown()
 
 
-def launch_on(lane: Lane, make: Callable[[LayerWatch | None], Compute], watch: LayerWatch | None) -> Launched:
+def submit_step(
+    executor: StepExecutor, make: Callable[[LayerWatch | None], Compute], watch: LayerWatch | None
+) -> InFlightStep:
     """`make` gives what computes, and tells the watch that it is given; `watch` hears of it where the tokens are waited
     for, on that thread."""
     if watch is None:
-        return _Queued(lane.submit(make(None)))
+        return _Queued(executor.submit(make(None)))
     told: SimpleQueue[int | None] = SimpleQueue()
-    future = lane.submit(make(LayerWatch(watch.ends, told.put)))
+    future = executor.submit(make(LayerWatch(watch.ends, told.put)))
     future.add_done_callback(lambda _: told.put(None))
     return _Watched(future, watch, told)
 

@@ -98,18 +98,18 @@ class RequestTimes:
 
     started_at: float
     routed_at: float | None = None  # to its first worker
-    submitted_at: float = 0.0  # the newest leg
+    submitted_at: float = 0.0  # the newest worker request
     last_token_at: float | None = None
     num_delivered: int = 0
     delivered_at: list[float] = field(default_factory=list[float])
-    legs_at: list[float] = field(default_factory=list[float])  # when the leg that made it was submitted
+    submits_at: list[float] = field(default_factory=list[float])  # when the worker request that made it was submitted
     words: list[SequenceTimings | None] = field(default_factory=list[SequenceTimings | None])  # what its worker told
 
     def accepted(self, words: Sequence[SequenceTimings | None]) -> None:
         """`words` came with the first tokens so far, two at most."""
         for word in words[len(self.words) :]:
             self.words.append(word)
-            self.legs_at.append(self.submitted_at)
+            self.submits_at.append(self.submitted_at)
 
     def delivered(self, num_tokens: int, now: float) -> bool:
         """They go to the front door. Returns whether one of the first two is among them."""
@@ -138,7 +138,7 @@ class RequestTimes:
 
     def _until_first(self) -> tuple[float, float, float]:
         """queue, prefill, deliver_first."""
-        total_s, queue_s = self.delivered_at[0] - self.started_at, self.legs_at[0] - self.started_at
+        total_s, queue_s = self.delivered_at[0] - self.started_at, self.submits_at[0] - self.started_at
         word = self.words[0]
         if word is None:
             return queue_s, total_s - queue_s, 0.0
@@ -151,7 +151,7 @@ class RequestTimes:
         word = self.words[1]
         if word is None:
             return 0.0, 0.0, total_s, 0.0
-        lost_s = max(self.legs_at[1] - self.delivered_at[0], 0.0)
+        lost_s = max(self.submits_at[1] - self.delivered_at[0], 0.0)
         last_segment_s, commit_s = 0.0, lost_s + word.queue_s
         if word.handoff is not None:
             last_segment_s = word.handoff.last_segment_s

@@ -3,8 +3,8 @@
     listed ──hello fits──> up ──stream breaks──> down ──hello again──> up
       └── another model: refused (stays down)  unlisted: takes nothing new; forgotten once its requests have ended
 
-A *leg* is one request's part on one worker. Loads are reported some ten times a second; what this router sent since
-the last report is known from its own legs.
+A worker request is the part of a request that one worker computes. Workers report their load about ten times a
+second; the requests that this router sent since the last report are counted here.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class WorkerInfo:
 
 
 @dataclass(slots=True, eq=False)
-class WorkerView:
+class FleetWorker:
     """One worker, kept current by the Fleet. Counts of blocks and tokens."""
 
     info: WorkerInfo
@@ -47,7 +47,7 @@ class WorkerView:
     max_context_tokens: int = 0
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
     links: tuple[Link, ...] = ()  # of that report
-    num_in_flight: int = 0  # legs of this router that run there
+    num_in_flight: int = 0  # worker requests of this router
     pending_tokens: int = 0  # of those, tokens whose prefill has not shown a result yet
     held_blocks: int = 0  # of those, blocks that their tokens fill
 
@@ -82,8 +82,8 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
-class LegLoad:
-    """What a leg weighs on its worker."""
+class RequestLoad:
+    """Load that a worker request puts on its worker."""
 
     worker: str
     num_tokens: int  # to prefill
@@ -92,10 +92,10 @@ class LegLoad:
 
 class Fleet:
     def __init__(self) -> None:
-        self._views: dict[str, WorkerView] = {}
+        self._views: dict[str, FleetWorker] = {}
         self._model: ModelInfo | None = None
         self._layout: KVLayout | None = None
-        self._legs: dict[int, LegLoad] = {}
+        self._requests: dict[int, RequestLoad] = {}
 
     # -- who there is -----------------------------------------------------------------------------------------------
 
@@ -107,16 +107,16 @@ class Fleet:
             if view.is_listed:
                 view.info = listed[incarnation]
         new = [info for incarnation, info in listed.items() if incarnation not in self._views]
-        self._views |= {info.incarnation: WorkerView(info) for info in new}
+        self._views |= {info.incarnation: FleetWorker(info) for info in new}
         return new
 
     def forget(self, incarnation: str) -> None:
         self._views.pop(incarnation, None)
 
-    def views(self) -> list[WorkerView]:
+    def views(self) -> list[FleetWorker]:
         return list(self._views.values())
 
-    def view(self, incarnation: str) -> WorkerView:
+    def view(self, incarnation: str) -> FleetWorker:
         return self._views[incarnation]
 
     def block_sizes(self) -> set[int]:
@@ -193,28 +193,28 @@ class Fleet:
 
     # -- what we sent them ------------------------------------------------------------------------------------------
 
-    def open_leg(self, handle: int, leg: LegLoad) -> None:
-        self._legs[handle] = leg
-        view = self._views[leg.worker]
+    def add_request(self, handle: int, load: RequestLoad) -> None:
+        self._requests[handle] = load
+        view = self._views[load.worker]
         view.num_in_flight += 1
-        view.pending_tokens += leg.num_tokens
-        view.held_blocks += leg.num_blocks
+        view.pending_tokens += load.num_tokens
+        view.held_blocks += load.num_blocks
 
-    def leg_spoke(self, handle: int) -> None:
+    def end_prefill(self, handle: int) -> None:
         """Its prefill is done."""
-        leg = self._legs[handle]
-        self._views[leg.worker].pending_tokens -= leg.num_tokens
-        self._legs[handle] = LegLoad(leg.worker, 0, leg.num_blocks)
+        load = self._requests[handle]
+        self._views[load.worker].pending_tokens -= load.num_tokens
+        self._requests[handle] = RequestLoad(load.worker, 0, load.num_blocks)
 
-    def close_leg(self, handle: int) -> None:
+    def remove_request(self, handle: int) -> None:
         """Idempotent."""
-        leg = self._legs.pop(handle, None)
-        if leg is None:
+        load = self._requests.pop(handle, None)
+        if load is None:
             return
-        view = self._views[leg.worker]
+        view = self._views[load.worker]
         view.num_in_flight -= 1
-        view.pending_tokens -= leg.num_tokens
-        view.held_blocks -= leg.num_blocks
+        view.pending_tokens -= load.num_tokens
+        view.held_blocks -= load.num_blocks
 
     @staticmethod
     def _check_model(served: ModelInfo, other: ModelInfo) -> None:

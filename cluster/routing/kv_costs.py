@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from .fleet import WorkerView
+from .fleet import FleetWorker
 
 # Until a pair of workers has been measured: gRPC between two processes of one machine.
 DEFAULT_LINK_BYTES_S = 1e9
@@ -13,24 +13,24 @@ DEFAULT_PREFILL_TOKENS_S = 20_000.0
 MIN_MEASURED_TOKENS = 256
 
 
-def pull_s(source: WorkerView, sink: WorkerView, num_tokens: int) -> float:
+def pull_s(source: FleetWorker, sink: FleetWorker, num_tokens: int) -> float:
     """Seconds in which `sink` pulls the KV of so many tokens from `source`."""
     return PULL_LATENCY_S + num_tokens * source.kv_token_bytes / link_bytes_s(source, sink)
 
 
-def compute_s(worker: WorkerView, num_tokens: int, workers: Iterable[WorkerView]) -> float:
+def compute_s(worker: FleetWorker, num_tokens: int, workers: Iterable[FleetWorker]) -> float:
     """Seconds in which `worker` prefills so many tokens; by the others' speed while its own is not known."""
     return num_tokens / (_prefill_tokens_s([worker]) or _prefill_tokens_s(workers) or DEFAULT_PREFILL_TOKENS_S)
 
 
-def link_bytes_s(source: WorkerView, sink: WorkerView) -> float:
+def link_bytes_s(source: FleetWorker, sink: FleetWorker) -> float:
     for link in sink.load.links:
         if link.incarnation == source.incarnation and link.num_bytes >= MIN_MEASURED_BYTES and link.read_s > 0:
             return link.num_bytes / link.read_s
     return DEFAULT_LINK_BYTES_S
 
 
-def _prefill_tokens_s(workers: Iterable[WorkerView]) -> float | None:
+def _prefill_tokens_s(workers: Iterable[FleetWorker]) -> float | None:
     loads = [w.load for w in workers]
     num_tokens, seconds = sum(load.num_prefill_tokens for load in loads), sum(load.prefill_s for load in loads)
     return num_tokens / seconds if num_tokens >= MIN_MEASURED_TOKENS and seconds > 0 else None

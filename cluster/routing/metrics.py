@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from ...workers.common.errors import Overloaded
 from ..common.links import Link
 from ..common.timings import RequestTimes, RequestTimings
-from .fleet import WorkerView
+from .fleet import FleetWorker
 
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -24,10 +24,10 @@ HANDOFF_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
 
 _LABELS = ("worker", "worker_name", "pool", "role")
 _LINK_LABELS = ("worker", "worker_name", "source", "source_name", "transport")
-_GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+_GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_up", "1 while this router has a link to the worker", lambda w: w.is_up),
     ("worker_draining", "1 when the worker takes nothing new", lambda w: w.is_draining),
-    ("worker_requests_in_flight", "Legs of this router's requests there", lambda w: w.num_in_flight),
+    ("worker_requests_in_flight", "Requests of this router there", lambda w: w.num_in_flight),
     ("worker_running", "Sequences that run", lambda w: w.load.num_running),
     ("worker_waiting", "Sequences that wait", lambda w: w.load.num_waiting),
     ("worker_waiting_tokens", "Tokens that wait for their prefill", lambda w: w.load.num_waiting_tokens),
@@ -38,7 +38,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_kv_blocks_leased", "KV blocks of open hand-offs", lambda w: w.load.num_leased_blocks),
     ("worker_kv_blocks_quarantined", "KV blocks held aside", lambda w: w.load.num_quarantined_blocks),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[WorkerView], float]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_prefill_tokens", "Tokens prefilled", lambda w: w.load.num_prefill_tokens),
     ("worker_decode_tokens", "Tokens decoded", lambda w: w.load.num_decode_tokens),
     ("worker_prompt_tokens", "Prompt tokens of sequences that were admitted", lambda w: w.load.num_prompt_tokens),
@@ -70,7 +70,7 @@ _HANDOFF_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] 
 class RouterMetrics:
     """`views` gives the workers at scrape time."""
 
-    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+    def __init__(self, views: Callable[[], Iterable[FleetWorker]]) -> None:
         self._registry = CollectorRegistry()
         r = self._registry
         self.requests = Counter("diptych_requests", "Requests that ended", ["outcome"], registry=r)
@@ -158,7 +158,7 @@ class _Tokens(Collector):
 class _Workers(Collector):
     """Families made at scrape time, so that a worker that is gone leaves no series behind."""
 
-    def __init__(self, views: Callable[[], Iterable[WorkerView]]) -> None:
+    def __init__(self, views: Callable[[], Iterable[FleetWorker]]) -> None:
         self._views = views
 
     def collect(self) -> Iterator[Metric]:
@@ -178,7 +178,7 @@ class _Workers(Collector):
         yield from _expert_families(views)
 
 
-def _expert_families(views: list[WorkerView]) -> Iterator[Metric]:
+def _expert_families(views: list[FleetWorker]) -> Iterator[Metric]:
     """Not a series of each expert of each layer: a large model has thousands of them, and as many on every worker."""
     what = "Tokens that went to an expert, over all layers"
     tokens = CounterMetricFamily("diptych_worker_expert_tokens", what, labels=(*_LABELS, "expert"))
@@ -196,12 +196,12 @@ def _expert_families(views: list[WorkerView]) -> Iterator[Metric]:
 
 
 def _filled(
-    family: GaugeMetricFamily | CounterMetricFamily, views: list[WorkerView], value: Callable[[WorkerView], float]
+    family: GaugeMetricFamily | CounterMetricFamily, views: list[FleetWorker], value: Callable[[FleetWorker], float]
 ) -> Metric:
     for view in views:
         family.add_metric(_labels(view), value(view))
     return family
 
 
-def _labels(view: WorkerView) -> list[str]:
+def _labels(view: FleetWorker) -> list[str]:
     return [view.incarnation, view.info.name, view.info.pool, view.role.value]

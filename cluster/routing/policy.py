@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ...workers.common.errors import ConfigError, Unavailable
 from ...workers.common.role import Role
-from .fleet import WorkerView
+from .fleet import FleetWorker
 from .kv_costs import compute_s, pull_s
 
 PULL_GAIN = 1.5  # a prefix is pulled where computing it would take so many times as long
@@ -58,7 +58,7 @@ class RequestFacts:
     group: str = ""  # of requests for one prompt
     beside: "Route | None" = None  # where another of the group was sent
 
-    def num_blocks(self, worker: WorkerView) -> int:
+    def num_blocks(self, worker: FleetWorker) -> int:
         """Of that worker's size, with room for the next token."""
         return -(-(self.num_tokens + 1) // worker.block_size)
 
@@ -82,7 +82,7 @@ class Route:
     prefix: PrefixSource | None = None
 
 
-def choose(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
+def choose(workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig) -> Route:
     """Raises Unavailable where no worker could take the request."""
     beside = _beside(workers, facts)
     if beside is not None:
@@ -93,7 +93,7 @@ def choose(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingCo
     return replace(route, prefix=choose_prefix(workers, facts, route.prefill or route.decode))
 
 
-def choose_prefix(workers: Sequence[WorkerView], facts: RequestFacts, worker: str) -> PrefixSource | None:
+def choose_prefix(workers: Sequence[FleetWorker], facts: RequestFacts, worker: str) -> PrefixSource | None:
     """From where `worker` best pulls the prompt's beginning; None: it computes what it has not."""
     sink = next(w for w in workers if w.incarnation == worker)
     num_held = facts.cached_tokens.get(worker, 0)
@@ -110,13 +110,13 @@ def choose_prefix(workers: Sequence[WorkerView], facts: RequestFacts, worker: st
     return best
 
 
-def _pullable_tokens(source: WorkerView, facts: RequestFacts) -> int:
+def _pullable_tokens(source: FleetWorker, facts: RequestFacts) -> int:
     """Whole blocks that it holds; the last token's logits have to be computed."""
     num_tokens = min(facts.cached_tokens.get(source.incarnation, 0), facts.num_tokens - 1)
     return num_tokens // source.block_size * source.block_size
 
 
-def _beside(workers: Sequence[WorkerView], facts: RequestFacts) -> Route | None:
+def _beside(workers: Sequence[FleetWorker], facts: RequestFacts) -> Route | None:
     """The way that another completion of the same prompt went, if it is open and has room: there the prompt is computed
     once."""
     if facts.beside is None:
@@ -130,7 +130,7 @@ def _beside(workers: Sequence[WorkerView], facts: RequestFacts) -> Route | None:
     return Route(source, sink)
 
 
-def _choose_workers(workers: Sequence[WorkerView], facts: RequestFacts, config: RoutingConfig) -> Route:
+def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig) -> Route:
     able = _able(workers, facts)
     if not able:
         raise _unavailable(workers)
@@ -150,7 +150,7 @@ def _choose_workers(workers: Sequence[WorkerView], facts: RequestFacts, config: 
     return Route(None, sink) if sink == source else Route(source, sink)
 
 
-def choose_sink(workers: Iterable[WorkerView], facts: RequestFacts, source: str) -> str | None:
+def choose_sink(workers: Iterable[FleetWorker], facts: RequestFacts, source: str) -> str | None:
     """Another decode worker for a hand-off that `source` still offers; None where there is none."""
     able = [w for w in _able(workers, facts) if w.role is not Role.PREFILL]
     barred = facts.excluded | {source} | {sink for peer, sink in facts.failed_pairs if peer == source}
@@ -158,12 +158,12 @@ def choose_sink(workers: Iterable[WorkerView], facts: RequestFacts, source: str)
     return _best_to_decode(able, facts) if able else None
 
 
-def _able(workers: Iterable[WorkerView], facts: RequestFacts) -> list[WorkerView]:
+def _able(workers: Iterable[FleetWorker], facts: RequestFacts) -> list[FleetWorker]:
     needed = facts.num_tokens + facts.max_new_tokens
     return [w for w in workers if w.is_available and w.max_context_tokens >= needed]
 
 
-def _unavailable(workers: Sequence[WorkerView]) -> Unavailable:
+def _unavailable(workers: Sequence[FleetWorker]) -> Unavailable:
     num_down, num_draining = sum(not w.is_up for w in workers), sum(w.is_draining for w in workers)
     return Unavailable(
         f"no worker is available ({len(workers)} known, {num_down} without a link, {num_draining} draining): "
@@ -171,27 +171,27 @@ def _unavailable(workers: Sequence[WorkerView]) -> Unavailable:
     )
 
 
-def _sinks_of(source: str, decoders: Sequence[WorkerView]) -> Sequence[WorkerView]:
+def _sinks_of(source: str, decoders: Sequence[FleetWorker]) -> Sequence[FleetWorker]:
     """A mixed source keeps the sequence unless a decode worker has more room: mixed workers do not trade."""
     if any(w.incarnation == source for w in decoders):
         return [w for w in decoders if w.role is Role.DECODE or w.incarnation == source]
     return decoders
 
 
-def _best_to_prefill(workers: Iterable[WorkerView], facts: RequestFacts, config: RoutingConfig) -> str:
-    def cost(w: WorkerView) -> tuple[float, ...]:
+def _best_to_prefill(workers: Iterable[FleetWorker], facts: RequestFacts, config: RoutingConfig) -> str:
+    def cost(w: FleetWorker) -> tuple[float, ...]:
         tokens = w.waiting_tokens + facts.uncached_tokens(w.incarnation)
         return _is_full(w, facts), tokens + config.tokens_per_sequence * w.num_sequences, w.num_in_flight
 
     return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
 
 
-def _best_to_decode(workers: Iterable[WorkerView], facts: RequestFacts) -> str:
-    def cost(w: WorkerView) -> tuple[float, ...]:
+def _best_to_decode(workers: Iterable[FleetWorker], facts: RequestFacts) -> str:
+    def cost(w: FleetWorker) -> tuple[float, ...]:
         return _is_full(w, facts), (w.used_blocks + facts.num_blocks(w)) / w.num_blocks, w.num_in_flight
 
     return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
 
 
-def _is_full(worker: WorkerView, facts: RequestFacts) -> bool:
+def _is_full(worker: FleetWorker, facts: RequestFacts) -> bool:
     return worker.used_blocks + facts.num_blocks(worker) > worker.num_blocks

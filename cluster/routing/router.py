@@ -1,10 +1,10 @@
 """One request's path: admit, choose, submit, merge, resume.
 
-    stream ── admit ── RequestRun ── record decides ──> policy chooses ──> WorkerLink submits
+    stream ── admit ── RequestDriver ── state decides ──> policy chooses ──> WorkerLink submits
                            ^                                                   │
                            └────────── tokens, failures, a lost worker ────────┘
 
-The Router is what a run acts through, and the one owner of links, fleet and prefix index. It learns the fleet by
+The Router is what a driver acts through, and the one owner of links, fleet and prefix index. It learns the fleet by
 `update_fleet` and keeps its last view. A worker that is not listed any more takes nothing new; its link stays until its
 requests have ended or it breaks. Knows neither text nor Ray. Every method is called on one event loop.
 """
@@ -20,16 +20,16 @@ from ...workers.common.request import Request
 from ...workers.common.wire import submit_from_request
 from ...workers.core.prefix_cache import block_hashes
 from ...workers.core.runner import ModelInfo
-from .fleet import Fleet, LegLoad, WorkerInfo
+from .actions import OfferPrefix, OfferSequence, Part, Submit, WorkerRequest
+from .failures import num_alone
+from .fleet import Fleet, RequestLoad, WorkerInfo
 from .generation import Health, TokenDelta
-from .leg_failures import num_alone
-from .legs import Leg, Offer, OfferPrefix, Part, Submit
 from .metrics import RouterMetrics
-from .mover import Mover
+from .migration_controller import MigrationController
 from .policy import RequestFacts, Route, RoutingConfig, choose, choose_sink
 from .prefix_index import PrefixIndex
-from .request_record import RequestRecord
-from .request_run import RequestRun
+from .request_driver import RequestDriver
+from .request_state import RequestState
 from .worker_link import WorkerLink
 
 DURATION_WEIGHT = 0.1  # of the newest request in the running mean
@@ -59,10 +59,10 @@ class Router:
         self._metrics = RouterMetrics(self._fleet.views)
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._runs: dict[RequestRun, None] = {}  # oldest first
-        self._mover = Mover(config, self._fleet, lambda: self._runs)
+        self._drivers: dict[RequestDriver, None] = {}  # oldest first
+        self._migrations = MigrationController(config, self._fleet, lambda: self._drivers)
         self._routes: dict[str, Route] = {}  # of groups: the first's
-        self._unrouted: dict[RequestRun, None] = {}  # in order of arrival
+        self._unrouted: dict[RequestDriver, None] = {}  # in order of arrival
         self._mean_duration_s = 1.0
         self._is_running = False
 
@@ -76,8 +76,8 @@ class Router:
     async def stop(self) -> None:
         """End every request with Unavailable and hang up. Idempotent."""
         self._is_running = False
-        for run in list(self._runs):
-            run.fail(Unavailable("the router is shutting down: send the request again"))
+        for driver in list(self._drivers):
+            driver.fail(Unavailable("the router is shutting down: send the request again"))
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)
 
@@ -103,81 +103,83 @@ class Router:
     def admit(self, num_sequences: int) -> None:
         """Raises Overloaded where that many sequences more would be too many; reserves nothing."""
         limit = self._config.max_in_flight
-        if len(self._runs) + num_sequences > limit:
+        if len(self._drivers) + num_sequences > limit:
             self._metrics.refused(num_sequences)
             # Little's law: `limit` sequences end in the mean time that one takes.
             wait_s = self._mean_duration_s * num_sequences / limit
             raise Overloaded(
-                f"{len(self._runs)} sequences are in flight, {num_sequences} more would exceed the {limit} that this "
-                "router takes: try again later",
+                f"{len(self._drivers)} sequences are in flight, {num_sequences} more would exceed the {limit} that "
+                "this router takes: try again later",
                 retry_after_s=min(max(wait_s, 1.0), 60.0),
             )
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
         """The completion's tokens; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""
-        run = self._open(request)
+        driver = self._open(request)
         try:
-            run.route()
+            driver.route()
             while True:
-                delta = await run.next()
-                self._metrics.delivered(run.times, len(delta.token_ids), run.times.started_at + delta.elapsed_s)
+                delta = await driver.next()
+                self._metrics.delivered(driver.times, len(delta.token_ids), driver.times.started_at + delta.elapsed_s)
                 yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
-            self._close(run, asyncio.get_running_loop().time())
+            self._close(driver, asyncio.get_running_loop().time())
 
     def health(self) -> Health:
-        return self._fleet.health(len(self._runs))
+        return self._fleet.health(len(self._drivers))
 
     def metrics(self) -> bytes:
         return self._metrics.exposition()
 
-    def _open(self, request: Request) -> RequestRun:
+    def _open(self, request: Request) -> RequestDriver:
         if not self._is_running:
             raise Unavailable("the router is not running")
         self.admit(1)
         config = self._config
-        run = RequestRun(request, self, max_attempts=config.max_attempts, no_worker_wait_s=config.no_worker_wait_s)
-        self._runs[run] = None
+        driver = RequestDriver(
+            request, self, max_attempts=config.max_attempts, no_worker_wait_s=config.no_worker_wait_s
+        )
+        self._drivers[driver] = None
         self._metrics.began(len(request.prompt_token_ids))
-        return run
+        return driver
 
-    def _close(self, run: RequestRun, now: float) -> None:
-        run.close()
-        self._runs.pop(run, None)
-        self._unrouted.pop(run, None)
-        self._routes.pop(run.record.request.group, None)
-        record = run.record
-        self._mean_duration_s += DURATION_WEIGHT * (now - run.times.started_at - self._mean_duration_s)
-        self._metrics.resumes.inc(max(record.num_attempts - 1, 0))
-        self._metrics.migrations.inc(record.num_migrations)
-        self._metrics.failed_migrations.inc(record.num_failed_migrations)
-        self._metrics.cached_tokens.inc(record.num_cached_tokens)
-        self._metrics.ended(run.times, _outcome(record), now, run.timings())
+    def _close(self, driver: RequestDriver, now: float) -> None:
+        driver.close()
+        self._drivers.pop(driver, None)
+        self._unrouted.pop(driver, None)
+        self._routes.pop(driver.state.request.group, None)
+        state = driver.state
+        self._mean_duration_s += DURATION_WEIGHT * (now - driver.times.started_at - self._mean_duration_s)
+        self._metrics.resumes.inc(max(state.num_attempts - 1, 0))
+        self._metrics.migrations.inc(state.num_migrations)
+        self._metrics.failed_migrations.inc(state.num_failed_migrations)
+        self._metrics.cached_tokens.inc(state.num_cached_tokens)
+        self._metrics.ended(driver.times, _outcome(state), now, driver.timings())
 
     # -- RunPort ----------------------------------------------------------------------------------------------------
 
-    def facts(self, record: RequestRecord) -> RequestFacts:
+    def facts(self, state: RequestState) -> RequestFacts:
         """Raises Unavailable before the first worker is known."""
         self._fleet.model()
-        tokens = [*record.request.prompt_token_ids, *record.token_ids]
+        tokens = [*state.request.prompt_token_ids, *state.token_ids]
         cached: dict[str, int] = {}
         if self._index:
             for block_size in self._fleet.block_sizes():  # a block's name is of its tokens: one of another size differs
-                held = self._index.match(block_hashes(tokens, block_size, record.request.cache_salt))
+                held = self._index.match(block_hashes(tokens, block_size, state.request.cache_salt))
                 cached |= {worker: num_blocks * block_size for worker, num_blocks in held.items()}
-        if not record.prompt.is_complete:
-            cached = {worker: min(num, record.prompt.max_cached) for worker, num in cached.items()}
+        if not state.prompt.is_complete:
+            cached = {worker: min(num, state.prompt.max_cached) for worker, num in cached.items()}
         return RequestFacts(
             num_tokens=len(tokens),
-            max_new_tokens=record.num_remaining,
+            max_new_tokens=state.num_remaining,
             cached_tokens=cached,
-            excluded=frozenset(record.excluded),
-            failed_pairs=frozenset(record.failed_pairs),
-            may_hand_off=record.may_hand_off,
-            group=record.request.group,
-            beside=self._routes.get(record.request.group),
+            excluded=frozenset(state.excluded),
+            failed_pairs=frozenset(state.failed_pairs),
+            may_hand_off=state.may_hand_off,
+            group=state.request.group,
+            beside=self._routes.get(state.request.group),
         )
 
     def choose(self, facts: RequestFacts) -> Route:
@@ -189,35 +191,35 @@ class Router:
     def choose_sink(self, facts: RequestFacts, source: str) -> str | None:
         return choose_sink(self._fleet.views(), facts, source)
 
-    def submit(self, run: RequestRun, submit: Submit) -> None:
-        leg, facts = submit.leg, run.facts
+    def submit(self, driver: RequestDriver, submit: Submit) -> None:
+        worker_request, facts = submit.worker_request, driver.facts
         assert facts is not None
-        message = submit_from_request(leg.handle, run.record.request, list(submit.output_token_ids))
-        message.timeout_s = run.remaining_s
-        message.num_alone = num_alone(run.record.failed_steps, len(submit.output_token_ids))
-        if leg.part is Part.DECODE or run.record.prompt.is_complete:  # its source computes the prompt
+        message = submit_from_request(worker_request.handle, driver.state.request, list(submit.output_token_ids))
+        message.timeout_s = driver.remaining_s
+        message.num_alone = num_alone(driver.state.failed_steps, len(submit.output_token_ids))
+        if worker_request.part is Part.DECODE or driver.state.prompt.is_complete:  # its source computes the prompt
             message.sampling.ClearField("prompt_logprobs")
-        message.first_prompt_logprob = run.record.prompt.next
+        message.first_prompt_logprob = driver.state.prompt.next
         if submit.prefix is not None:
             message.prefix.CopyFrom(self._source(submit.prefix.worker, submit.prefix.handoff_id))
         if submit.source is not None:
             message.source.CopyFrom(self._source(submit.source, submit.handoff_id or ""))
         elif submit.handoff_id is not None:
             message.offer.handoff_id = submit.handoff_id
-        num_tokens = 0 if leg.part is Part.DECODE else facts.uncached_tokens(leg.worker)
-        num_blocks = facts.num_blocks(self._fleet.view(leg.worker))
-        self._fleet.open_leg(leg.handle, LegLoad(leg.worker, num_tokens, num_blocks))
-        self._links[leg.worker].submit(message, run)
+        num_tokens = 0 if worker_request.part is Part.DECODE else facts.uncached_tokens(worker_request.worker)
+        num_blocks = facts.num_blocks(self._fleet.view(worker_request.worker))
+        self._fleet.add_request(worker_request.handle, RequestLoad(worker_request.worker, num_tokens, num_blocks))
+        self._links[worker_request.worker].submit(message, driver)
 
-    def offer(self, offer: Offer) -> None:
-        message = worker_pb2.Offer(handle=offer.leg.handle, handoff_id=offer.handoff_id)
-        self._links[offer.leg.worker].offer(message)
+    def offer(self, offer: OfferSequence) -> None:
+        message = worker_pb2.Offer(handle=offer.worker_request.handle, handoff_id=offer.handoff_id)
+        self._links[offer.worker_request.worker].offer(message)
 
-    def offer_prefix(self, run: RequestRun, offer: OfferPrefix) -> None:
-        record = run.record
-        tokens = [*record.request.prompt_token_ids, *record.token_ids][: offer.num_tokens]
+    def offer_prefix(self, driver: RequestDriver, offer: OfferPrefix) -> None:
+        state = driver.state
+        tokens = [*state.request.prompt_token_ids, *state.token_ids][: offer.num_tokens]
         message = worker_pb2.OfferPrefix(
-            handoff_id=offer.handoff_id, token_ids=tokens, cache_salt=record.request.cache_salt
+            handoff_id=offer.handoff_id, token_ids=tokens, cache_salt=state.request.cache_salt
         )
         self._links[offer.worker].offer_prefix(message)
 
@@ -225,39 +227,39 @@ class Router:
         address = self._fleet.view(worker).info.address
         return worker_pb2.HandoffSource(handoff_id=handoff_id, address=address, incarnation=worker)
 
-    def spoke(self, leg: Leg) -> None:
-        self._fleet.leg_spoke(leg.handle)
-        if leg.part is Part.PREFILL:
-            self._fleet.close_leg(leg.handle)
+    def first_token(self, worker_request: WorkerRequest) -> None:
+        self._fleet.end_prefill(worker_request.handle)
+        if worker_request.part is Part.PREFILL:
+            self._fleet.remove_request(worker_request.handle)
 
-    def abort(self, leg: Leg) -> None:
-        link = self._links.get(leg.worker)
+    def abort(self, worker_request: WorkerRequest) -> None:
+        link = self._links.get(worker_request.worker)
         if link is not None:
-            link.abort(leg.handle)
-        self._end(leg)
+            link.abort(worker_request.handle)
+        self._end(worker_request)
 
-    def forget(self, leg: Leg) -> None:
-        link = self._links.get(leg.worker)
+    def forget(self, worker_request: WorkerRequest) -> None:
+        link = self._links.get(worker_request.worker)
         if link is not None:
-            link.forget(leg.handle)
-        self._end(leg)
+            link.forget(worker_request.handle)
+        self._end(worker_request)
 
     def drains(self, worker: str) -> None:
         self._fleet.drains(worker)
-        self._mover.look_soon()
+        self._migrations.look_soon()
 
-    def wait_for_worker(self, run: RequestRun) -> None:
-        self._unrouted[run] = None
+    def wait_for_worker(self, driver: RequestDriver) -> None:
+        self._unrouted[driver] = None
 
     def _route_waiting(self) -> None:
         waiting, self._unrouted = list(self._unrouted), {}
-        for run in waiting:
-            run.route()
+        for driver in waiting:
+            driver.route()
 
-    def _end(self, leg: Leg) -> None:
-        self._fleet.close_leg(leg.handle)
-        self._mover.on_end(leg.worker)
-        self._retire(leg.worker)
+    def _end(self, worker_request: WorkerRequest) -> None:
+        self._fleet.remove_request(worker_request.handle)
+        self._migrations.on_end(worker_request.worker)
+        self._retire(worker_request.worker)
 
     # -- LinkOwner --------------------------------------------------------------------------------------------------
 
@@ -266,11 +268,11 @@ class Router:
 
     def on_up(self, info: WorkerInfo) -> None:
         self._route_waiting()
-        self._mover.look_soon()
+        self._migrations.look_soon()
 
     def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
         self._fleet.report(info.incarnation, load)
-        self._mover.on_load(info.incarnation)
+        self._migrations.on_load(info.incarnation)
 
     def on_blocks(self, info: WorkerInfo, events: worker_pb2.BlockEvents) -> None:
         self._index.apply(info.incarnation, events, self._fleet.view(info.incarnation).num_blocks)
@@ -289,7 +291,7 @@ class Router:
                 self._links[view.incarnation] = WorkerLink(view.info, self._token, self._config, self)
 
     def _retire(self, worker: str) -> None:
-        """Hang up on a worker that is not listed any more, once nothing of ours runs there."""
+        """Hang up on a worker that is not listed any more, once nothing of ours drivers there."""
         link = self._links.get(worker)
         if link is None or not link.is_idle:
             return
@@ -303,9 +305,9 @@ class Router:
         task.add_done_callback(self._closing.discard)
 
 
-def _outcome(record: RequestRecord) -> str:
+def _outcome(state: RequestState) -> str:
     """The finish reason, or the error's code."""
-    if record.finish is not None:
-        return record.finish.value
-    assert isinstance(record.error, DiptychError)
-    return record.error.code
+    if state.finish is not None:
+        return state.finish.value
+    assert isinstance(state.error, DiptychError)
+    return state.error.code

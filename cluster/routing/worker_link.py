@@ -23,9 +23,9 @@ from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import MAX_LOGPROBS
 from ...workers.common.timings import SequenceTimings
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
+from .actions import WorkerToken
 from .fleet import WorkerInfo
 from .generation import TokenLogprob
-from .legs import LegToken
 from .policy import RoutingConfig
 
 HUNG_UP = "the router hung up"
@@ -37,11 +37,11 @@ if TYPE_CHECKING:  # the class is generic in its stubs only
     Call = grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]
 
 
-class LegListener(Protocol):
+class RequestListener(Protocol):
     """One request; called on the event loop, must not block."""
 
     def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None: ...
-    def on_token(self, handle: int, token: LegToken) -> None: ...
+    def on_token(self, handle: int, token: WorkerToken) -> None: ...
     def on_handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> None: ...
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None: ...
 
@@ -69,7 +69,7 @@ class WorkerLink:
         self._token = token
         self._config = config
         self._owner = owner
-        self._listeners: dict[int, LegListener] = {}
+        self._listeners: dict[int, RequestListener] = {}
         self._outbox: deque[worker_pb2.RouterMessage] = deque()
         self._has_mail = asyncio.Event()
         self._greeted = asyncio.Event()
@@ -87,7 +87,7 @@ class WorkerLink:
     def is_idle(self) -> bool:
         return not self._listeners
 
-    def submit(self, submit: worker_pb2.Submit, listener: LegListener) -> None:
+    def submit(self, submit: worker_pb2.Submit, listener: RequestListener) -> None:
         """Only while the link is up. `listener` hears of it until its end, `abort` or `forget`."""
         assert self._is_up, "a worker was chosen that is not there"
         self._listeners[submit.handle] = listener
@@ -262,7 +262,7 @@ class WorkerLink:
             self._is_done = self.is_idle
             self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=self._is_done)))
 
-    def _drop(self, handle: int) -> LegListener | None:
+    def _drop(self, handle: int) -> RequestListener | None:
         """Nothing more is waited for of this request; of a worker that drains, perhaps nothing at all any more."""
         listener = self._listeners.pop(handle, None)
         if self._is_up and self._knows_draining and self.is_idle and not self._is_done:
@@ -288,7 +288,7 @@ class WorkerLink:
             if listener is None:
                 continue
             finish = FINISH_FROM_PROTO[reason]
-            token = LegToken(position, token_id, finish, logprobs.get(entry), cached.get(entry), timings.get(entry))
+            token = WorkerToken(position, token_id, finish, logprobs.get(entry), cached.get(entry), timings.get(entry))
             listener.on_token(handle, token)
 
     def _logprob(self, message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:

@@ -26,9 +26,9 @@ def what_is_held(world: "World") -> str:
         assert at.router is not None
         for view in at.router._fleet.views():
             if view.num_in_flight or view.pending_tokens or view.held_blocks:
-                return f"{at.name} counts {view.num_in_flight} legs at {view.incarnation}"
-        if at.router._runs:
-            return f"{at.name} has {len(at.router._runs)} runs"
+                return f"{at.name} counts {view.num_in_flight} requests at {view.incarnation}"
+        if at.router._drivers:
+            return f"{at.name} has {len(at.router._drivers)} runs"
     for worker in world.living():
         service = worker.service
         if service is None or not worker.has_started:
@@ -117,9 +117,9 @@ def check_end(world: "World") -> None:
 def check_running(world: "World", client: "Client") -> None:
     """Whether its client reads or not, a request ends by its deadline."""
     is_late = world.clock.now > _latest(client) and not client.is_cut
-    if is_late and client.request.request_id in world.records:
-        record = world.records[client.request.request_id]
-        demand(record.is_over and not record.legs(), f"{client.request.request_id} runs on after its deadline")
+    if is_late and client.request.request_id in world.states:
+        state = world.states[client.request.request_id]
+        demand(state.is_over and not state.worker_requests(), f"{client.request.request_id} runs on after its deadline")
 
 
 def _latest(client: "Client") -> float:
@@ -132,11 +132,11 @@ def may_fail_on_a_calm_day(world: "World", request_id: str, source: worker_pb2.H
     client = next(c for c in world.clients if c.request.request_id == request_id)
     if client.leaves_at is not None and client.leaves_at <= world.clock.now:
         return True
-    running = {w.incarnation for w in world.living() if w.has_started and _runs(w, request_id)}
+    running = {w.incarnation for w in world.living() if w.has_started and _drivers(w, request_id)}
     return not running or (source.handoff_id in world.moves and source.incarnation in running)
 
 
-def _runs(worker: "Worker", request_id: str) -> bool:
+def _drivers(worker: "Worker", request_id: str) -> bool:
     return any(
         s.request.request_id == request_id and s.status is not SequenceStatus.IMPORTING
         for s in worker.engine._sequences.values()
@@ -146,8 +146,8 @@ def _runs(worker: "Worker", request_id: str) -> bool:
 def _check_client(world: "World", client: "Client") -> None:
     name, expected = client.request.request_id, client.expected
     if world.weather.name == "calm":
-        record = world.records[name]
-        demand(record.num_failures == 0, f"{name} was failed {record.num_failures} times on a calm day")
+        state = world.states[name]
+        demand(state.num_failures == 0, f"{name} was failed {state.num_failures} times on a calm day")
     is_right = client.tokens == expected[: len(client.tokens)]
     demand(is_right, f"{name}: wrong tokens {client.tokens}, not {expected}")
     sampling = client.request.sampling

@@ -9,8 +9,8 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
-from diptych.cluster.routing.leg_handoff import LegHandoff
-from diptych.cluster.routing.request_record import RequestRecord
+from diptych.cluster.routing.request_handoff import RequestHandoff
+from diptych.cluster.routing.request_state import RequestState
 from diptych.cluster.routing.router import Router
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
@@ -303,13 +303,13 @@ def a_pull_is_cancelled_before_it_began() -> list[Replacement]:
     return [(ServiceHandoffs, "cancel_pull", cancel_pull)]
 
 
-# -- the router's record ----------------------------------------------------------------------------------------------
+# -- the router's state -----------------------------------------------------------------------------------------------
 
 
 def resume_repeats_a_token() -> list[Replacement]:
-    real = RequestRecord.begin
+    real = RequestState.begin
 
-    def begin(self: RequestRecord, *args: Any, **kwargs: Any) -> Any:
+    def begin(self: RequestState, *args: Any, **kwargs: Any) -> Any:
         kept = self.token_ids
         self.token_ids = kept[:-1]
         try:
@@ -317,31 +317,31 @@ def resume_repeats_a_token() -> list[Replacement]:
         finally:
             self.token_ids = kept
 
-    take = RequestRecord._accept
+    take = RequestState._accept
 
-    def accept(self: RequestRecord, token: Any) -> Any:
+    def accept(self: RequestState, token: Any) -> Any:
         return take(self, token._replace(position=len(self.token_ids)))
 
-    return [(RequestRecord, "begin", begin), (RequestRecord, "_accept", accept)]
+    return [(RequestState, "begin", begin), (RequestState, "_accept", accept)]
 
 
 def early_tokens_are_dropped() -> list[Replacement]:
-    return [(LegHandoff, "hold", lambda *_: None)]
+    return [(RequestHandoff, "hold", lambda *_: None)]
 
 
 def early_tokens_are_not_kept_back() -> list[Replacement]:
-    real = RequestRecord._accept_in_handoff
+    real = RequestState._accept_in_handoff
 
-    def accept(self: RequestRecord, handoff: Any, leg: Any, token: Any) -> Any:
-        if leg is handoff.source:
-            return real(self, handoff, leg, token)
+    def accept(self: RequestState, handoff: Any, worker_request: Any, token: Any) -> Any:
+        if worker_request is handoff.source:
+            return real(self, handoff, worker_request, token)
         return self._accept(token._replace(position=len(self.token_ids)))
 
-    return [(RequestRecord, "_accept_in_handoff", accept)]
+    return [(RequestState, "_accept_in_handoff", accept)]
 
 
-def a_leg_is_not_aborted() -> list[Replacement]:
-    return [(Router, "abort", lambda self, leg: self.forget(leg))]
+def a_worker_request_is_not_aborted() -> list[Replacement]:
+    return [(Router, "abort", lambda self, worker_request: self.forget(worker_request))]
 
 
 # -- live migration and prefixes --------------------------------------------------------------------------------------

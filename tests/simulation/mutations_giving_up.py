@@ -2,37 +2,37 @@
 
 from typing import Any
 
-from diptych.cluster.routing.request_record import RequestRecord
-from diptych.cluster.routing.request_run import RequestRun
+from diptych.cluster.routing.request_driver import RequestDriver
+from diptych.cluster.routing.request_state import RequestState
 from diptych.cluster.routing.worker_link import WorkerLink
 from diptych.workers.common.errors import Unavailable
 
 from .mutations import Replacement
 
 
-def a_request_whose_leg_failed_is_failed() -> list[Replacement]:
-    def resume(self: RequestRecord, error: Any) -> Any:
-        actions = self._abort_legs()
+def a_request_whose_worker_failed_is_failed() -> list[Replacement]:
+    def resume(self: RequestState, error: Any) -> Any:
+        actions = self._abort_worker_requests()
         self.num_failures += 1
         self.error = Unavailable(f"no worker could finish the request: {error.message}")
         return actions
 
-    return [(RequestRecord, "_resume", resume)]
+    return [(RequestState, "_resume", resume)]
 
 
 def a_request_that_no_worker_can_take_is_failed_at_once() -> list[Replacement]:
-    return [(RequestRun, "_wait_for_worker", lambda self, error: self.fail(error))]
+    return [(RequestDriver, "_wait_for_worker", lambda self, error: self.fail(error))]
 
 
 def a_worker_that_comes_is_not_tried() -> list[Replacement]:
-    real = RequestRun._wait_for_worker
+    real = RequestDriver._wait_for_worker
 
-    def wait(self: RequestRun, error: Any) -> None:
+    def wait(self: RequestDriver, error: Any) -> None:
         port, self._port = self._port, _Deaf()  # type: ignore[assignment]
         real(self, error)
         self._port = port
 
-    return [(RequestRun, "_wait_for_worker", wait)]
+    return [(RequestDriver, "_wait_for_worker", wait)]
 
 
 def who_waits_on_a_broken_link_is_not_told() -> list[Replacement]:
@@ -46,12 +46,12 @@ def who_waits_on_a_broken_link_is_not_told() -> list[Replacement]:
 
 
 class _Deaf:
-    def wait_for_worker(self, run: RequestRun) -> None:
+    def wait_for_worker(self, run: RequestDriver) -> None:
         pass
 
 
 GIVING_UP = (
-    a_request_whose_leg_failed_is_failed,
+    a_request_whose_worker_failed_is_failed,
     a_request_that_no_worker_can_take_is_failed_at_once,
     a_worker_that_comes_is_not_tried,
     who_waits_on_a_broken_link_is_not_told,

@@ -1,6 +1,6 @@
 """Bugs to plant in what several routers share, and in how they hear of a drain: see mutations.py."""
 
-from diptych.cluster.routing.fleet import WorkerView
+from diptych.cluster.routing.fleet import FleetWorker
 from diptych.proto import worker_pb2
 from diptych.workers.server.links import Links, RouterLink
 from diptych.workers.server.service import WorkerService
@@ -20,7 +20,7 @@ def the_end_of_one_stream_ends_what_came_over_the_others() -> list[Replacement]:
 
 
 def a_worker_that_drains_is_chosen() -> list[Replacement]:
-    return [(WorkerView, "is_available", property(lambda self: self.is_up and self.is_listed))]
+    return [(FleetWorker, "is_available", property(lambda self: self.is_up and self.is_listed))]
 
 
 def one_router_that_knows_of_a_drain_counts_for_all() -> list[Replacement]:

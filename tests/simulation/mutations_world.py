@@ -1,6 +1,6 @@
 """Bugs to plant against bits that flip and clients that do not read: see mutations.py."""
 
-from diptych.cluster.routing.request_run import RequestRun
+from diptych.cluster.routing.request_driver import RequestDriver
 from diptych.workers.handoff import intake as handoff_intake
 
 from .mutations import Replacement
@@ -11,13 +11,13 @@ def checksums_are_not_compared() -> list[Replacement]:
 
 
 def a_client_that_does_not_read_keeps_its_request() -> list[Replacement]:
-    real = RequestRun._expire
+    real = RequestDriver._expire
 
-    def expire(self: RequestRun) -> None:
+    def expire(self: RequestDriver) -> None:
         if self._waiter is not None and not self._waiter.done():
             real(self)
 
-    return [(RequestRun, "_expire", expire)]
+    return [(RequestDriver, "_expire", expire)]
 
 
 WORLD = (checksums_are_not_compared, a_client_that_does_not_read_keeps_its_request)

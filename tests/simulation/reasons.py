@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diptych.cluster.routing.legs import Actions
-from diptych.cluster.routing.request_record import RequestRecord
+from diptych.cluster.routing.actions import Actions
+from diptych.cluster.routing.request_state import RequestState
 from diptych.workers.common.errors import DiptychError, WorkerDraining
 
 from .violation import demand
@@ -82,7 +82,7 @@ class Story:
         return ended - began - length_of(spans)
 
 
-class WatchedRecord(RequestRecord):
+class WatchedState(RequestState):
     """Tells the world what becomes of its attempts."""
 
     def __init__(self, world: "World", *args: object) -> None:
@@ -123,7 +123,7 @@ class WatchedRecord(RequestRecord):
 
     def _met(self, actions: Actions) -> Actions:
         attempt = self.story.attempts[-1]
-        attempt.hosts |= {leg.worker.partition(".")[0] for leg in self._legs.values()}
+        attempt.hosts |= {worker_request.worker.partition(".")[0] for worker_request in self._worker_requests.values()}
         return actions
 
 
@@ -135,20 +135,20 @@ def fleet_of(router: str) -> str:
 def check_failure(world: "World", client: "Client") -> None:
     """`client` got an Unavailable or a DeadlineExceeded."""
     name, error = client.request.request_id, client.error
-    record, troubles = world.records[name], world.network.troubles
-    ended = record.story.failed_at
+    state, troubles = world.states[name], world.network.troubles
+    ended = state.story.failed_at
     assert error is not None and ended is not None
-    if record.num_failures >= record.max_attempts:
-        for attempt in record.story.attempts:
+    if state.num_failures >= state.max_attempts:
+        for attempt in state.story.attempts:
             is_blameless = attempt.error is None or isinstance(attempt.error, WorkerDraining)
             met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended + MOMENT_S)
             demand(met, f"{name}: an attempt at {sorted(attempt.hosts)} failed by nobody's fault: {attempt.error!r}")
         return
-    quiet_s = record.story.quiet_s(troubles, client.arrives_at, ended)
+    quiet_s = state.story.quiet_s(troubles, client.arrives_at, ended)
     demand(quiet_s <= ENOUGH_S, f"{name} failed after {quiet_s:.1f} s in which nothing was wrong: {error!r}")
     if error.code == "service_unavailable":
-        waited = record.story.attempts[-1].ended if record.story.attempts else client.arrives_at
-        gone_s = length_of(troubles.spans((record.story.router, fleet_of(record.story.router)), waited, ended))
+        waited = state.story.attempts[-1].ended if state.story.attempts else client.arrives_at
+        gone_s = length_of(troubles.spans((state.story.router, fleet_of(state.story.router)), waited, ended))
         demand(gone_s >= world.no_worker_wait_s - SHORT_S, f"{name} was given up after {gone_s:.1f} s: {error!r}")
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from diptych.cluster.control import worker_control
-from diptych.cluster.routing import kv_costs, request_run, router, worker_link
+from diptych.cluster.routing import kv_costs, request_driver, router, worker_link
 from diptych.workers.engine.engine import Engine
 from diptych.workers.handoff import pull as handoff_pull
 from diptych.workers.handoff import sink as handoff_sink
@@ -73,8 +73,8 @@ def replaced(world: "World") -> Iterator[None]:
         (handoff_source, "CHUNK_BYTES", world.chunk_bytes),
         (handoff_sink, "open_channel", channel),
         (worker_link, "open_channel", channel),
-        (request_run, "secrets", SimpleNamespace(token_hex=lambda _: f"handoff-{next(number)}")),
-        (request_run, "RequestRecord", world.make_record),
+        (request_driver, "secrets", SimpleNamespace(token_hex=lambda _: f"handoff-{next(number)}")),
+        (request_driver, "RequestState", world.make_state),
         (router, "RouterMetrics", _NoMetrics),
         (kv_costs, "MIN_MEASURED_TOKENS", 1 << 30),  # computing takes no virtual time within a step
         (kv_costs, "DEFAULT_PREFILL_TOKENS_S", world.prefill_tokens_s),

@@ -59,7 +59,7 @@ class StepFaults:
 
     def check(self, request_id: str) -> None:
         """A poisonous request costs its neighbours one step, and itself another."""
-        record = self._world.records[request_id]
-        others = record.num_attempts - len(record.failed_steps)
+        state = self._world.states[request_id]
+        others = state.num_attempts - len(state.failed_steps)
         most = 2 + others
         demand(self.caused[request_id] <= most, f"{request_id} made {self.caused[request_id]} steps fail")

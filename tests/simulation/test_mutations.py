@@ -27,7 +27,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "half_a_gang_is_announced": 184,
     "silence_is_counted_in_seconds": 1006,
     "a_worker_that_hangs_is_kept": 780,
-    "a_leg_is_not_aborted": 146,
+    "a_worker_request_is_not_aborted": 146,
     "lease_is_never_renewed": 123,
     "who_was_beside_the_cause_is_blamed": 214,
     "a_client_that_does_not_read_keeps_its_request": 104,

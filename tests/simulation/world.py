@@ -27,7 +27,7 @@ from .hosts import Host
 from .invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
 from .memory import PoisonedList
 from .network import Network
-from .reasons import WatchedRecord, fleet_of
+from .reasons import WatchedState, fleet_of
 from .routers import RouterProcess, Routers, WatchedService
 from .scripted import Scripted
 from .seams import replaced
@@ -76,7 +76,7 @@ class World:
         self._faults = sorted([*self._faults, *self.routers.plan()], key=lambda f: f.at_packet)
         self.outsider = self.add_process("outsider")
         self.released: dict[str, str] = {}  # hand-off -> the sink that it was released to
-        self.records: dict[str, WatchedRecord] = {}
+        self.states: dict[str, WatchedState] = {}
 
     # -- the cluster ------------------------------------------------------------------------------------------------
 
@@ -216,8 +216,8 @@ class World:
         client.ended_at = self.clock.now
         self.note(f"{client.request.request_id} ends: {client.outcome} {client.error or ''}")
 
-    def make_record(self, request: Request, max_attempts: int) -> WatchedRecord:
-        return self.records.setdefault(request.request_id, WatchedRecord(self, request, max_attempts))
+    def make_state(self, request: Request, max_attempts: int) -> WatchedState:
+        return self.states.setdefault(request.request_id, WatchedState(self, request, max_attempts))
 
     # -- a run ------------------------------------------------------------------------------------------------------
 

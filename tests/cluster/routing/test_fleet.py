@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.routing.fleet import Fleet, LegLoad, WorkerInfo
+from diptych.cluster.routing.fleet import Fleet, RequestLoad, WorkerInfo
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, InternalError, LayoutMismatch, Unavailable
 from diptych.workers.common.role import Role
@@ -130,15 +130,15 @@ def test_what_we_sent_counts_until_a_report_tells_more() -> None:
     fleet.welcome("a", hello())
     view = fleet.view("a")
     for handle, tokens in ((1, 9), (2, 5)):
-        fleet.open_leg(handle, LegLoad("a", num_tokens=tokens, num_blocks=3))
+        fleet.add_request(handle, RequestLoad("a", num_tokens=tokens, num_blocks=3))
     assert (view.waiting_tokens, view.num_sequences, view.used_blocks) == (14, 2, 6)
     fleet.report("a", load(num_free=1, num_waiting_tokens=20, num_running=3, num_waiting=1))
     assert (view.waiting_tokens, view.num_sequences, view.used_blocks) == (20, 4, 9)
     fleet.report("a", load())
-    fleet.leg_spoke(1)
+    fleet.end_prefill(1)
     assert (view.waiting_tokens, view.num_sequences) == (5, 2)
     for handle in (1, 2, 2, 3):
-        fleet.close_leg(handle)
+        fleet.remove_request(handle)
     assert (view.pending_tokens, view.num_in_flight, view.held_blocks) == (0, 0, 0)
 
 

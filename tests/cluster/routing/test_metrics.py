@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.cluster.common.links import Link
 from diptych.cluster.common.timings import RequestTimes, RequestTimings
-from diptych.cluster.routing.fleet import WorkerInfo, WorkerView
+from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
 from diptych.cluster.routing.metrics import RouterMetrics
 from diptych.proto import worker_pb2
 
@@ -85,9 +85,9 @@ def test_phases_of_a_request(num_tokens: int, transport: str) -> None:
 
 
 def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
-    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"))
+    view = FleetWorker(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"))
     view.links = (Link("a", "nixl", 640, 0.5, 3, 0), Link("b", "grpc", 1, 0.25, 1, 2))
-    views = [view, WorkerView(WorkerInfo("a", "a:1", "prefill", "prefill", "prefill-1"))]
+    views = [view, FleetWorker(WorkerInfo("a", "a:1", "prefill", "prefill", "prefill-1"))]
     metrics = RouterMetrics(lambda: views)
     found = samples(metrics)
     for link, source_name in zip(view.links, ("prefill-1", ""), strict=True):  # b is gone
@@ -103,7 +103,7 @@ def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
 
 def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
     info = WorkerInfo("w", "w:1", "decode", "decode", "decode-2")
-    view = WorkerView(info, is_up=True, num_blocks=10, num_in_flight=2)
+    view = FleetWorker(info, is_up=True, num_blocks=10, num_in_flight=2)
     view.load = worker_pb2.LoadReport(
         num_running=3,
         num_free_blocks=4,
@@ -136,7 +136,7 @@ def test_workers_appear_as_they_report_and_leave_no_trace() -> None:
 
 
 def test_experts_of_a_worker() -> None:
-    view = WorkerView(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"), is_up=True)
+    view = FleetWorker(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"), is_up=True)
     view.load = worker_pb2.LoadReport(expert_tokens=[5, 0, 7], expert_imbalance=[0.0, 1.75])
     found = samples(RouterMetrics(lambda: [view]))
     labels = {"pool": "decode", "role": "decode", "worker": "w", "worker_name": "decode-2"}

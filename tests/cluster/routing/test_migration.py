@@ -2,9 +2,9 @@
 
 import math
 
-from diptych.cluster.routing.fleet import WorkerInfo, WorkerView
+from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
 from diptych.cluster.routing.kv_costs import DEFAULT_LINK_BYTES_S, PULL_LATENCY_S, compute_s, link_bytes_s, pull_s
-from diptych.cluster.routing.migration import REST_S, MovableLeg, Move, drain_move, is_short_of_blocks, relief
+from diptych.cluster.routing.migration import REST_S, MovableRequest, Move, drain_move, is_short_of_blocks, relief
 from diptych.proto import worker_pb2
 from diptych.workers.core.live_handoff import offered_tokens, slack_tokens
 
@@ -12,9 +12,9 @@ NUM_BLOCKS = 100
 NOW = 1000.0
 
 
-def worker(name: str, role: str = "decode", *, free: int = NUM_BLOCKS, **fields: object) -> WorkerView:
+def worker(name: str, role: str = "decode", *, free: int = NUM_BLOCKS, **fields: object) -> FleetWorker:
     """Blocks of 4 tokens, 1 KB a token; prefills 100 tokens/s."""
-    view = WorkerView(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
+    view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
     view.max_context_tokens, view.block_size, view.kv_token_bytes = 1000, 4, 1e3
     view.load = worker_pb2.LoadReport(
         num_blocks=NUM_BLOCKS, num_free_blocks=free, num_prefill_tokens=1000, prefill_s=10.0
@@ -24,9 +24,9 @@ def worker(name: str, role: str = "decode", *, free: int = NUM_BLOCKS, **fields:
     return view
 
 
-def leg(handle: int, worker: str = "a", **fields: object) -> MovableLeg:
+def request(handle: int, worker: str = "a", **fields: object) -> MovableRequest:
     given: dict[str, object] = {"num_tokens": 40, "num_remaining": 40, "began_at": float(handle)} | fields
-    return MovableLeg(handle, worker, **given)  # type: ignore[arg-type]
+    return MovableRequest(handle, worker, **given)  # type: ignore[arg-type]
 
 
 # -- drain ---------------------------------------------------------------------------------------------------------
@@ -34,17 +34,17 @@ def leg(handle: int, worker: str = "a", **fields: object) -> MovableLeg:
 
 def test_a_worker_that_drains_gives_its_legs_to_the_emptiest() -> None:
     workers = [worker("a", is_draining=True), worker("b", free=50), worker("c", free=60), worker("p", "prefill")]
-    assert drain_move(workers, [leg(1)], {}, 4, NOW) == Move(1, "c")
-    assert drain_move(workers, [leg(1, barred=frozenset({"c"}))], {}, 4, NOW) == Move(1, "b")
-    assert drain_move(workers, [leg(1, "b"), leg(2)], {}, 4, NOW) == Move(2, "c")
-    assert drain_move(workers[1:], [leg(1, "b")], {}, 4, NOW) is None
+    assert drain_move(workers, [request(1)], {}, 4, NOW) == Move(1, "c")
+    assert drain_move(workers, [request(1, barred=frozenset({"c"}))], {}, 4, NOW) == Move(1, "b")
+    assert drain_move(workers, [request(1, "b"), request(2)], {}, 4, NOW) == Move(2, "c")
+    assert drain_move(workers[1:], [request(1, "b")], {}, 4, NOW) is None
 
 
 def test_a_few_at_a_time() -> None:
     workers = [worker("a", is_draining=True), worker("b")]
-    assert drain_move(workers, [leg(1)], {"a": 3, "b": 9}, 4, NOW) == Move(1, "b")
-    assert drain_move(workers, [leg(1)], {"a": 4}, 4, NOW) is None
-    assert drain_move(workers, [leg(1), leg(2, num_remaining=50), leg(3)], {}, 4, NOW) == Move(2, "b")
+    assert drain_move(workers, [request(1)], {"a": 3, "b": 9}, 4, NOW) == Move(1, "b")
+    assert drain_move(workers, [request(1)], {"a": 4}, 4, NOW) is None
+    assert drain_move(workers, [request(1), request(2, num_remaining=50), request(3)], {}, 4, NOW) == Move(2, "b")
 
 
 def test_a_leg_that_fits_nowhere_with_what_its_handoff_reserves_stays() -> None:
@@ -59,25 +59,25 @@ def test_a_leg_that_fits_nowhere_with_what_its_handoff_reserves_stays() -> None:
         worker("b", "prefill"),
         worker("b", max_context_tokens=79),
     ):
-        assert drain_move([source, other], [leg(1)], {}, 4, NOW) is None
+        assert drain_move([source, other], [request(1)], {}, 4, NOW) is None
     assert offered_tokens(40, 40, 4) == 18 * 4
-    assert drain_move([source, worker("b", free=18)], [leg(1)], {}, 4, NOW) == Move(1, "b")
-    assert drain_move([source, worker("b", free=19, num_running=1)], [leg(1)], {}, 4, NOW) == Move(1, "b")
-    assert drain_move([source, worker("b", free=12)], [leg(1, num_remaining=9)], {}, 4, NOW) is None
-    assert drain_move([source, worker("b", free=13)], [leg(1, num_remaining=9)], {}, 4, NOW) == Move(1, "b")
+    assert drain_move([source, worker("b", free=18)], [request(1)], {}, 4, NOW) == Move(1, "b")
+    assert drain_move([source, worker("b", free=19, num_running=1)], [request(1)], {}, 4, NOW) == Move(1, "b")
+    assert drain_move([source, worker("b", free=12)], [request(1, num_remaining=9)], {}, 4, NOW) is None
+    assert drain_move([source, worker("b", free=13)], [request(1, num_remaining=9)], {}, 4, NOW) == Move(1, "b")
 
 
 def test_a_leg_with_two_blocks_of_tokens_to_make_ends_where_it_drains() -> None:
     workers = [worker("a", is_draining=True), worker("b")]
-    assert drain_move(workers, [leg(1, num_remaining=8)], {}, 4, NOW) is None
-    assert drain_move(workers, [leg(1, num_remaining=9)], {}, 4, NOW) == Move(1, "b")
+    assert drain_move(workers, [request(1, num_remaining=8)], {}, 4, NOW) is None
+    assert drain_move(workers, [request(1, num_remaining=9)], {}, 4, NOW) == Move(1, "b")
 
 
 def test_after_a_move_that_failed_a_leg_rests() -> None:
     workers = [worker("a", is_draining=True), worker("b")]
-    assert drain_move(workers, [leg(1, moved_at=NOW - 1, moved_from="a")], {}, 4, NOW) is None
-    assert drain_move(workers, [leg(1, moved_at=NOW - REST_S, moved_from="a")], {}, 4, NOW) == Move(1, "b")
-    assert drain_move(workers, [leg(1, moved_at=NOW - 1, moved_from="c")], {}, 4, NOW) == Move(1, "b")
+    assert drain_move(workers, [request(1, moved_at=NOW - 1, moved_from="a")], {}, 4, NOW) is None
+    assert drain_move(workers, [request(1, moved_at=NOW - REST_S, moved_from="a")], {}, 4, NOW) == Move(1, "b")
+    assert drain_move(workers, [request(1, moved_at=NOW - 1, moved_from="c")], {}, 4, NOW) == Move(1, "b")
 
 
 # -- relief --------------------------------------------------------------------------------------------------------
@@ -93,39 +93,39 @@ def test_short_is_less_than_each_that_runs_may_fill_while_one_moves() -> None:
 def test_the_youngest_goes_where_there_is_room_for_all_of_it() -> None:
     source = worker("a", free=2, num_running=4)
     workers = [source, worker("b", free=60), worker("c", free=50)]
-    assert relief(workers, source, [leg(1), leg(3), leg(2), leg(9, "b")], NOW) == Move(3, "b")
-    assert relief(workers, source, [leg(1), leg(3, num_remaining=300)], NOW) == Move(1, "b")
-    assert relief([source, worker("b", free=27)], source, [leg(1)], NOW) is None
-    assert relief([source, worker("b", free=28)], source, [leg(1)], NOW) == Move(1, "b")
-    assert relief([source, worker("b", free=28, num_running=1)], source, [leg(1)], NOW) is None
-    assert relief([source, worker("p", "prefill")], source, [leg(1)], NOW) is None
+    assert relief(workers, source, [request(1), request(3), request(2), request(9, "b")], NOW) == Move(3, "b")
+    assert relief(workers, source, [request(1), request(3, num_remaining=300)], NOW) == Move(1, "b")
+    assert relief([source, worker("b", free=27)], source, [request(1)], NOW) is None
+    assert relief([source, worker("b", free=28)], source, [request(1)], NOW) == Move(1, "b")
+    assert relief([source, worker("b", free=28, num_running=1)], source, [request(1)], NOW) is None
+    assert relief([source, worker("p", "prefill")], source, [request(1)], NOW) is None
 
 
 def test_what_may_end_before_its_move_is_done_stays() -> None:
     source = worker("a", free=2, num_running=4)
     workers = [source, worker("b")]
-    assert relief(workers, source, [leg(1, num_remaining=8)], NOW) is None
-    assert relief(workers, source, [leg(1, num_remaining=9)], NOW) == Move(1, "b")
-    assert relief(workers, source, [leg(1), leg(2, num_remaining=1)], NOW) == Move(1, "b")
+    assert relief(workers, source, [request(1, num_remaining=8)], NOW) is None
+    assert relief(workers, source, [request(1, num_remaining=9)], NOW) == Move(1, "b")
+    assert relief(workers, source, [request(1), request(2, num_remaining=1)], NOW) == Move(1, "b")
     enough = worker("a", free=20, num_running=4)  # for 20 tokens of each
-    assert relief([enough, worker("b")], enough, [leg(1, num_remaining=20)], NOW) is None
-    assert relief([enough, worker("b")], enough, [leg(1, num_remaining=21)], NOW) == Move(1, "b")
+    assert relief([enough, worker("b")], enough, [request(1, num_remaining=20)], NOW) is None
+    assert relief([enough, worker("b")], enough, [request(1, num_remaining=21)], NOW) == Move(1, "b")
 
 
 def test_what_is_cheaper_to_compute_again_is_not_moved() -> None:
     source, slow, fast = worker("a", free=2, num_running=4), worker("b"), worker("c", free=50)
     slow.load.links.add(incarnation="a", num_bytes=10**7, read_s=1e3)
-    assert relief([source, slow], source, [leg(1)], NOW) is None
-    assert relief([source, slow, fast], source, [leg(1)], NOW) == Move(1, "c")
+    assert relief([source, slow], source, [request(1)], NOW) is None
+    assert relief([source, slow, fast], source, [request(1)], NOW) == Move(1, "c")
     source.load.num_prefill_tokens = 10**6
-    assert relief([source, fast], source, [leg(1)], NOW) is None
+    assert relief([source, fast], source, [request(1)], NOW) is None
 
 
 def test_nobody_moves_twice_in_a_row() -> None:
     source = worker("a", free=2, num_running=4)
-    assert relief([source, worker("b")], source, [leg(1), leg(2, moved_at=NOW - 1)], NOW) == Move(1, "b")
-    assert relief([source, worker("b")], source, [leg(1, moved_at=NOW - 1)], NOW) is None
-    assert relief([source, worker("b")], source, [leg(1, moved_at=NOW - REST_S)], NOW) == Move(1, "b")
+    assert relief([source, worker("b")], source, [request(1), request(2, moved_at=NOW - 1)], NOW) == Move(1, "b")
+    assert relief([source, worker("b")], source, [request(1, moved_at=NOW - 1)], NOW) is None
+    assert relief([source, worker("b")], source, [request(1, moved_at=NOW - REST_S)], NOW) == Move(1, "b")
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------

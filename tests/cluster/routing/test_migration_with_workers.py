@@ -151,7 +151,7 @@ def test_a_worker_killed_while_sequences_move_costs_no_token(victim: str) -> Non
             source, sink, _ = running.of("decode")
             await running.busy(source)
             drained = asyncio.create_task(drain(source))
-            while not any(run.record.moving() for run in running.router._runs):
+            while not any(driver.state.moving() for driver in running.router._drivers):
                 await asyncio.sleep(0)
             await running.lose(source if victim == "source" else sink)
             await asyncio.gather(drained, return_exceptions=True)  # its stream may break with the worker

@@ -53,7 +53,7 @@ class Users:
         """Until every decode worker has a sequence that lasts."""
 
         def busy() -> set[str]:
-            return {leg.worker for leg in self.router._mover._legs() if leg.num_remaining > LASTING}
+            return {r.worker for r in self.router._migrations._movable() if r.num_remaining > LASTING}
 
         while not {w.info.incarnation for w in self.router.snapshot() if w.role == "decode"} <= busy():
             await asyncio.sleep(STEP_S)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.routing.fleet import WorkerInfo, WorkerView
+from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
 from diptych.cluster.routing.policy import PrefixSource, RequestFacts, Route, RoutingConfig, choose, choose_sink
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, Unavailable
@@ -14,8 +14,10 @@ CONFIG = RoutingConfig()
 NUM_BLOCKS = 100
 
 
-def worker(name: str, role: str = "mixed", *, free: int = NUM_BLOCKS, waiting: int = 0, **fields: object) -> WorkerView:
-    view = WorkerView(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
+def worker(
+    name: str, role: str = "mixed", *, free: int = NUM_BLOCKS, waiting: int = 0, **fields: object
+) -> FleetWorker:
+    view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
     view.max_context_tokens, view.block_size = 1000, 4
     view.load = worker_pb2.LoadReport(num_blocks=NUM_BLOCKS, num_free_blocks=free, num_waiting_tokens=waiting)
     for key, value in fields.items():
@@ -123,7 +125,7 @@ def test_another_sink_for_a_standing_offer() -> None:
     assert choose_sink([worker("m1"), worker("m2")], facts(), "m1") == "m2"
 
 
-def measured(name: str, role: str, tokens_s: float = 100.0, **fields: object) -> WorkerView:
+def measured(name: str, role: str, tokens_s: float = 100.0, **fields: object) -> FleetWorker:
     """Blocks of 4 tokens, 1 KB a token."""
     view = worker(name, role, block_size=4, kv_token_bytes=1e3, **fields)
     view.load.num_prefill_tokens, view.load.prefill_s = 1000, 1000 / tokens_s

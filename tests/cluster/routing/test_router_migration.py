@@ -339,7 +339,7 @@ def test_a_worker_that_came_back_at_the_same_address_is_another_one() -> None:
 
 
 def test_a_broken_stream_between_router_and_source_ends_the_migration_and_not_the_request() -> None:
-    """Both workers live on, but what ran on the stream is aborted there: the record resumes it."""
+    """Both workers live on, but what ran on the stream is aborted there: the state resumes it."""
 
     async def test() -> None:
         async with scripted("mixed", "mixed") as (old, new), routing(old) as router:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diptych.cluster.routing.policy import RoutingConfig
-from diptych.cluster.routing.prompt_record import PromptRecord
+from diptych.cluster.routing.prompt_logprobs_state import PromptLogprobsState
 from diptych.cluster.routing.router import Router
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError, WorkerDraining
@@ -141,11 +141,11 @@ def test_of_a_handed_off_request_the_source_alone_is_asked_for_them() -> None:
 def test_a_worker_that_sends_other_prompt_logprobs_than_were_asked_for_ends_the_request(
     first: int, end: int, num_top: int
 ) -> None:
-    record = PromptRecord(asking(PROMPT, 1))
+    state = PromptLogprobsState(asking(PROMPT, 1))
     with pytest.raises(InternalError, match="where token 1 was next"):
-        record.add(fake_prompt_logprobs(PROMPT, [*PROMPT, 1], first, end, num_top))
+        state.add(fake_prompt_logprobs(PROMPT, [*PROMPT, 1], first, end, num_top))
     with pytest.raises(InternalError):
-        PromptRecord(request(PROMPT, 1)).add(fake_prompt_logprobs(PROMPT, PROMPT, 1, 8, 0))
+        PromptLogprobsState(request(PROMPT, 1)).add(fake_prompt_logprobs(PROMPT, PROMPT, 1, 8, 0))
 
 
 def test_a_token_before_the_prompts_logprobs_ends_the_request() -> None:

@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from diptych.cluster.routing.leg_failures import num_alone
-from diptych.cluster.routing.legs import Submit
+from diptych.cluster.routing.actions import Submit
+from diptych.cluster.routing.failures import num_alone
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.errors import DiptychError, RequestFailsSteps, StepFailed, StepFailedAlone, Unavailable
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
-from .test_request_record import Driver
+from .test_request_state import StateHarness
 from .test_router_with_workers import Cluster, answer, cluster, prompts, run
 
 BAD = 999
@@ -21,76 +21,76 @@ COMPANY, ALONE = StepFailed("a step failed"), StepFailedAlone("a step failed")
 
 
 def test_a_step_that_fails_is_resumed_elsewhere() -> None:
-    driver = Driver()
-    driver.begin(None, "A")
-    driver.token(1, 0)
-    driver.failed(1, COMPANY)
-    assert driver.told == [("forget", 1), ("choose", "")]
-    assert driver.record.excluded == {"A"} and [s.worker for s in driver.record.failed_steps] == ["A"]
-    driver.begin(None, "B")
-    assert [s.output_token_ids for s in driver.log if isinstance(s, Submit)] == [(100,)]
+    harness = StateHarness()
+    harness.begin(None, "A")
+    harness.token(1, 0)
+    harness.failed(1, COMPANY)
+    assert harness.told == [("forget", 1), ("choose", "")]
+    assert harness.state.excluded == {"A"} and [s.worker for s in harness.state.failed_steps] == ["A"]
+    harness.begin(None, "B")
+    assert [s.output_token_ids for s in harness.log if isinstance(s, Submit)] == [(100,)]
 
 
 def test_a_second_step_that_fails_with_it_alone_ends_it_by_name() -> None:
-    driver = Driver()
+    harness = StateHarness()
     for handle, (worker, error) in enumerate((("A", COMPANY), ("B", ALONE)), 1):
-        driver.begin(None, worker)
-        driver.failed(handle, error)
-    assert isinstance(driver.record.error, RequestFailsSteps) and not driver.record.error.retryable
-    assert "request request made steps fail on A and B" in driver.record.error.message
+        harness.begin(None, worker)
+        harness.failed(handle, error)
+    assert isinstance(harness.state.error, RequestFailsSteps) and not harness.state.error.retryable
+    assert "request request made steps fail on A and B" in harness.state.error.message
 
 
 def test_a_first_step_that_fails_with_it_alone_is_resumed_once() -> None:
     """The worker may be the cause: another one is asked."""
-    driver = Driver()
-    driver.begin(None, "A")
-    driver.failed(1, ALONE)
-    assert driver.told[-1] == ("choose", "")
+    harness = StateHarness()
+    harness.begin(None, "A")
+    harness.failed(1, ALONE)
+    assert harness.told[-1] == ("choose", "")
 
 
 def test_a_request_is_computed_alone_until_it_is_past_the_token_at_which_a_step_failed() -> None:
     """The worker had made three tokens, of which none came: the next two by themselves would show nothing."""
-    driver = Driver()
-    driver.begin(None, "A")
-    driver.failed(1, StepFailed("a step failed", num_output=3))
-    assert num_alone(driver.record.failed_steps, 0) == 5
-    assert num_alone(driver.record.failed_steps, 3) == num_alone(driver.record.failed_steps, 4) == 2
+    harness = StateHarness()
+    harness.begin(None, "A")
+    harness.failed(1, StepFailed("a step failed", num_output=3))
+    assert num_alone(harness.state.failed_steps, 0) == 5
+    assert num_alone(harness.state.failed_steps, 3) == num_alone(harness.state.failed_steps, 4) == 2
     assert num_alone([], 0) == 0
 
 
 def test_steps_that_fail_in_company_never_condemn_but_are_bounded() -> None:
-    driver = Driver(max_attempts=3)
+    harness = StateHarness(max_attempts=3)
     for handle in range(1, 4):
-        assert not driver.record.is_over
-        driver.begin(None, f"W{handle}")
-        driver.failed(handle, COMPANY)
-    assert type(driver.record.error) is Unavailable and "StepFailed" in driver.record.error.message
+        assert not harness.state.is_over
+        harness.begin(None, f"W{handle}")
+        harness.failed(handle, COMPANY)
+    assert type(harness.state.error) is Unavailable and "StepFailed" in harness.state.error.message
 
 
 @pytest.mark.parametrize("speaks", [True, False])
 def test_a_sinks_step_that_fails_counts_and_its_pull_from_a_source_whose_step_failed_does_not(speaks: bool) -> None:
-    driver = Driver()
-    driver.begin("P", "D")
-    driver.token(1, 0)
+    harness = StateHarness()
+    harness.begin("P", "D")
+    harness.token(1, 0)
     if speaks:
-        driver.token(2, 1)
-    driver.failed(2, COMPANY)
-    assert [s.worker for s in driver.record.failed_steps] == ["D"]
-    driver = Driver()
-    driver.begin("P", "D")
-    driver.failed(2, COMPANY, handoff=True)  # the source's words, by way of the sink
-    driver.failed(1, COMPANY)
-    assert [s.worker for s in driver.record.failed_steps] == ["P"] and driver.told[-1] == ("choose", "")
+        harness.token(2, 1)
+    harness.failed(2, COMPANY)
+    assert [s.worker for s in harness.state.failed_steps] == ["D"]
+    harness = StateHarness()
+    harness.begin("P", "D")
+    harness.failed(2, COMPANY, handoff=True)  # the source's words, by way of the sink
+    harness.failed(1, COMPANY)
+    assert [s.worker for s in harness.state.failed_steps] == ["P"] and harness.told[-1] == ("choose", "")
 
 
 def test_a_decode_that_fails_alone_a_second_time_ends_the_source_too() -> None:
-    driver = Driver()
-    driver.begin(None, "A")
-    driver.failed(1, COMPANY)
-    driver.begin("P", "D")
-    driver.token(2, 0)
-    driver.failed(3, ALONE)
-    assert ("abort", 2) in driver.told and isinstance(driver.record.error, RequestFailsSteps)
+    harness = StateHarness()
+    harness.begin(None, "A")
+    harness.failed(1, COMPANY)
+    harness.begin("P", "D")
+    harness.token(2, 0)
+    harness.failed(3, ALONE)
+    assert ("abort", 2) in harness.told and isinstance(harness.state.error, RequestFailsSteps)
 
 
 # -- with workers -----------------------------------------------------------------------------------------------------

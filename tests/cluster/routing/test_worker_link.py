@@ -10,7 +10,7 @@ import pytest
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.cluster.routing.generation import TokenLogprob
 from diptych.cluster.routing.policy import RoutingConfig
-from diptych.cluster.routing.request_record import LegToken
+from diptych.cluster.routing.request_state import WorkerToken
 from diptych.cluster.routing.worker_link import WorkerLink
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, DiptychError, InternalError, OutOfBlocks, WorkerLost
@@ -47,7 +47,7 @@ class Listener:
     def on_down(self, info: WorkerInfo, reason: str) -> None:
         self.heard.put_nowait(("down", reason))
 
-    def on_token(self, handle: int, token: LegToken) -> None:
+    def on_token(self, handle: int, token: WorkerToken) -> None:
         self.heard.put_nowait(("token", handle, token))
 
     def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None:
@@ -103,13 +103,13 @@ def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
                 timings=[SequenceTimings(0.5, 2).to_proto(3)],
             )
             worker.send(step=step)
-            assert await listener.hears("token") == (1, LegToken(0, 5, None, None, 4))
+            assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, 4))
             assert await listener.hears("token") == (
                 1,
-                LegToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2)),
+                WorkerToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2)),
             )
             logprob = TokenLogprob(6, -1.5, ((6, -1.5),))
-            assert await other.hears("token") == (2, LegToken(3, 6, None, logprob))
+            assert await other.hears("token") == (2, WorkerToken(3, 6, None, logprob))
             worker.load(num_running=3)
             assert await listener.hears("load") == (3,)
             worker.send(blocks=worker_pb2.BlockEvents(stored=[b"name"]))

@@ -1,4 +1,4 @@
-"""What a request's record says and hears: its legs on workers, the tokens they make, and the actions it asks for."""
+"""Worker requests, the tokens that they make, and the actions that a RequestState returns. Data only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,25 +17,25 @@ class Part(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class WorkerRequest:
     handle: int
     worker: str  # incarnation
     part: Part
-    has_spoken: bool = False
+    has_token: bool = False
     offers: list[str] = field(default_factory=list[str])  # hand-off ids under which it was to migrate
 
 
-class LegToken(NamedTuple):
+class WorkerToken(NamedTuple):
     position: int  # in the request's output, from 0
     token_id: int
     finish: FinishReason | None = None
     logprob: TokenLogprob | None = None
     num_cached: int | None = None
-    timings: SequenceTimings | None = None  # with its leg's first
+    timings: SequenceTimings | None = None  # with its worker request's first
 
 
 @dataclass(frozen=True, slots=True)
-class Choose:
+class ChooseRoute:
     """A route is needed: answer with `begin`, or `fail` when there is none."""
 
 
@@ -56,9 +56,9 @@ class PrefixPull:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """`handoff_id`: where the leg is a source or a sink; `source`: the worker that a sink pulls from."""
+    """`handoff_id`: where the worker request is a source or a sink; `source`: the worker that a sink pulls from."""
 
-    leg: Leg
+    worker_request: WorkerRequest
     output_token_ids: tuple[int, ...]
     handoff_id: str | None = None
     source: str | None = None
@@ -66,10 +66,10 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """Hand off the running leg."""
+class OfferSequence:
+    """Hand off the running worker request."""
 
-    leg: Leg
+    worker_request: WorkerRequest
     handoff_id: str
 
 
@@ -83,21 +83,21 @@ class OfferPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoke:
-    """The leg's first token is here. A PREFILL leg computes nothing from here on."""
+class FirstToken:
+    """The worker request's first token is here. A PREFILL worker request computes nothing from here on."""
 
-    leg: Leg
+    worker_request: WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    leg: Leg
+    worker_request: WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    leg: Leg
+    worker_request: WorkerRequest
 
 
-Action = Choose | ChooseSink | Submit | Offer | OfferPrefix | Spoke | Abort | Forget
+Action = ChooseRoute | ChooseSink | Submit | OfferSequence | OfferPrefix | FirstToken | Abort | Forget
 Actions = Sequence[Action]

@@ -7,7 +7,7 @@ from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
 
 
-class PromptRecord:
+class PromptLogprobsState:
     """`next`: position of the first token whose log-probability is missing. The first token has none."""
 
     def __init__(self, request: Request) -> None:

@@ -1,21 +1,21 @@
-"""One request as its router knows it: prompt, tokens so far, and the legs that make the next ones. Pure: events in,
-actions out; no clock, no socket.
+"""One request as its router knows it: prompt, tokens so far, and the worker requests that make the next
+tokens. Pure: events in, actions out; no clock, no socket.
 
     start ─> CHOOSING ──begin──> RUNNING ──the last token──> FINISHED
                  ^                  │ └──deadline, bad request, too many failures, client gone──> FAILED
-                 └──── a leg failed: resume after the tokens so far ────┘
+                 └──── a worker request failed: resume after the tokens so far ────┘
 
-An attempt is one leg that does everything (ALONE), or two:
+An attempt is one worker request that does everything (ALONE), or two:
 
     PREFILL   makes the token at position `start`, and offers the sequence's KV
     DECODE    pulls that KV and makes every token after it
 
-A leg that decodes may `migrate`: it is the source A of a live hand-off to a DECODE leg B on another worker, and makes
-tokens until B has caught up. Then it says that it has handed off, and B goes on.
-The two speak over different streams, so anything may overtake anything:
+A worker request that decodes may `migrate`: it becomes the source A of a live hand-off to a DECODE worker request B on
+another worker, and makes tokens until B has caught up. Then it reports that it has handed off, and B goes on.
+The two send over different streams, so their events may come in any order:
     a DECODE token before the source's last one kept until that one is here
     PREFILL is lost or fails, its token missing resume; kept tokens are dropped, they come again
-    PREFILL is lost or fails after its token    nothing: DECODE has the KV, or says that it has not
+    PREFILL is lost or fails after its token    nothing: DECODE has the KV, or reports that it has not
     DECODE is lost before it pulled             another sink is sent to the same offer
     DECODE could not reach its source           the same: the KV is there still
     DECODE fails while the PREFILL token is due wait for it: it may be the last one; else resume after it
@@ -23,17 +23,17 @@ The two speak over different streams, so anything may overtake anything:
     A hands off after B failed                  another sink is sent to the same offer, or resume
     A finishes the request before it hands off  finished; B is aborted
     A is lost or fails before it handed off     resume: B will not get what it waits for
-    A is lost or fails after it handed off      nothing: B has the KV, or says that it has not
+    A is lost or fails after it handed off      nothing: B has the KV, or reports that it has not
     B's first token before A's last, then B or A lost
                                                 B: wait for A's tokens, then resume; A: resume
-    B's first token before "handed off"         if no token misses between, it says so itself
-    a step fails                                resume; from then on it is computed alone at first, so that a second
-                                                step that fails shows whose fault it is: RequestFailsSteps
-    a token twice, or of a closed leg           dropped
+    B's first token before "handed off"         if no token is missing between, it means "handed off"
+    a step fails                                resume; at first the request is computed in steps of its own, so that a
+                                                second failed step shows the cause: RequestFailsSteps
+    a token twice, or of a closed request       dropped
     a token after a gap                         InternalError: no answer is better than a wrong one
 
-A source is forgotten when the sink's first token has its place: the sink committed. Every leg that was submitted is
-closed exactly once: by Abort (its worker must stop) or Forget (it already has).
+A source is closed when the sink's first token has its place: the sink committed. Every worker request that was
+submitted is closed exactly once: by Abort (its worker must stop) or Forget (it has already stopped).
 """
 
 from collections.abc import Iterator
@@ -50,33 +50,33 @@ from ...workers.common.errors import (
 )
 from ...workers.common.request import FinishReason, Request
 from ...workers.common.timings import SequenceTimings
-from .generation import TokenDelta, TokenLogprob
-from .leg_failures import FailedStep, fails_steps, is_on_the_way
-from .leg_handoff import Gap, LegHandoff
-from .legs import (
+from .actions import (
     Abort,
     Actions,
-    Choose,
+    ChooseRoute,
     ChooseSink,
+    FirstToken,
     Forget,
-    Leg,
-    LegToken,
-    Offer,
     OfferPrefix,
+    OfferSequence,
     Part,
     PrefixPull,
-    Spoke,
     Submit,
+    WorkerRequest,
+    WorkerToken,
 )
+from .failures import FailedStep, fails_steps, is_on_the_way
+from .generation import TokenDelta, TokenLogprob
 from .policy import Route
-from .prompt_record import PromptRecord
+from .prompt_logprobs_state import PromptLogprobsState
+from .request_handoff import Gap, RequestHandoff
 
 MAX_DELTA_TOKENS = 128  # of a reader who is behind: with log-probabilities a token costs 0.1 ms to tell
 MAX_FAILED_MIGRATIONS = 3  # of a request; then it stays where it is
 _NOTHING: Actions = ()
 
 
-class RequestRecord:
+class RequestState:
     """Deliver what `take` returns; after every event, do the actions in order, then look at `error`."""
 
     def __init__(self, request: Request, max_attempts: int) -> None:
@@ -93,7 +93,7 @@ class RequestRecord:
         self.num_failed_migrations = 0
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
         self.timings: list[SequenceTimings | None] = []  # that came with the first two tokens
-        self.prompt = PromptRecord(request)
+        self.prompt = PromptLogprobsState(request)
         self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
         self._logprobs: list[TokenLogprob] = []  # of tokens that were not taken
@@ -101,8 +101,8 @@ class RequestRecord:
         self._layouts_differ = False
         self._has_handoff_failed = False
         # Of the running attempt:
-        self._legs: dict[int, Leg] = {}
-        self._handoff: LegHandoff | None = None
+        self._worker_requests: dict[int, WorkerRequest] = {}
+        self._handoff: RequestHandoff | None = None
 
     @property
     def is_over(self) -> bool:
@@ -123,19 +123,19 @@ class RequestRecord:
         is_last = self.num_failures == self._max_attempts - 1
         return not self._layouts_differ and not (self._has_handoff_failed and is_last)
 
-    def legs(self) -> list[Leg]:
-        return list(self._legs.values())
+    def worker_requests(self) -> list[WorkerRequest]:
+        return list(self._worker_requests.values())
 
-    def movable(self) -> Leg | None:
-        """The leg that may migrate now: it decodes, and is not on its way already."""
+    def movable(self) -> WorkerRequest | None:
+        """The worker request that may migrate now: it decodes, and is not on its way already."""
         handoff = self._handoff
         if self.is_over or self.num_failed_migrations >= MAX_FAILED_MIGRATIONS:
             return None
         if handoff is not None and not (handoff.runs_on and handoff.sink is None):
             return None
-        return next((leg for leg in self._legs.values() if leg.has_spoken), None)
+        return next((r for r in self._worker_requests.values() if r.has_token), None)
 
-    def moving(self) -> Leg | None:
+    def moving(self) -> WorkerRequest | None:
         """The source of a migration that is under way."""
         handoff = self._handoff
         return handoff.source if handoff is not None and handoff.is_live and handoff.sink is not None else None
@@ -161,7 +161,7 @@ class RequestRecord:
     def begin(self, route: Route, handoff_id: str, handles: Iterator[int], prefix_id: str = "") -> Actions:
         """An attempt along `route`. `handoff_id` is used where the route has two workers, `prefix_id` where one of them
         pulls a prefix; handles are never reused."""
-        assert not self._legs and not self.is_over
+        assert not self._worker_requests and not self.is_over
         self.num_attempts += 1
         output = tuple(self.token_ids)
         offers: list[OfferPrefix] = []
@@ -174,57 +174,57 @@ class RequestRecord:
             return [*offers, Submit(alone, output, prefix=pull)]
         source = self._open(next(handles), route.prefill, Part.PREFILL)
         sink = self._open(next(handles), route.decode, Part.DECODE)
-        self._handoff = LegHandoff(handoff_id, source, sink, output, end=len(output) + 1)
+        self._handoff = RequestHandoff(handoff_id, source, sink, output, end=len(output) + 1)
         return [*offers, Submit(source, output, handoff_id, prefix=pull), self._submit_sink(self._handoff, sink)]
 
     def migrate(self, worker: str, handoff_id: str, handles: Iterator[int]) -> Actions:
-        """Move the `movable` leg to `worker`. `handoff_id` is new."""
+        """Move the `movable` worker request to `worker`. `handoff_id` is new."""
         source = self.movable()
         assert source is not None and source.worker != worker
         sink = self._open(next(handles), worker, Part.DECODE)
         source.offers.append(handoff_id)
-        self._handoff = LegHandoff(handoff_id, source, sink, tuple(self.token_ids))
-        return [Offer(source, handoff_id), self._submit_sink(self._handoff, sink)]
+        self._handoff = RequestHandoff(handoff_id, source, sink, tuple(self.token_ids))
+        return [OfferSequence(source, handoff_id), self._submit_sink(self._handoff, sink)]
 
     def begin_sink(self, worker: str | None, handles: Iterator[int]) -> Actions:
         """`worker` pulls the standing offer; None: nobody can."""
         handoff = self._handoff
-        assert handoff is not None and handoff.wound is not None
+        assert handoff is not None and handoff.sink_error is not None
         if worker is None:
-            return self._resume_if_due(handoff, handoff.wound)
-        handoff.wound = None
+            return self._resume_if_due(handoff, handoff.sink_error)
+        handoff.sink_error = None
         self.num_attempts += 1
         handoff.sink = self._open(next(handles), worker, Part.DECODE)
         return [self._submit_sink(handoff, handoff.sink)]
 
     @staticmethod
-    def _submit_sink(handoff: LegHandoff, sink: Leg) -> Submit:
+    def _submit_sink(handoff: RequestHandoff, sink: WorkerRequest) -> Submit:
         return Submit(sink, handoff.output_token_ids, handoff.id, handoff.source.worker)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
-    def token(self, handle: int, token: LegToken) -> Actions:
-        leg = self._legs.get(handle)
-        if leg is None:
+    def token(self, handle: int, token: WorkerToken) -> Actions:
+        worker_request = self._worker_requests.get(handle)
+        if worker_request is None:
             return _NOTHING
-        first: list[Spoke] = [] if leg.has_spoken else [Spoke(leg)]
-        leg.has_spoken = True
+        first: list[FirstToken] = [] if worker_request.has_token else [FirstToken(worker_request)]
+        worker_request.has_token = True
         handoff = self._handoff
         if handoff is None:
             actions = self._accept(token)
         else:
             try:
-                actions = self._accept_in_handoff(handoff, leg, token)
+                actions = self._accept_in_handoff(handoff, worker_request, token)
             except Gap as gap:
                 actions = self._gap(gap)
         return [*first, *actions] if first else actions
 
     def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:
-        """The running leg was sealed for that hand-off after so many tokens: none more comes from it."""
-        leg, handoff = self._legs.get(handle), self._handoff
-        if leg is None:
+        """The running worker request was sealed for that hand-off after so many tokens: none more comes from it."""
+        worker_request, handoff = self._worker_requests.get(handle), self._handoff
+        if worker_request is None:
             return _NOTHING
-        if handoff is None or leg is not handoff.source or not handoff.is_live or handoff_id not in leg.offers:
+        if handoff is None or not handoff.was_offered(worker_request, handoff_id):
             return self.fail(InternalError("a worker handed off a sequence that was not offered"))
         if num_output_tokens != len(self.token_ids):
             return self._gap(Gap(num_output_tokens, len(self.token_ids)))
@@ -239,20 +239,20 @@ class RequestRecord:
             return [*aborted, *self._gap(gap)]
         return aborted if handoff.sink is not None else [*aborted, *self._another_sink(handoff)]
 
-    def _turn_back(self, handoff: LegHandoff, handoff_id: str) -> Actions:
+    def _turn_back(self, handoff: RequestHandoff, handoff_id: str) -> Actions:
         """The source was sealed for an earlier offer, whose sink had failed, before it heard of this one: what stands
         is the earlier, and nothing will come of this one."""
         handoff.id = handoff_id
         sink, handoff.sink = handoff.sink, None
         if sink is None:
             return _NOTHING
-        handoff.wound = HandoffError("the sequence was handed off for an earlier offer")
-        del self._legs[sink.handle]
+        handoff.sink_error = HandoffError("the sequence was handed off for an earlier offer")
+        del self._worker_requests[sink.handle]
         return [Abort(sink)]
 
-    def _accept_in_handoff(self, handoff: LegHandoff, leg: Leg, token: LegToken) -> Actions:
+    def _accept_in_handoff(self, handoff: RequestHandoff, worker_request: WorkerRequest, token: WorkerToken) -> Actions:
         """Raises Gap."""
-        if leg is handoff.source:
+        if worker_request is handoff.source:
             handoff.check_source(token)
             actions = self._accept(token)
             if self.is_over:
@@ -263,25 +263,25 @@ class RequestRecord:
             handoff.hold(token, len(self.token_ids), self._max_tokens)
         if handoff.is_joined(len(self.token_ids)):
             return self._join(handoff)
-        if handoff.wound is not None and handoff.is_sealed:
-            return self._resume(handoff.wound)
+        if handoff.sink_error is not None and handoff.is_sealed:
+            return self._resume(handoff.sink_error)
         return _NOTHING
 
-    def _join(self, handoff: LegHandoff) -> Actions:
+    def _join(self, handoff: RequestHandoff) -> Actions:
         """The sink has taken over."""
         self._handoff = None
         self.num_migrations += handoff.is_live
-        source = self._legs.pop(handoff.source.handle, None)
+        source = self._worker_requests.pop(handoff.source.handle, None)
         actions: list[Forget] = [] if source is None else [Forget(source)]
         following: Actions = _NOTHING
         for token in handoff.take_early():
             if not self.is_over:
                 following = self._accept(token)
-        if handoff.wound is not None and not self.is_over:
-            following = self._resume(handoff.wound)
+        if handoff.sink_error is not None and not self.is_over:
+            following = self._resume(handoff.sink_error)
         return [*actions, *following]
 
-    def _accept(self, token: LegToken) -> Actions:
+    def _accept(self, token: WorkerToken) -> Actions:
         expected = len(self.token_ids)
         if token.position != expected:
             return self._gap(Gap(token.position, expected)) if token.position > expected else _NOTHING
@@ -304,9 +304,9 @@ class RequestRecord:
     def _finish(self, finish: FinishReason) -> Actions:
         """A sink that waits still needs to be told."""
         self.finish = finish
-        legs, self._legs = self._legs, {}
+        worker_requests, self._worker_requests = self._worker_requests, {}
         waiting = self._handoff.sink if self._handoff is not None else None
-        return [Abort(leg) if leg is waiting else Forget(leg) for leg in legs.values()]
+        return [Abort(r) if r is waiting else Forget(r) for r in worker_requests.values()]
 
     def _gap(self, gap: Gap) -> Actions:
         what = f"a worker sent the token at position {gap.position} where {gap.expected} was next"
@@ -315,86 +315,86 @@ class RequestRecord:
     # -- failures ---------------------------------------------------------------------------------------------------
 
     def failed(self, handle: int, error: DiptychError, *, handoff: bool = False) -> Actions:
-        """A leg ended without finishing. `handoff`: its KV could not be had, which no other error is final for."""
-        leg = self._legs.pop(handle, None)
-        if leg is None:
+        """End a worker request that did not finish. `handoff`: its KV could not be had: no such error is final."""
+        worker_request = self._worker_requests.pop(handle, None)
+        if worker_request is None:
             return _NOTHING
         moving = self._handoff
-        if moving is not None and leg is moving.source and moving.is_sealed:
-            return [Forget(leg)]
+        if moving is not None and worker_request is moving.source and moving.is_sealed:
+            return [Forget(worker_request)]
         if isinstance(error, StepFailed) and not handoff:
-            self.failed_steps.append(FailedStep(leg.worker, error.num_output))
+            self.failed_steps.append(FailedStep(worker_request.worker, error.num_output))
             end = fails_steps(self.request.request_id, self.failed_steps, error)
             if end is not None:
-                return [Forget(leg), *self.fail(end)]
-        if moving is not None and leg is moving.sink:
-            return [Forget(leg), *self._sink_failed(moving, leg, error, handoff)]
-        return [Forget(leg), *self._leg_failed(leg, error, handoff)]
+                return [Forget(worker_request), *self.fail(end)]
+        if moving is not None and worker_request is moving.sink:
+            return [Forget(worker_request), *self._sink_failed(moving, worker_request, error, handoff)]
+        return [Forget(worker_request), *self._request_failed(worker_request, error, handoff)]
 
     def fail(self, error: DiptychError) -> Actions:
         """End the request, if it has not ended: its deadline, no worker, or the client's going."""
         if self.is_over:
             return _NOTHING
         self.error = error
-        return self._abort_legs()
+        return self._abort_worker_requests()
 
-    def _leg_failed(self, leg: Leg, error: DiptychError, handoff: bool) -> Actions:
+    def _request_failed(self, worker_request: WorkerRequest, error: DiptychError, handoff: bool) -> Actions:
         if not (error.retryable or handoff):
             return self.fail(error)
-        self._blame(leg, error, handoff)
+        self._blame(worker_request, error, handoff)
         return self._resume(error)
 
-    def _sink_failed(self, handoff: LegHandoff, sink: Leg, error: DiptychError, is_handoff: bool) -> Actions:
-        handoff.sink, handoff.wound = None, error
-        if is_handoff:
+    def _sink_failed(self, handoff: RequestHandoff, sink: WorkerRequest, error: DiptychError, kv_lost: bool) -> Actions:
+        handoff.sink, handoff.sink_error = None, error
+        if kv_lost:
             self.failed_pairs.add((handoff.source.worker, sink.worker))
-        handoff.may_send_another_sink &= not sink.has_spoken and (not is_handoff or is_on_the_way(error))
+        handoff.may_send_another_sink &= not sink.has_token and (not kv_lost or is_on_the_way(error))
         if handoff.runs_on:
             self.failed_pairs.add((handoff.source.worker, sink.worker))
             self.num_failed_migrations += not isinstance(error, WorkerDraining | SequenceEnded)
             return _NOTHING
-        if not (error.retryable or is_handoff):
+        if not (error.retryable or kv_lost):
             return self.fail(error)
-        self._blame(sink, error, is_handoff)
+        self._blame(sink, error, kv_lost)
         return self._another_sink(handoff)
 
-    def _blame(self, leg: Leg, error: DiptychError, handoff: bool) -> None:
-        self.excluded.add(leg.worker)
+    def _blame(self, worker_request: WorkerRequest, error: DiptychError, handoff: bool) -> None:
+        self.excluded.add(worker_request.worker)
         self._has_handoff_failed |= handoff
         self._layouts_differ |= isinstance(error, LayoutMismatch)
 
-    def _another_sink(self, handoff: LegHandoff) -> Actions:
+    def _another_sink(self, handoff: RequestHandoff) -> Actions:
         """Once, and as often as sinks drain, while the source is there."""
-        error = handoff.wound
+        error = handoff.sink_error
         assert error is not None
-        if handoff.may_send_another_sink and handoff.source.handle in self._legs:
+        if handoff.may_send_another_sink and handoff.source.handle in self._worker_requests:
             handoff.may_send_another_sink = isinstance(error, WorkerDraining)
             return [ChooseSink(handoff.source.worker)]
         return self._resume_if_due(handoff, error)
 
-    def _resume_if_due(self, handoff: LegHandoff, error: DiptychError) -> Actions:
+    def _resume_if_due(self, handoff: RequestHandoff, error: DiptychError) -> Actions:
         """Not while the source's last tokens are on their way: one may be the request's last."""
         return self._resume(error) if handoff.is_sealed else _NOTHING
 
     def _resume(self, error: DiptychError) -> Actions:
         """Draining is nobody's failure, and ends by itself: who drains is not chosen again."""
-        actions = self._abort_legs()
+        actions = self._abort_worker_requests()
         self.num_failures += not isinstance(error, WorkerDraining)
         if self.num_failures < self._max_attempts:
-            return [*actions, Choose()]
+            return [*actions, ChooseRoute()]
         self.error = Unavailable(
             f"no worker could finish the request in {self.num_failures} attempts; "
             f"the last error was {type(error).__name__}: {error.message}"
         )
         return actions
 
-    def _abort_legs(self) -> Actions:
-        legs, self._legs, self._handoff = self._legs, {}, None
-        return [Abort(leg) for leg in legs.values()]
+    def _abort_worker_requests(self) -> Actions:
+        worker_requests, self._worker_requests, self._handoff = self._worker_requests, {}, None
+        return [Abort(r) for r in worker_requests.values()]
 
-    # -- legs -------------------------------------------------------------------------------------------------------
+    # -- worker requests --------------------------------------------------------------------------------------------
 
-    def _open(self, handle: int, worker: str, part: Part) -> Leg:
-        leg = Leg(handle, worker, part)
-        self._legs[handle] = leg
-        return leg
+    def _open(self, handle: int, worker: str, part: Part) -> WorkerRequest:
+        worker_request = WorkerRequest(handle, worker, part)
+        self._worker_requests[handle] = worker_request
+        return worker_request

@@ -1,4 +1,4 @@
-"""What the failure of a leg says of its request, of its worker, and of what lies between two workers. Pure."""
+"""Rules on failed worker requests: may another sink read the KV, which request made steps fail. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

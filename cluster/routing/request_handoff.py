@@ -1,17 +1,15 @@
-"""One hand-off between two legs of a request, as its router sees it: until the sink's first token has its place.
+"""One hand-off between two worker requests of a request, until the sink's first token has its place. Pure bookkeeping.
 
     PREFILL -> DECODE    the source makes one token, and is sealed by it
-    a running leg -> DECODE (live: a migration)
-                         the source makes tokens until it says that it is sealed, or until the sink's first token shows
-                         that it was; while neither is here, it runs on, and the sink may fail without harm
+    running -> DECODE    (live: a migration) the source makes tokens until it says that it is sealed, or until the
+                         sink's first token shows that it was. Before that it runs on; the sink may fail without harm
 
-The sink's tokens come by another stream: they wait here until all of the source's are in. Pure bookkeeping, no actions.
-"""
+The sink's tokens come by another stream: they are held here until all of the source's tokens have come."""
 
 from dataclasses import dataclass, field
 
 from ...workers.common.errors import DiptychError
-from .legs import Leg, LegToken, Part
+from .actions import Part, WorkerRequest, WorkerToken
 
 
 class Gap(Exception):
@@ -24,16 +22,16 @@ class Gap(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class LegHandoff:
+class RequestHandoff:
     id: str
-    source: Leg
-    sink: Leg | None  # None: it failed
+    source: WorkerRequest
+    sink: WorkerRequest | None  # None: it failed
     output_token_ids: tuple[int, ...]  # of the request when the offer was made: every sink is told these
     end: int | None = None  # position after the source's last token; None: it runs on
     is_sealed: bool = False  # the source's tokens are all in
     may_send_another_sink: bool = True
-    wound: DiptychError | None = None  # what ended the last sink
-    _early: list[LegToken] = field(default_factory=list[LegToken])  # of the sink
+    sink_error: DiptychError | None = None  # what ended the last sink
+    _early: list[WorkerToken] = field(default_factory=list[WorkerToken])  # of the sink
 
     @property
     def is_live(self) -> bool:
@@ -44,12 +42,16 @@ class LegHandoff:
         """The source does not need a sink."""
         return self.is_live and not self.is_sealed and not self._early
 
-    def check_source(self, token: LegToken) -> None:
+    def was_offered(self, worker_request: WorkerRequest, handoff_id: str) -> bool:
+        """It is the source of this migration, and an offer of its sequence had that id."""
+        return self.is_live and worker_request is self.source and handoff_id in worker_request.offers
+
+    def check_source(self, token: WorkerToken) -> None:
         """Raises Gap for a token that the source cannot make."""
         if self.end is not None and token.position >= self.end:
             raise Gap(token.position, self.end)
 
-    def hold(self, token: LegToken, num_tokens: int, max_tokens: int) -> None:
+    def hold(self, token: WorkerToken, num_tokens: int, max_tokens: int) -> None:
         """Keep a sink's token; `num_tokens` are in. A token twice is dropped. Raises Gap."""
         if self._early:
             expected = self._early[0].position + len(self._early)
@@ -72,6 +74,6 @@ class LegHandoff:
         """The sink's tokens go on right after the `num_tokens` that are in."""
         return bool(self._early) and self._early[0].position == num_tokens
 
-    def take_early(self) -> list[LegToken]:
+    def take_early(self) -> list[WorkerToken]:
         early, self._early = self._early, []
         return early

@@ -57,8 +57,8 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/transfer.py
-	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python -m benchmarks.transfer.transfer
+	$(BIN)/python -m benchmarks.engine.engine
 
 proto: $(VENV)/.installed-dev
 	$(BIN)/python proto/generate.py

@@ -66,7 +66,7 @@ INLINE = re.compile(r"`([^`\n]+)`")
 SOURCE_SUFFIXES = {".py", ".cpp", ".c", ".h", ".proto"}
 # A path, and a name that its file defines: `workers/core/scheduler.py::Scheduler.schedule`.
 PATH = re.compile(r"(?<![\w./-])[\w.*/-]+(?:::[\w.]+)?")
-MODULE = re.compile(r"diptych\.(?:cluster|workers|kernels|proto)(?:\.\w+)+")
+MODULE = re.compile(r"(?:diptych\.(?:cluster|workers|kernels|proto)|benchmarks|tests)(?:\.\w+)+")
 MAX_ARCHITECTURE_WORDS = 1500
 
 
@@ -103,7 +103,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def named_paths(text: str) -> list[str]:
-    """Paths in code spans and fenced blocks, in their order; of a module its path."""
+    """Paths in code spans and fenced blocks, in their order; of a module its file."""
     spans = [(m.start(), m[2]) for m in FENCE.finditer(text)]
     inline = FENCE.sub(lambda m: " " * len(m[0]), text)
     spans += [(m.start(), m[1]) for m in INLINE.finditer(inline)]
@@ -111,7 +111,8 @@ def named_paths(text: str) -> list[str]:
     for _, code in sorted(spans):
         for word in PATH.findall(code):
             if MODULE.fullmatch(word):
-                found.append(word.removeprefix("diptych.").replace(".", "/"))
+                path = word.removeprefix("diptych.").replace(".", "/")
+                found.append(f"{path}.py" if (ROOT / f"{path}.py").exists() else path)
             elif is_path_of_ours(word.partition("::")[0]):
                 found.append(word)
     return found
@@ -136,7 +137,7 @@ def wrong_names(text: str) -> list[str]:
     before: set[str] = set()
     for named in named_paths(text):
         path, _, name = named.partition("::")
-        found = list(ROOT.glob(path)) or [f for f in (ROOT / f"{path}.py",) if f.exists()]
+        found = list(ROOT.glob(path))
         if found:
             before.add(path)
         elif path.endswith("/"):
@@ -164,6 +165,9 @@ def test_wrong_names_and_links_are_found() -> None:
     unknown = "workers/core/scheduler.py::Scheduler.nothing"
     assert wrong_names(f"`{unknown}`") == [unknown]
     assert wrong_names("```sh\npython benchmarks/nothing.py\n```\n") == ["benchmarks/nothing.py"]
+    assert wrong_names("`python -m benchmarks.engine.engine`, `python -m benchmarks.engine.nothing`") == [
+        "benchmarks/engine/nothing"
+    ]
     page = ROOT / "docs" / "engine.md"
     assert (
         wrong_links("[a](kernels.md) [b](#prefix-cache) [c](gpu.md#the-cuda-engine) [d](https://x.org/#y)", page) == []

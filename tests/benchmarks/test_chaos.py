@@ -1,27 +1,17 @@
-"""What benchmarks/chaos.py calls a success, and what it runs with."""
+"""What benchmarks/serving/chaos.py calls a success, and what it runs with."""
 
-from types import ModuleType
-
-import pytest
-
+from benchmarks.serving import chaos
 from diptych.cluster.common.config import ClusterConfig
 
-from ..support.scripts import load
 
-
-@pytest.fixture(scope="module")
-def chaos() -> ModuleType:
-    return load("chaos")[0]
-
-
-def test_a_failed_request_spoils_the_verdict(chaos: ModuleType) -> None:
+def test_a_failed_request_spoils_the_verdict() -> None:
     report = chaos.Report(seconds=1.0, seed=1, transport="grpc")
     assert report.is_clean
     report.failed["Unavailable: no worker could finish the request"] += 1
     assert not report.is_clean
 
 
-def test_it_runs_with_the_attempts_and_leases_of_a_cluster(chaos: ModuleType) -> None:
+def test_it_runs_with_the_attempts_and_leases_of_a_cluster() -> None:
     cluster = ClusterConfig(model="tiny")
     assert chaos.ROUTING.max_attempts == cluster.router.max_attempts
     assert chaos.ROUTING.worker_timeout_s == cluster.router.worker_timeout_s

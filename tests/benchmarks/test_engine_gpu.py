@@ -1,6 +1,5 @@
-"""benchmarks/engine_gpu.py where there is no GPU: its parts, on a device that is none, make no claims about one."""
+"""benchmarks/gpu/engine_gpu.py where there is no GPU: its parts, on a device that is none, make no claims about one."""
 
-import importlib
 import json
 import math
 import subprocess
@@ -8,17 +7,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu.gpu_engine import limits, loading, measure, models, rig, timed
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.models.plan.tensor_names import expected_tensors
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 # What engine_gpu.py may import beyond torch, triton, numpy, safetensors and protobuf: nothing. Of what we depend on:
 OTHERS = (
     *("blake3", "grpc", "grpc_health", "grpc_reflection", "httptools", "jinja2", "nixl", "prometheus_client", "psutil"),
@@ -29,15 +27,15 @@ TINY_RUN = """
 import json, sys
 from dataclasses import replace
 sys.modules.update(dict.fromkeys(OTHERS))
-sys.path.insert(0, BENCHMARKS)
+sys.path.insert(0, ROOT)
 import torch
 torch.set_num_threads(1)
-import engine_gpu
-from gpu_engine import measure
-from gpu_engine.models import llama3
-from gpu_engine.rig import Settings, make_rig
-from gpu_engine.timed import HostClock, TimedDevice
-from roofline import Roofline
+import benchmarks.gpu.engine_gpu
+from benchmarks.gpu.gpu_engine import measure
+from benchmarks.gpu.gpu_engine.models import llama3
+from benchmarks.gpu.gpu_engine.rig import Settings, make_rig
+from benchmarks.gpu.gpu_engine.timed import HostClock, TimedDevice
+from benchmarks.common.roofline import Roofline
 from diptych.workers.device.fake_device import FakeDevice
 
 spec = replace(llama3(64, 96, 2, 16, factor=32.0, is_tied=True, num_heads=4, num_kv_heads=2), vocab_size=300)
@@ -71,18 +69,9 @@ print(json.dumps({"runs": runs, "modules": modules}))
 """
 
 
-def imported(name: str) -> ModuleType:
-    """Of benchmarks/, which is no package."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
 def test_without_a_gpu_it_says_so_and_measures_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/engine_gpu.py"],
+        [sys.executable, "-m", "benchmarks.gpu.engine_gpu"],
         cwd=ROOT,
         env={"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -94,7 +83,7 @@ def test_without_a_gpu_it_says_so_and_measures_nothing() -> None:
 
 
 def test_runner_and_engine_compute_every_case_with_few_packages() -> None:
-    names = f"OTHERS = {OTHERS!r}\nBENCHMARKS = {str(BENCHMARKS)!r}\n"
+    names = f"OTHERS = {OTHERS!r}\nROOT = {str(ROOT)!r}\n"
     done = subprocess.run([sys.executable, "-c", names + TINY_RUN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -131,21 +120,19 @@ def check_figures(figures: list[dict[str, Any]]) -> None:
 
 
 def test_loading_comes_by_way_of_the_buffers() -> None:
-    loading = imported("gpu_engine.loading")
     figures = list(loading.loading(FakeDevice(), 1e9, loading.WRITTEN_BYTES))
     assert [f.case for f in figures] == ["bfloat16 to bfloat16", "float32 to bfloat16"]
     assert all(f.share == pytest.approx(f.value) and f.value > 0 for f in figures)
 
 
 def test_the_shapes_are_those_of_known_models() -> None:
-    shapes = imported("gpu_engine.models").SHAPES
+    shapes = models.SHAPES
     for name, num_weights in (("1b", 1_235_814_400), ("8b", 8_030_261_248), ("v2-lite", 15_706_484_224)):
         spec = shapes[name]
         assert sum(math.prod(shape) for shape in expected_tensors(spec).values()) == num_weights
 
 
 def test_random_weights_follow_the_seed_and_keep_sizes() -> None:
-    models = imported("gpu_engine.models")
     spec = replace(models.llama3(64, 96, 2, 128, factor=8.0, is_tied=False), vocab_size=99)
     one, same, other = (models.random_weights(spec, torch.bfloat16, torch.device("cpu"), seed) for seed in (1, 1, 2))
     assert torch.equal(one.layers[1].qkv, same.layers[1].qkv) and not torch.equal(one.embed, other.embed)
@@ -157,7 +144,6 @@ def test_random_weights_follow_the_seed_and_keep_sizes() -> None:
 
 
 def test_random_experts_lie_side_by_side() -> None:
-    models = imported("gpu_engine.models")
     spec = models.SHAPES["v2-lite"]
     of = spec.layers[1].feed_forward
     small = replace(of, num_experts=4, expert=replace(of.expert, intermediate_size=24))
@@ -178,7 +164,7 @@ def test_random_experts_lie_side_by_side() -> None:
     ],
 )
 def test_idle_is_what_no_lane_works_in(spans: list[tuple[float, float]], idle: float) -> None:
-    assert imported("gpu_engine.timed").idle_s(spans) == pytest.approx(idle)
+    assert timed.idle_s(spans) == pytest.approx(idle)
 
 
 class Counting:
@@ -202,7 +188,7 @@ def fake(request: pytest.FixtureRequest) -> Iterator[FakeDevice]:
 
 def test_notes_are_of_work_and_only_while_they_are_taken(fake: FakeDevice) -> None:
     clock = Counting()
-    device = imported("gpu_engine.timed").TimedDevice(fake, clock)
+    device = timed.TimedDevice(fake, clock)
     lane, done = device.lane("main"), list[str]()
     lane.run(lambda: done.append("before"))
     spans = device.take(lambda: [lane.run(lambda: done.append("in")), lane.run(clock.stamp)])
@@ -213,7 +199,7 @@ def test_notes_are_of_work_and_only_while_they_are_taken(fake: FakeDevice) -> No
 
 
 def test_a_graph_of_a_timed_lane_replays(fake: FakeDevice) -> None:
-    device = imported("gpu_engine.timed").TimedDevice(fake, Counting())
+    device = timed.TimedDevice(fake, Counting())
     lane, numbers = device.lane("main"), torch.zeros(3)
     replay = device.capture(lane, lambda: numbers.add_(1))
     numbers.zero_()
@@ -227,20 +213,17 @@ def test_a_graph_of_a_timed_lane_replays(fake: FakeDevice) -> None:
 def test_every_part_runs_on_a_gpu(graphs: bool) -> None:
     from diptych.workers.device.cuda_device import CudaDevice
 
-    limits_of, measure, models, rig_of, timed = (
-        imported(f"gpu_engine.{name}") for name in ("limits", "measure", "models", "rig", "timed")
-    )
-    limits = limits_of.roofline()
+    reached = limits.roofline()
     device = timed.TimedDevice(CudaDevice(torch.device("cuda")), timed.CudaClock())
-    settings = rig_of.Settings(max_context_tokens=4096, max_running=16, kv_memory_bytes=1 << 30, cuda_graphs=graphs)
-    rig = rig_of.make_rig(replace(models.SHAPES["1b"], layers=models.SHAPES["1b"].layers[:2]), settings, device)
+    settings = rig.Settings(max_context_tokens=4096, max_running=16, kv_memory_bytes=1 << 30, cuda_graphs=graphs)
+    made = rig.make_rig(replace(models.SHAPES["1b"], layers=models.SHAPES["1b"].layers[:2]), settings, device)
     figures = [
-        *measure.decode(rig, measure.DecodeCase(16, 1024, num_steps=8), limits),
-        *measure.prompts(rig, measure.PromptCase(2, 512, repeat=2), limits),
-        *measure.serve(rig, measure.ServingCase(20, 64, 32), limits),
-        *measure.memory(rig),
-        *imported("gpu_engine.loading").loading(device, limits_of.link_bytes_s(device), 1 << 28),
+        *measure.decode(made, measure.DecodeCase(16, 1024, num_steps=8), reached),
+        *measure.prompts(made, measure.PromptCase(2, 512, repeat=2), reached),
+        *measure.serve(made, measure.ServingCase(20, 64, 32), reached),
+        *measure.memory(made),
+        *loading.loading(device, limits.link_bytes_s(device), 1 << 28),
     ]
-    rig.runner.close()
+    made.runner.close()
     assert len(figures) == 14 and all(math.isfinite(f.value) and f.value >= 0 for f in figures)
     assert all(f.share is None or f.share >= 0 for f in figures)

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_report.py: which commands it runs, how it goes on after failures, and what it writes."""
+"""benchmarks/gpu/gpu_report.py: which commands it runs, how it goes on after failures, and what it writes."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ..support.scripts import load
+from benchmarks.gpu import gpu_report as script
+from benchmarks.gpu.kernel_bench import commands, report
 
-script, commands, report = load("gpu_report", "kernel_bench.commands", "kernel_bench.report")
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +53,7 @@ def test_what_a_command_leaves_running_is_ended(tmp_path: Path) -> None:
 def test_every_test_that_a_gpu_can_run_is_run() -> None:
     names = [command.name for command in script.test_commands({}, has_pytest=True)]
     cases = {p.stem for p in (ROOT / "tests" / "kernels" / "triton_cases").glob("*.py")} - {"common", "conftest"}
-    groups = {p.stem for p in (ROOT / "benchmarks" / "kernel_cases").glob("*.py")} - {"common"}
+    groups = {p.stem for p in (ROOT / "benchmarks" / "gpu" / "kernel_cases").glob("*.py")} - {"common"}
     assert {f"cases: {name}" for name in cases} | {f"large: {name}" for name in groups} <= set(names)
     assert not any("test_triton" in name for name in names) and len(set(names)) == len(names)
     assert all("mark.gpu" in (ROOT / file).read_text() for file in script.APART)
@@ -81,9 +81,9 @@ def test_a_tree_that_is_not_installed_is_linked(tmp_path: Path, monkeypatch: pyt
 
 
 def scripts_at(folder: Path, **sources: str) -> None:
-    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "gpu").mkdir(parents=True)
     for name, source in sources.items():
-        (folder / "benchmarks" / f"{name}.py").write_text(source)
+        (folder / "benchmarks" / "gpu" / f"{name}.py").write_text(source)
 
 
 FAKE_KERNELS = """
@@ -117,7 +117,7 @@ def test_steps_go_on_after_failures_and_are_written(tmp_path: Path, monkeypatch:
         "### pytest: not run: no",
         "| copy | 1 / 2 | MISSED: 10% of copy |",
         "### kernels: failed (exit status 1)",
-        "### engine_gpu.py: failed (exit status 2)",
+        "### engine_gpu.py: failed (exit status 1)",
     ):
         assert part in text, part
     told = json.loads((tmp_path / "report.json").read_text())

@@ -1,4 +1,4 @@
-"""What benchmarks/kernels.py is made of: times by a clock that is told what to show, results, and the supervisor."""
+"""What kernels.py is made of: times by a clock that is told what to show, results, and the supervisor."""
 
 import json
 import math
@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ..support.scripts import load
+from benchmarks.gpu.kernel_bench import results, runner, supervisor, timing
+from benchmarks.gpu.kernel_cases import common
 
-timing, results, runner, supervisor, common = load(
-    "kernel_bench.timing",
-    "kernel_bench.results",
-    "kernel_bench.runner",
-    "kernel_bench.supervisor",
-    "kernel_cases.common",
-)
 LIMITS = results.Limits(1e12, 100e12)
 
 

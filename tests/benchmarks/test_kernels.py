@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py: its cases, small where there is no GPU, and what it says there."""
+"""benchmarks/gpu/kernels.py: its cases, small where there is no GPU, and what it says there."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-GROUPS = sorted(p.stem for p in (ROOT / "benchmarks" / "kernel_cases").glob("*.py") if p.stem != "common")
+GROUPS = sorted(p.stem for p in (ROOT / "benchmarks" / "gpu" / "kernel_cases").glob("*.py") if p.stem != "common")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "benchmarks/kernels.py", *arguments],
+        [sys.executable, "-m", "benchmarks.gpu.kernels", *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,

@@ -1,8 +1,6 @@
-"""benchmarks/machine_code.py: what it reads out of disassembled code."""
+"""benchmarks/gpu/machine_code.py: what it reads out of disassembled code."""
 
-from ..support.scripts import load
-
-(machine_code,) = load("machine_code")
+from benchmarks.gpu import machine_code
 
 # As nvdisasm -c prints it, cut short: a loop within a loop, and a branch ahead.
 CODE = """

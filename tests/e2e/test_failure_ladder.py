@@ -1,9 +1,8 @@
 """What may happen to a worker's network or process, one thing at a time, on one cluster that lives through all of it.
 
-benchmarks/chaos.py does the same at random, and without a pause."""
+benchmarks/serving/chaos.py does the same at random, and without a pause."""
 
 import asyncio
-import importlib.util
 import json
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.serving import faults
 from diptych.cluster.control.worker_control import WorkerControl
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
@@ -22,7 +22,7 @@ from diptych.workers.common.request import Request, SamplingParams
 
 from ..support.checkpoints import make_checkpoint, untied_prompts
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 ROLES = ("prefill", "prefill", "decode", "decode")
 NUM_TOKENS = 120
 LENGTHS = (3, 40, 90, 300)
@@ -32,17 +32,6 @@ LONG = 1000  # tokens: answers that outlive a drain
 Cases = list[tuple[list[int], list[int]]]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
-
-
-def load_faults() -> Any:
-    spec = importlib.util.spec_from_file_location("faults", BENCHMARKS / "faults.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["faults"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = load_faults()
 
 
 class Cluster:
@@ -191,8 +180,8 @@ async def check_drain(cluster: Cluster, cases: Cases) -> None:
 
 def test_chaos() -> None:
     """The script itself, for a short while."""
-    command = [sys.executable, str(BENCHMARKS / "chaos.py"), "--seconds", "10", "--seed", "7", "--json"]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=300)
+    command = [sys.executable, "-m", "benchmarks.serving.chaos", "--seconds", "10", "--seed", "7", "--json"]
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, timeout=300)
     assert result.stdout, "see the captured errors"
     report = json.loads(result.stdout)
     assert result.returncode == 0, report

@@ -31,7 +31,7 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkStatus:
+class TransferStatus:
     """KV that `sink` pulled from `source`, since the sink's start."""
 
     sink: str  # worker ids; of a source that is gone, its incarnation
@@ -91,7 +91,7 @@ class ClusterStatus:
     workers: tuple[WorkerStatus, ...]
     routers: tuple[RouterStatus, ...]
     failure: Failure | None = None
-    links: tuple[LinkStatus, ...] = ()
+    links: tuple[TransferStatus, ...] = ()
 
     @property
     def state(self) -> str:

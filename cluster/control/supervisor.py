@@ -375,7 +375,7 @@ class Supervisor:
             workers=tuple(w.status(now) for w in workers),
             routers=tuple(self._routers.values()),
             failure=self._failure,
-            links=tuple(link for w in workers for link in w.links(ids)),
+            links=tuple(stats for w in workers for stats in w.transfers(ids)),
         )
 
     async def audit(self) -> dict[str, str]:

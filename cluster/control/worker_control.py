@@ -16,8 +16,8 @@ from ...workers.common.errors import DiptychError, InternalError, WorkerLost
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_TO_PROTO
 from ..common.expert_loads import check_counts
-from ..common.links import Link, read_links
 from ..common.plurals import count
+from ..common.transfer_stats import TransferStats, read_transfer_stats
 
 REPLY_S = 5.0
 REPORT_S = 60.0  # of a worker that has just started, on cores that all who start share
@@ -32,7 +32,7 @@ class WorkerControl:
     def __init__(self, address: str, token: str | None) -> None:
         self.address = address
         self.load = worker_pb2.LoadReport()
-        self.links: tuple[Link, ...] = ()  # of that report
+        self.transfer_stats: tuple[TransferStats, ...] = ()  # of that report
         self.num_received = 0
         self._metadata = auth_metadata(token)
         self._channel = open_channel(address)
@@ -135,7 +135,7 @@ class WorkerControl:
     def _on_load(self, load: worker_pb2.LoadReport) -> None:
         try:
             check_counts(load)
-            self.links = read_links(load)
+            self.transfer_stats = read_transfer_stats(load)
         except InternalError as e:
             log.warning("a report of %s is dropped: %s", self.address, e.message)
             return

@@ -11,7 +11,7 @@ from ..common.gang import gang_of
 from ..common.handles import WorkerStarted
 from ..routing.fleet import WorkerInfo
 from .plan import Phase, WorkerView
-from .status import LinkStatus, WorkerStatus
+from .status import TransferStatus, WorkerStatus
 from .worker_control import WorkerControl
 
 
@@ -38,20 +38,20 @@ class WorkerRecord:
     def load(self) -> LoadReport:
         return self.control.load if self.control else LoadReport()
 
-    def links(self, worker_ids: Mapping[str, str]) -> list[LinkStatus]:
+    def transfers(self, worker_ids: Mapping[str, str]) -> list[TransferStatus]:
         """For a person. `worker_ids`: by incarnation, of the workers that live."""
-        links = self.control.links if self.control else ()
+        transfers = self.control.transfer_stats if self.control else ()
         return [
-            LinkStatus(
+            TransferStatus(
                 self.worker_id,
-                worker_ids.get(link.source, link.source),
-                link.transport,
-                link.num_bytes,
-                link.read_s,
-                link.num_reads,
-                link.num_failed,
+                worker_ids.get(stats.source, stats.source),
+                stats.transport,
+                stats.num_bytes,
+                stats.read_s,
+                stats.num_reads,
+                stats.num_failed,
             )
-            for link in links
+            for stats in transfers
         ]
 
     def view(self) -> WorkerView:

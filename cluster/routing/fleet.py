@@ -17,7 +17,7 @@ from ...workers.common.wire import ROLE_FROM_PROTO
 from ...workers.core.runner import ModelInfo
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
-from ..common.links import Link, read_links
+from ..common.transfer_stats import TransferStats, read_transfer_stats
 from .generation import Health
 
 
@@ -46,7 +46,7 @@ class FleetWorker:
     kv_token_bytes: float = 0.0  # of KV, over all ranks
     max_context_tokens: int = 0
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
-    links: tuple[Link, ...] = ()  # of that report
+    transfer_stats: tuple[TransferStats, ...] = ()  # of that report
     num_in_flight: int = 0  # worker requests of this router
     pending_tokens: int = 0  # of those, tokens whose prefill has not shown a result yet
     held_blocks: int = 0  # of those, blocks that their tokens fill
@@ -159,7 +159,7 @@ class Fleet:
         view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
         view.kv_token_bytes = layout.block_bytes / layout.block_size
         view.max_context_tokens = model.max_context_tokens
-        view.links = ()
+        view.transfer_stats = ()
         view.load = worker_pb2.LoadReport(
             num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role
         )
@@ -173,7 +173,7 @@ class Fleet:
                 f"the worker has {view.num_blocks}"
             )
         check_counts(load)
-        view.links = read_links(load)
+        view.transfer_stats = read_transfer_stats(load)
         view.load = load
         view.is_draining = view.is_draining or load.draining
 

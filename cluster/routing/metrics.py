@@ -13,8 +13,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...workers.common.errors import Overloaded
-from ..common.links import Link
 from ..common.timings import RequestTimes, RequestTimings
+from ..common.transfer_stats import TransferStats
 from .fleet import FleetWorker
 
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -23,7 +23,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 HANDOFF_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 _LABELS = ("worker", "worker_name", "pool", "role")
-_LINK_LABELS = ("worker", "worker_name", "source", "source_name", "transport")
+_TRANSFER_LABELS = ("worker", "worker_name", "source", "source_name", "transport")
 _GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_up", "1 while this router has a link to the worker", lambda w: w.is_up),
     ("worker_draining", "1 when the worker takes nothing new", lambda w: w.is_draining),
@@ -53,11 +53,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
     ("worker_migrations_out", "Running sequences handed to another worker", lambda w: w.load.num_migrated_out),
     ("worker_prefixes_pulled", "Cached prefixes from another worker", lambda w: w.load.num_prefixes_pulled),
 )
-_LINK_COUNTERS: tuple[tuple[str, str, Callable[[Link], float]], ...] = (
-    ("link_bytes", "KV bytes that the worker read from the source", lambda link: link.num_bytes),
-    ("link_read_seconds", "Time in which a read was under way", lambda link: link.read_s),
-    ("link_reads", "Reads that succeeded", lambda link: link.num_reads),
-    ("link_failures", "Pulls that failed", lambda link: link.num_failed),
+_TRANSFER_COUNTERS: tuple[tuple[str, str, Callable[[TransferStats], float]], ...] = (
+    ("link_bytes", "KV bytes that the worker read from the source", lambda stats: stats.num_bytes),
+    ("link_read_seconds", "Time in which a read was under way", lambda stats: stats.read_s),
+    ("link_reads", "Reads that succeeded", lambda stats: stats.num_reads),
+    ("link_failures", "Pulls that failed", lambda stats: stats.num_failed),
 )
 _HANDOFF_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] = (
     ("handoff_announce_to_pull", "From the first announcement to the first read", lambda t: t.announce_to_pull_s),
@@ -168,12 +168,12 @@ class _Workers(Collector):
         for name, what, value in _COUNTERS:
             yield _filled(CounterMetricFamily(f"diptych_{name}", what, labels=_LABELS), views, value)
         names = {view.incarnation: view.info.name for view in views}
-        for name, what, count in _LINK_COUNTERS:
-            family = CounterMetricFamily(f"diptych_{name}", what, labels=_LINK_LABELS)
+        for name, what, count in _TRANSFER_COUNTERS:
+            family = CounterMetricFamily(f"diptych_{name}", what, labels=_TRANSFER_LABELS)
             for view in views:
-                for link in view.links:
-                    ends = [view.incarnation, view.info.name, link.source, names.get(link.source, "")]
-                    family.add_metric([*ends, link.transport], count(link))
+                for stats in view.transfer_stats:
+                    ends = [view.incarnation, view.info.name, stats.source, names.get(stats.source, "")]
+                    family.add_metric([*ends, stats.transport], count(stats))
             yield family
         yield from _expert_families(views)
 

@@ -2,21 +2,21 @@
 
 from diptych.cluster.routing.fleet import FleetWorker
 from diptych.proto import worker_pb2
-from diptych.workers.server.links import Links, RouterLink
+from diptych.workers.server.router_links import RouterLink, RouterLinks
 from diptych.workers.server.service import WorkerService
 
 from .mutations import Replacement
 
 
 def the_end_of_one_stream_ends_what_came_over_the_others() -> list[Replacement]:
-    real = Links.close
+    real = RouterLinks.close
 
-    def close(self: Links, link: RouterLink) -> None:
+    def close(self: RouterLinks, link: RouterLink) -> None:
         real(self, link)
         for other in self:
             link.keys |= other.keys
 
-    return [(Links, "close", close)]
+    return [(RouterLinks, "close", close)]
 
 
 def a_worker_that_drains_is_chosen() -> list[Replacement]:
@@ -35,12 +35,12 @@ def one_router_that_knows_of_a_drain_counts_for_all() -> list[Replacement]:
 
 
 def only_the_first_router_is_told_of_a_drain() -> list[Replacement]:
-    def broadcast(self: Links, message: worker_pb2.WorkerMessage) -> None:
+    def broadcast(self: RouterLinks, message: worker_pb2.WorkerMessage) -> None:
         for number, link in enumerate(self):
             if number == 0 or not message.load.draining:
                 link.send(message)
 
-    return [(Links, "broadcast", broadcast)]
+    return [(RouterLinks, "broadcast", broadcast)]
 
 
 ROUTERS = (

@@ -20,7 +20,7 @@ from .faults import Fault
 
 if TYPE_CHECKING:
     from diptych.proto import worker_pb2
-    from diptych.workers.server.links import RouterLink
+    from diptych.workers.server.router_links import RouterLink
 
     from .world import Client, World
 

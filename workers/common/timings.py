@@ -2,7 +2,7 @@
 
     SequenceClock   ready ──first step it is part of──> started ──its first token here──> SequenceTimings
     PullClock       announced ──first read──> reading* ──sealed, all read──> PullTimes ──commit──> HandoffTimings
-    PeerTraffic     all pulls from one source, for its PeerLink
+    TransferCounters     all pulls from one source, for its PeerLink
 
 Instants are seconds of `time.monotonic`, the engine's clock too: a PullTimes is made on the event loop and completed on
 the engine's thread.
@@ -153,7 +153,7 @@ class _Busy:
 
 
 @dataclass(slots=True)
-class PeerTraffic:
+class TransferCounters:
     """Counters of the pulls from one source."""
 
     transport: str = ""  # the last used
@@ -176,7 +176,7 @@ class PeerTraffic:
 class PullClock:
     """One pull; `traffic` is its source's."""
 
-    def __init__(self, traffic: PeerTraffic, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, traffic: TransferCounters, clock: Callable[[], float] | None = None) -> None:
         self.num_bytes = 0
         self.reads: deque[tuple[int, float]] = deque(maxlen=MAX_READS)  # (bytes, seconds) of one, the latest
         self._together: list[int] = []  # bytes of the reads since one was last alone

@@ -21,7 +21,7 @@ from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2
 from ..common.channel import Metadata
 from ..common.errors import DiptychError, HandoffError, InternalError, TransportError, WorkerLost
 from ..common.names import check_lengths
-from ..common.timings import PeerTraffic, PullClock, PullTimes
+from ..common.timings import PullClock, PullTimes, TransferCounters
 from ..kv.bridge import Bridge
 from ..kv.layout import KVLayout, KVMemory
 from ..kv.segment import Read, Segment
@@ -91,7 +91,7 @@ class Errand:
     sink: str  # our name to the source: of this one attempt
     source: worker_pb2.HandoffSource
     timeout_s: float
-    traffic: PeerTraffic  # of the source
+    traffic: TransferCounters  # of the source
 
 
 class Pull:

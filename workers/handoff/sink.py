@@ -12,7 +12,7 @@ import grpc.aio
 from ...proto import kv_pb2_grpc, worker_pb2
 from ..common.channel import auth_metadata, open_channel
 from ..common.errors import ChecksumMismatch, DiptychError, RequestAborted, SequenceEnded, Unavailable, WorkerLost
-from ..common.timings import PeerTraffic, is_name
+from ..common.timings import TransferCounters, is_name
 from ..kv.layout import KVMemory
 from ..kv.staging import Staging
 from ..transport.base import Transport
@@ -91,7 +91,7 @@ class HandoffSink:
         self._around = Surroundings(memory, transports, port, staging or Staging(), settings, auth_metadata(token))
         self.num_checksum_failures = 0
         self._lines = _Lines()
-        self._traffic: dict[str, PeerTraffic] = {}  # by incarnation, the last used at the end
+        self._traffic: dict[str, TransferCounters] = {}  # by incarnation, the last used at the end
         self._num_pulls = 0
         self._is_closing = False
         self._pulls: dict[asyncio.Task[None], Pull] = {}  # until nothing of theirs is left to clean up
@@ -126,12 +126,12 @@ class HandoffSink:
             pull.give_up(RequestAborted("the request ended while its KV was on the way"))
             raise
 
-    def links(self) -> list[worker_pb2.PeerLink]:
+    def transfer_stats(self) -> list[worker_pb2.PeerLink]:
         """What came from whom, since the start."""
         return [traffic.to_proto(incarnation) for incarnation, traffic in self._traffic.items()]
 
-    def _traffic_of(self, incarnation: str) -> PeerTraffic:
-        traffic = self._traffic.pop(incarnation, None) or PeerTraffic()
+    def _traffic_of(self, incarnation: str) -> TransferCounters:
+        traffic = self._traffic.pop(incarnation, None) or TransferCounters()
         if not is_name(incarnation):  # a router's mistake: the others must not stumble over our reports
             return traffic
         self._traffic[incarnation] = traffic

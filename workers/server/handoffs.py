@@ -27,7 +27,7 @@ from ..engine.events import (
 from ..engine.thread import EngineThread
 from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
-from .links import Links, handle_of
+from .router_links import RouterLinks, handle_of
 
 PREFIX_TIMEOUT_S = 3.0  # a prefix that takes longer is computed
 # Of a lease: so long a running sequence waits for its sink when it has made all that was offered. Then it runs on.
@@ -46,7 +46,7 @@ class _Offered:
 class ServiceHandoffs:
     """`attach` the two ends before anything else."""
 
-    def __init__(self, engine: EngineThread, links: Links, lease_s: float) -> None:
+    def __init__(self, engine: EngineThread, links: RouterLinks, lease_s: float) -> None:
         self._engine = engine
         self._links = links
         self._lease_s = lease_s
@@ -137,7 +137,7 @@ class ServiceHandoffs:
         load.num_handoffs_failed = self._num_failed
         load.num_checksum_failures = self._sink.num_checksum_failures
         del load.links[:]  # it may be a report that is sent again
-        load.links.extend(self._sink.links())
+        load.links.extend(self._sink.transfer_stats())
 
     # -- SourcePort -------------------------------------------------------------------------------------------------
 

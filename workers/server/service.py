@@ -38,7 +38,7 @@ from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
 from ..transport.select import make_transports
 from .handoffs import ServiceHandoffs
-from .links import Links, RouterLink, handle_of, parts_of
+from .router_links import RouterLink, RouterLinks, handle_of, parts_of
 
 LOAD_REPEAT_S = 0.5
 
@@ -67,7 +67,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         engine.set_role(Role(config.role))
         cores = None if config.look_ahead else part_of(config.cores, 0, config.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
-        self._links = Links()
+        self._links = RouterLinks()
         self._handoffs = ServiceHandoffs(self._engine, self._links, config.lease_s)
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._is_draining = False

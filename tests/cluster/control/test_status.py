@@ -7,7 +7,7 @@ from rich.console import Console
 
 from diptych.cluster.cli.status_view import render
 from diptych.cluster.common.handles import WorkerStarted
-from diptych.cluster.control.status import ClusterStatus, LinkStatus
+from diptych.cluster.control.status import ClusterStatus, TransferStatus
 from diptych.cluster.control.worker_control import WorkerControl
 from diptych.cluster.control.worker_record import WorkerRecord
 from diptych.proto.worker_pb2 import PeerLink
@@ -15,9 +15,9 @@ from diptych.proto.worker_pb2 import PeerLink
 from ...support.scripted_worker import scripted
 
 LINKS = (
-    LinkStatus("decode-1", "prefill-2", "nixl", 3_000_000_000, 0.5, 40, 0),
-    LinkStatus("decode-1", "prefill-1", "grpc", 250_000_000, 0.25, 7, 2),
-    LinkStatus("decode-0", "gone", "", 0, 0.0, 0, 1),
+    TransferStatus("decode-1", "prefill-2", "nixl", 3_000_000_000, 0.5, 40, 0),
+    TransferStatus("decode-1", "prefill-1", "grpc", 250_000_000, 0.25, 7, 2),
+    TransferStatus("decode-0", "gone", "", 0, 0.0, 0, 1),
 )
 
 
@@ -28,7 +28,7 @@ def shown(status: ClusterStatus) -> list[list[str]]:
     return [line.split() for line in capture.get().splitlines()]
 
 
-def status(*links: LinkStatus) -> ClusterStatus:
+def status(*links: TransferStatus) -> ClusterStatus:
     return ClusterStatus("default", "tiny", 1, (), (), (), links=links)
 
 
@@ -66,20 +66,20 @@ def test_a_supervisor_hears_of_links_and_names_their_workers(caplog: pytest.LogC
                 await asyncio.sleep(0.002)
             started = WorkerStarted(worker.info.address, worker.incarnation, 1, "node")
             record = WorkerRecord("decode-0", "decode", started=started, control=control)
-            assert record.links({}) == []
+            assert record.transfers({}) == []
             known = PeerLink(incarnation="uuid-1", transport="nixl", num_bytes=80, read_s=2, num_reads=3, num_failed=1)
             worker.load(num_running=1, links=[known, PeerLink(incarnation="uuid-2")])
             while not control.load.num_running:
                 await asyncio.sleep(0.002)
-            assert record.links({"uuid-1": "prefill-4"}) == [
-                LinkStatus("decode-0", "prefill-4", "nixl", 80, 2.0, 3, 1),
-                LinkStatus("decode-0", "uuid-2", "", 0, 0.0, 0, 0),
+            assert record.transfers({"uuid-1": "prefill-4"}) == [
+                TransferStatus("decode-0", "prefill-4", "nixl", 80, 2.0, 3, 1),
+                TransferStatus("decode-0", "uuid-2", "", 0, 0.0, 0, 0),
             ]
             num_received = control.num_received
             worker.load(num_running=9, links=[PeerLink(incarnation="uuid-3", read_s=-1)])
             while control.num_received == num_received:
                 await asyncio.sleep(0.002)
-            assert control.load.num_running == 1 and len(record.links({})) == 2
+            assert control.load.num_running == 1 and len(record.transfers({})) == 2
             await control.close()
 
     asyncio.run(asyncio.wait_for(test(), 20))

@@ -3,8 +3,8 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.cluster.common.links import Link
 from diptych.cluster.common.timings import RequestTimes, RequestTimings
+from diptych.cluster.common.transfer_stats import TransferStats
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
 from diptych.cluster.routing.metrics import RouterMetrics
 from diptych.proto import worker_pb2
@@ -86,11 +86,11 @@ def test_phases_of_a_request(num_tokens: int, transport: str) -> None:
 
 def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
     view = FleetWorker(WorkerInfo("w", "w:1", "decode", "decode", "decode-2"))
-    view.links = (Link("a", "nixl", 640, 0.5, 3, 0), Link("b", "grpc", 1, 0.25, 1, 2))
+    view.transfer_stats = (TransferStats("a", "nixl", 640, 0.5, 3, 0), TransferStats("b", "grpc", 1, 0.25, 1, 2))
     views = [view, FleetWorker(WorkerInfo("a", "a:1", "prefill", "prefill", "prefill-1"))]
     metrics = RouterMetrics(lambda: views)
     found = samples(metrics)
-    for link, source_name in zip(view.links, ("prefill-1", ""), strict=True):  # b is gone
+    for link, source_name in zip(view.transfer_stats, ("prefill-1", ""), strict=True):  # b is gone
         ends = (("source", link.source), ("source_name", source_name), ("transport", link.transport))
         labels = (*ends, ("worker", "w"), ("worker_name", "decode-2"))
         assert found["diptych_link_bytes_total", labels] == link.num_bytes

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError
-from diptych.workers.common.timings import HandoffTimings, PeerTraffic, PullClock, SequenceClock, SequenceTimings
+from diptych.workers.common.timings import HandoffTimings, PullClock, SequenceClock, SequenceTimings, TransferCounters
 
 
 class Clock:
@@ -29,7 +29,7 @@ def test_a_sequence_waits_and_then_is_computed() -> None:
 
 def test_a_pull_whose_reads_overlap() -> None:
     now = Clock()
-    traffic = PeerTraffic()
+    traffic = TransferCounters()
     pull = PullClock(traffic, now)
     pull.announced()
     now.pass_s(1)
@@ -54,7 +54,7 @@ def test_a_pull_whose_reads_overlap() -> None:
 
 def test_a_pull_that_had_nothing_to_read_waited_for_the_release_alone() -> None:
     now = Clock()
-    pull = PullClock(PeerTraffic(), now)
+    pull = PullClock(TransferCounters(), now)
     pull.announced()
     now.pass_s(3)
     pull.sealed()
@@ -64,7 +64,7 @@ def test_a_pull_that_had_nothing_to_read_waited_for_the_release_alone() -> None:
 
 def test_reads_at_once_count_as_their_mean() -> None:
     now = Clock()
-    pull = PullClock(PeerTraffic(), now)
+    pull = PullClock(TransferCounters(), now)
     with pull.reading("grpc", 70):
         now.pass_s(3)
     now.pass_s(9)
@@ -77,7 +77,7 @@ def test_reads_at_once_count_as_their_mean() -> None:
 
 def test_a_read_that_fails_took_its_time_and_brought_nothing() -> None:
     now = Clock()
-    traffic = PeerTraffic()
+    traffic = TransferCounters()
     pull = PullClock(traffic, now)
     with pytest.raises(ZeroDivisionError), pull.reading("grpc", 100):
         now.pass_s(2)
@@ -88,7 +88,7 @@ def test_a_read_that_fails_took_its_time_and_brought_nothing() -> None:
 
 def test_pulls_from_one_peer_at_a_time_share_its_time() -> None:
     now = Clock()
-    traffic = PeerTraffic()
+    traffic = TransferCounters()
     with PullClock(traffic, now).reading("grpc", 1):
         now.pass_s(1)
         with PullClock(traffic, now).reading("grpc", 1):

@@ -250,14 +250,14 @@ def test_traffic_is_counted_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
                 served.source.seal(f"h{number}", 5, [7])
                 await sink.pull("k", served.named(f"h{number}"), 15.0)
             assert isinstance(await failure(start(sink, served, incarnation="other")), WorkerLost)
-            mine, other = sink.links()
+            mine, other = sink.transfer_stats()
             assert (mine.incarnation, mine.transport) == (served.incarnation, "grpc")
             assert (mine.num_bytes, mine.num_reads, mine.num_failed) == (4 * SMALL.block_bytes, 2, 0)
             assert mine.read_s > 0
             assert other == worker_pb2.PeerLink(incarnation="other", num_failed=1)
             await failure(start(sink, served, incarnation="third"))
             await failure(start(sink, served, incarnation="x" * 65))
-            assert [link.incarnation for link in sink.links()] == ["other", "third"]
+            assert [link.incarnation for link in sink.transfer_stats()] == ["other", "third"]
             await until_quiet(sink)
 
     run(test)

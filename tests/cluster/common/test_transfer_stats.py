@@ -1,9 +1,9 @@
-"""Links of a load report, checked."""
+"""The transfer statistics of a load report, checked."""
 
 import pytest
 
-from diptych.cluster.common import links
-from diptych.cluster.common.links import Link, read_links
+from diptych.cluster.common import transfer_stats
+from diptych.cluster.common.transfer_stats import TransferStats, read_transfer_stats
 from diptych.proto.worker_pb2 import LoadReport, PeerLink
 from diptych.workers.common.errors import InternalError
 
@@ -12,7 +12,10 @@ GOOD = PeerLink(incarnation="a", transport="grpc", num_bytes=8, read_s=0.5, num_
 
 def test_links_are_read() -> None:
     other = PeerLink(incarnation="b", num_failed=3)
-    assert read_links(LoadReport(links=[GOOD, other])) == (Link("a", "grpc", 8, 0.5, 2, 1), Link("b", "", 0, 0.0, 0, 3))
+    assert read_transfer_stats(LoadReport(links=[GOOD, other])) == (
+        TransferStats("a", "grpc", 8, 0.5, 2, 1),
+        TransferStats("b", "", 0, 0.0, 0, 3),
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,10 +30,10 @@ def test_links_are_read() -> None:
 )
 def test_links_that_cannot_be_are_refused(bad: PeerLink) -> None:
     with pytest.raises(InternalError):
-        read_links(LoadReport(links=[GOOD, bad]))
+        read_transfer_stats(LoadReport(links=[GOOD, bad]))
 
 
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MAX_LINKS", 1)
+    monkeypatch.setattr(transfer_stats, "MAX_SOURCES", 1)
     with pytest.raises(InternalError, match="2 links"):
-        read_links(LoadReport(links=[GOOD, PeerLink(incarnation="b")]))
+        read_transfer_stats(LoadReport(links=[GOOD, PeerLink(incarnation="b")]))

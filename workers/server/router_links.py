@@ -31,7 +31,7 @@ class RouterLink:
         self.outbox.put_nowait(message)
 
 
-class Links:
+class RouterLinks:
     """Those that are open. What is sent to one that is not is dropped: its router resumes elsewhere."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.server import service
 from diptych.workers.server.service import WorkerAddress
 from diptych.workers.server.worker import run_worker
-from diptych.workers.transport.base import Reader, Source, Transport
+from diptych.workers.transport.base import KVReader, Source, Transport
 
 VOCAB = 8192
 NEW_TOKENS = 24
@@ -79,10 +79,10 @@ def make_checkpoint(path: Path) -> None:
 # A worker: a process of its own, whose reads can be throttled
 
 
-class ThrottledReader(Reader):
+class ThrottledReader(KVReader):
     """Reads take as long as at `bytes_s`, one after the other."""
 
-    def __init__(self, inner: Reader, bytes_s: float, link: asyncio.Lock) -> None:
+    def __init__(self, inner: KVReader, bytes_s: float, link: asyncio.Lock) -> None:
         self._inner, self._bytes_s, self._link = inner, bytes_s, link
 
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
@@ -103,7 +103,7 @@ class ThrottledTransport(Transport):
     def publish(self, opened: kv_pb2.Opened) -> None:
         self._inner.publish(opened)
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         return ThrottledReader(await self._inner.connect(source), self._bytes_s, self._link)
 
     def serve(self, num_open: int) -> None:

@@ -33,7 +33,7 @@ from diptych.workers.handoff.pull import MAX_READS
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.handoff.types import Reservation
 from diptych.workers.kv.layout import Copies, KVMemory
-from diptych.workers.transport.base import Reader, Source
+from diptych.workers.transport.base import KVReader, Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.select import make_transports
 
@@ -144,7 +144,7 @@ def tcp(ours: KVMemory, line: socket.socket, reads: Sequence[Copies]) -> Once:
     return once
 
 
-def through(reader: Reader, ours: KVMemory, reads: Sequence[Copies]) -> Once:
+def through(reader: KVReader, ours: KVMemory, reads: Sequence[Copies]) -> Once:
     named = [(segment_of(copies), copies) for copies in reads]
     return lambda number: reader.read(*named[number % len(named)], ours.region)
 
@@ -198,7 +198,7 @@ class Engine:
 class Connected:
     """A worker's end of one transport, and its source."""
 
-    reader: Reader
+    reader: KVReader
     stub: "kv_pb2_grpc.KVHandoffAsyncStub"
     hand_off: Once
     share_memory: Callable[[bool], None]

@@ -8,7 +8,7 @@ from diptych.proto import kv_pb2, kv_pb2_grpc
 from diptych.workers.common.channel import open_channel
 from diptych.workers.common.errors import TransportError
 from diptych.workers.kv.layout import Copies
-from diptych.workers.transport.base import Reader, Source
+from diptych.workers.transport.base import KVReader, Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
@@ -36,23 +36,23 @@ async def opened_by(source: SourceProcess) -> kv_pb2.Opened:
     return opened
 
 
-async def connect(transport: NixlTransport, opened: kv_pb2.Opened) -> Reader:
+async def connect(transport: NixlTransport, opened: kv_pb2.Opened) -> KVReader:
     return await transport.connect(Source("h0", "sink/1", opened, stub=None))  # type: ignore[arg-type]
 
 
-async def read_all(reader: Reader) -> None:
+async def read_all(reader: KVReader) -> None:
     runs = MEMORY.runs(range(NUM_BLOCKS), 0, LARGE.num_layers)
     await reader.read(kv_pb2.Segment(), Copies.of(runs, runs), MEMORY.region)
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first seen when dead", "died while connected"])
 def test_stale_metadata_is_an_error_and_the_successor_is_read(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.workers.transport.landing.READ_TIMEOUT_S", 2.0)
-    monkeypatch.setattr("diptych.workers.transport.landing.SETTLE_S", 0.1)
+    monkeypatch.setattr("diptych.workers.transport.tracked_reader.READ_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("diptych.workers.transport.tracked_reader.SETTLE_S", 0.1)
 
     async def test() -> None:
         transport = NixlTransport([MEMORY.region])
-        reader: Reader | None = None
+        reader: KVReader | None = None
         try:
             async with source_process("nixl", seed=1) as source:
                 opened = await opened_by(source)

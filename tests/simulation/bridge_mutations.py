@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from diptych.workers.handoff.intake import Intake
+from diptych.workers.handoff.segment_receiver import SegmentReceiver
 from diptych.workers.kv import bridge as kv_bridge
 from diptych.workers.kv import layout as kv_layout
 from diptych.workers.kv.bridge import Bridge
-from diptych.workers.kv.layout import BLOCK_MAJOR, KVLayout, Stretch
+from diptych.workers.kv.layout import BLOCK_MAJOR, KVLayout, LayerGroup
 
 from .mutations import Replacement
 
@@ -76,29 +76,29 @@ def a_layer_major_part_is_taken_for_a_block_major_one() -> list[Replacement]:
     real = Bridge._of_part
 
     def of_part(self: Bridge, data: memoryview, of: Any, *args: Any) -> Any:
-        like = replace(of.source.like, axis_order=BLOCK_MAJOR)
-        return real(self, data, replace(of, source=replace(of.source, like=like)), *args)
+        uniform = replace(of.source.uniform, axis_order=BLOCK_MAJOR)
+        return real(self, data, replace(of, source=replace(of.source, uniform=uniform)), *args)
 
     return [(Bridge, "_of_part", of_part)]
 
 
 def layers_lie_as_if_all_were_alike() -> list[Replacement]:
-    real = kv_layout._stretches
+    real = kv_layout._layer_groups
 
-    def stretches(layout: KVLayout) -> tuple[Stretch, ...]:
-        return tuple(replace(of, start=of.layers.start * of.like.layer_bytes) for of in real(layout))
+    def groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
+        return tuple(replace(of, start=of.layers.start * of.uniform.layer_bytes) for of in real(layout))
 
-    return [(kv_layout, "_stretches", stretches)]
+    return [(kv_layout, "_layer_groups", groups)]
 
 
 def a_slice_goes_back_before_it_is_converted() -> list[Replacement]:
-    real = Intake._start_conversion
+    real = SegmentReceiver._start_conversion
 
-    def start(self: Intake, read: Any, part: Any, piece: Any) -> Any:
+    def start(self: SegmentReceiver, read: Any, part: Any, piece: Any) -> Any:
         self._staging.give_back(piece)
         return real(self, read, part, replace(piece, num_bytes=0))
 
-    return [(Intake, "_start_conversion", start)]
+    return [(SegmentReceiver, "_start_conversion", start)]
 
 
 def a_failed_read_gives_its_slice_back_at_once() -> list[Replacement]:
@@ -109,7 +109,7 @@ def a_failed_read_gives_its_slice_back_at_once() -> list[Replacement]:
         def append(self, piece: Any) -> None:
             self._staging.give_back(piece)
 
-    return _with(Intake, lambda intake: setattr(intake, "_loose", Loose(intake._staging)))
+    return _with(SegmentReceiver, lambda receiver: setattr(receiver, "_loose", Loose(receiver._staging)))
 
 
 def a_failed_pull_does_not_wait_for_its_conversions() -> list[Replacement]:
@@ -117,7 +117,7 @@ def a_failed_pull_does_not_wait_for_its_conversions() -> list[Replacement]:
         def add(self, conversion: Any) -> None:
             pass
 
-    return _with(Intake, lambda intake: setattr(intake, "_converting", Forgetful()))
+    return _with(SegmentReceiver, lambda receiver: setattr(receiver, "_converting", Forgetful()))
 
 
 def _with(cls: type[Any], change: Callable[[Any], object]) -> list[Replacement]:

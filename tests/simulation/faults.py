@@ -144,7 +144,7 @@ def freeze_a_pull(world: "World") -> None:
         return
     sink = rng.choice(pulling)
     pull = rng.choice(sink.pulls)
-    source = world.worker_of(pull._errand.source.incarnation)
+    source = world.worker_of(pull._job.source.incarnation)
     if source is None:
         return
     factor = rng.uniform(0.2, 0.8) * world.lease_s / world.network.latency_s

@@ -116,9 +116,9 @@ class CheckedRunner:
         in_rank = offset % (num_blocks * layout.rank_block_bytes)
         if layout.is_block_major:
             return in_rank // layout.rank_block_bytes
-        for of in layout.stretches(0, layout.num_layers):
+        for of in layout.layer_groups(0, layout.num_layers):
             if in_rank < (of.start + of.num_bytes) * num_blocks:
-                return (in_rank - of.start * num_blocks) // of.like.layer_bytes % num_blocks
+                return (in_rank - of.start * num_blocks) // of.uniform.layer_bytes % num_blocks
         raise AssertionError("beyond the pool")
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
@@ -204,7 +204,7 @@ def _stored(values: npt.NDArray[np.float32] | np.float32, dtype: str) -> Numbers
 
 def layer_sizes(layout: KVLayout) -> list[int]:
     """Bytes of each layer in a block of a rank."""
-    return [layer.like.layer_bytes for i in range(layout.num_layers) for layer in layout.stretches(i, 1)]
+    return [layer.uniform.layer_bytes for i in range(layout.num_layers) for layer in layout.layer_groups(i, 1)]
 
 
 @lru_cache(maxsize=256)

@@ -1,13 +1,13 @@
 """Bugs to plant against bits that flip and clients that do not read: see mutations.py."""
 
 from diptych.cluster.routing.request_driver import RequestDriver
-from diptych.workers.handoff import intake as handoff_intake
+from diptych.workers.handoff import segment_receiver
 
 from .mutations import Replacement
 
 
 def checksums_are_not_compared() -> list[Replacement]:
-    return [(handoff_intake, "_compare", lambda segment, found: None)]
+    return [(segment_receiver, "_compare", lambda segment, found: None)]
 
 
 def a_client_that_does_not_read_keeps_its_request() -> list[Replacement]:

@@ -12,12 +12,12 @@ from diptych.workers.common.errors import TransportError, WorkerLost
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.engine.thread import IDLE_WAIT_S, EngineThread
-from diptych.workers.handoff.pull import Errand, Pull
+from diptych.workers.handoff.pull import Pull, PullJob
 from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.kv.segment import Segment
 from diptych.workers.kv.staging import GRAIN_BYTES
-from diptych.workers.transport.base import Reader, Source, Transport
+from diptych.workers.transport.base import KVReader, Source, Transport
 
 from .clock import ProcessLoop, SimFuture, Timer
 from .memory import CheckedRunner, CountedStaging, layer_sizes
@@ -57,7 +57,7 @@ class SimEngineThread(EngineThread):
         assert cores is None, "simulated workers have no cores"
         super().__init__(engine, self._check_and_tell, on_broken)
         self._real_listener = listener
-        self._begun: dict[str, Errand] = {}  # by sequence
+        self._begun: dict[str, PullJob] = {}  # by sequence
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ProcessLoop)
         self._world = world
@@ -77,26 +77,26 @@ class SimEngineThread(EngineThread):
         self._end()
 
     def begin(self, key: str, *args: Any, **kwargs: Any) -> None:
-        self._begun[key] = self._errand_of(key)
+        self._begun[key] = self._job_of(key)
         super().begin(key, *args, **kwargs)
 
     async def commit(self, key: str, *args: Any, **kwargs: Any) -> None:
         """Only what its source has released to this very attempt."""
-        self._check_released(self._errand_of(key), "commits")
+        self._check_released(self._job_of(key), "commits")
         await super().commit(key, *args, **kwargs)
 
     async def fail(self, key: str, quarantine: bool) -> None:
         incoming = self._engine.incoming._incoming.get(key)
         if incoming is not None and incoming.gone is None and not incoming.is_prefix:
-            self._world.on_failed_handoff(incoming.sequence.request.request_id, self._errand_of(key).source)
+            self._world.on_failed_handoff(incoming.sequence.request.request_id, self._job_of(key).source)
         await super().fail(key, quarantine)
 
-    def _errand_of(self, key: str) -> Errand:
+    def _job_of(self, key: str) -> PullJob:
         worker = self._world.workers[self._process.name]
         assert worker is not None
-        return next(p._errand for p in worker.pulls if p._errand.key == key)
+        return next(p._job for p in worker.pulls if p._job.key == key)
 
-    def _check_released(self, errand: Errand, what: str) -> None:
+    def _check_released(self, errand: PullJob, what: str) -> None:
         if self._world.released.get(errand.source.handoff_id) != errand.sink:
             self._world.bug(f"{errand.sink} {what} {errand.source.handoff_id}, which was not released to it")
 
@@ -221,7 +221,7 @@ class SimRdma(Transport):
         self.staging = staging
         self.reads: dict[_Read, None] = {}
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         world, incarnation = self.world, source.opened.source_incarnation
         await asyncio.sleep(world.rng.random() * world.network.latency_s)
         if world.rng.random() < world.weather.read_error or world.worker_of(incarnation) is None:
@@ -242,7 +242,7 @@ class SimRdma(Transport):
             read.done.set_exception(error)
 
 
-class SimReader(Reader):
+class SimReader(KVReader):
     def __init__(self, transport: SimRdma, incarnation: str) -> None:
         self._transport = transport
         self._incarnation = incarnation

@@ -14,7 +14,7 @@ from diptych.proto import kv_pb2_grpc, worker_pb2
 from diptych.workers.common.channel import bind, make_server
 from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.timings import PullTimes
-from diptych.workers.handoff.intake import AS_IT_IS, PullSettings
+from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.handoff.types import Reservation
@@ -186,7 +186,7 @@ async def receive(
     num_blocks: int = 8,
     transports: dict[str, Transport] | None = None,
     memory: KVMemory | None = None,
-    settings: PullSettings = AS_IT_IS,
+    settings: PullSettings = DEFAULT_PULL_SETTINGS,
     staging: Staging | None = None,
 ) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
     memory = memory or make_memory(layout, num_blocks)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ...kernels.cpu.library import Library, Team
 from ..common.memory import huge_page_mapping, shared_mapping
-from ..kv.layout import DOT, GROUP, KVLayout, KVMemory, Region, Stretch
+from ..kv.layout import DOT, GROUP, KVLayout, KVMemory, LayerGroup, Region
 from ..models.checkpoint.weights import DTYPES
 from .cuda_driver import driver_of
 from .device import Device
@@ -55,18 +55,18 @@ class KVCache:
         self._is_joined = isinstance(shared, Joining)
         self._mapping: mmap.mmap | None = None
         self._pool = self._made(device, rank, shared)
-        stretches = layout.stretches(0, layout.num_layers)
-        self._stretches = [view_of(self._pool, num_blocks, layout, stretch) for stretch in stretches]
+        groups = layout.layer_groups(0, layout.num_layers)
+        self._layer_groups = [view_of(self._pool, num_blocks, layout, group) for group in groups]
         # Of this rank: all of it, flat where layers are unlike.
         own = rank if len(self._pool) > 1 else 0
-        self.tensor = self._pool[own] if layout.layer_shapes else self._stretches[0][own]
+        self.tensor = self._pool[own] if layout.layer_shapes else self._layer_groups[0][own]
         axis = 1 if layout.is_block_major else 0
-        self._own = [of[own] for of in self._stretches]
+        self._own = [of[own] for of in self._layer_groups]
         self._layers = [of.select(axis, i) for of in self._own for i in range(of.shape[axis])]
         with needing_memory("the buffers of hand-offs", _LESS):
             self._on_gpu = None
             if gpu is not None and rank == 0:
-                self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._stretches, driver_of(gpu))
+                self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._layer_groups, driver_of(gpu))
         # A team of its own: blocks may be copied while another one computes.
         self._team = Team(library, 1) if library is not None else None
 
@@ -99,7 +99,7 @@ class KVCache:
         if self.layout.is_block_major:
             pools = [self._pool.view(len(self._pool), self.num_blocks, -1)]
         else:
-            pools = [rank for of in self._stretches for rank in of]
+            pools = [rank for of in self._layer_groups for rank in of]
         for pool in pools:
             if self._team is not None:
                 copy_blocks(self._team, pool, sources, targets)
@@ -125,15 +125,15 @@ class KVCache:
         return self._layers[index]
 
 
-def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, stretch: Stretch) -> Tensor:
+def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) -> Tensor:
     """pool: [ranks, numbers]. Returns [ranks, blocks, layers, V, block_size, heads of a rank, head_dim], or with layers
     before blocks, as the axes stand, or as the packing has it; a view."""
-    like, num_layers = stretch.like, len(stretch.layers)
-    inner = (layout.block_size, like.heads_per_rank, like.head_dim)
+    uniform, num_layers = group.uniform, len(group.layers)
+    inner = (layout.block_size, uniform.heads_per_rank, uniform.head_dim)
     if layout.packing == DOT:
         assert layout.can_be_dot
-        inner = (like.heads_per_rank, layout.block_size // GROUP, GROUP * like.head_dim)
-    first, end = (num_bytes // pool.element_size() for num_bytes in (stretch.start, stretch.start + stretch.num_bytes))
+        inner = (uniform.heads_per_rank, layout.block_size // GROUP, GROUP * uniform.head_dim)
+    first, end = (num_bytes // pool.element_size() for num_bytes in (group.start, group.start + group.num_bytes))
     if layout.is_block_major:
         blocks = pool.view(len(pool), num_blocks, -1)[:, :, first:end]
         return blocks.unflatten(2, (num_layers, layout.num_vectors, *inner))

@@ -3,7 +3,7 @@
     staged bytes ──view, unpack, dequantise──> rows [rank, block, layer, V, slot, head, dim] ──move_kv──> pool
 
 Blocks cut anew by token, heads by rank, numbers into our dtype are all kv_move.py's, one launch for each run of
-heads that two ranks have in common, of each stretch of layers that are alike. V: vectors of a slot and head, see
+heads that two ranks have in common, of each group of layers that are alike. V: vectors of a slot and head, see
 kv/layout.py.
 """
 
@@ -44,17 +44,17 @@ def place_of(part: Segment, wire_size: int, own_size: int, table: Sequence[int],
 def write_part(
     bridge: Bridge, part: Segment, data: Tensor, pools: Sequence[Tensor], place: Placing, table: Tensor
 ) -> None:
-    """data: [bytes] uint8, as kv/bridge.py says; pools: of each stretch of layers that are alike, [rank, block, layer,
+    """data: [bytes] uint8, as kv/bridge.py says; pools: of each group of layers that are alike, [rank, block, layer,
     V, slot, head, dim] of any strides but the last three; table: [n] int64, `place.blocks` on the device. Only
     enqueues."""
     theirs = torch.arange(len(part.block_ids), device=data.device)
     first = part.first_block * bridge.source.block_size
-    for within in bridge.stretches_of(part):
-        of, wire = within.of, data[within.bytes]
-        rows = rows_of(wire, of.source.like, bridge.wire, len(part.block_ids), len(within.layers))
+    for part_slice in bridge.slices_of(part):
+        of, wire = part_slice.mapping, data[part_slice.bytes]
+        rows = rows_of(wire, of.source.uniform, bridge.wire, len(part.block_ids), len(part_slice.layers))
         for copy in of.head_copies:
             source = KVSlots(rows[copy.wire_rank, ..., copy.wire_heads, :], theirs, first)
-            target = KVSlots(pools[of.index][copy.rank, :, within.own, ..., copy.heads, :], table, place.start)
+            target = KVSlots(pools[of.index][copy.rank, :, part_slice.own, ..., copy.heads, :], table, place.start)
             move_kv(source, target, place.first_token, place.num_tokens)
 
 

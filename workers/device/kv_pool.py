@@ -38,18 +38,18 @@ class DevicePool:
         device: Device,
         layout: KVLayout,
         pool: Tensor,
-        stretches: Sequence[Tensor],
+        groups: Sequence[Tensor],
         driver: CudaDriver | None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """pool: its numbers, [n]; stretches: of each stretch of layers that are alike, [ranks, blocks, layers, vectors,
+        """pool: its numbers, [n]; groups: of each group of layers that are alike, [ranks, blocks, layers, vectors,
         slots, heads, dim], or with layers before blocks."""
         assert layout.packing == ROWS and pool.dim() == 1 and pool.is_contiguous()
         self.driver = driver
         self._device, self._layout = device, layout
         self._bytes = pool.view(torch.uint8)
         self._rank_bytes = len(self._bytes) // layout.tensor_parallel
-        self._rows = [of if layout.is_block_major else of.transpose(1, 2) for of in stretches]
+        self._rows = [of if layout.is_block_major else of.transpose(1, 2) for of in groups]
         self._in, self._out = _Line(device, "kv in"), _Line(device, "kv out")
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(NUM_BUFFERS):

@@ -29,8 +29,8 @@ from ..kv.staging import Staging
 from ..transport.base import Source, Transport
 from ..transport.machine import this_machine
 from .errors import error_of, error_of_abort
-from .intake import AS_IT_IS, Intake, PullSettings
 from .machines import SinkHandoff
+from .segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings, SegmentReceiver
 from .types import Abandon, Begin, Commit, Fail, Offer, Release, Renew, Reservation, Reserve, Seal, Settle, SinkAction
 
 WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
@@ -74,19 +74,19 @@ class SinkPort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class PullContext:
     """What all pulls of a worker share."""
 
     memory: KVMemory
     transports: Mapping[str, Transport]
     port: SinkPort
     staging: Staging  # a region that the transports know
-    settings: PullSettings = AS_IT_IS
+    settings: PullSettings = DEFAULT_PULL_SETTINGS
     metadata: Metadata = ()  # of every call to a source
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class PullJob:
     key: str  # the engine's name for the sequence
     sink: str  # our name to the source: of this one attempt
     source: worker_pb2.HandoffSource
@@ -97,16 +97,16 @@ class Errand:
 class Pull:
     """Make it, `run` it as a task, await `done`; `give_up` ends it early. All on one event loop."""
 
-    def __init__(self, around: Surroundings, errand: Errand, stub: "kv_pb2_grpc.KVHandoffAsyncStub") -> None:
-        self._around = around
-        self._errand = errand
+    def __init__(self, context: PullContext, job: PullJob, stub: "kv_pb2_grpc.KVHandoffAsyncStub") -> None:
+        self._context = context
+        self._job = job
         self._stub = stub
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
-        self._wait_s = min(errand.timeout_s, WAIT_FOR_OFFER_S)
+        self._wait_s = min(job.timeout_s, WAIT_FOR_OFFER_S)
         self._machine = SinkHandoff(
-            around.memory.layout.num_layers,
-            deadline=self._started + errand.timeout_s,
+            context.memory.layout.num_layers,
+            deadline=self._started + job.timeout_s,
             open_by=self._started + self._wait_s + ANSWER_S,
         )
         self.done: asyncio.Future[PullResult] = self._loop.create_future()
@@ -115,11 +115,11 @@ class Pull:
         self._cleaners: set[asyncio.Task[None]] = set()  # begin then
         self._finished = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._connecting: asyncio.Task[tuple[str, Intake]] | None = None
+        self._connecting: asyncio.Task[tuple[str, SegmentReceiver]] | None = None
         self._read_slots = asyncio.Semaphore(MAX_READS)
         self._opened = kv_pb2.Opened()  # what the source said; nothing is offered before
         self._bridge: Bridge | None = None  # from then on
-        self._clock = PullClock(errand.traffic)
+        self._clock = PullClock(job.traffic)
 
     async def run(self) -> None:
         self._start(self._listen(), self._workers)
@@ -143,7 +143,7 @@ class Pull:
                 case Release():
                     self._start(self._release(), self._workers)
                 case Begin():
-                    self._around.port.begin(self._errand.key, action.num_computed, list(action.output_token_ids))
+                    self._context.port.begin(self._job.key, action.num_computed, list(action.output_token_ids))
                 case Commit():
                     self._start(self._commit(action), self._cleaners)
                 case Fail():
@@ -151,7 +151,7 @@ class Pull:
                 case Abandon():
                     self._start(self._abandon(), self._cleaners)
                 case Settle():
-                    self._start(self._around.port.settle(self._errand.key), self._cleaners)
+                    self._start(self._context.port.settle(self._job.key), self._cleaners)
         self._arm()
 
     def _arm(self) -> None:
@@ -186,18 +186,18 @@ class Pull:
 
     async def _listen(self) -> None:
         request = kv_pb2.SubscribeRequest(
-            handoff_id=self._errand.source.handoff_id,
-            source_incarnation=self._errand.source.incarnation,
-            sink_incarnation=self._errand.sink,
-            layout=self._around.memory.layout.to_proto(),
-            transports=list(self._around.transports),
+            handoff_id=self._job.source.handoff_id,
+            source_incarnation=self._job.source.incarnation,
+            sink_incarnation=self._job.sink,
+            layout=self._context.memory.layout.to_proto(),
+            transports=list(self._context.transports),
             wait_s=self._wait_s,
-            checksums=self._around.settings.verify,
-            wire_dtype=self._around.settings.wire_dtype,
+            checksums=self._context.settings.verify,
+            wire_dtype=self._context.settings.wire_dtype,
             machine=this_machine(),
-            on_device=self._around.memory.device is not None,
+            on_device=self._context.memory.device is not None,
         )
-        call = self._stub.Subscribe(request, timeout=self._errand.timeout_s, metadata=self._around.metadata)
+        call = self._stub.Subscribe(request, timeout=self._job.timeout_s, metadata=self._context.metadata)
         try:
             async for announcement in call:
                 self._on_announcement(announcement)
@@ -231,18 +231,18 @@ class Pull:
 
     def _on_opened(self, opened: kv_pb2.Opened) -> None:
         try:
-            if opened.source_incarnation != self._errand.source.incarnation:
+            if opened.source_incarnation != self._job.source.incarnation:
                 raise WorkerLost("the source worker is gone: another process answers at its address")
-            memory = self._around.memory
+            memory = self._context.memory
             most = memory.num_blocks * memory.layout.block_size
             if opened.num_tokens > most:  # before anything is made of it
                 raise HandoffError(
                     f"the source offers {opened.num_tokens:,} tokens; this worker's whole pool holds {most:,}"
                 )
             check_lengths(HandoffError, transport=opened.transport, agent_name=opened.nixl.agent_name)
-            layout, asked = KVLayout.from_proto(opened.layout), self._around.settings.wire_dtype
+            layout, asked = KVLayout.from_proto(opened.layout), self._context.settings.wire_dtype
             bridge = Bridge(memory, layout, opened.num_pool_blocks, asked)
-            if opened.transport not in self._around.transports:
+            if opened.transport not in self._context.transports:
                 raise TransportError(f"the source chose the transport {opened.transport!r}, which we do not have")
             if bridge.wire != layout.dtype and opened.transport != "grpc":
                 raise HandoffError(f"the source sends {bridge.wire} over {opened.transport}: only gRPC can narrow")
@@ -266,26 +266,26 @@ class Pull:
 
     # -- our doings -------------------------------------------------------------------------------------------------
 
-    async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, Intake]:
+    async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, SegmentReceiver]:
         """Over the source's choice of transport, or, where that one cannot reach it, the next of ours that can."""
-        around = self._around
-        source = Source(self._errand.source.handoff_id, self._errand.sink, opened, self._stub, around.metadata)
-        described = [name for name, transport in around.transports.items() if transport.is_described(opened)]
+        context = self._context
+        source = Source(self._job.source.handoff_id, self._job.sink, opened, self._stub, context.metadata)
+        described = [name for name, transport in context.transports.items() if transport.is_described(opened)]
         *names, last = dict.fromkeys([opened.transport, *described])
         for name in names:
             try:
-                return name, await self._intake(name, source, bridge)
+                return name, await self._receiver(name, source, bridge)
             except TransportError as e:
                 log.warning("the source cannot be read over %s: %s", name, e)
-        return last, await self._intake(last, source, bridge)
+        return last, await self._receiver(last, source, bridge)
 
-    async def _intake(self, transport: str, source: Source, bridge: Bridge) -> Intake:
-        reader, around = await self._around.transports[transport].connect(source), self._around
-        return Intake(reader, bridge, around.memory, around.staging, verify=around.settings.verify)
+    async def _receiver(self, transport: str, source: Source, bridge: Bridge) -> SegmentReceiver:
+        reader, context = await self._context.transports[transport].connect(source), self._context
+        return SegmentReceiver(reader, bridge, context.memory, context.staging, verify=context.settings.verify)
 
     async def _reserve(self, num_tokens: int) -> None:
         try:
-            reservation = await self._around.port.reserve(self._errand.key, num_tokens)
+            reservation = await self._context.port.reserve(self._job.key, num_tokens)
         except DiptychError as error:
             self.give_up(error)
         else:
@@ -295,9 +295,9 @@ class Pull:
         assert self._connecting is not None and self._bridge is not None
         try:
             async with self._read_slots:
-                name, intake = await asyncio.shield(self._connecting)
+                name, receiver = await asyncio.shield(self._connecting)
                 with self._clock.reading(name, self._bridge.num_bytes(read.segment)):
-                    await intake.take(read)
+                    await receiver.receive(read)
         except (TransportError, WorkerLost) as e:
             may_still_land = isinstance(e, TransportError) and e.may_still_land
             actions = self._machine.read_failed(read.number, e, self._now(), may_still_land=may_still_land)
@@ -307,10 +307,10 @@ class Pull:
 
     async def _renew(self, num_read: int) -> None:
         request = kv_pb2.RenewRequest(
-            handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink, num_segments_read=num_read
+            handoff_id=self._job.source.handoff_id, sink_incarnation=self._job.sink, num_segments_read=num_read
         )
         try:
-            answer = await self._stub.Renew(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
+            answer = await self._stub.Renew(request, timeout=CALL_TIMEOUT_S, metadata=self._context.metadata)
         except grpc.aio.AioRpcError as e:
             log.debug("a renewal was not answered: %s", e.details())  # the machine asks again, and knows until when
         else:
@@ -318,12 +318,12 @@ class Pull:
 
     async def _release(self) -> None:
         request = kv_pb2.ReleaseRequest(
-            handoff_id=self._errand.source.handoff_id,
-            sink_incarnation=self._errand.sink,
+            handoff_id=self._job.source.handoff_id,
+            sink_incarnation=self._job.sink,
             reads=[kv_pb2.ReadTime(num_bytes=num_bytes, seconds=seconds) for num_bytes, seconds in self._clock.reads],
         )
         try:
-            answer = await self._stub.Release(request, timeout=CALL_TIMEOUT_S, metadata=self._around.metadata)
+            answer = await self._stub.Release(request, timeout=CALL_TIMEOUT_S, metadata=self._context.metadata)
         except grpc.aio.AioRpcError as e:
             log.debug("a release was not answered: %s", e.details())
         else:
@@ -333,7 +333,7 @@ class Pull:
 
     async def _commit(self, commit: Commit) -> None:
         self._stop_workers()
-        port, key = self._around.port, self._errand.key
+        port, key = self._context.port, self._job.key
         name = connected[0] if (connected := self._connected()) else "none"  # everything was held already
         try:
             await port.commit(key, commit.num_computed, list(commit.output_token_ids), self._clock.times(name))
@@ -346,12 +346,12 @@ class Pull:
     async def _fail(self, fail: Fail) -> None:
         stopped = self._stop_workers()
         try:
-            await self._around.port.fail(self._errand.key, fail.quarantine)
+            await self._context.port.fail(self._job.key, fail.quarantine)
         finally:
             self.done.set_exception(fail.error)
         if isinstance(fail.error, WorkerLost):
-            for transport in self._around.transports.values():
-                transport.forget(self._errand.source.incarnation)
+            for transport in self._context.transports.values():
+                transport.forget(self._job.source.incarnation)
         if stopped:
             await asyncio.wait(stopped)
         if (connected := self._connected()) is not None:
@@ -360,13 +360,13 @@ class Pull:
             self._carry_out(self._machine.settled())
 
     async def _abandon(self) -> None:
-        request = kv_pb2.AbandonRequest(handoff_id=self._errand.source.handoff_id, sink_incarnation=self._errand.sink)
+        request = kv_pb2.AbandonRequest(handoff_id=self._job.source.handoff_id, sink_incarnation=self._job.sink)
         try:
-            await self._stub.Abandon(request, timeout=ABANDON_TIMEOUT_S, metadata=self._around.metadata)
+            await self._stub.Abandon(request, timeout=ABANDON_TIMEOUT_S, metadata=self._context.metadata)
         except grpc.aio.AioRpcError as e:
             log.debug("the source did not hear that we gave up: %s", e.details())
 
-    def _connected(self) -> tuple[str, Intake] | None:
+    def _connected(self) -> tuple[str, SegmentReceiver] | None:
         task = self._connecting
         return None if task is None or not task.done() or task.cancelled() or task.exception() else task.result()
 

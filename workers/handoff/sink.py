@@ -16,8 +16,8 @@ from ..common.timings import TransferCounters, is_name
 from ..kv.layout import KVMemory
 from ..kv.staging import Staging
 from ..transport.base import Transport
-from .intake import AS_IT_IS, PullSettings
-from .pull import Errand, Pull, PullResult, SinkPort, Surroundings
+from .pull import Pull, PullContext, PullJob, PullResult, SinkPort
+from .segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 
 __all__ = ["HandoffSink", "PullResult", "SinkPort"]
 
@@ -27,48 +27,48 @@ CLOSE_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _SharedChannel:
     address: str
     channel: grpc.aio.Channel
     num_users: int = 0
 
 
-class _Lines:
+class _ChannelPool:
     """Channels by address. One that failed is not used again: its successor would wait for its back-off."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line] = {}
+        self._channels: dict[str, _SharedChannel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def take(self, address: str) -> _Line:
-        line = self._lines.pop(address, None) or _Line(address, open_channel(address))
-        self._lines[address] = line  # the latest used stands last
-        line.num_users += 1
-        return line
+    def take(self, address: str) -> _SharedChannel:
+        shared = self._channels.pop(address, None) or _SharedChannel(address, open_channel(address))
+        self._channels[address] = shared  # the latest used stands last
+        shared.num_users += 1
+        return shared
 
-    def give_back(self, line: _Line) -> None:
-        line.num_users -= 1
-        if self._lines.get(line.address) is not line and line.num_users == 0:
-            self._hang_up(line)
-        idle = [other for other in self._lines.values() if other.num_users == 0]
+    def give_back(self, shared: _SharedChannel) -> None:
+        shared.num_users -= 1
+        if self._channels.get(shared.address) is not shared and shared.num_users == 0:
+            self._close_channel(shared)
+        idle = [other for other in self._channels.values() if other.num_users == 0]
         for other in idle[: max(len(idle) - MAX_IDLE_CHANNELS, 0)]:
-            del self._lines[other.address]
-            self._hang_up(other)
+            del self._channels[other.address]
+            self._close_channel(other)
 
-    def retire(self, line: _Line) -> None:
+    def retire(self, shared: _SharedChannel) -> None:
         """It closes when its last user is done; the next one dials anew."""
-        if self._lines.get(line.address) is line:
-            del self._lines[line.address]
+        if self._channels.get(shared.address) is shared:
+            del self._channels[shared.address]
 
     async def close(self) -> None:
-        for line in self._lines.values():
-            self._hang_up(line)
-        self._lines.clear()
+        for shared in self._channels.values():
+            self._close_channel(shared)
+        self._channels.clear()
         if self._closing:
             await asyncio.wait(self._closing)
 
-    def _hang_up(self, line: _Line) -> None:
-        task = asyncio.get_running_loop().create_task(line.channel.close())
+    def _close_channel(self, shared: _SharedChannel) -> None:
+        task = asyncio.get_running_loop().create_task(shared.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -84,13 +84,13 @@ class HandoffSink:
         transports: Mapping[str, Transport],
         port: SinkPort,
         token: str | None = None,
-        settings: PullSettings = AS_IT_IS,
+        settings: PullSettings = DEFAULT_PULL_SETTINGS,
         staging: Staging | None = None,
     ) -> None:
         self._incarnation = incarnation
-        self._around = Surroundings(memory, transports, port, staging or Staging(), settings, auth_metadata(token))
+        self._context = PullContext(memory, transports, port, staging or Staging(), settings, auth_metadata(token))
         self.num_checksum_failures = 0
-        self._lines = _Lines()
+        self._channels = _ChannelPool()
         self._traffic: dict[str, TransferCounters] = {}  # by incarnation, the last used at the end
         self._num_pulls = 0
         self._is_closing = False
@@ -107,20 +107,20 @@ class HandoffSink:
             raise Unavailable("the worker is stopping")
         self._num_pulls += 1
         traffic = self._traffic_of(source.incarnation)
-        errand = Errand(sequence_key, f"{self._incarnation}/{self._num_pulls}", source, timeout_s, traffic)
-        line = self._lines.take(source.address)
-        pull = Pull(self._around, errand, kv_pb2_grpc.KVHandoffStub(line.channel))
+        job = PullJob(sequence_key, f"{self._incarnation}/{self._num_pulls}", source, timeout_s, traffic)
+        shared = self._channels.take(source.address)
+        pull = Pull(self._context, job, kv_pb2_grpc.KVHandoffStub(shared.channel))
         task = asyncio.create_task(pull.run())
         self._pulls[task] = pull
         task.add_done_callback(lambda _: self._pulls.pop(task))
-        task.add_done_callback(lambda _: self._lines.give_back(line))
+        task.add_done_callback(lambda _: self._channels.give_back(shared))
         try:
             return await asyncio.shield(pull.done)
         except DiptychError as e:
             traffic.num_failed += not isinstance(e, RequestAborted | SequenceEnded)
             self.num_checksum_failures += isinstance(e, ChecksumMismatch)
             if isinstance(e, WorkerLost):
-                self._lines.retire(line)
+                self._channels.retire(shared)
             raise
         except asyncio.CancelledError:
             pull.give_up(RequestAborted("the request ended while its KV was on the way"))
@@ -147,4 +147,4 @@ class HandoffSink:
             pull.give_up(Unavailable("the worker is stopping"))
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
-        await self._lines.close()
+        await self._channels.close()

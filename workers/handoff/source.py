@@ -30,8 +30,8 @@ from ..kv.segment import Segment
 from ..kv.wire import on_the_wire
 from ..transport.base import Transport
 from .machines import SourceHandoff
-from .pieces import leaving, pieces
 from .types import Aborted, Answer, CaughtUp, EndLease, EndStream, Refuse, Seal, SourceAction, Tell
+from .wire_chunks import read_chunks, wire_runs
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
 MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
@@ -188,16 +188,16 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
-        for part in leaving(self._memory, segment, outgoing.wire, CHUNK_BYTES):
-            async with aclosing(pieces(self._memory, part.runs, part.chunk_bytes)) as copied:
-                async for piece in copied:
+        for part in wire_runs(self._memory, segment, outgoing.wire, CHUNK_BYTES):
+            async with aclosing(read_chunks(self._memory, part.runs, part.chunk_bytes)) as copied:
+                async for chunk in copied:
                     # Blocks are freed on this loop: what was copied while they were leased is what was announced.
                     if not outgoing.machine.is_held_by(request.sink_incarnation):
                         await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
                     if outgoing.wire == self._layout.dtype:
-                        yield kv_pb2.PullChunk(data=piece)
+                        yield kv_pb2.PullChunk(data=chunk)
                         continue
-                    narrowed = await asyncio.to_thread(to_wire, piece, part.like, outgoing.wire)
+                    narrowed = await asyncio.to_thread(to_wire, chunk, part.uniform, outgoing.wire)
                     for start in range(0, len(narrowed), CHUNK_BYTES):
                         yield kv_pb2.PullChunk(data=narrowed[start : start + CHUNK_BYTES])
 

@@ -6,12 +6,12 @@
              where they belong: blocks cut anew by token, heads by rank, numbers in our dtype. Into device memory the
              device converts (DeviceKV), by what is said here
 
-The source's layout is the wire's. A staged part, of the source's distinct ranks, stretch by stretch of like layers:
+The source's layout is the wire's. A staged part, of the source's distinct ranks, group by group of like layers:
 
     [rank][block][layer] or [rank][layer][block], as the source's axes stand, of [vector][slot][head][dim],
     or of the source's packing, where it comes in the source's dtype
 
-Both sides' layers have the same sizes, so that their stretches are the same layers.
+Both sides' layers have the same sizes, so that their groups are the same layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ import numpy as np
 
 from ..common.errors import LayoutMismatch, TransportError
 from .checksums import pool_checksums
-from .layout import ROWS, Copies, KVLayout, KVMemory, Offsets, Runs, Stretch
+from .layout import ROWS, Copies, KVLayout, KVMemory, LayerGroup, Offsets, Runs
 from .packing import Pool, unpacked
 from .segment import CHECKSUM_BYTES, Read, Segment
 from .wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, widen
@@ -52,12 +52,12 @@ class _Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
-    """What both sides make of a stretch of layers."""
+class GroupMapping:
+    """A layer group as both sides hold it, and which heads go where."""
 
-    index: int  # among the stretches
-    source: Stretch
-    ours: Stretch
+    index: int  # of the group in the layout
+    source: LayerGroup
+    ours: LayerGroup
     piece_bytes: int  # as they travel
     head_copies: list[HeadCopy]
     pool: Pool | None  # ours, in host memory
@@ -69,20 +69,20 @@ class Alike:
     @property
     def layer_bytes(self) -> int:
         """That travel of one layer of one block."""
-        return len(self.source.like.distinct_ranks) * self.piece_bytes
+        return len(self.source.uniform.distinct_ranks) * self.piece_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
-    """What of a segment is of one stretch."""
+class GroupSlice:
+    """The part of a segment that lies in one layer group."""
 
-    of: Alike
-    layers: range  # counted from the stretch's first
+    mapping: GroupMapping
+    layers: range  # counted from the group's first layer
     bytes: slice  # of all that travel
 
     @property
     def own(self) -> slice:
-        """Its layers, in a tensor of the stretch's."""
+        """Index of its layers in a tensor of the group."""
         return slice(self.layers.start, self.layers.stop)
 
 
@@ -98,23 +98,23 @@ class Bridge:
         self._ours = ours
         self._num_pool_blocks = num_pool_blocks
         layout, num_layers = ours.layout, source.num_layers
-        pairs = zip(source.stretches(0, num_layers), layout.stretches(0, num_layers), strict=True)
-        self.stretches = [self._alike(i, theirs, own) for i, (theirs, own) in enumerate(pairs)]
+        pairs = zip(source.layer_groups(0, num_layers), layout.layer_groups(0, num_layers), strict=True)
+        self.mappings = [self._mapping(i, theirs, own) for i, (theirs, own) in enumerate(pairs)]
         self._is_direct = (
             self.wire == source.dtype == layout.dtype
             and (source.block_size, source.tensor_parallel) == (layout.block_size, layout.tensor_parallel)
             and source.packing == layout.packing
-            and all(len(of.ours.like.distinct_ranks) == layout.tensor_parallel for of in self.stretches)
+            and all(len(of.ours.uniform.distinct_ranks) == layout.tensor_parallel for of in self.mappings)
         )
 
-    def _alike(self, index: int, source: Stretch, ours: Stretch) -> Alike:
+    def _mapping(self, index: int, source: LayerGroup, ours: LayerGroup) -> GroupMapping:
         pool = None if self._ours.region.view is None else Pool(self._ours, ours)
-        copies = list(_head_copies(source.like, ours.like))
-        return Alike(index, source, ours, piece_bytes(source.like, self.wire), copies, pool)
+        copies = list(_head_copies(source.uniform, ours.uniform))
+        return GroupMapping(index, source, ours, piece_bytes(source.uniform, self.wire), copies, pool)
 
     def num_bytes(self, segment: Segment) -> int:
         """That travel."""
-        return max(part.bytes.stop for part in self.stretches_of(segment))
+        return max(part.bytes.stop for part in self.slices_of(segment))
 
     def is_direct(self, read: Read) -> bool:
         return self._is_direct and read.first_token <= read.segment.first_block * self.source.block_size
@@ -127,7 +127,7 @@ class Bridge:
         blocks = _own_blocks(read)
         if self.source.axis_order == layout.axis_order:
             return Copies.of(self.source.runs(self._num_pool_blocks, theirs, *layers), self._ours.runs(blocks, *layers))
-        pairs = list(zip(self.source.stretches(*layers), layout.stretches(*layers), strict=True))
+        pairs = list(zip(self.source.layer_groups(*layers), layout.layer_groups(*layers), strict=True))
         remote = [self._pieces(self.source.offsets(of, self._num_pool_blocks, theirs), of) for of, _ in pairs]
         local = [self._pieces(layout.offsets(of, self._ours.num_blocks, blocks), of) for _, of in pairs]
         return Copies.of(Runs.joined(remote), Runs.joined(local))
@@ -139,7 +139,7 @@ class Bridge:
         step = max(PART_BYTES // block_bytes, 1)
         layer_step = segment.num_layers
         if block_bytes > PART_BYTES and not whole_blocks:
-            layer_step = max(PART_BYTES // max(of.layer_bytes for of in self.stretches), 1)
+            layer_step = max(PART_BYTES // max(of.layer_bytes for of in self.mappings), 1)
         for first in range(0, len(segment.block_ids), step):
             some = replace(
                 segment,
@@ -167,33 +167,33 @@ class Bridge:
         """Write a part's bytes into our pool, in host memory: its tokens from `first_token` on, as far as `table`
         reaches."""
         spans = list(_spans(part, self.source.block_size, self._ours.layout.block_size, table, first_token))
-        for within in self.stretches_of(part):
-            of = within.of
-            wire = self._of_part(data[within.bytes], of, len(part.block_ids), len(within.layers))
+        for part_slice in self.slices_of(part):
+            of = part_slice.mapping
+            wire = self._of_part(data[part_slice.bytes], of, len(part.block_ids), len(part_slice.layers))
             assert of.pool is not None
             for span in spans:
                 wire_slots = slice(span.wire_slot, span.wire_slot + span.num_tokens)
                 for copy in of.head_copies:
                     rows = wire[copy.wire_rank, span.wire_block, :, :, wire_slots, copy.wire_heads]
-                    of.pool.write(copy.rank, span.block, within.own, copy.heads, span.slot, rows)
+                    of.pool.write(copy.rank, span.block, part_slice.own, copy.heads, span.slot, rows)
 
-    def stretches_of(self, segment: Segment) -> Iterator[Within]:
-        """One after the other, as they travel."""
+    def slices_of(self, segment: Segment) -> Iterator[GroupSlice]:
+        """Split a segment by layer groups, in the wire's order."""
         first, end, start = segment.first_layer, segment.first_layer + segment.num_layers, 0
-        for of in self.stretches:
+        for of in self.mappings:
             layers = range(max(first - of.layers.start, 0), min(end - of.layers.start, len(of.layers)))
             if layers:
                 num_bytes = len(segment.block_ids) * len(layers) * of.layer_bytes
-                yield Within(of, layers, slice(start, start + num_bytes))
+                yield GroupSlice(of, layers, slice(start, start + num_bytes))
                 start += num_bytes
 
     def staged_checksums(self, data: memoryview, part: Segment) -> bytes:
-        stretches: list[Numbers] = []  # of each [rank, block, layer, bytes]
-        for within in self.stretches_of(part):
-            found, inner = np.frombuffer(data[within.bytes], np.uint8), (within.of.piece_bytes,)
-            stretches.append(self._in_axes(found, within.of, len(part.block_ids), len(within.layers), inner))
+        groups: list[Numbers] = []  # of each [rank, block, layer, bytes]
+        for part_slice in self.slices_of(part):
+            found, inner = np.frombuffer(data[part_slice.bytes], np.uint8), (part_slice.mapping.piece_bytes,)
+            groups.append(self._in_axes(found, part_slice.mapping, len(part.block_ids), len(part_slice.layers), inner))
         return b"".join(
-            checksum(np.ascontiguousarray(pieces[:, block]).data for pieces in stretches)
+            checksum(np.ascontiguousarray(pieces[:, block]).data for pieces in groups)
             for block in range(len(part.block_ids))
         )
 
@@ -202,26 +202,28 @@ class Bridge:
         segment, layout = read.segment, self._ours.layout
         return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
 
-    def _of_part(self, data: memoryview, of: Alike, num_blocks: int, num_layers: int) -> Numbers:
-        """[rank, block, layer, vector, slot, head, dim] of our dtype. data: of layers of one stretch."""
-        source = of.source.like
+    def _of_part(self, data: memoryview, of: GroupMapping, num_blocks: int, num_layers: int) -> Numbers:
+        """[rank, block, layer, vector, slot, head, dim] of our dtype. data: of layers of one group."""
+        source = of.source.uniform
         if source.packing != ROWS and self.wire == source.dtype:
             data = unpacked(np.frombuffer(data, STORAGE[source.dtype]), source).data
         numbers = widen(data, self.wire, self._ours.layout.dtype, source.head_dim)
         inner = (source.num_vectors, source.block_size, source.heads_per_rank, source.head_dim)
         return self._in_axes(numbers, of, num_blocks, num_layers, inner)
 
-    def _in_axes(self, staged: Numbers, of: Alike, num_blocks: int, num_layers: int, inner: tuple[int, ...]) -> Numbers:
+    def _in_axes(
+        self, staged: Numbers, of: GroupMapping, num_blocks: int, num_layers: int, inner: tuple[int, ...]
+    ) -> Numbers:
         """[rank, block, layer, *inner], a view."""
-        ranks = len(of.source.like.distinct_ranks)
-        if of.source.like.is_block_major:
+        ranks = len(of.source.uniform.distinct_ranks)
+        if of.source.uniform.is_block_major:
             return staged.reshape(ranks, num_blocks, num_layers, *inner)
         return staged.reshape(ranks, num_layers, num_blocks, *inner).swapaxes(1, 2)
 
-    def _pieces(self, offsets: Offsets, of: Stretch) -> Runs:
+    def _pieces(self, offsets: Offsets, of: LayerGroup) -> Runs:
         """In the wire's order. offsets: [ranks, blocks, layers]."""
         starts = (offsets if self.source.is_block_major else offsets.swapaxes(1, 2)).reshape(-1)
-        return Runs(starts, np.full(len(starts), of.like.layer_bytes, dtype=np.int64))
+        return Runs(starts, np.full(len(starts), of.uniform.layer_bytes, dtype=np.int64))
 
     def _check_blocks(self, segment: Segment) -> None:
         if max(segment.block_ids) >= self._num_pool_blocks:

@@ -10,13 +10,13 @@ from .wire import Bytes, checksum
 def pool_checksums(memory: KVMemory, block_ids: Sequence[int], first_layer: int, num_layers: int, wire: str) -> bytes:
     """CHECKSUM_BYTES a block, as kv/wire.py says, of what the pool holds now as it travels in the dtype `wire`. May
     take long: for a thread."""
-    stretches, dtype = memory.layout.stretches(first_layer, num_layers), memory.layout.dtype
+    groups, dtype = memory.layout.layer_groups(first_layer, num_layers), memory.layout.dtype
 
     def travels(block: int) -> Iterator[Bytes]:
-        for stretch in stretches:
-            runs = memory.layout.runs_of(stretch, memory.num_blocks, [block]).merged()
+        for group in groups:
+            runs = memory.layout.runs_of(group, memory.num_blocks, [block]).merged()
             for data in _held(memory, runs):
-                yield data if wire == dtype else to_wire(data, stretch.like, wire)
+                yield data if wire == dtype else to_wire(data, group.uniform, wire)
 
     return b"".join(checksum(travels(block)) for block in block_ids)
 

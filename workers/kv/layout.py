@@ -9,8 +9,9 @@ A slot holds `num_vectors` vectors of a head: a key and a value, or of latent at
 query head is served; it counts as one head. Where there are more ranks than KV heads, neighbouring ranks hold the same
 head; on the wire goes the first one's.
 
-Layers may be unlike, in heads and dim: each has then the bytes that it needs, where the axes put it, and its own share
-of ranks. Neighbours that are alike make a *stretch*, of which everything holds that holds of a pool of like layers.
+Layers may differ in heads and dim. Each then has the bytes that it needs, at the place that the axes give it, and its
+own distribution over ranks. Neighbouring layers of one shape are a *layer group*; its `uniform` layout describes it as
+if all layers had this shape.
 """
 
 from collections import Counter
@@ -84,13 +85,13 @@ class KVLayout:
 
     @property
     def heads_per_rank(self) -> int:
-        """Of layers that are alike; else ask a stretch's."""
+        """For layers of one shape; where they differ, ask a group's `uniform`."""
         assert not self.layer_shapes
         return max(self.num_kv_heads // self.tensor_parallel, 1)
 
     @property
     def distinct_ranks(self) -> range:
-        """The ranks that hold every head once, of layers that are alike."""
+        """The ranks that together hold every head once; for layers of one shape."""
         assert not self.layer_shapes
         return range(0, self.tensor_parallel, max(self.tensor_parallel // self.num_kv_heads, 1))
 
@@ -100,14 +101,14 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer in one block of one rank, of layers that are alike."""
+        """Bytes of one layer in one block of one rank; for layers of one shape."""
         return self.num_vectors * self.block_size * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def rank_block_bytes(self) -> int:
         """Bytes of one block in one rank."""
         if self.layer_shapes:
-            return sum(stretch.num_bytes for stretch in _stretches(self))
+            return sum(group.num_bytes for group in _layer_groups(self))
         return self.num_layers * self.layer_bytes
 
     @property
@@ -121,43 +122,43 @@ class KVLayout:
     def shape_of(self, layer: int) -> Shape:
         return self.layer_shapes[layer] if self.layer_shapes else (self.num_kv_heads, self.head_dim)
 
-    def stretches(self, first_layer: int, num_layers: int) -> "list[Stretch]":
-        """These layers in order, neighbours that are alike together."""
+    def layer_groups(self, first_layer: int, num_layers: int) -> "list[LayerGroup]":
+        """Split these layers into groups, in order."""
         end = first_layer + num_layers
         if not self.layer_shapes:
-            return [Stretch(range(first_layer, end), first_layer * self.layer_bytes, self)]
-        parts = (stretch.part(first_layer, end) for stretch in _stretches(self))
+            return [LayerGroup(range(first_layer, end), first_layer * self.layer_bytes, self)]
+        parts = (group.part(first_layer, end) for group in _layer_groups(self))
         return [part for part in parts if part.layers]
 
     def runs(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> "Runs":
         """Where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order in which they go over the
         wire: rank by rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block
-        by block, as the pool's axes stand; so stretch by stretch. O(runs)."""
-        stretches = self.stretches(first_layer, num_layers)
-        return Runs.joined([self.runs_of(stretch, num_pool_blocks, block_ids) for stretch in stretches])
+        by block, as the pool's axes stand; so group by group. O(runs)."""
+        groups = self.layer_groups(first_layer, num_layers)
+        return Runs.joined([self.runs_of(group, num_pool_blocks, block_ids) for group in groups])
 
-    def runs_of(self, stretch: "Stretch", num_pool_blocks: int, block_ids: Sequence[int]) -> "Runs":
-        """As `runs`, of one stretch of ours."""
-        blocks, like = np.asarray(block_ids, dtype=np.int64), stretch.like
-        ranks = np.asarray(like.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
+    def runs_of(self, group: "LayerGroup", num_pool_blocks: int, block_ids: Sequence[int]) -> "Runs":
+        """Like `runs`, for one group of this layout."""
+        blocks, uniform = np.asarray(block_ids, dtype=np.int64), group.uniform
+        ranks = np.asarray(uniform.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
         if self.is_block_major:
-            starts, length = blocks * self.rank_block_bytes + stretch.start, stretch.num_bytes
+            starts, length = blocks * self.rank_block_bytes + group.start, group.num_bytes
         else:
-            layers = np.arange(len(stretch.layers), dtype=np.int64)[:, None]
-            places = (layers * num_pool_blocks + blocks) * like.layer_bytes
-            starts, length = (stretch.start * num_pool_blocks + places).reshape(-1), like.layer_bytes
+            layers = np.arange(len(group.layers), dtype=np.int64)[:, None]
+            places = (layers * num_pool_blocks + blocks) * uniform.layer_bytes
+            starts, length = (group.start * num_pool_blocks + places).reshape(-1), uniform.layer_bytes
         offsets = (ranks[:, None] + starts).reshape(-1)
         return Runs(offsets, np.full(len(offsets), length, dtype=np.int64))
 
-    def offsets(self, stretch: "Stretch", num_pool_blocks: int, block_ids: Sequence[int]) -> Offsets:
+    def offsets(self, group: "LayerGroup", num_pool_blocks: int, block_ids: Sequence[int]) -> Offsets:
         """[distinct ranks, blocks, layers] int64: where each one's `layer_bytes` lie in a pool of `num_pool_blocks`."""
-        blocks, size = np.asarray(block_ids, dtype=np.int64)[:, None], stretch.like.layer_bytes
-        ranks = np.asarray(stretch.like.distinct_ranks, dtype=np.int64)[:, None, None]
+        blocks, size = np.asarray(block_ids, dtype=np.int64)[:, None], group.uniform.layer_bytes
+        ranks = np.asarray(group.uniform.distinct_ranks, dtype=np.int64)[:, None, None]
         ranks = ranks * (num_pool_blocks * self.rank_block_bytes)
-        layers = np.arange(len(stretch.layers), dtype=np.int64)
+        layers = np.arange(len(group.layers), dtype=np.int64)
         if self.is_block_major:
-            return ranks + stretch.start + blocks * self.rank_block_bytes + layers * size
-        return ranks + stretch.start * num_pool_blocks + (layers * num_pool_blocks + blocks) * size
+            return ranks + group.start + blocks * self.rank_block_bytes + layers * size
+        return ranks + group.start * num_pool_blocks + (layers * num_pool_blocks + blocks) * size
 
     def to_proto(self) -> kv_pb2.KVLayout:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer_shapes"}
@@ -237,32 +238,33 @@ def _by(shape: Shape) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Neighbouring layers of a layout that are alike."""
+class LayerGroup:
+    """Neighbouring layers of one shape."""
 
     layers: range
     start: int  # bytes of the layers before them, in one block of one rank
-    like: KVLayout  # as if all layers were as these
+    uniform: KVLayout  # the layout if all layers had this shape
 
     @property
     def num_bytes(self) -> int:
         """In one block of one rank."""
-        return len(self.layers) * self.like.layer_bytes
+        return len(self.layers) * self.uniform.layer_bytes
 
-    def part(self, first: int, end: int) -> "Stretch":
+    def part(self, first: int, end: int) -> "LayerGroup":
         """Those of its layers that are from `first` to `end`."""
         layers = range(max(first, self.layers.start), min(end, self.layers.stop))
-        return Stretch(layers, self.start + (layers.start - self.layers.start) * self.like.layer_bytes, self.like)
+        skipped_bytes = (layers.start - self.layers.start) * self.uniform.layer_bytes
+        return LayerGroup(layers, self.start + skipped_bytes, self.uniform)
 
 
 @lru_cache(maxsize=64)
-def _stretches(layout: KVLayout) -> tuple[Stretch, ...]:
-    """All of a layout whose layers are unlike."""
-    found: list[Stretch] = []
+def _layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
+    """All groups of a layout whose layers differ."""
+    found: list[LayerGroup] = []
     first = start = 0
     for (num_kv_heads, head_dim), alike in groupby(layout.layer_shapes):
-        like = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=())
-        found.append(Stretch(range(first, first + len(list(alike))), start, like))
+        uniform = replace(layout, num_kv_heads=num_kv_heads, head_dim=head_dim, layer_shapes=())
+        found.append(LayerGroup(range(first, first + len(list(alike))), start, uniform))
         first, start = found[-1].layers.stop, start + found[-1].num_bytes
     return tuple(found)
 

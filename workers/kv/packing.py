@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .layout import GROUP, ROWS, KVLayout, KVMemory, Stretch
+from .layout import GROUP, ROWS, KVLayout, KVMemory, LayerGroup
 from .wire import STORAGE, Bytes, Numbers, narrow
 
 
@@ -35,25 +35,25 @@ def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
 
 
 class Pool:
-    """A stretch of layers of a pool in host memory, to write rows into."""
+    """One layer group of a pool in host memory, to write rows into."""
 
-    def __init__(self, memory: KVMemory, stretch: Stretch) -> None:
+    def __init__(self, memory: KVMemory, group: LayerGroup) -> None:
         assert memory.region.view is not None
-        layout = stretch.like
+        layout = group.uniform
         numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
         self._is_rows = layout.packing == ROWS
         if self._is_rows:
             inner = layout.num_vectors, layout.block_size, layout.heads_per_rank, layout.head_dim
-            self._rows = _by_layer(memory, stretch, numbers, inner)
+            self._rows = _by_layer(memory, group, numbers, inner)
             return
         self._pair = pair = _pair(numbers)
         inner = layout.heads_per_rank, layout.block_size // GROUP
-        keys = _by_layer(memory, stretch, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))
-        values = _by_layer(memory, stretch, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))
+        keys = _by_layer(memory, group, numbers, (2, *inner, layout.head_dim // pair, GROUP, pair))
+        values = _by_layer(memory, group, numbers, (2, *inner, GROUP // pair, layout.head_dim, pair))
         self._keys, self._values = keys[:, :, :, 0], values[:, :, :, 1]
 
     def write(self, rank: int, block: int, layers: slice, heads: slice, slot: int, rows: Numbers) -> None:
-        """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. layers: counted from the stretch's
+        """rows: [layers, vectors, n, heads, dim], for slots `slot` to `slot` + n. layers: counted from the group's
         first. Touches no other slot, so several threads may write into one block."""
         if self._is_rows:
             self._rows[rank, block, layers, :, slot : slot + rows.shape[2], heads] = rows
@@ -88,10 +88,10 @@ def _groups(slot: int, num: int) -> Iterator[tuple[slice, slice, slice]]:
         at += count * step
 
 
-def _by_layer(memory: KVMemory, stretch: Stretch, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
-    """[rank, block, layer of the stretch, *inner], a view. numbers: of the whole pool."""
-    ranks, blocks, layers = memory.layout.tensor_parallel, memory.num_blocks, len(stretch.layers)
-    first, end = (num // numbers.itemsize for num in (stretch.start, stretch.start + stretch.num_bytes))
+def _by_layer(memory: KVMemory, group: LayerGroup, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
+    """[rank, block, layer of the group, *inner], a view. numbers: of the whole pool."""
+    ranks, blocks, layers = memory.layout.tensor_parallel, memory.num_blocks, len(group.layers)
+    first, end = (num // numbers.itemsize for num in (group.start, group.start + group.num_bytes))
     if memory.layout.is_block_major:
         return numbers.reshape(ranks, blocks, -1)[:, :, first:end].reshape(ranks, blocks, layers, *inner)
     own = numbers.reshape(ranks, -1)[:, first * blocks : end * blocks]

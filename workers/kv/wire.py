@@ -6,7 +6,7 @@
                [scale: float32, little-endian][head_dim x int8], scale = the largest magnitude / 127
 
 A *piece* is one layer of one block in one rank. A block's checksum is 16 bytes of blake3 over its pieces
-as they travel: rank by rank, in each layer by layer, whatever the order of the axes; so stretch by stretch, where
+as they travel: rank by rank, in each layer by layer, whatever the order of the axes; so group by group, where
 layers are unlike.
 """
 

@@ -32,7 +32,7 @@ from ..core.runner import Runner
 from ..engine.engine import Engine
 from ..engine.events import StepOutput, StepTokens, TokenNote
 from ..engine.thread import EngineThread
-from ..handoff.intake import PullSettings
+from ..handoff.segment_receiver import PullSettings
 from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
 from ..kv.staging import Staging

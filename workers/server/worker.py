@@ -25,7 +25,7 @@ from ..common.exit_codes import exit_code
 from ..common.garbage import loading
 from ..config.worker_config import WorkerConfig
 from ..core.runner import Runner
-from .load_bar import load_bar
+from .load_progress import load_progress
 from .service import WorkerAddress, WorkerService
 
 TOKEN_VARIABLE = "DIPTYCH_AUTH_TOKEN"
@@ -66,7 +66,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         kv_memory_fraction=config.kv_memory_fraction,
         max_context_tokens=config.max_context_tokens,
     )
-    with load_bar(config.model) as progress:
+    with load_progress(config.model) as progress:
         return ModelRunner.load(settings, progress, on_loss)
 
 

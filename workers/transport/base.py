@@ -1,9 +1,9 @@
-"""How bytes of KV move: a Transport is one process's end, a Reader is its connection to one source.
+"""How bytes of KV move: a Transport is one process's end, a KVReader is its connection to one source.
 
-It knows regions of memory and runs of bytes in them; what they mean is kv/layout.py's. The sink pulls. `Reader.read`
+It knows regions of memory and runs of bytes in them; what they mean is kv/layout.py's. The sink pulls. `KVReader.read`
 returns when every byte has landed. When it raises, `may_still_land` of the TransportError says whether bytes could
 still arrive later; after a cancelled read they always could. The target blocks must then be quarantined until
-`Reader.settled` returns.
+`KVReader.settled` returns.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ class Source:
     metadata: Metadata = ()  # of every call
 
 
-class Reader(ABC):
+class KVReader(ABC):
     lands_on_device = False  # whether it reads into device memory, where our pool is there; else into host memory
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Transport(ABC):
         return True
 
     @abstractmethod
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         """Raises TransportError when the source cannot be reached or its endpoint is malformed."""
 
     def serve(self, num_open: int) -> None:  # noqa: B027

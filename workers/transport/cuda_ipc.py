@@ -20,10 +20,10 @@ from ...proto import kv_pb2
 from ..common.errors import TransportError
 from ..kv.device_kv import HANDLE_BYTES, UUID_BYTES, CudaDriver, DeviceKV
 from ..kv.layout import Copies, Region
-from .base import Reader, Source, Transport
-from .landing import LandingReader
+from .base import KVReader, Source, Transport
 from .machine import this_machine
 from .runs import equally_spaced
+from .tracked_reader import TrackedReader
 
 NUM_THREADS = 2  # reads at a time
 MAX_COPIES = 128  # of one batch: a lane takes so many without making us wait
@@ -41,7 +41,7 @@ class _Endpoint:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _IpcPeer:
     incarnation: str
     endpoint: _Endpoint
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards the two below
@@ -51,10 +51,10 @@ class _Peer:
     timer: asyncio.TimerHandle | None = None
 
 
-class CudaIpcReader(LandingReader):
+class CudaIpcReader(TrackedReader):
     lands_on_device = True
 
-    def __init__(self, transport: "CudaIpcTransport", peer: _Peer) -> None:
+    def __init__(self, transport: "CudaIpcTransport", peer: _IpcPeer) -> None:
         super().__init__()
         self._transport = transport
         self._peer = peer
@@ -63,7 +63,7 @@ class CudaIpcReader(LandingReader):
         if (copies.remote + copies.lengths).max(initial=0) > self._peer.endpoint.num_bytes:
             raise TransportError("the source announced a block that it does not have")
         copy = partial(self._transport.copy, self._peer.endpoint, copies, into)
-        await self.land(self._transport.start(self._peer, copy), copies.num_bytes)
+        await self.wait_for(self._transport.start(self._peer, copy), copies.num_bytes)
 
 
 class CudaIpcTransport(Transport):
@@ -77,7 +77,7 @@ class CudaIpcTransport(Transport):
         self._endpoint = kv_pb2.CudaIpcEndpoint(
             handle=handle, offset=offset, num_bytes=pool.num_bytes, device_uuid=self._driver.device_uuid
         )
-        self._peers: dict[str, _Peer] = {}  # that may be mapped, by incarnation
+        self._peers: dict[str, _IpcPeer] = {}  # that may be mapped, by incarnation
         self._threads = ThreadPoolExecutor(NUM_THREADS, "diptych-cuda-ipc")
 
     def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
@@ -89,12 +89,12 @@ class CudaIpcTransport(Transport):
     def publish(self, opened: kv_pb2.Opened) -> None:
         opened.cuda_ipc.CopyFrom(self._endpoint)
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         endpoint, incarnation = self._checked(source.opened.cuda_ipc), source.opened.source_incarnation
         peer = self._peers.get(incarnation)
         if peer is None or peer.endpoint != endpoint:
             self.forget(incarnation)
-            peer = _Peer(incarnation, endpoint)
+            peer = _IpcPeer(incarnation, endpoint)
         mapped = asyncio.wrap_future(self.start(peer, lambda address: None))
         mapped.add_done_callback(lambda f: f.cancelled() or f.exception())
         await asyncio.wait([mapped], timeout=CONNECT_TIMEOUT_S)
@@ -118,7 +118,7 @@ class CudaIpcTransport(Transport):
 
     # -- for readers ------------------------------------------------------------------------------------------------
 
-    def start(self, peer: _Peer, job: Callable[[int], None]) -> "Future[None]":
+    def start(self, peer: _IpcPeer, job: Callable[[int], None]) -> "Future[None]":
         """Run `job`, with the address of the peer's allocation, on a thread. On the loop; raises TransportError for one
         that was forgotten."""
         if peer.is_forgotten:
@@ -137,7 +137,7 @@ class CudaIpcTransport(Transport):
 
     # -- mappings ---------------------------------------------------------------------------------------------------
 
-    def _with_mapping(self, peer: _Peer, job: Callable[[int], None]) -> None:
+    def _with_mapping(self, peer: _IpcPeer, job: Callable[[int], None]) -> None:
         with peer.lock:
             if peer.address is None:
                 peer.address = self._map(peer.endpoint)
@@ -158,21 +158,21 @@ class CudaIpcTransport(Transport):
             raise TransportError(f"the source's pool of {endpoint.num_bytes:,} bytes exceeds what was mapped of it")
         return address
 
-    def _unmap(self, peer: _Peer) -> None:
+    def _unmap(self, peer: _IpcPeer) -> None:
         """Unless it is in use."""
         with peer.lock:
             if peer.num_users == 0 and peer.address is not None:
                 self._driver.close(peer.address)
                 peer.address = None
 
-    def _rest(self, peer: _Peer) -> None:
+    def _rest(self, peer: _IpcPeer) -> None:
         """A use has ended: unmap it when no other has for a while."""
         if peer.timer is not None:
             peer.timer.cancel()
         if not peer.is_forgotten:
             peer.timer = asyncio.get_running_loop().call_later(IDLE_S, self._drop_idle, peer)
 
-    def _drop_idle(self, peer: _Peer) -> None:
+    def _drop_idle(self, peer: _IpcPeer) -> None:
         """Its readers may map it again."""
         if peer.num_users:
             self._rest(peer)

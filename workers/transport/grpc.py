@@ -9,12 +9,12 @@ import grpc.aio
 from ...proto import kv_pb2
 from ..common.errors import TransportError, WorkerLost
 from ..kv.layout import Copies, Region
-from .base import Reader, Source, Transport
-from .landing import READ_TIMEOUT_S, SLOWEST_BYTES_S
+from .base import KVReader, Source, Transport
 from .runs import Scatter
+from .tracked_reader import READ_TIMEOUT_S, SLOWEST_BYTES_S
 
 
-class GrpcReader(Reader):
+class GrpcReader(KVReader):
     def __init__(self, source: Source) -> None:
         self._source = source
 
@@ -46,5 +46,5 @@ class GrpcReader(Reader):
 class GrpcTransport(Transport):
     name = "grpc"
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         return GrpcReader(source)

@@ -5,13 +5,13 @@ import asyncio
 from ...proto import kv_pb2
 from ..common.errors import TransportError
 from ..kv.layout import Copies, KVMemory, Region, Runs
-from .base import Reader, Source, Transport
+from .base import KVReader, Source, Transport
 from .runs import Scatter, gather
 
 STEP_BYTES = 1 << 16
 
 
-class LoopbackReader(Reader):
+class LoopbackReader(KVReader):
     def __init__(self, registry: dict[str, KVMemory], incarnation: str) -> None:
         self._registry = registry
         self._incarnation = incarnation
@@ -42,7 +42,7 @@ class LoopbackTransport(Transport):
     def __init__(self, registry: dict[str, KVMemory]) -> None:
         self._registry = registry
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         incarnation = source.opened.source_incarnation
         if incarnation not in self._registry:
             raise TransportError(f"no worker {incarnation} in this process")

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from ...proto import kv_pb2
 from ..common.errors import TransportError
 from ..kv.layout import Copies, Region
-from .base import Reader, Source, Transport
-from .landing import LandingReader
+from .base import KVReader, Source, Transport
 from .machine import this_machine
 from .nixl_thread import Endpoint, NixlThread, memory_type
+from .tracked_reader import TrackedReader
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_METADATA_BYTES = 1 << 20
 
 
-class NixlReader(LandingReader):
+class NixlReader(TrackedReader):
     def __init__(self, thread: NixlThread, incarnation: str, endpoint: Endpoint) -> None:
         super().__init__()
         self.lands_on_device = endpoint.memory == "VRAM"
@@ -30,7 +30,7 @@ class NixlReader(LandingReader):
     async def read(self, segment: kv_pb2.Segment, copies: Copies, into: Region) -> None:
         if (copies.remote + copies.lengths).max(initial=0) > self._endpoint.num_bytes:
             raise TransportError("the source announced a block that it does not have")
-        await self.land(self._thread.read(self._incarnation, copies, into), copies.num_bytes)
+        await self.wait_for(self._thread.read(self._incarnation, copies, into), copies.num_bytes)
 
     async def cut(self) -> None:
         """The connection."""
@@ -73,7 +73,7 @@ class NixlTransport(Transport):
             memory=memory_type(self._pool),
         )
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         endpoint = self._checked(source.opened.nixl)
         incarnation = source.opened.source_incarnation
         try:

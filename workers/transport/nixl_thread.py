@@ -69,14 +69,14 @@ class Endpoint:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _NixlPeer:
     incarnation: str
     endpoint: Endpoint
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    peer: _Peer
+    peer: _NixlPeer
     into: Region
     to_post: deque[Copies]
     future: "Future[None]"
@@ -93,7 +93,7 @@ class NixlThread:
         self._regions = regions
         self._has_rdma = has_rdma
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _NixlPeer] = {}
         self._reads: list[_Read] = []
         self._registered: list[Any] = []
         self._credit_s = BURST_S  # of copying, as of the moment `_credited_at` (time.monotonic())
@@ -255,7 +255,7 @@ class NixlThread:
                 raise TransportError(f"the source's NIXL metadata is of {name!r}, its endpoint {endpoint.agent_name!r}")
         except self._errors as e:
             raise TransportError(f"the source's NIXL endpoint cannot be used: {e!r}") from e
-        self._peers[incarnation] = _Peer(incarnation, endpoint)
+        self._peers[incarnation] = _NixlPeer(incarnation, endpoint)
         busy = {read.peer.incarnation for read in self._reads} | {incarnation}
         for idle in [i for i in self._peers if i not in busy][: max(len(self._peers) - MAX_PEERS, 0)]:
             self._drop_peer(idle, "it was not used for long")

@@ -103,8 +103,8 @@ def make_device_memory(
     dtype = DTYPES[layout.dtype]
     pool = torch.frombuffer(allocation, dtype=dtype, offset=OFFSET, count=num_bytes // dtype.itemsize)
     ranks = pool.view(layout.tensor_parallel, -1)
-    stretches = [view_of(ranks, num_blocks, layout, of) for of in layout.stretches(0, layout.num_layers)]
-    on_device = DevicePool(device or FakeDevice(), layout, pool, stretches, driver, STAGING_BYTES)
+    groups = [view_of(ranks, num_blocks, layout, of) for of in layout.layer_groups(0, layout.num_layers)]
+    on_device = DevicePool(device or FakeDevice(), layout, pool, groups, driver, STAGING_BYTES)
     return KVMemory(layout, num_blocks, Region(pool.data_ptr(), num_bytes, None), on_device)
 
 

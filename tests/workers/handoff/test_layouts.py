@@ -9,13 +9,13 @@ import pytest
 
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import ChecksumMismatch, LayoutMismatch, TransportError
-from diptych.workers.handoff.intake import PullSettings
 from diptych.workers.handoff.pull import PullResult
+from diptych.workers.handoff.segment_receiver import PullSettings
 from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.kv.bridge import PART_BYTES
 from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, KVMemory
 from diptych.workers.kv.staging import GRAIN_BYTES, Staging
-from diptych.workers.transport.base import Reader, Source, Transport
+from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 from diptych.workers.transport.nixl import NixlTransport
@@ -254,11 +254,11 @@ class Stuck(Transport):
     def __init__(self) -> None:
         self.is_reading, self.is_quiet = asyncio.Event(), asyncio.Event()
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         return StuckReader(self)
 
 
-class StuckReader(Reader):
+class StuckReader(KVReader):
     def __init__(self, transport: Stuck) -> None:
         self._transport = transport
 

@@ -8,7 +8,7 @@ from diptych.proto import kv_pb2
 from diptych.workers.common.errors import OutOfBlocks, RequestAborted, TransportError
 from diptych.workers.common.timings import PullTimes
 from diptych.workers.kv.layout import Copies, Region
-from diptych.workers.transport.base import Reader, Source, Transport
+from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 
@@ -38,11 +38,11 @@ class Stuck(Transport):
         self.is_reading, self.is_quiet = asyncio.Event(), asyncio.Event()
         self.error = error
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         return StuckReader(self)
 
 
-class StuckReader(Reader):
+class StuckReader(KVReader):
     def __init__(self, transport: Stuck) -> None:
         self._transport = transport
 
@@ -78,7 +78,7 @@ def test_a_failed_read_fails_the_pull_and_quarantines_what_it_must(may_still_lan
 class Unreachable(Transport):
     name = "nixl"
 
-    async def connect(self, source: Source) -> Reader:
+    async def connect(self, source: Source) -> KVReader:
         raise TransportError("no route")
 
 

@@ -103,7 +103,7 @@ def test_many_pulls_at_once_share_a_channel() -> None:
                 served.source.segment(f"h{number}", 0, [number % 8], [1], 0, 3)
                 served.source.seal(f"h{number}", 4, [7])
             await asyncio.gather(*(sink.pull(f"k{n}", served.named(f"h{n}"), 15.0) for n in range(20)))
-            assert len(sink._lines._lines) == 1  # pyright: ignore[reportPrivateUsage]
+            assert len(sink._channels._channels) == 1  # pyright: ignore[reportPrivateUsage]
             assert sum(call[0] == "commit" for call in engine.calls) == 20  # type: ignore[index]
 
     run(test)
@@ -142,7 +142,7 @@ def test_an_address_where_nobody_listens_is_a_lost_worker() -> None:
         async with serve() as served, receive(engine) as (sink, _):
             await served.stop()
             assert isinstance(await failure(start(sink, served)), WorkerLost)
-            assert not sink._lines._lines, "the next pull dials anew"  # pyright: ignore[reportPrivateUsage]
+            assert not sink._channels._channels, "the next pull dials anew"  # pyright: ignore[reportPrivateUsage]
 
     run(test)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import LayoutMismatch, TransportError
-from diptych.workers.handoff.pieces import leaving
+from diptych.workers.handoff.wire_chunks import wire_runs
 from diptych.workers.kv.bridge import PART_BYTES, Bridge
 from diptych.workers.kv.checksums import pool_checksums
 from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, KVMemory, Shape
@@ -90,14 +90,14 @@ def sent(source: KVMemory, segment: Segment, wire: str) -> bytes:
     """What Pull answers, in chunks of any size."""
     view, found = source.region.view, b""
     assert view is not None
-    for part in leaving(source, segment, wire, 1000):
+    for part in wire_runs(source, segment, wire, 1000):
         for piece in gather(view, part.runs, part.chunk_bytes):
-            found += piece if wire == source.layout.dtype else to_wire(piece, part.like, wire)
+            found += piece if wire == source.layout.dtype else to_wire(piece, part.uniform, wire)
     return found
 
 
 def bring(bridge: Bridge, source: KVMemory, ours: KVMemory, read: Read) -> None:
-    """What an Intake does, without sockets."""
+    """What a SegmentReceiver does, without sockets."""
     assert source.region.view is not None and ours.region.view is not None
     if bridge.is_direct(read):
         copies = bridge.direct(read)

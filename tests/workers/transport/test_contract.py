@@ -12,7 +12,7 @@ from diptych.proto import kv_pb2, kv_pb2_grpc
 from diptych.workers.common.channel import open_channel
 from diptych.workers.common.errors import TransportError, WorkerLost
 from diptych.workers.kv.layout import Copies, KVLayout, KVMemory
-from diptych.workers.transport.base import Reader, Source, Transport
+from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 from diptych.workers.transport.machine import this_machine
@@ -34,7 +34,7 @@ class Pair:
     far: Transport
     registry: dict[str, KVMemory]
     source: Source
-    reader: Reader
+    reader: KVReader
 
     def segment(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int = 3) -> kv_pb2.Segment:
         """Of what was announced: position i is block order[i]."""

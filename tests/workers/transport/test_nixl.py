@@ -10,7 +10,7 @@ from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
 from diptych.workers.kv.layout import Copies, KVMemory, Region
 from diptych.workers.transport import nixl_thread
-from diptych.workers.transport.base import Reader, Source
+from diptych.workers.transport.base import KVReader, Source
 from diptych.workers.transport.nixl import NixlTransport
 
 from ...support.handoff_pair import SMALL, make_memory, run
@@ -22,7 +22,7 @@ def source_of(endpoint: kv_pb2.NixlEndpoint) -> Source:
 
 
 async def read(
-    reader: Reader, theirs: KVMemory, ours: KVMemory, segment: kv_pb2.Segment, blocks: Sequence[int]
+    reader: KVReader, theirs: KVMemory, ours: KVMemory, segment: kv_pb2.Segment, blocks: Sequence[int]
 ) -> None:
     copies = Copies.of(theirs.runs(segment.block_ids, 0, 3), ours.runs(blocks, 0, 3))
     await reader.read(segment, copies, ours.region)
@@ -112,8 +112,8 @@ def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(monkeyp
     """It never serves, so the connection is never made: as a stopped process behind a cable that still stands."""
 
     async def test() -> None:
-        monkeypatch.setattr("diptych.workers.transport.landing.READ_TIMEOUT_S", 0.05)
-        monkeypatch.setattr("diptych.workers.transport.landing.SETTLE_S", 0.05)
+        monkeypatch.setattr("diptych.workers.transport.tracked_reader.READ_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("diptych.workers.transport.tracked_reader.SETTLE_S", 0.05)
         theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
         far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
         try:
@@ -159,7 +159,7 @@ def test_forgetting_one_source_leaves_another_alone() -> None:
         first, second, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4, seed=2), make_memory(SMALL, 4)
         fars, near = [NixlTransport([first.region]), NixlTransport([second.region])], NixlTransport([ours.region])
         try:
-            readers: list[Reader] = []
+            readers: list[KVReader] = []
             for incarnation, far in zip("ab", fars, strict=True):
                 far.serve(1)
                 opened = kv_pb2.Opened(source_incarnation=incarnation, transport="nixl", nixl=far.endpoint())

@@ -9,8 +9,8 @@ import pytest
 
 from diptych.workers.common.errors import ChecksumMismatch, ConfigError, DiptychError, TransportError
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.handoff.intake import AS_IT_IS, PullSettings
 from diptych.workers.handoff.pull import PullResult
+from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 from diptych.workers.kv.device_kv import DeviceKV
 from diptych.workers.kv.layout import DOT, LAYER_MAJOR, KVLayout, KVMemory
 from diptych.workers.kv.packing import Pool, unpacked
@@ -93,8 +93,8 @@ def as_stored(rows: Numbers, dtype: str) -> Numbers:
 
 def store(memory: KVMemory, table: tuple[int, ...], rows: Numbers) -> None:
     layout, first = memory.layout, 0
-    for stretch in layout.stretches(0, layout.num_layers):
-        of, pool, layers = stretch.like, Pool(memory, stretch), slice(0, len(stretch.layers))
+    for group in layout.layer_groups(0, layout.num_layers):
+        of, pool, layers = group.uniform, Pool(memory, group), slice(0, len(group.layers))
         sizes = layers.stop, of.num_vectors, 1, of.num_kv_heads, of.head_dim
         end = first + int(np.prod(sizes))
         for token, row in enumerate(as_stored(rows[:, first:end], layout.dtype)):
@@ -115,9 +115,9 @@ def load(memory: KVMemory, table: tuple[int, ...]) -> Numbers:
         firsts = {layout.first_head(rank): rank for rank in layout.distinct_ranks}
         assert all(np.array_equal(of, ranks[firsts[layout.first_head(rank)]]) for rank, of in enumerate(ranks))
     numbers, parts = np.frombuffer(memory.region.view, STORAGE[layout.dtype]), list[Numbers]()
-    for stretch in layout.stretches(0, layout.num_layers):
-        of, size = stretch.like, stretch.like.layer_bytes // numbers.itemsize
-        starts = layout.offsets(stretch, memory.num_blocks, table).reshape(-1) // numbers.itemsize
+    for group in layout.layer_groups(0, layout.num_layers):
+        of, size = group.uniform, group.uniform.layer_bytes // numbers.itemsize
+        starts = layout.offsets(group, memory.num_blocks, table).reshape(-1) // numbers.itemsize
         pieces = np.stack([numbers[start : start + size] for start in starts])
         outer, inner = (len(of.distinct_ranks), len(table), -1), (of.num_vectors, of.block_size)
         heads = of.heads_per_rank * of.head_dim
@@ -134,7 +134,7 @@ class Case:
     source_on_device: bool = True
     sink_on_device: bool = True
     transport: str = "cuda_ipc"
-    settings: PullSettings = AS_IT_IS
+    settings: PullSettings = DEFAULT_PULL_SETTINGS
     is_late: bool = True
     source_cuda: FakeCuda = field(default_factory=FakeCuda)
     sink_cuda: FakeCuda = field(default_factory=FakeCuda)

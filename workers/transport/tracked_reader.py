@@ -4,14 +4,14 @@ import asyncio
 from concurrent.futures import Future
 
 from ..common.errors import TransportError
-from .base import Reader
+from .base import KVReader
 
 READ_TIMEOUT_S = 20.0
 SLOWEST_BYTES_S = 20e6  # a link slower than this counts as broken
 SETTLE_S = 10.0  # then `cut` ends what is still under way, if anything can
 
 
-class LandingReader(Reader):
+class TrackedReader(KVReader):
     """A future is done only when no byte of its read can land any more."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class LandingReader(Reader):
     async def cut(self) -> None:
         """End what is under way, where that can be done."""
 
-    async def land(self, landing: "Future[None]", num_bytes: int) -> None:
+    async def wait_for(self, landing: "Future[None]", num_bytes: int) -> None:
         """Raises what the future raises, or a TransportError when it takes too long."""
         self._landing.add(landing)
         landing.add_done_callback(self._landing.discard)

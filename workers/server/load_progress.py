@@ -8,7 +8,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 
 @contextmanager
-def load_bar(name: str) -> Generator[Callable[[int, int], None]]:
+def load_progress(name: str) -> Generator[Callable[[int, int], None]]:
     """Yields what to call with (bytes read, bytes in all)."""
     columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

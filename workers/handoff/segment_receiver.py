@@ -20,7 +20,7 @@ from ..kv.device_kv import Staged
 from ..kv.layout import KVMemory
 from ..kv.segment import CHECKSUM_BYTES, Read, Segment
 from ..kv.staging import Slice, Staging
-from ..transport.base import Reader
+from ..transport.base import KVReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class PullSettings:
     verify: bool = False  # compare what arrived with the source's checksums
 
 
-AS_IT_IS = PullSettings()
+DEFAULT_PULL_SETTINGS = PullSettings()
 
 
-class Intake:
+class SegmentReceiver:
     """`memory`: ours, as the bridge knows it."""
 
-    def __init__(self, reader: Reader, bridge: Bridge, memory: KVMemory, staging: Staging, *, verify: bool) -> None:
+    def __init__(self, reader: KVReader, bridge: Bridge, memory: KVMemory, staging: Staging, *, verify: bool) -> None:
         self._reader = reader
         self._bridge = bridge
         self._pool, self._device = memory.region, memory.device
@@ -47,15 +47,15 @@ class Intake:
         self._converting: set[asyncio.Future[None]] = set()
         self._loose: list[Slice] = []  # bytes may land there yet
 
-    async def take(self, read: Read) -> None:
+    async def receive(self, read: Read) -> None:
         """Every byte of it is in our pool when this returns. Raises TransportError or WorkerLost: from `reader`, or a
         ChecksumMismatch."""
         if self._verify and len(read.segment.checksum) != CHECKSUM_BYTES * len(read.segment.block_ids):
             raise TransportError("the source announced a segment without the checksums that were asked for")
         if self._bridge.is_direct(read) and (self._device is None or self._lands_on_device):
-            await self._take_direct(read)
+            await self._receive_direct(read)
         else:
-            await self._take_staged(read)
+            await self._receive_staged(read)
 
     async def settled(self) -> None:
         """Return once nothing of failed or cancelled calls can land any more."""
@@ -65,25 +65,25 @@ class Intake:
         while self._loose:
             self._staging.give_back(self._loose.pop())
 
-    async def _take_direct(self, read: Read) -> None:
+    async def _receive_direct(self, read: Read) -> None:
         await self._reader.read(read.segment.to_proto(), self._bridge.direct(read), self._pool)
         if self._verify:
             _compare(read.segment, await asyncio.to_thread(self._bridge.direct_checksums, read))
 
-    async def _take_staged(self, read: Read) -> None:
+    async def _receive_staged(self, read: Read) -> None:
         last: asyncio.Future[None] | None = None
         landing = self._staging.on_device if self._lands_on_device else self._staging.region
         assert landing is not None
         try:
             for part in self._bridge.parts(read.segment, whole_blocks=self._verify):
-                piece = await self._staging.take(self._bridge.num_bytes(part))
+                slice_ = await self._staging.take(self._bridge.num_bytes(part))
                 try:
-                    copies = self._bridge.staged(part, piece.start)
+                    copies = self._bridge.staged(part, slice_.start)
                     await self._reader.read(part.to_proto(), copies, landing)
                 except BaseException:
-                    self._loose.append(piece)
+                    self._loose.append(slice_)
                     raise
-                before, last = last, self._start_conversion(read, part, piece)
+                before, last = last, self._start_conversion(read, part, slice_)
                 if before is not None:
                     await asyncio.shield(before)
             if last is not None:
@@ -93,14 +93,14 @@ class Intake:
                 await asyncio.wait(self._converting)  # so that from here on nothing writes into the pool
             raise
 
-    def _start_conversion(self, read: Read, part: Segment, piece: Slice) -> "asyncio.Future[None]":
-        staged = Staged(part, piece.start, self._bridge.num_bytes(part), self._lands_on_device)
+    def _start_conversion(self, read: Read, part: Segment, slice_: Slice) -> "asyncio.Future[None]":
+        staged = Staged(part, slice_.start, self._bridge.num_bytes(part), self._lands_on_device)
         conversion = asyncio.get_running_loop().run_in_executor(None, self._convert, staged, read)
         self._converting.add(conversion)
 
         def end(conversion: "asyncio.Future[None]") -> None:
             self._converting.discard(conversion)
-            self._staging.give_back(piece)
+            self._staging.give_back(slice_)
             if not conversion.cancelled():
                 conversion.exception()  # whoever waits raises it; after a failure nobody does
 

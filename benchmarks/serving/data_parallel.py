@@ -55,11 +55,11 @@ def make_checkpoint(path: Path) -> None:
 
 
 @contextmanager
-def started(model: Path, num_workers: int, meeting: Path | None) -> Generator[list[WorkerInfo]]:
+def started(model: Path, num_workers: int, rendezvous: Path | None) -> Generator[list[WorkerInfo]]:
     """A group that meets there, or workers of their own."""
     plain: dict[str, Any] = {"cpu_isa": "none"}  # as those that share experts compute
-    group = {"data_parallel": num_workers, "meeting": str(meeting)}
-    each = [plain if meeting is None else plain | group | {"data_rank": rank} for rank in range(num_workers)]
+    group = {"data_parallel": num_workers, "rendezvous": str(rendezvous)}
+    each = [plain if rendezvous is None else plain | group | {"data_rank": rank} for rank in range(num_workers)]
     with ExitStack() as stack, ThreadPoolExecutor(num_workers) as pool:  # those of a group wait for each other
         contexts = [worker(model, "mixed", core, **settings) for core, settings in enumerate(each)]
         yield list(pool.map(stack.enter_context, contexts))
@@ -93,7 +93,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, obje
     make_checkpoint(folder / "model")
     found: list[dict[str, object]] = []
     with (
-        started(folder / "model", args.workers, folder / "meeting") as group,
+        started(folder / "model", args.workers, folder / "rendezvous") as group,
         started(folder / "model", args.workers, None) as alone,
     ):
         kinds = {"shared": group, "all each": alone, "shared, one busy": group[:1], "all each, one busy": alone[:1]}

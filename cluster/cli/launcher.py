@@ -32,7 +32,7 @@ from ..tokens.tokenizer_conversion import needs_conversion, tokenizer_folder
 from ..tokens.tokenizer_files import find_sources
 from . import name_lock
 from .banner import banner
-from .progress import Phase, Progress
+from .progress import Progress, StartPhase
 
 if TYPE_CHECKING:
     from ..placement.supervisor_calls import SupervisorClient
@@ -182,7 +182,7 @@ class _Launcher:
             check_placeable(self._config)
         self._supervisor = SupervisorClient.start(deployment)
 
-    def _wait_until_ready(self, phase: Phase) -> ClusterStatus:
+    def _wait_until_ready(self, phase: StartPhase) -> ClusterStatus:
         before = None
         while True:
             if (status := self._look()) is None:

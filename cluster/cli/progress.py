@@ -15,7 +15,7 @@ from rich.text import Text
 SLOW_S = 10.0
 
 
-class Phase:
+class StartPhase:
     """`note` says what the phase waits for; `done` is the line that stays."""
 
     def __init__(self, title: str, waits_for: str, show: Callable[[str], None]) -> None:
@@ -40,11 +40,11 @@ class Progress:
         return time.monotonic() - self._start
 
     @contextmanager
-    def phase(self, title: str, waits_for: str = "not done yet") -> Generator[Phase]:
+    def phase(self, title: str, waits_for: str = "not done yet") -> Generator[StartPhase]:
         """One phase; its closing line is printed only if it ends well. `waits_for`: until `note` says more."""
         began = time.monotonic()
         status = self._console.status(title) if self._console.is_terminal else None
-        phase = Phase(title, waits_for, (lambda text: status.update(Text(text))) if status else lambda _: None)
+        phase = StartPhase(title, waits_for, (lambda text: status.update(Text(text))) if status else lambda _: None)
         over = threading.Event()
         watcher = threading.Thread(target=self._say_what_it_waits_for, args=(phase, over), daemon=True)
         watcher.start()
@@ -60,7 +60,7 @@ class Progress:
         took = f"{time.monotonic() - began:.1f} s"
         self._console.print(Text.assemble(("✓ ", "green"), phase.done, (f"  {took}", "dim")), soft_wrap=True)
 
-    def _say_what_it_waits_for(self, phase: Phase, over: threading.Event) -> None:
+    def _say_what_it_waits_for(self, phase: StartPhase, over: threading.Event) -> None:
         after_s = self._slow_s
         elapsed_s = 0.0
         while not over.wait(after_s - elapsed_s):

@@ -82,7 +82,7 @@ class Deployment:
             expert_copies=settings.expert_copies,
             data_parallel=settings.data_parallel,
             data_rank=rank_of(worker_id),
-            meeting=self._meeting(gang_of(worker_id)) if settings.data_parallel > 1 else None,
+            rendezvous=self._rendezvous(gang_of(worker_id)) if settings.data_parallel > 1 else None,
             kv_memory_bytes=settings.kv_memory_bytes,
             kv_memory_fraction=settings.kv_memory_fraction / share,
             max_context_tokens=config.max_context_tokens,
@@ -103,7 +103,7 @@ class Deployment:
             auth_token=self.token,
         )
 
-    def _meeting(self, gang_id: str) -> str:
+    def _rendezvous(self, gang_id: str) -> str:
         """A folder on the machine of the gang, whose name is a secret of this start of it."""
         name = hashlib.blake2b(f"{self.config.name} {gang_id}".encode(), key=self.token.encode()[:64], digest_size=8)
         return str(Path(tempfile.gettempdir()) / f"diptych-{name.hexdigest()}")

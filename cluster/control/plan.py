@@ -27,7 +27,7 @@ PHASES = (Phase.STOPPING, Phase.DRAINING, Phase.STARTING, Phase.READY)  # a gang
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
+class PlannedWorker:
     worker_id: str
     pool: str
     phase: Phase
@@ -79,9 +79,11 @@ class Targets:
     interchangeable: Collection[frozenset[str]] = field(default_factory=tuple[frozenset[str], ...])
 
 
-def plan(workers: Iterable[WorkerView], targets: Targets, failures: Mapping[str, Failures], now: float) -> list[Action]:
+def plan(
+    workers: Iterable[PlannedWorker], targets: Targets, failures: Mapping[str, Failures], now: float
+) -> list[Action]:
     """The actions that bring the fleet to its targets; none when it is there."""
-    live: dict[str, list[WorkerView]] = {pool: [] for pool in targets.replicas}
+    live: dict[str, list[PlannedWorker]] = {pool: [] for pool in targets.replicas}
     leaving: list[Action] = []
     for worker in workers:
         if worker.phase is Phase.READY and worker.is_draining:
@@ -105,7 +107,7 @@ def after_failure(failures: Failures, error: str, *, lived_s: float, now: float)
     return Failures(count, error, now + delay_s)
 
 
-def _surplus(members: list[WorkerView], target: int) -> list[WorkerView]:
+def _surplus(members: list[PlannedWorker], target: int) -> list[PlannedWorker]:
     """Who leaves: those that serve nobody yet, then the least busy. Not one that is silent: it may serve."""
     known = [w for w in members if not w.is_silent]
     order = sorted(known, key=lambda w: (w.phase is Phase.READY, w.num_requests, w.worker_id))
@@ -113,7 +115,7 @@ def _surplus(members: list[WorkerView], target: int) -> list[WorkerView]:
 
 
 def _moves(
-    surplus: dict[str, list[WorkerView]], missing: dict[str, int], interchangeable: Collection[frozenset[str]]
+    surplus: dict[str, list[PlannedWorker]], missing: dict[str, int], interchangeable: Collection[frozenset[str]]
 ) -> list[Action]:
     """Fill gaps with ready workers of other pools, taking them out of `surplus` and `missing`."""
     moves: list[Action] = []
@@ -129,17 +131,17 @@ def _moves(
     return moves
 
 
-def gangs_of(workers: Iterable[WorkerView]) -> list[WorkerView]:
+def gangs_of(workers: Iterable[PlannedWorker]) -> list[PlannedWorker]:
     """Each as if it were one worker."""
-    found: dict[str, list[WorkerView]] = {}
+    found: dict[str, list[PlannedWorker]] = {}
     for worker in workers:
         found.setdefault(gang_of(worker.worker_id), []).append(worker)
     return [_as_one(gang_id, views) for gang_id, views in found.items()]
 
 
-def _as_one(gang_id: str, views: Sequence[WorkerView]) -> WorkerView:
+def _as_one(gang_id: str, views: Sequence[PlannedWorker]) -> PlannedWorker:
     phases = {view.phase for view in views}
     phase = next(phase for phase in PHASES if phase in phases)
     num_requests = sum(view.num_requests for view in views)
     is_draining, is_silent = any(view.is_draining for view in views), any(view.is_silent for view in views)
-    return WorkerView(gang_id, views[0].pool, phase, num_requests, is_draining, is_silent)
+    return PlannedWorker(gang_id, views[0].pool, phase, num_requests, is_draining, is_silent)

@@ -75,7 +75,7 @@ class RouterStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class StartFailure:
     """An error that starting again would not mend."""
 
     error: str  # its name in workers/common/errors.py
@@ -90,7 +90,7 @@ class ClusterStatus:
     pools: tuple[PoolStatus, ...]
     workers: tuple[WorkerStatus, ...]
     routers: tuple[RouterStatus, ...]
-    failure: Failure | None = None
+    failure: StartFailure | None = None
     links: tuple[TransferStatus, ...] = ()
 
     @property

@@ -28,16 +28,16 @@ from .plan import (
     Drain,
     Failures,
     Phase,
+    PlannedWorker,
     SetRole,
     Start,
     Stop,
     Targets,
-    WorkerView,
     after_failure,
     gangs_of,
     plan,
 )
-from .status import ClusterStatus, Failure, PoolStatus, RouterStatus
+from .status import ClusterStatus, PoolStatus, RouterStatus, StartFailure
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord, announced
 from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_lost, until_started
@@ -66,7 +66,7 @@ class Supervisor:
         self._routers: dict[str, RouterStatus] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
-        self._failure: Failure | None = None
+        self._failure: StartFailure | None = None
         self._was_ready = False
         self._num_started = 0
         self._wake = asyncio.Event()
@@ -100,7 +100,7 @@ class Supervisor:
             return False
         is_the_users = isinstance(error, CheckpointError | ConfigError)  # then it does not matter who read it
         message = error.message if is_the_users else f"{who}: {error.message}"
-        self._failure = self._failure or Failure(type(error).__name__, message)
+        self._failure = self._failure or StartFailure(type(error).__name__, message)
         self._wake.set()
         return True
 
@@ -342,7 +342,7 @@ class Supervisor:
     def _targets(self) -> Targets:
         return Targets(self._replicas, self._groups)
 
-    def _views(self) -> Iterable[WorkerView]:
+    def _views(self) -> Iterable[PlannedWorker]:
         return gangs_of(w.view() for w in self._workers.values())
 
     def _loads(self) -> dict[str, PoolCounters]:

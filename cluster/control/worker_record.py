@@ -10,7 +10,7 @@ from ...workers.common.wire import ROLE_FROM_PROTO
 from ..common.gang import gang_of
 from ..common.handles import WorkerStarted
 from ..routing.fleet import WorkerInfo
-from .plan import Phase, WorkerView
+from .plan import Phase, PlannedWorker
 from .status import TransferStatus, WorkerStatus
 from .worker_control import WorkerControl
 
@@ -54,11 +54,11 @@ class WorkerRecord:
             for stats in transfers
         ]
 
-    def view(self) -> WorkerView:
+    def view(self) -> PlannedWorker:
         """For the plan."""
         num_requests = self.load.num_running + self.load.num_waiting
         is_silent = self.phase is Phase.STARTING and not (self.is_new or self.waiting_for)
-        return WorkerView(self.worker_id, self.pool, self.phase, num_requests, self.load.draining, is_silent)
+        return PlannedWorker(self.worker_id, self.pool, self.phase, num_requests, self.load.draining, is_silent)
 
     def info(self) -> WorkerInfo | None:
         """For routers; None while it has no requests to take or to finish."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, Sequence
 from dataclasses import replace
 
 from ...workers.common.errors import InvalidRequest
-from ..common.budget import Share
+from ..common.quota import QuotaShare
 from ..routing.generation import TextDelta
 from .front_door import GenerationSpec
 
@@ -34,7 +34,7 @@ def bounded(spec: GenerationSpec, max_logprobs: int) -> GenerationSpec:
     return spec
 
 
-async def gather(batches: AsyncIterable[Sequence[TextDelta]], held: Share) -> list[TextDelta]:
+async def gather(batches: AsyncIterable[Sequence[TextDelta]], held: QuotaShare) -> list[TextDelta]:
     """All deltas. `held` counts their log-probabilities. Raises Overloaded where there are too many."""
     found: list[TextDelta] = []
     num_merged = 0

@@ -16,7 +16,7 @@ NOT_IN_USE = "-1"  # as Ray's agents write for a service that they were told to 
 
 def main(folder: str, node_id: str, names: list[str]) -> None:
     end_with_parent()
-    # Held open: by its files the session's processes are found (reaper.py).
+    # Held open: by its files the session's processes are found (session_watchdog.py).
     held = [_announce(f"{folder}/{name}_{node_id}") for name in names]
     while held and os.getppid() != 1:
         signal.pause()

@@ -1,7 +1,7 @@
 """A Ray cluster to run on: ours, started here and ended with us, or one that is there already.
 
 Ours listens on loopback alone and refuses callers without the token; the latter is checked, not believed. Its processes
-die with this one even if it is killed (reaper.py), so nothing of it can outlive us.
+die with this one even if it is killed (session_watchdog.py), so nothing of it can outlive us.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 from ...workers.common.errors import ConfigError, DiptychError, Unavailable
 from ..common.deployment import NAMESPACE
 from . import lean_ray
-from .reaper import Reaper
+from .session_watchdog import SessionWatchdog
 
 # Ray counts logical CPUs to place actors, and each of ours takes one: on a laptop more workers than cores is a choice
 # that we let a person make, so the count must not stand in the way. Torch's threads are set apart from it.
@@ -33,18 +33,18 @@ LONGEST_TEMP_PATH = 40  # a Unix socket's path may have 107 characters, and Ray 
 class RaySession:
     address: str  # host:port of Ray's GCS
     token_path: Path | None
-    reaper: Reaper | None = None  # of a Ray that is ours
+    watchdog: SessionWatchdog | None = None  # of a Ray that is ours
     node: Any = None  # of a Ray that is ours, where lean_ray.py started it
     enforces_token: bool = True
 
     @property
     def is_ours(self) -> bool:
-        return self.reaper is not None
+        return self.watchdog is not None
 
     def save_logs(self, folder: Path) -> None:
         """Copy the logs of a Ray that is ours, which `close` removes."""
-        if self.reaper:
-            logs = self.reaper.folder / "ray" / "session_latest" / "logs"
+        if self.watchdog:
+            logs = self.watchdog.folder / "ray" / "session_latest" / "logs"
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(shutil.Error):  # of files that went meanwhile; the rest is copied
                 shutil.copytree(logs, folder, ignore_dangling_symlinks=True)
@@ -56,8 +56,8 @@ class RaySession:
         ray.shutdown()
         if self.node:
             self.node.kill_all_processes(check_alive=False, allow_graceful=True)
-        if self.reaper:
-            self.reaper.end(END_S)
+        if self.watchdog:
+            self.watchdog.end(END_S)
 
 
 def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
@@ -69,7 +69,7 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
     import ray
 
     temp_dir = Path(tempfile.mkdtemp(prefix="diptych-", dir=_temp_root()))
-    reaper = Reaper(temp_dir)
+    watchdog = SessionWatchdog(temp_dir)
     num_cpus, node = max(os.cpu_count() or 1, LOGICAL_CPUS), None
     try:
         if is_lean:
@@ -90,12 +90,12 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
             raise ConfigError("Ray obeys callers without its token; install the version that pyproject.toml names")
     except BaseException as e:
         ray.shutdown()
-        reaper.end(0.0)
+        watchdog.end(0.0)
         # Ray raises bare Exceptions, too.
         if isinstance(e, Exception) and not isinstance(e, DiptychError):
             raise Unavailable(f"Ray does not start: {_first_line(e)}. Try `diptych doctor`") from e
         raise
-    return RaySession(address, token_path, reaper, node)
+    return RaySession(address, token_path, watchdog, node)
 
 
 def join(address: str, token_path: Path | None, *, is_local: bool = False) -> RaySession:

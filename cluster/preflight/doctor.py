@@ -112,7 +112,7 @@ def _cpu() -> Finding:
 
 def _kernels() -> Finding:
     # In a process of its own: it loads the library, with torch.
-    module = f"{(__package__ or '').partition('.')[0]}.workers.execution.cpu.cpu_kernels"
+    module = "diptych.workers.execution.cpu.cpu_kernels"
     try:
         run = subprocess.run(
             [sys.executable, "-m", module], capture_output=True, text=True, timeout=IMPORT_S, check=False

@@ -198,7 +198,7 @@ class _Link:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"{(__package__ or '').partition('.')[0]}.cluster.front.openai.prompt_process"],
+                [sys.executable, "-m", "diptych.cluster.front.openai.prompt_process"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},

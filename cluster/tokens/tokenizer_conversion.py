@@ -84,7 +84,7 @@ def _run(stage: Path, out: Path, sources: str, limit_s: float) -> None:
     """Raises CheckpointError with what the process said."""
     said = stage.parent / "stderr"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    module = f"{(__package__ or '').partition('.')[0]}.cluster.tokens.convert_tokenizer"
+    module = "diptych.cluster.tokens.convert_tokenizer"
     with said.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(stage), str(out)],

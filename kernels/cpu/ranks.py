@@ -69,7 +69,7 @@ class RankSums:
             stated = [int(n) for n in self._stated[:, count % 2]]
             own = stated[self._rank]
             other, theirs = next((rank, n) for rank, n in enumerate(stated) if n != own)
-            raise Abandoned(f"rank {other} came to meeting {count} about {theirs} bytes, this one about {own}")
+            raise Abandoned(f"rank {other} reached collective {count} with {theirs} bytes, this one with {own}")
         if met:
             raise Abandoned("it is gone" if met == 1 else "it did not come in time")
 

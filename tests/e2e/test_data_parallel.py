@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 @contextmanager
 def group(path: Path, size: int, **flags: object) -> Generator[tuple[WorkerHandle, list[WorkerHandle]]]:
     """A worker that has all experts, to prefill, and `size` that share them."""
-    shared = {**FLAGS, "data_parallel": size, "meeting": path.parent / "meeting", **flags}
+    shared = {**FLAGS, "data_parallel": size, "rendezvous": path.parent / "rendezvous", **flags}
     each = [("prefill", FLAGS), *(("decode", shared | {"data_rank": rank}) for rank in range(size))]
     with unlike_workers(path, each) as [alone, *members]:
         yield alone, members

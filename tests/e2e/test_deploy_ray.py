@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from diptych.cluster.placement.ray_session import make_token
-from diptych.cluster.placement.reaper import has_open
+from diptych.cluster.placement.session_watchdog import has_open
 
 from ..support.cluster_harness import END_S, Served, diptych, environment, serving, survivors
 

@@ -9,7 +9,7 @@ from ..common.role import Role
 from ..core.scheduler import TPOT_S, SchedulerConfig
 from ..kv.layout import AXIS_ORDERS
 from ..kv.wire import WIRE_DTYPES
-from ..parallel.rendezvous import Seat
+from ..parallel.rendezvous import PeerGroup
 
 MAX_RANKS = 64
 # Enough rows for matrix products to run at full speed: with more, prompts that came together only wait for each other.
@@ -36,7 +36,7 @@ class WorkerConfig:
     expert_copies: int = 0  # with such a file: experts of each layer that are held once more
     data_parallel: int = 1  # workers that share the experts of a mixture, each with the rest of the model and requests
     data_rank: int = 0  # which of them this one is
-    meeting: str | None = None  # a folder for this one start of them all, on this machine
+    rendezvous: str | None = None  # a folder for this one start of them all, on this machine
     block_size: int = 16  # tokens a block
     kv_memory_bytes: int | None = None  # None: by fraction
     kv_memory_fraction: float = 0.3  # of the memory that is free at start
@@ -83,7 +83,7 @@ class WorkerConfig:
         if self.cores is not None and not (self.cores and all(0 <= core < MAX_CORES for core in self.cores)):
             raise ConfigError(f"cores must be numbers of this machine's CPUs, got {self.cores}")
         self._check_ranks()
-        self._check_seat()
+        self._check_peers()
         if not 0 < self.kv_memory_fraction <= 0.95:
             raise ConfigError(f"kv_memory_fraction must be in (0, 0.95], got {self.kv_memory_fraction}")
         if self.auth_token is None and self.host not in ("127.0.0.1", "localhost", "::1"):
@@ -104,7 +104,7 @@ class WorkerConfig:
         if self.look_ahead and self.tensor_parallel > 1:
             raise ConfigError("look_ahead works with one rank alone: leave it out, or set tensor_parallel to 1")
 
-    def _check_seat(self) -> None:
+    def _check_peers(self) -> None:
         size = self.data_parallel
         if not 1 <= size <= MAX_RANKS:
             raise ConfigError(f"data_parallel must be in [1, {MAX_RANKS}], got {size}")
@@ -112,8 +112,8 @@ class WorkerConfig:
             raise ConfigError(f"data_rank must be in [0, {size - 1}] with data_parallel={size}, got {self.data_rank}")
         if size == 1:
             return
-        if not self.meeting:
-            raise ConfigError(f"data_parallel={size} needs a meeting: a folder, the same for all {size} workers")
+        if not self.rendezvous:
+            raise ConfigError(f"data_parallel={size} needs a rendezvous: a folder, the same for all {size} workers")
         if self.tensor_parallel > 1:
             raise ConfigError("data_parallel and tensor_parallel do not work together: set one of them to 1")
         if self.device != "cpu":
@@ -122,12 +122,12 @@ class WorkerConfig:
             raise ConfigError("look_ahead does not work with data_parallel: leave one of them out")
 
     @property
-    def seat(self) -> Seat | None:
+    def peer_group(self) -> PeerGroup | None:
         """Among the workers that it shares experts with."""
         if self.data_parallel == 1:
             return None
-        assert self.meeting is not None  # validated
-        return Seat(self.data_rank, self.data_parallel, Path(self.meeting))
+        assert self.rendezvous is not None  # validated
+        return PeerGroup(self.data_rank, self.data_parallel, Path(self.rendezvous))
 
     def scheduler(self) -> SchedulerConfig:
         return SchedulerConfig(

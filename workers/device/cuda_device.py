@@ -79,8 +79,8 @@ class CudaDevice:
         lane.run(lambda: self._record(graph, work))
         return graph.replay
 
-    def group(self, rank: int, size: int, meeting: Path) -> NcclGroup:
-        return NcclGroup.join(rank, size, meeting, self._device)
+    def group(self, rank: int, size: int, rendezvous: Path) -> NcclGroup:
+        return NcclGroup.join(rank, size, rendezvous, self._device)
 
     def check(self) -> None:
         # Anew each time: of what the device has done before it was lost, it would say no more than that it was done.

@@ -65,8 +65,8 @@ class Device(Protocol):
         """
         ...
 
-    def group(self, rank: int, size: int, meeting: Path) -> DeviceGroup:
-        """With the devices of a worker's other ranks, once all are here. meeting: see GlooGroup.join. Raises
+    def group(self, rank: int, size: int, rendezvous: Path) -> DeviceGroup:
+        """With the devices of a worker's other ranks, once all are here. rendezvous: see GlooGroup.join. Raises
         RankLost."""
         ...
 

@@ -25,7 +25,7 @@ from ..parallel.groups import STALL, GlooGroup, Group
 
 SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set them
     "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine, and nobody else is to reach them
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it asks the meeting's file for ever, which is gone
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it asks the rendezvous file for ever, which is gone
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     # Of a rank that is lost rank_processes.py hears, and ends the worker by name; torch would abort this process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -34,9 +34,9 @@ SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set t
 }
 
 
-def device_meeting(meeting: Path) -> Path:
+def device_rendezvous(rendezvous: Path) -> Path:
     """Where the group of devices meets, beside that of processes."""
-    return meeting.with_name(f"{meeting.name}-devices")
+    return rendezvous.with_name(f"{rendezvous.name}-devices")
 
 
 class DeviceGroup(Group, Protocol):
@@ -57,8 +57,8 @@ class NcclGroup:
         self._mark = torch.zeros(1, device=device)
 
     @classmethod
-    def join(cls, rank: int, size: int, meeting: Path, device: torch.device) -> "NcclGroup":
-        """Waits until all ranks are here. meeting: see GlooGroup.join. Raises PeerLost, or ConfigError where torch
+    def join(cls, rank: int, size: int, rendezvous: Path, device: torch.device) -> "NcclGroup":
+        """Waits until all ranks are here. rendezvous: see GlooGroup.join. Raises PeerLost, or ConfigError where torch
         has no NCCL."""
         if not distributed.is_nccl_available():
             raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need: install one that has it")
@@ -66,7 +66,7 @@ class NcclGroup:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         try:
-            store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
+            store = distributed.FileStore(str(rendezvous), -1)  # pyright: ignore[reportPrivateImportUsage]
             store.set_timeout(STALL)
             options = torch_nccl.Options()
             options._timeout = STALL

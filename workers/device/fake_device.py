@@ -131,8 +131,8 @@ class FakeDevice:
 
         return replay
 
-    def group(self, rank: int, size: int, meeting: Path) -> FakeGroup:
-        return FakeGroup(GlooGroup.join(rank, size, meeting))
+    def group(self, rank: int, size: int, rendezvous: Path) -> FakeGroup:
+        return FakeGroup(GlooGroup.join(rank, size, rendezvous))
 
     def check(self) -> None:
         if self.is_lost:

@@ -3,8 +3,8 @@
 Life: load (config and weights checked, then read; KV memory reserved) -> launch, once a step -> close.
 
 With `tensor_parallel` above 1 this is rank 0 of as many: the others are processes of their own (rank_processes.py)
-that compute each step with it. With a `seat` it shares its experts with workers that it steps with (lockstep.py). If
-one of either is lost, a step raises RankLost and the runner is of no more use.
+that compute each step with it. With a `peer_group` it shares its experts with workers that it steps with
+(lockstep.py). If one of either is lost, a step raises RankLost and the runner is of no more use.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from ..models.plan.rank_settings import RankSettings, told_of
 from ..models.plan.sharding import Share, share_of_first, share_of_worker, spec_of
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone, Group
-from ..parallel.rendezvous import Doors, meet
+from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.lockstep import Lockstep, join
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from ..sampling.sampler import Sampler, is_plain
@@ -122,9 +122,9 @@ class ModelRunner:
         quantize = config.quantize if choice.library is not None else None  # torch computes with them at full size
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
             check_fits(checkpoint.spec, share, config.dtype, quantize, available_bytes(device))
-            doors = _meet(config, share, checkpoint)
-            if doors is not None:
-                stack.callback(doors.close)
+            peer_sockets = _connect_peers(config, share, checkpoint)
+            if peer_sockets is not None:
+                stack.callback(peer_sockets.close)
             layout = _layout(config, checkpoint, choice, max_context_tokens)
             ranks = _start_ranks(config, share, choice, max_context_tokens, on_loss, gpu)
             if ranks is not None:
@@ -133,7 +133,7 @@ class ModelRunner:
             own = spec_of(spec, share)
             with put_on(gpu, config.quantize) as put:
                 reader = checkpoint.reader(DTYPES[config.dtype], device, progress, share, config.quantize, put)
-                to_cpu = partial(_read_weights, choice=choice, share=share, doors=doors)
+                to_cpu = partial(_read_weights, choice=choice, share=share, peer_sockets=peer_sockets)
                 read = partial(_read_to_gpu, share=share, gpu=gpu) if gpu is not None else to_cpu
                 steps_with = read(config, reader, own, ranks=ranks)
                 del reader  # and the memory it converts in: KV takes of what is free
@@ -146,9 +146,9 @@ class ModelRunner:
                 ranks.meet()
             stack.pop_all()
         lane, first_core = None, (config.cores or ())[:1]
-        if doors is not None:
+        if peer_sockets is not None:
             assert isinstance(steps, TorchSteps)
-            lane = Lockstep(doors, steps, on_loss, first_core)
+            lane = Lockstep(peer_sockets, steps, on_loss, first_core)
         elif config.look_ahead and ranks is None and choice.library is not None:
             lane = ThreadExecutor(first_core)
         return cls(_info(config, spec, max_context_tokens), steps, cache, ranks, lane)
@@ -254,7 +254,7 @@ def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> 
     if gpu is not None:
         check_known(spec)
         return Choice(None, f"Triton kernels compute, on {gpu.torch_device}")
-    whole_experts = config.expert_parallel > 1 or config.seat is not None
+    whole_experts = config.expert_parallel > 1 or config.peer_group is not None
     why = why_torch(spec, config.block_size, config.tensor_parallel, whole_experts=whole_experts)
     return choose(config.cpu_isa) if why is None else Choice(None, f"torch computes, slower: {why}")
 
@@ -266,14 +266,14 @@ def _read_weights(
     choice: Choice,
     share: Share,
     ranks: RankProcesses | None,
-    doors: Doors | None,
+    peer_sockets: PeerSockets | None,
 ) -> Callable[[KVCache, Ropes, Group], Steps]:
     """What computes batches, once it has a cache, the rotary table and a group. spec: of rank 0's share."""
     if choice.library is None:
         weights, sampler = load_weights(reader), Sampler(spec.eos_token_ids)
 
         def torch_steps(cache: KVCache, cos_sin: Ropes, group: Group) -> TorchSteps:
-            peers = join(doors) if doors is not None else None
+            peers = join(peer_sockets) if peer_sockets is not None else None
             decoder = Decoder(spec, weights, group, share.experts, peers)
             return TorchSteps(decoder, cache, cos_sin, sampler, ranks, peers)
 
@@ -312,18 +312,18 @@ def _graph_tokens(config: ModelRunnerConfig) -> int | None:
 
 
 def _share(config: ModelRunnerConfig, spec: ModelSpec) -> Share:
-    seat, placement = config.seat, config.expert_placement
-    if seat is not None:
-        return share_of_worker(spec, seat.rank, seat.size, placement, config.expert_copies)
+    peer_group, placement = config.peer_group, config.expert_placement
+    if peer_group is not None:
+        return share_of_worker(spec, peer_group.rank, peer_group.size, placement, config.expert_copies)
     is_whole = config.expert_parallel > 1
     return share_of_first(spec, config.tensor_parallel, placement if is_whole else None, config.expert_copies)
 
 
-def _meet(config: ModelRunnerConfig, share: Share, checkpoint: Checkpoint) -> Doors | None:
-    if config.seat is None:
+def _connect_peers(config: ModelRunnerConfig, share: Share, checkpoint: Checkpoint) -> PeerSockets | None:
+    if config.peer_group is None:
         return None
     held = hashlib.blake2b(repr(share.experts).encode(), digest_size=8).hexdigest()
-    return meet(config.seat, f"checkpoint {checkpoint.fingerprint()}, {config.dtype}, placement {held}")
+    return connect_peers(config.peer_group, f"checkpoint {checkpoint.fingerprint()}, {config.dtype}, placement {held}")
 
 
 def _start_ranks(

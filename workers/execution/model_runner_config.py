@@ -10,7 +10,7 @@ from ..kv.layout import AXIS_ORDERS
 from ..models.checkpoint.weights import DTYPES
 from ..models.plan.expert_placement import IN_ORDER
 from ..models.plan.formats import QUANTIZE
-from ..parallel.rendezvous import Seat
+from ..parallel.rendezvous import PeerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ModelRunnerConfig:
     expert_parallel: int = 1  # as many: they have whole experts; see expert_placement.py for which
     expert_placement: str = IN_ORDER
     expert_copies: int = 0
-    seat: Seat | None = None  # among workers that share experts, by expert_placement
+    peer_group: PeerGroup | None = None  # among workers that share experts, by expert_placement
     quantize: str | None = None  # "int8" or "int4": weights at load
     cpu_isa: str = "auto"  # of the compiled CPU kernels: "auto", the best; "none": compute with torch
     look_ahead: bool = False  # with those, of one rank: compute on a thread of its own, one step ahead
@@ -55,7 +55,7 @@ class ModelRunnerConfig:
             raise ConfigError(f"quantize must be {' or '.join(QUANTIZE)}, got {self.quantize!r}")
         if self.tensor_parallel < 1:
             raise ConfigError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
-        if self.seat is not None and (self.tensor_parallel > 1 or not self.device.startswith("cpu")):
+        if self.peer_group is not None and (self.tensor_parallel > 1 or not self.device.startswith("cpu")):
             raise ConfigError("workers that share experts have one rank each, on cpu: set tensor_parallel to 1")
         if self.expert_parallel not in (1, self.tensor_parallel):
             raise ConfigError(

@@ -28,7 +28,7 @@ from ..common.errors import DiptychError, RankLost
 from ..common.parent_process import end_with_parent
 from ..device.cuda_device import gpu_named
 from ..device.device import Device
-from ..device.device_group import device_meeting
+from ..device.device_group import device_rendezvous
 from ..device.joined_memory import Joining
 from ..device.kv_cache import KVCache, available_bytes
 from ..device.upload import put_on
@@ -64,14 +64,14 @@ def follow(settings: RankSettings, life_line: int) -> None:
     link = socket.socket(fileno=settings.link_fd)
     if link.recv(len(GO)) != GO:
         raise RankLost("the worker of this rank is gone")
-    meeting = Path(settings.meeting)
-    group = words = GlooGroup.join(settings.rank, settings.size, meeting)
+    rendezvous = Path(settings.rendezvous)
+    group = words = GlooGroup.join(settings.rank, settings.size, rendezvous)
     if settings.sums_fd is not None:
         compiled = library()
         assert compiled is not None  # rank 0 has it
         words.share(compiled, settings.sums_fd)
     if gpu is not None:
-        group = gpu.group(settings.rank, settings.size, device_meeting(meeting))
+        group = gpu.group(settings.rank, settings.size, device_rendezvous(rendezvous))
         words.gather(torch.tensor([available_bytes(device)]), [(1,)] * settings.size)
     [num_blocks] = hear(words).tolist()
     layout = layout_of(

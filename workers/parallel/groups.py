@@ -113,15 +113,15 @@ class GlooGroup:
             self._sums.abandon()
 
     @classmethod
-    def join(cls, rank: int, size: int, meeting: Path) -> "GlooGroup":
-        """Waits until all ranks are here. `meeting`: a file, the same for all, in a folder that others cannot read."""
+    def join(cls, rank: int, size: int, rendezvous: Path) -> "GlooGroup":
+        """Waits until all ranks are here. `rendezvous`: a file, the same for all, in a folder closed to other users."""
         torch_gloo: Any = distributed.ProcessGroupGloo  # its type stubs lack what binds it to an address
         options = torch_gloo._Options()
         options._devices = [torch_gloo.create_device(hostname=LOOPBACK)]
         options._timeout = STALL
         options._threads = 1  # one call at a time
         try:
-            store = distributed.FileStore(str(meeting), -1)  # pyright: ignore[reportPrivateImportUsage]
+            store = distributed.FileStore(str(rendezvous), -1)  # pyright: ignore[reportPrivateImportUsage]
             store.set_timeout(STALL)  # without its file it would ask for minutes
             return cls(rank, size, torch_gloo(store, rank, size, options))
         except RuntimeError as e:
@@ -133,7 +133,7 @@ class GlooGroup:
         if self._sums is None:
             self._wait(lambda: self._gloo.allreduce([wide]))
         else:
-            with self._meeting():
+            with self._collective():
                 self._sums.add(wide)
         return wide.to(part.dtype)
 
@@ -175,7 +175,7 @@ class GlooGroup:
         parts = [torch.empty(shape, dtype=part.dtype) for shape in shapes] if self.rank == 0 else []
         ends = [_bytes_of(of).view(-1) for of in parts]
         most = max(math.prod(shape) for shape in shapes) * part.element_size()
-        with self._meeting():
+        with self._collective():
             for start, pieces in sums.exchange(_bytes_of(part.contiguous()).view(-1), most):
                 for end, piece in zip(ends, pieces, strict=False):  # none elsewhere than at rank 0
                     rest = end[start : start + len(piece)]
@@ -183,7 +183,7 @@ class GlooGroup:
         return parts
 
     @contextmanager
-    def _meeting(self) -> Generator[None]:
+    def _collective(self) -> Generator[None]:
         try:
             yield
         except Abandoned as e:

@@ -1,10 +1,10 @@
-"""How workers that share experts meet, and how each tells the others which step it begins. No torch.
+"""Rendezvous of workers that share experts, and the sockets by which each tells the others its next step. No torch.
 
-    meet: a socket to each of the others ──> ring, wait, ring, ... ──> close
-                                               └── one of them is gone ──> PeerLost
+    connect_peers: a socket to each peer ──> send, wait, send, ... ──> close
+                                              └── a peer has ended ──> PeerLost
 
-They meet in a folder that no other user can read, by Unix sockets: nobody else can come in, and the end of a process is
-the end of its sockets. So a group is on one machine; what it computes with then goes over gloo's ports on loopback.
+Peers connect by Unix sockets in a folder that other users cannot read, so no other user can join, and a peer's sockets
+close when its process ends. All peers are on one machine. Tensors go over gloo's ports on loopback.
 """
 
 import os
@@ -21,29 +21,29 @@ from pathlib import Path
 
 from ..common.errors import ConfigError, PeerLost, RankLost
 
-MEET_S = 120.0  # from the first one's coming to the last one's: they are started together
+RENDEZVOUS_S = 120.0  # from the first peer to the last: they are started together
 RETRY_S = 0.05
-SAY_S = 20.0  # for one that has come to say who it is
+HELLO_S = 20.0  # for a peer that has connected to send its rank
 MAX_TERMS_BYTES = 2048
 NUMBER = struct.Struct("<q")
 HEAD = struct.Struct("<ii")  # rank, size
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A worker's place in a group that shares experts."""
+class PeerGroup:
+    """A worker's rank in a group that shares experts, and where the group connects."""
 
     rank: int
     size: int
-    meeting: Path  # a folder for this one start of this one group; made where it does not exist
+    rendezvous: Path  # folder of one start of one group; created if missing
 
 
-class Doors:
-    """`heard`: by worker, the last number that it rang. But for `wake` all is called on one thread at a time."""
+class PeerSockets:
+    """Sockets to all peers. `received`: last number from each peer. Only `wake` may be called from other threads."""
 
-    def __init__(self, seat: Seat, sockets: Mapping[int, socket.socket]) -> None:
-        self.seat = seat
-        self.heard = dict.fromkeys(sockets, -1)
+    def __init__(self, group: PeerGroup, sockets: Mapping[int, socket.socket]) -> None:
+        self.group = group
+        self.received = dict.fromkeys(sockets, -1)
         self._sockets = dict(sorted(sockets.items()))
         self._woken, self._waker = socket.socketpair()
         self._poll = select.poll()
@@ -52,77 +52,79 @@ class Doors:
         for each in (self._woken, *sockets.values()):
             self._poll.register(each, select.POLLIN)
 
-    def ring(self, number: int) -> None:
-        """Tell all others. Raises PeerLost."""
+    def send(self, number: int) -> None:
+        """Send a number to all peers. Raises PeerLost."""
         for rank, to in self._sockets.items():
             try:
                 to.send(NUMBER.pack(number))
             except OSError as e:
-                raise _gone(self.seat, [rank]) from e
+                raise _gone(self.group, [rank]) from e
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until one of the others rings, or `wake` is called. Raises PeerLost once one is gone."""
+        """Wait until a peer sends, or `wake` is called. Raises PeerLost once a peer has ended."""
         ready = {fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)}
         if self._woken.fileno() in ready:
             self._woken.recv(4096)
-        gone = [rank for rank, each in self._sockets.items() if each.fileno() in ready and not self._hear(rank, each)]
+        gone = [
+            rank for rank, each in self._sockets.items() if each.fileno() in ready and not self._receive(rank, each)
+        ]
         if gone:
-            raise _gone(self.seat, sorted(gone))
+            raise _gone(self.group, sorted(gone))
 
     def wake(self) -> None:
-        """On any thread, not after `close`."""
+        """End a `wait`. May be called on any thread, not after `close`."""
         try:
             self._waker.send(b"w")
         except BlockingIOError:  # it has been woken often enough
             return
 
     def close(self) -> None:
-        """The others miss us. Idempotent."""
+        """Close all sockets; peers then raise PeerLost. Idempotent."""
         for each in (self._woken, self._waker, *self._sockets.values()):
             each.close()
 
-    def _hear(self, rank: int, each: socket.socket) -> bool:
-        """Whether it is still there."""
+    def _receive(self, rank: int, each: socket.socket) -> bool:
+        """Read what the peer sent. Returns False once it has ended."""
         try:
             while len(message := each.recv(NUMBER.size)) == NUMBER.size:
-                (self.heard[rank],) = NUMBER.unpack(message)
+                (self.received[rank],) = NUMBER.unpack(message)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        return False  # its end, or nothing that it would say
+        return False  # the socket closed, or a message that is not ours
 
 
-def meet(seat: Seat, terms: str) -> Doors:
-    """Waits until all have come. terms: what all must be agreed on, in words.
+def connect_peers(group: PeerGroup, terms: str) -> PeerSockets:
+    """Wait until all peers are connected. `terms`: text that must be the same for all of them.
 
-    Raises ConfigError for a meeting that cannot be and for one who comes on other terms, RankLost where one does not
-    come, PeerLost where one goes again.
+    Raises ConfigError for a folder that is not usable and for other terms, RankLost if a peer does not connect,
+    PeerLost if one ends meanwhile.
     """
-    deadline, sockets = time.monotonic() + MEET_S, dict[int, socket.socket]()
-    with _listen(seat) as listener, ExitStack() as stack:
-        stack.callback(_socket_path(seat, seat.rank).unlink, missing_ok=True)
-        if seat.rank == 0:  # of a group that met here before; nobody gets further without us
-            gloo_file(seat).unlink(missing_ok=True)
+    deadline, sockets = time.monotonic() + RENDEZVOUS_S, dict[int, socket.socket]()
+    with _listen(group) as listener, ExitStack() as stack:
+        stack.callback(_socket_path(group, group.rank).unlink, missing_ok=True)
+        if group.rank == 0:  # left by an earlier group; no peer gets further without us
+            gloo_file(group).unlink(missing_ok=True)
         try:
-            while len(sockets) < seat.size - 1:
+            while len(sockets) < group.size - 1:
                 if time.monotonic() >= deadline:
-                    raise _missing(seat, sockets)
-                for rank, came in _arrivals(seat, listener, sockets):
-                    sockets[rank] = came
-                    _agree(seat, terms, rank, came)
+                    raise _missing(group, sockets)
+                for rank, peer in _new_peers(group, listener, sockets):
+                    sockets[rank] = peer
+                    _agree(group, terms, rank, peer)
         except BaseException:
             for each in sockets.values():
                 each.close()
-            _socket_path(seat, seat.rank).unlink(missing_ok=True)
-            remove_if_empty(seat.meeting)
+            _socket_path(group, group.rank).unlink(missing_ok=True)
+            remove_if_empty(group.rendezvous)
             raise
-    return Doors(seat, sockets)
+    return PeerSockets(group, sockets)
 
 
-def gloo_file(seat: Seat) -> Path:
-    """By which those who have met find each other's gloo."""
-    return seat.meeting / "gloo"
+def gloo_file(group: PeerGroup) -> Path:
+    """File through which connected peers find each other's gloo ports."""
+    return group.rendezvous / "gloo"
 
 
 def remove_if_empty(folder: Path) -> None:
@@ -130,28 +132,30 @@ def remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _listen(seat: Seat) -> socket.socket:
-    """Where those of a higher rank come to."""
-    path = _socket_path(seat, seat.rank)
+def _listen(group: PeerGroup) -> socket.socket:
+    """Listen for the peers of higher rank."""
+    path = _socket_path(group, group.rank)
     try:
-        seat.meeting.mkdir(mode=0o700, exist_ok=True)
-        about = seat.meeting.lstat()
+        group.rendezvous.mkdir(mode=0o700, exist_ok=True)
+        about = group.rendezvous.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
-            raise ConfigError(f"the meeting {seat.meeting} is open to other users: name a folder of mode 700, or none")
+            raise ConfigError(
+                f"the rendezvous {group.rendezvous} is open to other users: name a folder of mode 700, or none"
+            )
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            _open(listener, path, seat.size)
+            _open(listener, path, group.size)
         except BaseException:
             listener.close()
             raise
     except OSError as e:
         why = e.strerror or str(e)
-        raise ConfigError(f"workers cannot meet at {path} ({why}): name a folder of this machine") from e
+        raise ConfigError(f"workers cannot connect at {path} ({why}): name a folder of this machine") from e
     return listener
 
 
 def _open(listener: socket.socket, path: Path, size: int) -> None:
-    """`path` is there once it can be called on: so one at which nobody answers is of a worker that has ended."""
+    """Bind and listen. `path` exists only once it accepts, so one that refuses belongs to a worker that has ended."""
     own = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with _address(own) as address:
@@ -166,48 +170,50 @@ def _open(listener: socket.socket, path: Path, size: int) -> None:
         own.unlink(missing_ok=True)
 
 
-def _arrivals(
-    seat: Seat, listener: socket.socket, known: Mapping[int, socket.socket]
+def _new_peers(
+    group: PeerGroup, listener: socket.socket, known: Mapping[int, socket.socket]
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Those that can be reached now, each with its rank: the lower ones are called on, the higher ones call on us."""
-    for rank in range(seat.rank):
-        if rank not in known and (other := _connect(_socket_path(seat, rank))) is not None:
+    """Peers that connect now, each with its rank: we connect to lower ranks and accept higher ones."""
+    for rank in range(group.rank):
+        if rank not in known and (other := _connect(_socket_path(group, rank))) is not None:
             yield rank, other
     listener.settimeout(RETRY_S)
     try:
-        came, _ = listener.accept()
+        peer, _ = listener.accept()
     except TimeoutError:
         return
-    came.settimeout(SAY_S)
+    peer.settimeout(HELLO_S)
     try:
-        rank, _ = HEAD.unpack_from(came.recv(HEAD.size + MAX_TERMS_BYTES, socket.MSG_PEEK))
+        rank, _ = HEAD.unpack_from(peer.recv(HEAD.size + MAX_TERMS_BYTES, socket.MSG_PEEK))
     except (OSError, struct.error):
-        came.close()  # it has ended meanwhile, or only looked whether somebody is here
+        peer.close()  # it has ended, or only checked whether this path is in use
         return
-    if not seat.rank < rank < seat.size or rank in known:
-        came.close()
-        raise ConfigError(f"a worker with data_rank {rank} came to {seat.meeting}, where there is none to be: {seat}")
-    yield rank, came
+    if not group.rank < rank < group.size or rank in known:
+        peer.close()
+        raise ConfigError(
+            f"a worker with data_rank {rank} connected at {group.rendezvous}, which expects no such rank: {group}"
+        )
+    yield rank, peer
 
 
-def _agree(seat: Seat, terms: str, rank: int, other: socket.socket) -> None:
+def _agree(group: PeerGroup, terms: str, rank: int, other: socket.socket) -> None:
     try:
-        other.settimeout(SAY_S)
-        other.send(HEAD.pack(seat.rank, seat.size) + terms.encode()[:MAX_TERMS_BYTES])
+        other.settimeout(HELLO_S)
+        other.send(HEAD.pack(group.rank, group.size) + terms.encode()[:MAX_TERMS_BYTES])
         said = other.recv(HEAD.size + MAX_TERMS_BYTES)
         _, size = HEAD.unpack_from(said)
     except (OSError, struct.error) as e:
-        raise _gone(seat, [rank]) from e
+        raise _gone(group, [rank]) from e
     theirs = f"{said[HEAD.size :].decode(errors='replace')}, {size} workers"
-    if theirs != f"{terms}, {seat.size} workers":
+    if theirs != f"{terms}, {group.size} workers":
         raise ConfigError(
-            f"worker {rank} has other experts to share ({theirs}) than worker {seat.rank} ({terms}, {seat.size} "
+            f"worker {rank} has other experts to share ({theirs}) than worker {group.rank} ({terms}, {group.size} "
             "workers): start all with the same settings"
         )
 
 
 def _connect(path: Path) -> socket.socket | None:
-    """None where nobody is."""
+    """Returns None where nothing listens."""
     found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _address(path) as address:
@@ -223,7 +229,7 @@ def _connect(path: Path) -> socket.socket | None:
 
 @contextmanager
 def _address(path: Path) -> Generator[str]:
-    """Of a socket at `path`, by way of its open folder: an address has 107 bytes at most, and folders longer names."""
+    """Address of a socket at `path`, through its open folder: it has at most 107 bytes, a path may have more."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -231,18 +237,18 @@ def _address(path: Path) -> Generator[str]:
         os.close(folder)
 
 
-def _socket_path(seat: Seat, rank: int) -> Path:
-    return seat.meeting / f"worker-{rank}"
+def _socket_path(group: PeerGroup, rank: int) -> Path:
+    return group.rendezvous / f"worker-{rank}"
 
 
-def _missing(seat: Seat, here: Collection[int]) -> RankLost:
-    missing = ", ".join(str(rank) for rank in range(seat.size) if rank != seat.rank and rank not in here)
+def _missing(group: PeerGroup, here: Collection[int]) -> RankLost:
+    missing = ", ".join(str(rank) for rank in range(group.size) if rank != group.rank and rank not in here)
     return RankLost(
-        f"of the {seat.size} workers that share experts {missing} did not come to {seat.meeting} within {MEET_S:g} s: "
-        "start all of them, with the same meeting"
+        f"of the {group.size} workers that share experts {missing} did not connect at {group.rendezvous} within "
+        f"{RENDEZVOUS_S:g} s: start all of them, with the same rendezvous"
     )
 
 
-def _gone(seat: Seat, ranks: list[int]) -> PeerLost:
+def _gone(group: PeerGroup, ranks: list[int]) -> PeerLost:
     who = f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"
-    return PeerLost(f"{who} of the {seat.size} that share experts ended: all of them end with it, to be started again")
+    return PeerLost(f"{who} of the {group.size} that share experts ended: all of them end with it, to be started again")

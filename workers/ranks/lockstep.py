@@ -27,7 +27,7 @@ from ..common.errors import RankLost
 from ..core.sequence import SampledToken
 from ..core.step_executor import Compute
 from ..parallel.groups import GlooGroup
-from ..parallel.rendezvous import Doors, gloo_file, remove_if_empty
+from ..parallel.rendezvous import PeerSockets, gloo_file, remove_if_empty
 
 LOADED = 0  # what is rung before the first step
 END_S = 1.0  # between what a step misses of another worker and that worker's end
@@ -41,19 +41,19 @@ def is_due(step: int, rung: Collection[int], has_batch: bool, is_idle: bool) -> 
     return has_batch or (is_idle and max(rung) >= step)
 
 
-def join(doors: Doors) -> GlooGroup:
-    """Waits until all have read their weights, however long that takes. The meeting is over then. Raises RankLost."""
-    seat = doors.seat
+def join(peer_sockets: PeerSockets) -> GlooGroup:
+    """Waits until all have read their weights, however long that takes. Ends the rendezvous. Raises RankLost."""
+    peer_group = peer_sockets.group
     try:
-        doors.ring(LOADED)
-        while min(doors.heard.values()) < LOADED:
-            doors.wait()
-        group = GlooGroup.join(seat.rank, seat.size, gloo_file(seat))
+        peer_sockets.send(LOADED)
+        while min(peer_sockets.received.values()) < LOADED:
+            peer_sockets.wait()
+        group = GlooGroup.join(peer_group.rank, peer_group.size, gloo_file(peer_group))
         group.all_reduce(torch.ones(1))
     finally:
-        if seat.rank == 0:
-            gloo_file(seat).unlink(missing_ok=True)
-        remove_if_empty(seat.meeting)
+        if peer_group.rank == 0:
+            gloo_file(peer_group).unlink(missing_ok=True)
+        remove_if_empty(peer_group.rendezvous)
     return group
 
 
@@ -83,14 +83,14 @@ class Lockstep:
 
     def __init__(
         self,
-        doors: Doors,
+        peer_sockets: PeerSockets,
         peer: Peer,
         on_loss: Callable[[RankLost], object],
         cores: Sequence[int] | None,
     ) -> None:
-        self._doors, self._peer, self._on_loss, self._cores = doors, peer, on_loss, cores
+        self._peer_sockets, self._peer, self._on_loss, self._cores = peer_sockets, peer, on_loss, cores
         self._computing: _Batch | None = None  # the thread's own
-        self._lock = threading.Lock()  # of what follows; and the doors are open while there is no error
+        self._lock = threading.Lock()  # of what follows; and the peer sockets are open while there is no error
         self._batch: _Batch | None = None
         self._is_idle = True
         self._is_closing = False
@@ -106,7 +106,7 @@ class Lockstep:
             else:
                 assert self._batch is None
                 self._batch, self._is_idle = batch, False
-                self._doors.wake()
+                self._peer_sockets.wake()
         return batch.future
 
     def check(self) -> None:
@@ -115,13 +115,13 @@ class Lockstep:
                 raise self._error
             if not self._is_idle:
                 self._is_idle = True
-                self._doors.wake()
+                self._peer_sockets.wake()
 
     def close(self) -> None:
         with self._lock:
             self._is_closing = True
             if self._error is None:
-                self._doors.wake()
+                self._peer_sockets.wake()
         self._thread.join()
 
     # -- the thread -------------------------------------------------------------------------------------------------
@@ -139,7 +139,9 @@ class Lockstep:
         except Exception as e:
             # The others are in the midst of a step: nothing can be computed with them any more.
             log.exception("a step failed")
-            error = RankLost(f"worker {self._doors.seat.rank} of those that share experts failed in a step ({e})")
+            error = RankLost(
+                f"worker {self._peer_sockets.group.rank} of those that share experts failed in a step ({e})"
+            )
         self._end(error)
 
     def _enters(self, step: int) -> bool:
@@ -153,19 +155,19 @@ class Lockstep:
                     self._batch = None
                     if batch.future.set_running_or_notify_cancel():
                         self._computing = batch
-                heard = self._doors.heard
+                heard = self._peer_sockets.received
                 if max(heard.values()) > step:  # none can be beyond a step that takes all
                     raise RankLost(f"a worker rang for step {max(heard.values())} before step {step}: {heard}")
                 if is_due(step, heard.values(), self._computing is not None, self._is_idle):
                     return True
-            self._doors.wait()
+            self._peer_sockets.wait()
 
     def _take_part(self, step: int) -> None:
         batch = self._computing
         if batch is None:
             self._peer.serve()
             return
-        self._doors.ring(step)
+        self._peer_sockets.send(step)
         tokens = batch.compute()
         self._computing = None
         batch.future.set_result(tokens)
@@ -175,7 +177,7 @@ class Lockstep:
         until = time.monotonic() + END_S
         try:
             while (left_s := until - time.monotonic()) > 0:
-                self._doors.wait(left_s)
+                self._peer_sockets.wait(left_s)
         except RankLost as named:
             return named
         return error
@@ -192,4 +194,4 @@ class Lockstep:
             log.error("%s", error)
             self._on_loss(error)
         self._peer.leave()
-        self._doors.close()
+        self._peer_sockets.close()

@@ -1,4 +1,4 @@
-"""Rank 0's side of the other ranks: their processes, and the memory and the meeting place that they share.
+"""Rank 0's side of the other ranks: their processes, and the memory and the rendezvous that they share.
 
     start -> join (each has read its weights) -> available_bytes, shared, begin (KV memory) -> meet -> ... -> close
       └────────┴────────┴── one ends, or `fail` ──> all are killed ──> on_loss(why)
@@ -35,7 +35,7 @@ from ...kernels.cpu.ranks import RankSums
 from ..common.cores import openmp_settings, part_of
 from ..common.errors import ConfigError, RankLost
 from ..device.device import Device
-from ..device.device_group import DeviceGroup, device_meeting
+from ..device.device_group import DeviceGroup, device_rendezvous
 from ..device.joined_memory import Joining, make_link
 from ..device.virtual_memory import virtual_memory_of
 from ..models.layers.step import Words, tell
@@ -65,9 +65,9 @@ class RankProcesses:
         self._words: GlooGroup | None = None  # by which they are told
         self._device_group: DeviceGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
-        self._meeting = Path(self._folder) / "meeting"
+        self._rendezvous = Path(self._folder) / "rendezvous"
         sums_fd = self._sums_fd if library is not None else None
-        ends = {"memory_fd": self._memory_fd, "sums_fd": sums_fd, "meeting": str(self._meeting)}
+        ends = {"memory_fd": self._memory_fd, "sums_fd": sums_fd, "rendezvous": str(self._rendezvous)}
         self._settings = replace(settings, **ends, parent_pid=os.getpid())
         self._on_loss = on_loss
         self._ready: Future[None] = Future()
@@ -88,12 +88,12 @@ class RankProcesses:
         for link in self._links:
             with suppress(OSError):  # its end is heard of otherwise
                 link.send(GO)
-        size, meeting = self._settings.size, self._meeting
-        words = self._words = self._unless_lost(lambda: GlooGroup.join(0, size, meeting))
+        size, rendezvous = self._settings.size, self._rendezvous
+        words = self._words = self._unless_lost(lambda: GlooGroup.join(0, size, rendezvous))
         if self._library is not None:
             words.share(self._library, self._sums_fd)
         if gpu is not None:
-            self._device_group = self._unless_lost(lambda: gpu.group(0, size, device_meeting(meeting)))
+            self._device_group = self._unless_lost(lambda: gpu.group(0, size, device_rendezvous(rendezvous)))
         if self._lost is not None:  # meanwhile, and whoever ended the others knew of no group
             self._abandon()
         return self._device_group or words
@@ -135,7 +135,7 @@ class RankProcesses:
         """All are ready for steps."""
         assert self._words is not None
         self._words.meet()
-        self._end_meeting()
+        self._end_rendezvous()
 
     def tell(self, words: Words) -> None:
         """What they are to compute with us next."""
@@ -271,12 +271,12 @@ class RankProcesses:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-        self._end_meeting()
+        self._end_rendezvous()
 
     def _abandon(self) -> None:
         for group in (self._words, self._device_group):
             if group is not None:
                 group.abandon()
 
-    def _end_meeting(self) -> None:
+    def _end_rendezvous(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

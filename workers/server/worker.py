@@ -59,7 +59,7 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
         expert_parallel=config.expert_parallel,
         expert_placement=config.expert_placement,
         expert_copies=config.expert_copies,
-        seat=config.seat,
+        peer_group=config.peer_group,
         block_size=config.block_size,
         kv_axis_order=config.kv_axis_order,
         kv_memory_bytes=config.kv_memory_bytes,

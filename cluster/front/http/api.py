@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from .... import __version__
 from ....workers.core.runner import ModelInfo
-from ...common.budget import Budget
+from ...common.quota import Quota
 from ...common.timings import server_timing
 from ...routing.generation import MIN_LARGE_SIZE, Generation
 from ...tokens.prompt_encoding import Encoded
@@ -70,8 +70,8 @@ class HttpApi:
         self._started = int(time.time())
         self._unknown_fields = UnknownFields(door.limits.strict)
         limits = door.limits
-        self._bodies = Budget(limits.max_held_body_bytes, "too many bytes of bodies are being read: try again later")
-        self._gathered = Budget(
+        self._bodies = Quota(limits.max_held_body_bytes, "too many bytes of bodies are being read: try again later")
+        self._gathered = Quota(
             limits.max_gathered_logprobs,
             "too many log-probabilities are being gathered for answers in one piece: try later, or send stream=true",
         )

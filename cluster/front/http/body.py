@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from starlette.requests import ClientDisconnect, Request
 
 from ....workers.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, RequestAborted, UnsupportedEncoding
-from ...common.budget import Share
+from ...common.quota import QuotaShare
 
 STEP_BYTES = 256 << 10  # inflated at once, between two turns of the event loop: under a millisecond
 SMALL_BODY_BYTES = 65_536  # of each body, for which the number of connections is bound enough
 _GZIP_BITS = 16 + zlib.MAX_WBITS
 
 
-async def read_json(request: Request, max_bytes: int, timeout_s: float, held: Share) -> bytes:
+async def read_json(request: Request, max_bytes: int, timeout_s: float, held: QuotaShare) -> bytes:
     """The body of a POST that says it is JSON, inflated where it is gzip. `held` counts its bytes beyond
     SMALL_BODY_BYTES. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedEncoding, Overloaded."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()

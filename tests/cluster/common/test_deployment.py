@@ -139,6 +139,6 @@ def test_a_gang_shares_one_machine_and_meets_at_a_place_of_its_own() -> None:
     joined = replace(found, is_local=False)
     assert joined.worker_config("decode", "10.0.0.1", "decode-1.0").kv_memory_fraction == 0.25
     assert joined.worker_config("prefill", "10.0.0.1", "prefill-1").kv_memory_fraction == 0.3
-    assert first.meeting == second.meeting != other.meeting
-    assert replace(found, token="another").worker_config("decode", "", "decode-1.0").meeting != first.meeting
-    assert deployment(decode={"replicas": 1}).worker_config("decode", "", "decode-1").meeting is None
+    assert first.rendezvous == second.rendezvous != other.rendezvous
+    assert replace(found, token="another").worker_config("decode", "", "decode-1.0").rendezvous != first.rendezvous
+    assert deployment(decode={"replicas": 1}).worker_config("decode", "", "decode-1").rendezvous is None

@@ -12,7 +12,7 @@ from diptych.cluster.cli import launcher
 from diptych.cluster.cli.progress import Progress
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.heartbeat import Heartbeat, Silence
-from diptych.cluster.control.status import ClusterStatus, Failure
+from diptych.cluster.control.status import ClusterStatus, StartFailure
 from diptych.cluster.placement.supervisor_calls import SupervisorClient, SupervisorGone
 from diptych.workers.common.errors import ConfigError, Unavailable, WorkerLost
 
@@ -102,7 +102,7 @@ def test_looks_at_a_start_whose_supervisor_cannot_be_called_are_apart(monkeypatc
     num_slept: list[float] = []
     monkeypatch.setattr(launcher.time, "sleep", num_slept.append)
     num_silent = 2 * launcher.STARTING_LOOKS
-    ready = replace(STATUS, failure=Failure("ConfigError", "the end of the test"))
+    ready = replace(STATUS, failure=StartFailure("ConfigError", "the end of the test"))
     console = Console(quiet=True)
     watch = watching(Answers([Unavailable("Ray does not answer")] * num_silent + [ready]), console)
     with pytest.raises(ConfigError), Progress(console).phase("starting") as phase:

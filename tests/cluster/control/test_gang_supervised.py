@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from diptych.cluster.control import worker_watch
-from diptych.cluster.control.status import Failure
+from diptych.cluster.control.status import StartFailure
 from diptych.workers.common.errors import CheckpointError, PeerLost, RankLost, WorkerLost
 from diptych.workers.testing.fake_runner import fake_output
 
@@ -141,6 +141,6 @@ def test_settings_that_one_of_a_gang_refuses_are_final(monkeypatch: pytest.Monke
 
     async def test(world: World) -> None:
         status = await world.until(lambda s: s.failure is not None)
-        assert status.failure == Failure("CheckpointError", "a shard is missing")
+        assert status.failure == StartFailure("CheckpointError", "a shard is missing")
 
     run(test, FakeLauncher(errors=[PeerLost(ECHO), CheckpointError("a shard is missing")]), **MIXED)

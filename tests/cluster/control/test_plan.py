@@ -9,11 +9,11 @@ from diptych.cluster.control.plan import (
     Drain,
     Failures,
     Phase,
+    PlannedWorker,
     SetRole,
     Start,
     Stop,
     Targets,
-    WorkerView,
     after_failure,
     plan,
 )
@@ -26,8 +26,8 @@ def targets(prefill: int = 0, decode: int = 0, mixed: int = 0, groups: tuple[fro
     return Targets({"prefill": prefill, "decode": decode, "mixed": mixed}, groups)
 
 
-def ready(worker_id: str, pool: str, num_requests: int = 0) -> WorkerView:
-    return WorkerView(worker_id, pool, Phase.READY, num_requests)
+def ready(worker_id: str, pool: str, num_requests: int = 0) -> PlannedWorker:
+    return PlannedWorker(worker_id, pool, Phase.READY, num_requests)
 
 
 def test_an_empty_fleet_starts_everything() -> None:
@@ -35,7 +35,7 @@ def test_an_empty_fleet_starts_everything() -> None:
 
 
 def test_a_fleet_at_its_targets_is_left_alone() -> None:
-    workers = [ready("p-1", "prefill"), WorkerView("d-2", "decode", Phase.STARTING)]
+    workers = [ready("p-1", "prefill"), PlannedWorker("d-2", "decode", Phase.STARTING)]
     assert plan(workers, targets(prefill=1, decode=1), {}, 0.0) == []
 
 
@@ -45,17 +45,17 @@ def test_the_least_busy_leave_first() -> None:
 
 
 def test_one_that_still_starts_is_stopped_before_a_ready_one_is_drained() -> None:
-    workers = [ready("d-1", "decode"), WorkerView("d-2", "decode", Phase.STARTING)]
+    workers = [ready("d-1", "decode"), PlannedWorker("d-2", "decode", Phase.STARTING)]
     assert plan(workers, targets(decode=1), {}, 0.0) == [Stop("d-2")]
 
 
 def test_leaving_workers_count_for_nothing() -> None:
-    workers = [WorkerView("d-1", "decode", Phase.DRAINING), WorkerView("d-2", "decode", Phase.STOPPING)]
+    workers = [PlannedWorker("d-1", "decode", Phase.DRAINING), PlannedWorker("d-2", "decode", Phase.STOPPING)]
     assert plan(workers, targets(decode=1), {}, 0.0) == [Start("decode")]
 
 
 def test_one_that_was_told_to_drain_by_an_earlier_supervisor_leaves_and_another_takes_its_place() -> None:
-    told = WorkerView("d-1", "decode", Phase.READY, 3, is_draining=True)
+    told = PlannedWorker("d-1", "decode", Phase.READY, 3, is_draining=True)
     assert plan([told], targets(decode=1), {}, 0.0) == [Drain("d-1"), Start("decode")]
     assert plan([told, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-1")]
 
@@ -73,7 +73,7 @@ def test_a_surplus_fills_the_gap_of_a_pool_with_the_same_settings() -> None:
 
 
 def test_only_ready_workers_move() -> None:
-    workers = [WorkerView("p-1", "prefill", Phase.STARTING)]
+    workers = [PlannedWorker("p-1", "prefill", Phase.STARTING)]
     assert plan(workers, targets(decode=1, groups=SAME), {}, 0.0) == [Stop("p-1"), Start("decode")]
 
 
@@ -87,26 +87,26 @@ def test_the_first_failure_is_mended_at_once_and_a_crash_loop_backs_off() -> Non
     assert after_failure(failures, "killed", lived_s=STABLE_S, now=100.0) == Failures(1, "killed", 100.0)
 
 
-def workers_of_any_kind() -> st.SearchStrategy[list[WorkerView]]:
+def workers_of_any_kind() -> st.SearchStrategy[list[PlannedWorker]]:
     one = st.builds(
-        WorkerView, st.uuids().map(str), st.sampled_from(POOLS), st.sampled_from(list(Phase)), st.integers(0, 9)
+        PlannedWorker, st.uuids().map(str), st.sampled_from(POOLS), st.sampled_from(list(Phase)), st.integers(0, 9)
     )
     return st.lists(one, max_size=12, unique_by=lambda w: w.worker_id)
 
 
 @given(workers_of_any_kind(), st.tuples(*[st.integers(0, 5)] * 3), st.booleans())
 def test_the_plan_reaches_its_targets_in_one_go(
-    workers: list[WorkerView], wanted: tuple[int, int, int], same: bool
+    workers: list[PlannedWorker], wanted: tuple[int, int, int], same: bool
 ) -> None:
     goal = targets(*wanted, groups=SAME if same else ())
     after = {w.worker_id: w for w in workers}
     for number, action in enumerate(plan(workers, goal, {}, 0.0)):
         match action:
             case Start(pool):
-                after[f"new-{number}"] = WorkerView(f"new-{number}", pool, Phase.STARTING)
+                after[f"new-{number}"] = PlannedWorker(f"new-{number}", pool, Phase.STARTING)
             case SetRole(worker_id, pool):
                 assert after[worker_id].phase is Phase.READY
-                after[worker_id] = WorkerView(worker_id, pool, Phase.READY)
+                after[worker_id] = PlannedWorker(worker_id, pool, Phase.READY)
             case Drain(worker_id):
                 assert after[worker_id].phase is Phase.READY
                 del after[worker_id]
@@ -120,7 +120,7 @@ def test_the_plan_reaches_its_targets_in_one_go(
 
 def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced() -> None:
     """It may serve: who stops it, ends what it runs."""
-    silent = WorkerView("d-1", "decode", Phase.STARTING, is_silent=True)
+    silent = PlannedWorker("d-1", "decode", Phase.STARTING, is_silent=True)
     assert plan([silent], targets(), {}, 0.0) == []
     assert plan([silent], targets(decode=1), {}, 0.0) == []
     assert plan([silent, ready("d-2", "decode")], targets(decode=1), {}, 0.0) == [Drain("d-2")]

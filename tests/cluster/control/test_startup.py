@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.cluster.control.startup import losses, missing, why_it_fails
-from diptych.cluster.control.status import ClusterStatus, Failure, PoolStatus, RouterStatus, WorkerStatus
+from diptych.cluster.control.status import ClusterStatus, PoolStatus, RouterStatus, StartFailure, WorkerStatus
 from diptych.workers.common.errors import CheckpointError, Unavailable
 
 
@@ -35,7 +35,7 @@ def test_a_start_goes_on_while_it_may_succeed() -> None:
     ("now", "expected"),
     [
         (
-            replace(status(pool(), STARTING), failure=Failure("CheckpointError", "no tokenizer")),
+            replace(status(pool(), STARTING), failure=StartFailure("CheckpointError", "no tokenizer")),
             CheckpointError("no tokenizer"),
         ),
         (

@@ -8,7 +8,7 @@ from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import first_worker_ids, make_router_id
 from diptych.cluster.common.handles import RouterStarted
 from diptych.cluster.control import supervisor, worker_watch
-from diptych.cluster.control.status import Failure
+from diptych.cluster.control.status import StartFailure
 from diptych.cluster.control.worker_control import WorkerControl
 from diptych.workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
 from diptych.workers.testing.fake_runner import fake_output
@@ -78,7 +78,7 @@ def test_a_start_that_fails_by_its_settings_is_final_before_the_cluster_was_read
 def test_a_router_that_fails_while_starting_ends_the_start(error: DiptychError, message: str) -> None:
     async def test(world: World) -> None:
         status = await world.until(lambda s: s.failure is not None)
-        assert status.failure == Failure(type(error).__name__, message)
+        assert status.failure == StartFailure(type(error).__name__, message)
         assert status.state == "failed"
         assert len(world.launcher.routers) == 1
 
@@ -100,7 +100,7 @@ def test_a_supervisor_that_fails_before_the_cluster_was_ready_tells_the_start() 
         first, second = InternalError("a bug"), InternalError("its echo")
         assert world.supervisor.note_failure("the supervisor", first)
         assert world.supervisor.note_failure("the supervisor", second)
-        assert world.supervisor.status().failure == Failure("InternalError", "the supervisor: a bug")
+        assert world.supervisor.status().failure == StartFailure("InternalError", "the supervisor: a bug")
 
     run(test, mixed={"replicas": 1})
 

@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_come_is_missed() -> None:
 
 @pytest.mark.parametrize("sizes", [(3, 4, 3), (SLOT_FLOATS, SLOT_FLOATS + 1, SLOT_FLOATS + 1)])
 def test_ranks_that_mean_unlike_sums_all_end(sizes: tuple[int, ...]) -> None:
-    """Also where what they put at first is of one size. It was their second meeting."""
+    """Also where what they put at first is of one size. It was their second collective."""
 
     def work(rank: int, sums: RankSums) -> str:
         sums.add(torch.ones(7))
@@ -130,7 +130,7 @@ def test_ranks_that_mean_unlike_sums_all_end(sizes: tuple[int, ...]) -> None:
 
     own = [4 * n for n in sizes]
     assert at_once(make(3), work) == [
-        f"rank {other} came to meeting 2 about {own[other]} bytes, this one about {own[rank]}"
+        f"rank {other} reached collective 2 with {own[other]} bytes, this one with {own[rank]}"
         for rank, other in enumerate((1, 0, 1 if own[2] != own[1] else 0))
     ]
 
@@ -142,5 +142,5 @@ def test_a_sum_that_meets_an_exchange_is_told() -> None:
         return str(caught.value)
 
     found = at_once(make(2), work)
-    assert found[0] == "rank 1 came to meeting 1 about 12 bytes, this one about 8"
-    assert found[1] == "rank 0 came to meeting 1 about 8 bytes, this one about 12"
+    assert found[0] == "rank 1 reached collective 1 with 12 bytes, this one with 8"
+    assert found[1] == "rank 0 reached collective 1 with 8 bytes, this one with 12"

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.config.worker_config import WorkerConfig
-from diptych.workers.parallel.rendezvous import Seat
+from diptych.workers.parallel.rendezvous import PeerGroup
 
 
 @pytest.mark.parametrize(("device", "asked", "expected"), [("cpu", 0, 768), ("cuda:1", 0, 8192), ("cpu", 7, 7)])
@@ -30,16 +30,16 @@ def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: 
         ({"data_parallel": 65}, "data_parallel must be in"),
         ({"data_rank": 2}, r"data_rank must be in \[0, 1\]"),
         ({"data_rank": -1}, "data_rank must be in"),
-        ({"meeting": None}, "needs a meeting"),
+        ({"rendezvous": None}, "needs a rendezvous"),
         ({"tensor_parallel": 2}, "do not work together"),
         ({"device": "cuda"}, "works on cpu alone"),
         ({"look_ahead": True}, "look_ahead does not work with data_parallel"),
     ],
 )
 def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None:
-    config = WorkerConfig("model", data_parallel=2, data_rank=1, meeting="place")
+    config = WorkerConfig("model", data_parallel=2, data_rank=1, rendezvous="place")
     config.validate()
-    assert config.seat == Seat(1, 2, Path("place"))
+    assert config.peer_group == PeerGroup(1, 2, Path("place"))
     with pytest.raises(ConfigError, match=message):
         replace(config, **wrong).validate()
 

@@ -85,7 +85,7 @@ def test_ranks_with_experts_of_their_own(arch: str, kind: str, num_copies: int, 
     whole = compute(path, Alone(), None)
     memory_fd = os.memfd_create("test-kv")
     try:
-        found = as_ranks(2, tmp_path / "meeting", lambda group: compute(path, group, experts, memory_fd))
+        found = as_ranks(2, tmp_path / "rendezvous", lambda group: compute(path, group, experts, memory_fd))
     finally:
         os.close(memory_fd)
     ranks = [each for each in found if isinstance(each, Loaded)]
@@ -127,7 +127,7 @@ def test_workers_with_tokens_of_their_own(arch: str, idle: int | None, tmp_path:
         assert decoder.expert_tokens[first].sum() == 61 * mixture.routing.top_k  # of our own tokens, not of theirs
         return logits
 
-    for rank, logits in enumerate(as_ranks(2, tmp_path / "meeting", work)):
+    for rank, logits in enumerate(as_ranks(2, tmp_path / "rendezvous", work)):
         assert (logits is None) == (rank == idle)
         if isinstance(logits, Tensor):
             assert whole.logits is not None

@@ -15,17 +15,17 @@ from diptych.workers.common.errors import PeerLost
 from diptych.workers.parallel.groups import Alone, GlooGroup
 
 
-def as_ranks(size: int, meeting: Path, work: Callable[[GlooGroup], object]) -> list[object]:
+def as_ranks(size: int, rendezvous: Path, work: Callable[[GlooGroup], object]) -> list[object]:
     """`work` on every rank, each a thread; their results in rank order."""
     with ThreadPoolExecutor(size) as pool:
-        calls = [pool.submit(lambda rank: work(GlooGroup.join(rank, size, meeting)), rank) for rank in range(size)]
+        calls = [pool.submit(lambda rank: work(GlooGroup.join(rank, size, rendezvous)), rank) for rank in range(size)]
         return [call.result() for call in calls]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_rank_gets_the_same_sum(size: int, tmp_path: Path) -> None:
     parts = torch.randn(size, 7, 33, generator=torch.Generator().manual_seed(1))
-    sums = as_ranks(size, tmp_path / "meeting", lambda group: group.all_reduce(parts[group.rank].clone()))
+    sums = as_ranks(size, tmp_path / "rendezvous", lambda group: group.all_reduce(parts[group.rank].clone()))
     assert all(isinstance(s, torch.Tensor) and torch.equal(s, torch.as_tensor(sums[0])) for s in sums)
     torch.testing.assert_close(sums[0], parts.sum(0))
 
@@ -33,7 +33,7 @@ def test_every_rank_gets_the_same_sum(size: int, tmp_path: Path) -> None:
 def test_bfloat16_is_added_in_float32(tmp_path: Path) -> None:
     """In bfloat16, 256 + 1 is 256: the order of additions would show."""
     parts = torch.tensor([256.0, 1.0, 1.0, 0.0]).bfloat16()
-    sums = as_ranks(4, tmp_path / "meeting", lambda group: group.all_reduce(parts[group.rank : group.rank + 1]))
+    sums = as_ranks(4, tmp_path / "rendezvous", lambda group: group.all_reduce(parts[group.rank : group.rank + 1]))
     assert [(s.item(), s.dtype) for s in sums if isinstance(s, torch.Tensor)] == [(258.0, torch.bfloat16)] * 4
 
 
@@ -43,7 +43,7 @@ def test_everybody_gets_what_rank_0_has(tmp_path: Path) -> None:
         group.broadcast(tensor, patient=group.rank == 1)
         return tensor.tolist()
 
-    assert as_ranks(3, tmp_path / "meeting", work) == [[0, 1, 2, 3, 4]] * 3
+    assert as_ranks(3, tmp_path / "rendezvous", work) == [[0, 1, 2, 3, 4]] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16])
@@ -56,7 +56,7 @@ def test_parts_of_unlike_sizes_meet_at_rank_0(dtype: torch.dtype, tmp_path: Path
         group.all_reduce(torch.ones(1))  # none leaves before all have come
         return gathered
 
-    found = as_ranks(3, tmp_path / "meeting", work)
+    found = as_ranks(3, tmp_path / "rendezvous", work)
     assert found[1:] == [[], []]
     assert isinstance(found[0], list)
     assert all(torch.equal(a, b) for a, b in zip(found[0], parts, strict=True))
@@ -75,7 +75,7 @@ def test_rows_go_to_whom_they_are_for(dtype: torch.dtype, tmp_path: Path) -> Non
 
     half = 0.5 if dtype.is_floating_point else 0
     expected = [[0], [1, 1, 11, 11, 11], [12]]
-    assert as_ranks(3, tmp_path / "meeting", work) == [[[row, row + half] for row in rows] for rows in expected]
+    assert as_ranks(3, tmp_path / "rendezvous", work) == [[[row, row + half] for row in rows] for rows in expected]
 
 
 def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_one_that_leaves_is_missed(tmp_path: Path) -> None:
             group.all_reduce(torch.ones(3))
         return "missed it"
 
-    assert as_ranks(2, tmp_path / "meeting", work) == ["missed it", "left"]
+    assert as_ranks(2, tmp_path / "rendezvous", work) == ["missed it", "left"]
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_ranks_that_share_memory_add_and_gather_through_it(tmp_path: Path, compi
         group.share(compiled, memory_fd)
         return group.all_reduce(parts[group.rank].clone()), group.gather(rows[group.rank], shapes)
 
-    found = as_ranks(3, tmp_path / "meeting", work)
+    found = as_ranks(3, tmp_path / "rendezvous", work)
     expected = (parts[0].float() + parts[1].float() + parts[2].float()).bfloat16()
     for rank, (total, gathered) in enumerate(found):  # type: ignore[misc]
         assert torch.equal(total, expected)
@@ -138,7 +138,7 @@ def test_who_waits_in_shared_memory_hears_that_a_rank_is_gone(
             group.all_reduce(torch.ones(3))
         return "missed it"
 
-    assert as_ranks(3, tmp_path / "meeting", work) == ["missed it", "left", "missed it"]
+    assert as_ranks(3, tmp_path / "rendezvous", work) == ["missed it", "left", "missed it"]
 
 
 def test_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.core.sequence import SampledToken
-from diptych.workers.parallel.rendezvous import Doors, Seat, meet
+from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
 from diptych.workers.ranks.lockstep import Lockstep, is_due
 
 END_S = 20.0  # for what must happen; no test passes by waiting
@@ -34,11 +34,11 @@ def test_who_enters_step_3(rung: list[int], has_batch: bool, is_idle: bool, expe
 class Member:
     """One of a group: `steps` says of each step whether it had a batch for it."""
 
-    def __init__(self, doors: Doors, barrier: threading.Barrier) -> None:
+    def __init__(self, peer_sockets: PeerSockets, barrier: threading.Barrier) -> None:
         self.steps: list[str] = []
         self.losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
-        self.doors, self.barrier = doors, barrier
-        self.lane = Lockstep(doors, self, self.losses.put, None)
+        self.peer_sockets, self.barrier = peer_sockets, barrier
+        self.lane = Lockstep(peer_sockets, self, self.losses.put, None)
 
     def serve(self) -> None:
         self.compute("served")
@@ -63,8 +63,11 @@ class Member:
 def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Member]]:
     size, barrier = request.param, threading.Barrier(request.param)
     with ThreadPoolExecutor(size) as pool:
-        seats = [Seat(rank, size, tmp_path / "meeting") for rank in range(size)]
-        found = [Member(doors, barrier) for doors in pool.map(lambda seat: meet(seat, ""), seats)]
+        peer_groups = [PeerGroup(rank, size, tmp_path / "rendezvous") for rank in range(size)]
+        found = [
+            Member(peer_sockets, barrier)
+            for peer_sockets in pool.map(lambda peer_group: connect_peers(peer_group, ""), peer_groups)
+        ]
     yield found
     barrier.abort()
     for member in found:
@@ -155,7 +158,7 @@ def test_a_step_that_fails_ends_all(members: list[Member]) -> None:
 
 
 def test_one_that_rings_for_a_step_beyond_the_next_is_not_followed(members: list[Member]) -> None:
-    members[0].doors.ring(9)
+    members[0].peer_sockets.send(9)
     found = [other.losses.get(timeout=END_S).message for other in members[1:]]
     assert any("rang for step 9 before step 1" in message for message in found)
 

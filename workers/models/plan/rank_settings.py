@@ -31,7 +31,7 @@ class RankSettings:
     memory_fd: int = -1
     link_fd: int = -1  # of a socket to rank 0
     sums_fd: int | None = None  # memory for sums, by the compiled kernels; None: they go over gloo
-    meeting: str = ""
+    rendezvous: str = ""
     parent_pid: int = 0
 
     @property

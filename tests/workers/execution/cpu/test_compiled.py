@@ -136,7 +136,7 @@ def test_ranks_together_compute_what_one_does(tmp_path: Path, arch: str, size: i
         return None
 
     try:
-        found = as_ranks(size, tmp_path / "meeting", work)[0]
+        found = as_ranks(size, tmp_path / "rendezvous", work)[0]
     finally:
         os.close(memory_fd)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

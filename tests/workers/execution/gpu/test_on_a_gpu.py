@@ -61,7 +61,7 @@ def test_tokens_of_ranks_on_gpus(checkpoint_of: CheckpointOf, llama: Path, confi
 def test_a_graph_holds_what_ranks_say_to_each_other(tmp_path: Path) -> None:
     """NCCL with one rank: two on one GPU it refuses."""
     device = CudaDevice(torch.device("cuda"))
-    group, on = device.group(0, 1, tmp_path / "meeting"), device.torch_device
+    group, on = device.group(0, 1, tmp_path / "rendezvous"), device.torch_device
     part, found = torch.zeros(3, 5, device=on), torch.zeros(3, 5, device=on)
 
     def work() -> None:

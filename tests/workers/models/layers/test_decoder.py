@@ -104,7 +104,7 @@ def test_ranks_together_compute_what_one_does(
     try:
         found = as_ranks(
             size,
-            tmp_path / "meeting",
+            tmp_path / "rendezvous",
             lambda group: prompt_logits(path, prompt, block_table, group, memory_fd, sampled),
         )[0]
     finally:

@@ -64,7 +64,7 @@ def test_tokens_of_each_rank(name: str, tmp_path: Path) -> None:
             found = ranks.over(*given, lambda rows, slots: experts_of(placement, group.rank, rows, slots))
             assert torch.equal(found, expected_of(*given))
 
-    as_ranks(3, tmp_path / "meeting", work)
+    as_ranks(3, tmp_path / "rendezvous", work)
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -77,7 +77,7 @@ def test_tokens_that_all_ranks_have(name: str, tmp_path: Path) -> None:
         y = experts_of(placement, group.rank, x.repeat_interleave(TOP_K, 0), slots.view(-1).clamp(min=0).long())
         return slots, group.all_reduce(moe_combine(y, weights, slots, len(placement.held[group.rank])))
 
-    found = as_ranks(3, tmp_path / "meeting", work)
+    found = as_ranks(3, tmp_path / "rendezvous", work)
     slots = torch.stack([each[0] for each in found if isinstance(each, tuple)])
     assert torch.equal((slots >= 0).sum(dim=0), (experts >= 0).int())
     for each in found:
@@ -94,7 +94,7 @@ def test_holders_take_turns_by_row(tmp_path: Path) -> None:
         group.all_reduce(torch.ones(1))  # none leaves before all have come
         return slots.tolist()
 
-    found = as_ranks(2, tmp_path / "meeting", work)
+    found = as_ranks(2, tmp_path / "rendezvous", work)
     assert found == [[[0, -1], [1, -1], [0, -1]], [[-1, 1], [-1, 0], [-1, -1]]]
 
 
@@ -139,4 +139,4 @@ def test_ranks_of_unlike_placements_are_refused(tmp_path: Path) -> None:
         group.close()  # who waits for this one loses it
         return refused.value.message
 
-    assert any("experts that are not here" in str(message) for message in as_ranks(2, tmp_path / "meeting", work))
+    assert any("experts that are not here" in str(message) for message in as_ranks(2, tmp_path / "rendezvous", work))

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import psutil
 
-from diptych.cluster.placement.reaper import Family
+from diptych.cluster.placement.session_watchdog import ProcessTree
 
 HOLD = "import sys; log = open(sys.argv[1], 'a'); print('open', flush=True); sys.stdin.read()"
 # Starts a child that holds a log of the session, and ends its session when it is told to.
 COMMAND = f"""
 import subprocess, sys
 from pathlib import Path
-from diptych.cluster.placement.reaper import Reaper
+from diptych.cluster.placement.session_watchdog import SessionWatchdog
 folder = Path(sys.argv[1])
-reaper = Reaper(folder)
+watchdog = SessionWatchdog(folder)
 child = subprocess.Popen([sys.executable, "-c", {HOLD!r}, str(folder / "child.log")], stdin=subprocess.PIPE)
 sys.stdin.readline()
-reaper.end(0.0)
+watchdog.end(0.0)
 child.wait()
 print("ended", flush=True)
 """
@@ -65,12 +65,12 @@ def test_a_stranger_who_reads_a_log_of_the_session_lives(tmp_path: Path) -> None
 def test_a_child_of_a_dead_parent_is_a_member_while_it_lives(tmp_path: Path) -> None:
     log = tmp_path / "child.log"
     with started(HOLD, str(log)) as stranger, started(PARENT, str(log)) as parent:
-        family = Family(psutil.Process(parent.pid))
-        (child,) = family.members(tmp_path)
+        tree = ProcessTree(psutil.Process(parent.pid))
+        (child,) = tree.members(tmp_path)
         parent.kill()
         parent.wait(END_S)
-        assert family.members(tmp_path) == [child]
+        assert tree.members(tmp_path) == [child]
         assert stranger.poll() is None
         child.kill()
         psutil.wait_procs([child], END_S)
-        assert family.members(tmp_path) == []
+        assert tree.members(tmp_path) == []

@@ -21,7 +21,7 @@ LOOK_S = 2.0  # a look takes some 8 ms
 KILL_S = 30.0  # a process that the kernel does not end is left then
 
 
-class Reaper:
+class SessionWatchdog:
     """Watches from now on. `folder` is the session's own, and goes with it."""
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class Reaper:
             [
                 sys.executable,
                 "-m",
-                "diptych.cluster.placement.reaper",
+                "diptych.cluster.placement.session_watchdog",
                 str(folder),
                 str(command.pid),
                 str(command.create_time()),
@@ -46,15 +46,15 @@ class Reaper:
     def end(self, within_s: float) -> None:
         """Give the session's processes so long to go by themselves, end those that stay, and the watcher."""
         deadline = time.monotonic() + within_s
-        family = Family(psutil.Process())
-        while family.members(self.folder) and time.monotonic() < deadline:
+        tree = ProcessTree(psutil.Process())
+        while tree.members(self.folder) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         assert self._watcher.stdin is not None
         self._watcher.stdin.close()
         self._watcher.wait()
 
 
-class Family:
+class ProcessTree:
     """The descendants of `root`, those included whose parents have died since an earlier `look`."""
 
     def __init__(self, root: psutil.Process) -> None:
@@ -105,13 +105,13 @@ def main() -> None:
         return
     if not is_it:  # it died already, and another has its number
         return
-    family = Family(command)
+    tree = ProcessTree(command)
     # Readable when the command has died, or has closed the pipe because all is done.
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
-        family.look()
+        tree.look()
     # More than once: one that is being killed may just have started another.
     deadline = time.monotonic() + KILL_S
-    while (alive := family.members(folder)) and time.monotonic() < deadline:
+    while (alive := tree.members(folder)) and time.monotonic() < deadline:
         for process in alive:
             process.kill()
         psutil.wait_procs(alive, timeout=1.0)

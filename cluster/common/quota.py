@@ -6,16 +6,16 @@ from typing import Self
 from ...workers.common.errors import Overloaded
 
 
-class Budget:
+class Quota:
     def __init__(self, most: int, refusal: str) -> None:
         """`refusal`: what a call is told that would exceed it."""
         self._most = most
         self._refusal = refusal
         self.num_held = 0
 
-    def share(self) -> "Share":
+    def share(self) -> "QuotaShare":
         """One call's share, to be entered."""
-        return Share(self)
+        return QuotaShare(self)
 
     def take(self, num: int) -> None:
         """Raises Overloaded."""
@@ -24,10 +24,10 @@ class Budget:
         self.num_held += num
 
 
-class Share:
+class QuotaShare:
     """Gives back at its end what it took."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Quota) -> None:
         self._budget = budget
         self.num_taken = 0
 

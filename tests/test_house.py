@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ ROOMS = {"proto": set[str](), "kernels": set[str](), "workers": {"kernels", "pro
 NO_TORCH = ["common", "kv", "core", "config", "models/families", "models/plan"]
 STARTS_WORKERS = "cluster/placement/placement.py"
 MOST_FILES = 17  # in a folder
+MOST_LINES = 400  # in a file
+USUAL_LINES, USUAL_SHARE = 300, 0.9  # so large a share of the files has no more lines
+# Class names that stand in several files. One name has one meaning: take names away from here, add none.
+SHARED_NAMES = {
+    "Budget",
+    "Decoder",
+    "Family",
+    "Fields",
+    "Layer",
+    "Phase",
+    "Scratch",
+    "Share",
+    "Step",
+    "_Outgoing",
+    "_Room",
+}
 FORBIDDEN = {
     "cluster": {"torch", "transformers", "triton", "nixl"},
     "workers": {"ray", "transformers"},
@@ -90,12 +107,18 @@ def imports(path: Path) -> list[tuple[tuple[str, ...], bool]]:
     return found
 
 
-def folder_of(parts: tuple[str, ...]) -> str:
-    """parts: of a module in a room, or of a name in one."""
+def file_of(parts: tuple[str, ...]) -> Path:
+    """File, from the root, of a module in a room or of a name in one."""
     for length in range(len(parts), 1, -1):
-        if (ROOT / Path(*parts[:length])).with_suffix(".py").exists():
-            return "/".join(parts[1 : length - 1])
+        file = Path(*parts[:length]).with_suffix(".py")
+        if (ROOT / file).exists():
+            return file
     raise AssertionError(f"there is no module {'.'.join(parts)}")
+
+
+def folder_of(parts: tuple[str, ...]) -> str:
+    """Folder, from the room, of the file that `file_of` finds."""
+    return str(Path(*file_of(parts).parts[1:]).parent).strip(".")
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -117,6 +140,43 @@ def test_imports_keep_the_direction_of_the_house(path: Path) -> None:
         elif not inside:
             assert parts[0] != "diptych", "inside the package, imports are relative"
             assert parts[0] not in forbidden, f"{room} must not import {parts[0]}"
+
+
+def cycle_of(graph: dict[str, set[str]]) -> list[str]:
+    """Files of which each imports the next; empty where there is no cycle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def test_no_files_import_each_other() -> None:
+    """Imports for type checking count too."""
+    graph = {
+        str(path.relative_to(ROOT)): {
+            str(file_of(parts)) for parts, inside in imports(path) if inside and parts[0] in ROOMS
+        }
+        for path in sources()
+    }
+    assert cycle_of(graph) == []
+    assert cycle_of({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[:3] in (list("abc"), list("bca"), list("cab"))
+
+
+def test_a_class_name_stands_in_one_file() -> None:
+    found: dict[str, set[Path]] = defaultdict(set)
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].add(path)
+    shared = {name for name, files in found.items() if len(files) > 1}
+    assert shared <= SHARED_NAMES, f"in several files: {sorted(shared - SHARED_NAMES)}"
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+    assert sum(length <= USUAL_LINES for length in lengths.values()) >= USUAL_SHARE * len(lengths)
 
 
 def test_a_folder_holds_no_more_files_than_a_reader_keeps_in_mind() -> None:

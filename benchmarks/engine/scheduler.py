@@ -24,7 +24,8 @@ from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
 from diptych.workers.core.step_executor import DeferredStep
 from diptych.workers.engine.engine import Engine
-from diptych.workers.kv.layout import KVLayout, KVMemory, Region
+from diptych.workers.kv.layout import KVLayout, Region
+from diptych.workers.kv.memory import KVMemory
 
 BLOCK_SIZE = 16
 NUM_PROMPT = 200

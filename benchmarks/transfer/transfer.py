@@ -32,7 +32,8 @@ from diptych.workers.common.channel import open_channel
 from diptych.workers.handoff.pull import MAX_READS
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.handoff.types import Reservation
-from diptych.workers.kv.layout import Copies, KVMemory
+from diptych.workers.kv.layout import Copies
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.base import KVReader, Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.select import make_transports

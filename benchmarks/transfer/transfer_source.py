@@ -23,7 +23,8 @@ from typing import Any
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.common.channel import bind, make_server
 from diptych.workers.handoff.source import HandoffSource
-from diptych.workers.kv.layout import KVLayout, KVMemory, Region
+from diptych.workers.kv.layout import KVLayout, Region
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.nixl_thread import SERVE_POLL_S, UCX_SETTINGS
 from diptych.workers.transport.select import make_transports
 

@@ -19,7 +19,7 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.sequence import Batch, ScheduledSequence, Sequence
 from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.kv.bridge import Bridge
-from diptych.workers.kv.layout import KVMemory
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.segment import Read, Segment
 from diptych.workers.kv.wire import narrow, vector_bytes, widen
 from diptych.workers.transport.runs import gather

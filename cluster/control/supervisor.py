@@ -75,8 +75,6 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._adopted = asyncio.Event()
 
-    # -- the loop ---------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
         existing = self._launcher.existing()
         for number in range(self._config.router.replicas):
@@ -185,8 +183,6 @@ class Supervisor:
         task.add_done_callback(tasks.discard)
         return task
 
-    # -- one worker -------------------------------------------------------------------------------------------------
-
     async def _keep_worker(self, worker: WorkerRecord) -> None:
         handle: WorkerHandle | None = None
         error: DiptychError | None = InternalError("the supervisor failed to keep it: its log says why")
@@ -248,8 +244,6 @@ class Supervisor:
             if before.last_error == said:
                 self._failures[worker.pool] = replace(before, last_error=message)
 
-    # -- one router -------------------------------------------------------------------------------------------------
-
     async def _keep_router(self, router_id: str, *, is_new: bool) -> None:
         failures = Failures()
         started: RouterStarted | None = None
@@ -288,8 +282,6 @@ class Supervisor:
     def _on_router_wait(self, router_id: str, waiting_for: str) -> None:
         self._routers[router_id] = replace(self._routers[router_id], waiting_for=waiting_for)
 
-    # -- the fleet, for routers -------------------------------------------------------------------------------------
-
     def _publish(self) -> None:
         self._version += 1
         changed, self._changed = self._changed, asyncio.Event()
@@ -304,8 +296,6 @@ class Supervisor:
                 while self._version == version:
                     await self._changed.wait()
         return self._version, announced(self._workers.values())
-
-    # -- targets ----------------------------------------------------------------------------------------------------
 
     def scale(self, replicas: Mapping[str, int]) -> None:
         """Change the targets of the pools named; `status` tells when they are reached. Raises ConfigError."""
@@ -354,8 +344,6 @@ class Supervisor:
             pool: PoolCounters.of([load for _, load in found], len({gang for gang, _ in found}))
             for pool, found in by_pool.items()
         }
-
-    # -- status -----------------------------------------------------------------------------------------------------
 
     async def adopted(self) -> None:
         """Waits, ADOPT_S at most, until what an earlier supervisor started is known."""

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.common.channel import bind, make_server
 from diptych.workers.handoff.source import HandoffSource
-from diptych.workers.kv.layout import KVLayout, KVMemory, Region
+from diptych.workers.kv.layout import KVLayout, Region
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.select import make_transports
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")

@@ -17,7 +17,7 @@ from diptych.proto import worker_pb2
 from diptych.workers.common.errors import DiptychError, LeaseLost, TransportError, WorkerLost
 from diptych.workers.handoff.pull import PullResult
 from diptych.workers.handoff.sink import HandoffSink
-from diptych.workers.kv.layout import KVMemory
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.select import make_transports
 
 from ..support.gpu.fake_cuda import make_device_memory, seen_by_host

@@ -23,7 +23,8 @@ from diptych.workers.common.request import SamplingParams
 from diptych.workers.core.batch_tables import BatchTables
 from diptych.workers.core.runner import LayerWatch, ModelInfo
 from diptych.workers.core.sequence import Batch, SampledToken
-from diptych.workers.kv.layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, KVMemory, Region
+from diptych.workers.kv.layout import AXIS_ORDERS, DOT, GROUP, ROWS, KVLayout, Region
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.staging import GRAIN_BYTES, Slice, Staging
 from diptych.workers.kv.wire import STORAGE, Numbers
 from diptych.workers.testing.fake_stream import FakeRow, FakeStep, FakeStream

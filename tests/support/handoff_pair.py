@@ -18,7 +18,8 @@ from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, Pull
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.handoff.types import Reservation
-from diptych.workers.kv.layout import KVLayout, KVMemory, Region, Runs
+from diptych.workers.kv.layout import KVLayout, Region, Runs
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.staging import Staging
 from diptych.workers.transport.base import Transport
 from diptych.workers.transport.grpc import GrpcTransport

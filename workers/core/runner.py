@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from ...proto import inference_pb2
 from ..common.request import SamplingParams
-from ..kv.layout import KVLayout, KVMemory
+from ..kv.layout import KVLayout
+from ..kv.memory import KVMemory
 from .sequence import Batch, SampledToken
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from ...kernels.cpu.blocks import copy_blocks, copy_blocks_twin
 from ...kernels.cpu.library import Library, Team
 from ..common.memory import huge_page_mapping, shared_mapping
-from ..kv.layout import DOT, GROUP, KVLayout, KVMemory, LayerGroup, Region
+from ..kv.layout import DOT, GROUP, KVLayout, LayerGroup, Region
+from ..kv.memory import KVMemory
 from ..models.checkpoint.weights import DTYPES
 from .cuda_driver import driver_of
 from .device import Device

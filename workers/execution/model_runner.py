@@ -34,7 +34,8 @@ from ..device.device_errors import needing_memory
 from ..device.joined_memory import Joining
 from ..device.kv_cache import KVCache, available_bytes
 from ..device.upload import put_on
-from ..kv.layout import AXIS_ORDERS, KVLayout, KVMemory
+from ..kv.layout import AXIS_ORDERS, KVLayout
+from ..kv.memory import KVMemory
 from ..models.checkpoint.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
 from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec

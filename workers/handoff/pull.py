@@ -23,7 +23,8 @@ from ..common.errors import DiptychError, HandoffError, InternalError, Transport
 from ..common.names import check_lengths
 from ..common.timings import PullClock, PullTimes, TransferCounters
 from ..kv.bridge import Bridge
-from ..kv.layout import KVLayout, KVMemory
+from ..kv.layout import KVLayout
+from ..kv.memory import KVMemory
 from ..kv.segment import Read, Segment
 from ..kv.staging import Staging
 from ..transport.base import Source, Transport

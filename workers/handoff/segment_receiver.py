@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ..common.errors import ChecksumMismatch, DiptychError, TransportError
 from ..kv.bridge import Bridge
 from ..kv.device_kv import Staged
-from ..kv.layout import KVMemory
+from ..kv.memory import KVMemory
 from ..kv.segment import CHECKSUM_BYTES, Read, Segment
 from ..kv.staging import Slice, Staging
 from ..transport.base import KVReader

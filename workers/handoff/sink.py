@@ -13,7 +13,7 @@ from ...proto import kv_pb2_grpc, worker_pb2
 from ..common.channel import auth_metadata, open_channel
 from ..common.errors import ChecksumMismatch, DiptychError, RequestAborted, SequenceEnded, Unavailable, WorkerLost
 from ..common.timings import TransferCounters, is_name
-from ..kv.layout import KVMemory
+from ..kv.memory import KVMemory
 from ..kv.staging import Staging
 from ..transport.base import Transport
 from .pull import Pull, PullContext, PullJob, PullResult, SinkPort

@@ -24,7 +24,8 @@ from ..common.channel import ERROR_KEY
 from ..common.errors import DiptychError, HandoffError, TransportError, Unavailable, UnknownHandoff, WorkerLost
 from ..common.names import FromSink, check_sink, check_subscription
 from ..kv.checksums import pool_checksums
-from ..kv.layout import KVLayout, KVMemory
+from ..kv.layout import KVLayout
+from ..kv.memory import KVMemory
 from ..kv.packing import to_wire
 from ..kv.segment import Segment
 from ..kv.wire import on_the_wire

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from typing import NamedTuple
 
-from ..kv.layout import ROWS, KVLayout, KVMemory, Runs
+from ..kv.layout import ROWS, KVLayout, Runs
+from ..kv.memory import KVMemory
 from ..kv.segment import Segment
 from ..kv.wire import vector_bytes
 from ..transport.runs import gather, in_parts

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..common.errors import LayoutMismatch, TransportError
 from .checksums import pool_checksums
-from .layout import ROWS, Copies, KVLayout, KVMemory, LayerGroup, Offsets, Runs
+from .layout import ROWS, Copies, KVLayout, LayerGroup, Offsets, PoolMemory, Runs
 from .packing import Pool, unpacked
 from .segment import CHECKSUM_BYTES, Read, Segment
 from .wire import STORAGE, Numbers, checksum, on_the_wire, piece_bytes, widen
@@ -87,7 +87,7 @@ class GroupSlice:
 
 
 class Bridge:
-    def __init__(self, ours: KVMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
+    def __init__(self, ours: PoolMemory, source: KVLayout, num_pool_blocks: int, asked: str = "") -> None:
         """`num_pool_blocks` is the source's; `asked`: the wire dtype that we asked for. Raises LayoutMismatch, showing
         the two layouts side by side, for what cannot be bridged."""
         ours.layout.check_bridge(source)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from .layout import KVMemory, Runs
+from .layout import PoolMemory
 from .packing import to_wire
 from .wire import Bytes, checksum
 
 
-def pool_checksums(memory: KVMemory, block_ids: Sequence[int], first_layer: int, num_layers: int, wire: str) -> bytes:
+def pool_checksums(memory: PoolMemory, block_ids: Sequence[int], first_layer: int, num_layers: int, wire: str) -> bytes:
     """CHECKSUM_BYTES a block, as kv/wire.py says, of what the pool holds now as it travels in the dtype `wire`. May
     take long: for a thread."""
     groups, dtype = memory.layout.layer_groups(first_layer, num_layers), memory.layout.dtype
@@ -15,16 +15,7 @@ def pool_checksums(memory: KVMemory, block_ids: Sequence[int], first_layer: int,
     def travels(block: int) -> Iterator[Bytes]:
         for group in groups:
             runs = memory.layout.runs_of(group, memory.num_blocks, [block]).merged()
-            for data in _held(memory, runs):
+            for data in memory.read(runs):
                 yield data if wire == dtype else to_wire(data, group.uniform, wire)
 
     return b"".join(checksum(travels(block)) for block in block_ids)
-
-
-def _held(memory: KVMemory, runs: Runs) -> Iterator[Bytes]:
-    if memory.device is not None:
-        yield memory.device.read(runs)
-        return
-    assert memory.region.view is not None
-    for start, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
-        yield memory.region.view[start : start + length]

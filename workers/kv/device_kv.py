@@ -7,14 +7,12 @@ slices. What a method says has happened when it returns: the engine may use the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from .bridge import Bridge
 from .layout import Runs
 from .segment import Segment
 from .staging import Staging
-
-if TYPE_CHECKING:
-    from .bridge import Bridge
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16
@@ -98,7 +96,7 @@ class DeviceKV(Protocol):
         """The staged bytes, in host memory."""
         ...
 
-    def convert(self, bridge: "Bridge", staged: Staged, table: Sequence[int], first_token: int) -> None:
+    def convert(self, bridge: Bridge, staged: Staged, table: Sequence[int], first_token: int) -> None:
         """Write a part into the pool: its tokens from `first_token` on, as far as `table` reaches."""
         ...
 

@@ -15,20 +15,16 @@ if all layers had this shape.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
-
-if TYPE_CHECKING:
-    from .device_kv import DeviceKV
 
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
@@ -341,13 +337,18 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class KVMemory:
-    """A worker's pool as its hand-offs see it."""
+class PoolMemory:
+    """Memory of a KV pool, and how blocks lie in it."""
 
     layout: KVLayout
     num_blocks: int
     region: Region
-    device: "DeviceKV | None" = None  # what copies it, where it is in device memory
+
+    def read(self, runs: Runs) -> Iterator[memoryview | bytes]:
+        """The bytes of these runs, in pieces."""
+        assert self.region.view is not None
+        for start, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
+            yield self.region.view[start : start + length]
 
     def runs(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Runs:
         return self.layout.runs(self.num_blocks, block_ids, first_layer, num_layers)

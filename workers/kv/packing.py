@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .layout import GROUP, ROWS, KVLayout, KVMemory, LayerGroup
+from .layout import GROUP, ROWS, KVLayout, LayerGroup, PoolMemory
 from .wire import STORAGE, Bytes, Numbers, narrow
 
 
@@ -37,7 +37,7 @@ def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
 class Pool:
     """One layer group of a pool in host memory, to write rows into."""
 
-    def __init__(self, memory: KVMemory, group: LayerGroup) -> None:
+    def __init__(self, memory: PoolMemory, group: LayerGroup) -> None:
         assert memory.region.view is not None
         layout = group.uniform
         numbers = np.frombuffer(memory.region.view, STORAGE[layout.dtype])
@@ -88,7 +88,7 @@ def _groups(slot: int, num: int) -> Iterator[tuple[slice, slice, slice]]:
         at += count * step
 
 
-def _by_layer(memory: KVMemory, group: LayerGroup, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
+def _by_layer(memory: PoolMemory, group: LayerGroup, numbers: Numbers, inner: tuple[int, ...]) -> Numbers:
     """[rank, block, layer of the group, *inner], a view. numbers: of the whole pool."""
     ranks, blocks, layers = memory.layout.tensor_parallel, memory.num_blocks, len(group.layers)
     first, end = (num // numbers.itemsize for num in (group.start, group.start + group.num_bytes))

@@ -16,7 +16,8 @@ from ..common.prompt_logprobs import PromptLogprobs
 from ..common.request import SamplingParams
 from ..core.runner import LayerWatch, ModelInfo
 from ..core.sequence import Batch, SampledToken
-from ..kv.layout import KVLayout, KVMemory, Region
+from ..kv.layout import KVLayout, Region
+from ..kv.memory import KVMemory
 from .fake_stream import FakeRow, FakeStep, FakeStream
 
 

@@ -4,7 +4,8 @@ import asyncio
 
 from ...proto import kv_pb2
 from ..common.errors import TransportError
-from ..kv.layout import Copies, KVMemory, Region, Runs
+from ..kv.layout import Copies, Region, Runs
+from ..kv.memory import KVMemory
 from .base import KVReader, Source, Transport
 from .runs import Scatter, gather
 

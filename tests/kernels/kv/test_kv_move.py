@@ -9,7 +9,8 @@ import torch
 from diptych.kernels.kv.kv_move import KVSlots, move_kv
 from diptych.kernels.kv.kv_scales import quantise
 from diptych.workers.kv.bridge import Bridge, _head_copies
-from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, KVMemory, Region
+from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, Region
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.segment import Segment
 
 SOURCE = KVLayout("float32", 4, 3, 8, 16, "model", tensor_parallel=2)

@@ -17,7 +17,8 @@ from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import view_of
 from diptych.workers.device.kv_pool import DevicePool
 from diptych.workers.kv.device_kv import HANDLE_BYTES, CopyRows
-from diptych.workers.kv.layout import KVLayout, KVMemory, Region
+from diptych.workers.kv.layout import KVLayout, Region
+from diptych.workers.kv.memory import KVMemory
 
 OFFSET = 512  # of a pool in its allocation
 UUID, OTHER_UUID = b"\1" * 16, b"\2" * 16

@@ -13,7 +13,8 @@ from diptych.workers.handoff.pull import PullResult
 from diptych.workers.handoff.segment_receiver import PullSettings
 from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.kv.bridge import PART_BYTES
-from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout, KVMemory
+from diptych.workers.kv.layout import LAYER_MAJOR, KVLayout
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.staging import GRAIN_BYTES, Staging
 from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport

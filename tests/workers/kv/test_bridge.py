@@ -13,7 +13,8 @@ from diptych.workers.common.errors import LayoutMismatch, TransportError
 from diptych.workers.handoff.wire_chunks import wire_runs
 from diptych.workers.kv.bridge import PART_BYTES, Bridge
 from diptych.workers.kv.checksums import pool_checksums
-from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, KVMemory, Shape
+from diptych.workers.kv.layout import BLOCK_MAJOR, DOT, LAYER_MAJOR, ROWS, KVLayout, Shape
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.packing import to_wire
 from diptych.workers.kv.segment import CHECKSUM_BYTES, Read, Segment
 from diptych.workers.kv.wire import on_the_wire, piece_bytes

@@ -11,7 +11,8 @@ import pytest
 from diptych.proto import kv_pb2, kv_pb2_grpc
 from diptych.workers.common.channel import open_channel
 from diptych.workers.common.errors import TransportError, WorkerLost
-from diptych.workers.kv.layout import Copies, KVLayout, KVMemory
+from diptych.workers.kv.layout import Copies, KVLayout
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport

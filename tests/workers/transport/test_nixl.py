@@ -8,7 +8,8 @@ import pytest
 
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
-from diptych.workers.kv.layout import Copies, KVMemory, Region
+from diptych.workers.kv.layout import Copies, Region
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport import nixl_thread
 from diptych.workers.transport.base import KVReader, Source
 from diptych.workers.transport.nixl import NixlTransport

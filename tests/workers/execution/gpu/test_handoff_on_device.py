@@ -12,7 +12,8 @@ from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.handoff.pull import PullResult
 from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 from diptych.workers.kv.device_kv import DeviceKV
-from diptych.workers.kv.layout import DOT, LAYER_MAJOR, KVLayout, KVMemory
+from diptych.workers.kv.layout import DOT, LAYER_MAJOR, KVLayout
+from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.packing import Pool, unpacked
 from diptych.workers.kv.staging import Staging
 from diptych.workers.kv.wire import STORAGE, Numbers

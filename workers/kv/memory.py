@@ -1,0 +1,17 @@
+"""A worker's KV pool as its hand-offs see it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .device_kv import DeviceKV
+from .layout import PoolMemory, Runs
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory(PoolMemory):
+    """Memory of a pool, and the device that copies it where host code cannot."""
+
+    device: DeviceKV | None = None  # where the pool is in device memory
+
+    def read(self, runs: Runs) -> Iterator[memoryview | bytes]:
+        return PoolMemory.read(self, runs) if self.device is None else iter([self.device.read(runs)])

@@ -63,16 +63,10 @@ USUAL_LINES, USUAL_SHARE = 300, 0.9  # so large a share of the files has no more
 # Class names that stand in several files. One name has one meaning: take names away from here, add none.
 SHARED_NAMES = {
     "Budget",
-    "Decoder",
     "Family",
-    "Fields",
-    "Layer",
     "Phase",
-    "Scratch",
     "Share",
-    "Step",
     "_Outgoing",
-    "_Room",
 }
 FORBIDDEN = {
     "cluster": {"torch", "transformers", "triton", "nixl"},

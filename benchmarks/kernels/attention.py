@@ -15,7 +15,14 @@ from torch import Tensor
 
 from diptych.kernels.attention.paged_attention import paged_attention_twin
 from diptych.kernels.attention.paged_batch import PagedBatch
-from diptych.kernels.cpu.attention import Heads, Limits, Scratch, pack, paged_attention, plan_attention
+from diptych.kernels.cpu.attention import (
+    AttentionLimits,
+    AttentionScratch,
+    Heads,
+    pack,
+    paged_attention,
+    plan_attention,
+)
 from diptych.kernels.cpu.library import Team
 
 from ..common.compiled import compiled_team
@@ -80,7 +87,7 @@ def measure(team: Team, shape: tuple[int, int, int], work: tuple[int, int, int],
     packed = in_huge_pages(torch.stack([pack(rows[:, i].contiguous()) for i in range(num_layers)], dim=1))
     q = torch.randn(num_seqs * num_new, num_heads, dim).bfloat16()
     heads = Heads.of(num_heads, num_kv_heads, dim)
-    scratch = Scratch.of(team, q.dtype, heads, Limits(num_seqs, len(q), context_len))
+    scratch = AttentionScratch.of(team, q.dtype, heads, AttentionLimits(num_seqs, len(q), context_len))
     plan_attention(team, q.dtype, heads, batch, scratch)
     layers, twin_layers = cycle(range(num_layers)), cycle(range(num_layers))
 

@@ -32,7 +32,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa:
 from diptych.kernels.cpu.experts import ExpertMemory, Gate, PackedExperts, experts  # noqa: E402
 from diptych.kernels.cpu.formats import Format  # noqa: E402
 from diptych.kernels.cpu.library import Team  # noqa: E402
-from diptych.kernels.cpu.linear import PackedLinear, Then, pack, packed_bytes  # noqa: E402
+from diptych.kernels.cpu.linear import Epilogue, PackedLinear, pack, packed_bytes  # noqa: E402
 from diptych.kernels.elementwise.gate_mul import ALPHA, LIMIT  # noqa: E402
 
 from ..common import roofline  # noqa: E402
@@ -107,7 +107,7 @@ class Mixture:
 
         gate_up = packed(self.gate_up, self.gate_up_bias, gated=True)
         down = packed(self.down, self.down_bias, gated=False)
-        gate = Gate(Then.CLAMPED_MUL, ALPHA, LIMIT) if self.shape.is_clamped else Gate()
+        gate = Gate(Epilogue.CLAMPED_MUL, ALPHA, LIMIT) if self.shape.is_clamped else Gate()
         return PackedExperts(gate_up, down, self.shape.top_k, gate)
 
     def _most_bytes(self, format: Format) -> int:

@@ -1,4 +1,4 @@
-"""Triton, where it can be of use: `jit`, `tl` and `next_power_of_2` for the kernels of this room.
+"""Triton, where it can be of use: `jit`, `tl` and `next_power_of_2` for the kernels of these folders.
 
 It is imported with a GPU build of torch, or when the program has imported it before (to interpret kernels, or to
 compile them ahead of time). Otherwise `jit` leaves kernels as plain functions that nobody calls: a worker on CPU does

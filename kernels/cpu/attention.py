@@ -76,22 +76,22 @@ class Sequences(ctypes.Structure):
         return cls(len(lens), tables.stride(0), tables.data_ptr(), lens.data_ptr(), starts.data_ptr())
 
 
-class Limits(ctypes.Structure):
+class AttentionLimits(ctypes.Structure):
     """The largest batch that a scratch is made for: sequences, rows of queries, tokens of one context."""
 
     _fields_ = [("num_seqs", _L), ("num_rows", _L), ("context_len", _L)]
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class AttentionScratch:
     """What the threads of a team keep between the pieces of their work, and the plan of a step."""
 
-    limits: Limits
+    limits: AttentionLimits
     memory: Tensor  # uint8
     address: int
 
     @classmethod
-    def of(cls, team: Team, dtype: torch.dtype, heads: Heads, limits: Limits) -> "Scratch":
+    def of(cls, team: Team, dtype: torch.dtype, heads: Heads, limits: AttentionLimits) -> "AttentionScratch":
         num_bytes = _L()
         kernel = team.library.kernel("paged_attention_scratch", _I, _P, _P, _P)
         kernel(team.address, DTYPES[dtype], ctypes.byref(heads), ctypes.byref(limits), ctypes.byref(num_bytes))
@@ -201,7 +201,7 @@ def rope_kv_write(
     )
 
 
-def plan_attention(team: Team, dtype: torch.dtype, heads: Heads, batch: PagedBatch, scratch: Scratch) -> None:
+def plan_attention(team: Team, dtype: torch.dtype, heads: Heads, batch: PagedBatch, scratch: AttentionScratch) -> None:
     """Divide a step's work for the team. Once for all layers; where their windows differ, with the widest."""
     limits = scratch.limits
     assert len(batch.host_num_new) <= limits.num_seqs and sum(batch.host_num_new) <= limits.num_rows
@@ -211,7 +211,9 @@ def plan_attention(team: Team, dtype: torch.dtype, heads: Heads, batch: PagedBat
     kernel(team.address, DTYPES[dtype], *references, scratch.address)
 
 
-def paged_attention(team: Team, q: Tensor, cache: Tensor, batch: PagedBatch, heads: Heads, scratch: Scratch) -> Tensor:
+def paged_attention(
+    team: Team, q: Tensor, cache: Tensor, batch: PagedBatch, heads: Heads, scratch: AttentionScratch
+) -> Tensor:
     """As paged_attention.paged_attention, by the plan in `scratch`.
 
     q: [T, N, D], a row contiguous; cache: packed, of q's dtype. Returns [T, N, D] contiguous.

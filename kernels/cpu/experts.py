@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..moe.moe_routing import Routing
 from .library import DTYPES, Team
-from .linear import Linear, PackedLinear, Then
+from .linear import Epilogue, Linear, PackedLinear
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _MOST_ROWS_AT_ONCE = 240  # linear.h
@@ -20,7 +20,7 @@ _LINE_BYTES = 64  # of a cache
 class Gate:
     """How gate and up meet: activation(gate) * up, or gpt-oss's clamped form, with its `alpha` and `limit`."""
 
-    then: Then = Then.SILU_MUL
+    epilogue: Epilogue = Epilogue.SILU_MUL
     alpha: float = 0.0
     limit: float = 0.0
 
@@ -69,7 +69,7 @@ class PackedExperts:
     ) -> None:
         inner, hidden = gate_up[0].num_outputs, gate_up[0].of.k
         assert len(gate_up) == len(down) and top_k > 0 and first >= 0
-        assert gate.then in (Then.SILU_MUL, Then.GELU_MUL, Then.CLAMPED_MUL)
+        assert gate.epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL, Epilogue.CLAMPED_MUL)
         for e_gate_up, e_down in zip(gate_up, down, strict=True):
             assert (e_gate_up.num_outputs, e_gate_up.of.k, e_gate_up.of.is_gated) == (inner, hidden, True)
             assert (e_down.num_outputs, e_down.of.k, e_down.of.is_gated) == (hidden, inner, False)
@@ -80,7 +80,7 @@ class PackedExperts:
         self._gate_up, self._down = ((Linear * len(of))(*(p.of for p in of)) for of in (gate_up, down))
         addresses = ctypes.addressof(self._gate_up), ctypes.addressof(self._down)
         sizes = first, len(gate_up), top_k, hidden, inner
-        self.of = Experts(*addresses, *sizes, gate.then, gate.alpha, gate.limit)
+        self.of = Experts(*addresses, *sizes, gate.epilogue, gate.alpha, gate.limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..attention.paged_batch import NO_OPTIONS, AttentionOptions
-from .attention import Heads, Limits, Rope, Scratch
+from .attention import AttentionLimits, AttentionScratch, Heads, Rope
 from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
 from .greedy import BEST, SCRATCH
 from .library import DTYPES, Team
-from .linear import Linear, PackedLinear, Then
+from .linear import Epilogue, Linear, PackedLinear
 from .routing import PackedRouting
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -33,7 +33,7 @@ class Mixture(ctypes.Structure):
     _fields_ = (("router", Linear), ("routing", PackedRouting), ("experts", Experts), ("expert_tokens", _P))
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")),
         *((name, _P) for name in ("q_norm", "k_norm", "sinks")),
@@ -44,7 +44,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Decoder(ctypes.Structure):
+class DecoderStruct(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("layers", "attentions", "norm", "embed")),
         ("head", Linear),
@@ -55,7 +55,7 @@ class Decoder(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     _fields_ = (
         *((name, _L) for name in ("num_rows", "num_seqs")),
         *((name, _P) for name in ("token_ids", "num_new", "context_lens", "tables", "table_rows")),
@@ -69,7 +69,7 @@ class Step(ctypes.Structure):
         ("router_logits", _P),
         ("expert_rows", ExpertRows),
         *((name, _P) for name in ("partial", "scratches")),
-        ("limits", Limits),
+        ("limits", AttentionLimits),
         ("logits", _P),
         ("picks", _L),
         *((name, _P) for name in ("ids", "bests", "few_logits", "nanoseconds")),
@@ -127,7 +127,7 @@ class PackedLayer:
     gate_up: PackedLinear | None  # packed for its gate
     down: PackedLinear | None
     attention: int = 0  # which of the decoder's
-    gate: Then = Then.SILU_MUL  # or GELU_MUL
+    gate: Epilogue = Epilogue.SILU_MUL  # or GELU_MUL
     mixture: PackedMixture | None = None  # in the place of gate_up and down
 
 
@@ -160,7 +160,7 @@ class StepMemory:
         self._team, self._shape = team, shape
         self._num_rows = self._num_seqs = self._num_logits = self._num_picked = self._width = 0
         self._kept: dict[str, Tensor] = {}  # by field of `struct`
-        self.struct = Step()
+        self.struct = StepStruct()
         self.address = ctypes.addressof(self.struct)
 
     def begin(
@@ -204,9 +204,11 @@ class StepMemory:
         if num_seqs > self._num_seqs or width > self._width:
             self._num_seqs, self._width = _grown(max(num_seqs, self._num_seqs)), _grown(max(width, self._width))
             self._make_seqs(self._num_seqs, self._width)
-        limits = Limits(self._num_seqs, self._num_rows, self._width * self._shape.block_size)
+        limits = AttentionLimits(self._num_seqs, self._num_rows, self._width * self._shape.block_size)
         shape = self._shape
-        self._scratches = [Scratch.of(self._team, shape.dtype, shape.heads(kind), limits) for kind in shape.attentions]
+        self._scratches = [
+            AttentionScratch.of(self._team, shape.dtype, shape.heads(kind), limits) for kind in shape.attentions
+        ]
         self._addresses = (_P * len(self._scratches))(*(scratch.address for scratch in self._scratches))
         self.struct.limits, self.struct.scratches = limits, ctypes.addressof(self._addresses)
 
@@ -276,11 +278,11 @@ class CompiledLayers:
         )
         tokens: Sequence[Tensor | None] = [None] * len(layers) if expert_tokens is None else list(expert_tokens)
         self._mixtures = [None if of is None else _mixture(of, own) for of, own in zip(mixtures, tokens, strict=True)]
-        self._layers = (Layer * len(layers))(*map(_layer, layers, self._mixtures, cache_layers))
+        self._layers = (LayerStruct * len(layers))(*map(_layer, layers, self._mixtures, cache_layers))
         heads = [shape.heads(kind) for kind in shape.attentions]
         ropes = (Rope.of(kind.rope, own) for kind, own in zip(shape.attentions, heads, strict=True))
         self._attentions = (Attention * len(heads))(*map(Attention, heads, ropes))
-        self.struct = decoder = Decoder()
+        self.struct = decoder = DecoderStruct()
         decoder.layers, decoder.attentions = ctypes.addressof(self._layers), ctypes.addressof(self._attentions)
         decoder.norm, decoder.head = outer.norm.data_ptr(), outer.head.of
         decoder.embed, decoder.first_token = _address(outer.embed), shape.first_token
@@ -304,11 +306,13 @@ class CompiledLayers:
         self._run_half(self._team.address, self._address, memory.address, layer, half)
 
 
-def _layer(of: PackedLayer, mixture: Mixture | None, cache: Tensor) -> Layer:
+def _layer(of: PackedLayer, mixture: Mixture | None, cache: Tensor) -> LayerStruct:
     around = of.input_norm, of.attention_out_norm, of.mlp_norm, of.mlp_out_norm
     vectors = (_address(vector) for vector in (*around, of.q_norm, of.k_norm, of.sinks))
     products = (Linear() if product is None else product.of for product in (of.qkv, of.o, of.gate_up, of.down))
-    return Layer(*vectors, *products, cache.data_ptr(), of.attention, of.gate, mixture and ctypes.addressof(mixture))
+    return LayerStruct(
+        *vectors, *products, cache.data_ptr(), of.attention, of.gate, mixture and ctypes.addressof(mixture)
+    )
 
 
 def _mixture(of: PackedMixture, expert_tokens: Tensor | None) -> Mixture:

@@ -15,7 +15,7 @@ _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 PANEL = 32  # outputs
 
 
-class Then(IntEnum):
+class Epilogue(IntEnum):
     """What is done with y = x W^T + bias; rounded once."""
 
     STORE = 0
@@ -40,7 +40,7 @@ class Linear(ctypes.Structure):
     )
 
 
-class _Part(ctypes.Structure):
+class _RowsStruct(ctypes.Structure):
     _fields_ = (("rows", _P), ("num_rows", _L), ("stride", _L))
 
 
@@ -92,7 +92,7 @@ def pack(
     packed = take(packed_bytes(n, k, dtype, format))
     stored_scales = None if format == Format.PLAIN else torch.empty(num_panels, num_groups, PANEL)
     wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
-    parts = (_Part * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
+    parts = (_RowsStruct * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
     kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P, _P)
     to = (packed.data_ptr(), _address(stored_scales))
     kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, _address(scales), *to)
@@ -112,14 +112,16 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def linear(team: Team, x: Tensor, packed: PackedLinear, then: Then = Then.STORE, out: Tensor | None = None) -> Tensor:
+def linear(
+    team: Team, x: Tensor, packed: PackedLinear, epilogue: Epilogue = Epilogue.STORE, out: Tensor | None = None
+) -> Tensor:
     """x: [R, k] of the weights' dtype, rows contiguous. Returns `out`: [R, n], or [R, n / 2] of a gate; of the same
-    dtype, or float32. It is made where not given, but for Then.ADD."""
+    dtype, or float32. It is made where not given, but for Epilogue.ADD."""
     num_rows, k = x.shape
-    gates = then in (Then.SILU_MUL, Then.GELU_MUL)
+    gates = epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
     assert k == packed.of.k and x.dtype == packed.dtype and x.stride(1) == 1 and gates == bool(packed.of.is_gated)
     if out is None:
-        assert then != Then.ADD
+        assert epilogue != Epilogue.ADD
         out = torch.empty(num_rows, packed.num_outputs, dtype=x.dtype)
     assert out.shape == (num_rows, packed.num_outputs) and out.stride(1) == 1 and out.dtype in (x.dtype, torch.float32)
     kernel = team.library.kernel("linear", _P, _I, _P, _L, _L, _I, _P, _L, _I)
@@ -133,6 +135,6 @@ def linear(team: Team, x: Tensor, packed: PackedLinear, then: Then = Then.STORE,
         DTYPES[out.dtype],
         out.data_ptr(),
         out.stride(0),
-        then,
+        epilogue,
     )
     return out

@@ -52,7 +52,7 @@ class RowSampler:
         )
         return list(ids)
 
-    def log_totals(self, logits: Tensor, rows: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    def logsumexp_top_k(self, logits: Tensor, rows: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """logits: [R, vocab] float32, rows contiguous; rows: r of them.
 
         Returns the log of the sum of each row's exponentials, [r] float32, and its `num_top` largest logits: their ids,

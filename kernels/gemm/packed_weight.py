@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits in the layout of this room's kernels, and how GPTQ's and AWQ's checkpoints come into it.
+"""Weights of 4 or 8 bits in the layout of this folder's kernels, and how GPTQ's and AWQ's checkpoints come into it.
 
 A checkpoint's layout is undone once, when it is loaded. Ours: a weight is [N, K], each row's codes side by side, for
 the shared axis of a product is contiguous in both of its factors. Of 4 bits, a byte holds the codes of k (low) and

@@ -1,4 +1,4 @@
-"""Products of one tile, for the matrix kernels of this room: rows of x times rows of a weight, in float32.
+"""Products of one tile, for the matrix kernels of this folder: rows of x times rows of a weight, in float32.
 
 Device functions, each a loop over the shared axis K, which is contiguous in both. A kernel finds the rows of x (any:
 sorted by expert, gathered) and of the weight (n) that its tile needs, clamped to what exists, so that no load but that

@@ -23,8 +23,8 @@ from torch import Tensor
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
 from .gumbel import gumbel, gumbels, uniforms
-from .last_kept import last_kept, sums_to
-from .ranked import id_of, no_token, ranked
+from .packed_argmax import id_of, no_token, pack_score
+from .threshold import find_threshold, sum_within
 
 TILE = 4096
 LARGEST_VOCABULARY = 1 << 19  # a float32 counts so many, and one load has all tiles of a row
@@ -52,7 +52,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Scratch:
+class SamplingScratch:
     """What draws of at most `best.shape[0]` rows write down on their way. One at a time uses it: a captured graph may
     keep it, and all graphs of a stream may share it."""
 
@@ -64,7 +64,7 @@ class Scratch:
     kept_ids: Tensor  # [rows, vocab] int32
 
     @classmethod
-    def of(cls, num_rows: int, vocab_size: int, device: torch.device) -> Scratch:
+    def of(cls, num_rows: int, vocab_size: int, device: torch.device) -> SamplingScratch:
         tiles = -(-vocab_size // TILE)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -80,7 +80,9 @@ class Scratch:
         )
 
 
-def sample(logits: Tensor, draws: Draws, scratch: Scratch | None = None, tokens: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor, draws: Draws, scratch: SamplingScratch | None = None, tokens: Tensor | None = None
+) -> Tensor:
     """logits: [R, vocab] of floats, last axis contiguous; not changed. The token of each row, [R] int64, the lowest id
     among equals: what workers/sampling/choice.py chooses, but where the rounding of a sum of probabilities decides.
 
@@ -90,7 +92,9 @@ def sample(logits: Tensor, draws: Draws, scratch: Scratch | None = None, tokens:
     return kernel_for(logits, sample_triton, sample_twin)(logits, draws, scratch, tokens)
 
 
-def sample_twin(logits: Tensor, draws: Draws, scratch: Scratch | None = None, tokens: Tensor | None = None) -> Tensor:
+def sample_twin(
+    logits: Tensor, draws: Draws, scratch: SamplingScratch | None = None, tokens: Tensor | None = None
+) -> Tensor:
     """Needs no scratch."""
     draws.check(len(logits))
     is_greedy = draws.temperature == 0.0
@@ -112,13 +116,15 @@ def sample_twin(logits: Tensor, draws: Draws, scratch: Scratch | None = None, to
     return found if tokens is None else tokens.copy_(found)
 
 
-def sample_triton(logits: Tensor, draws: Draws, scratch: Scratch | None = None, tokens: Tensor | None = None) -> Tensor:
+def sample_triton(
+    logits: Tensor, draws: Draws, scratch: SamplingScratch | None = None, tokens: Tensor | None = None
+) -> Tensor:
     num_rows, vocab_size = logits.shape
     draws.check(num_rows)
     assert logits.stride(1) == 1 and logits.is_floating_point() and 0 < vocab_size <= LARGEST_VOCABULARY
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device) if tokens is None else tokens
     assert tokens.shape == (num_rows,) and tokens.dtype == torch.int64 and tokens.is_contiguous()
-    scratch = Scratch.of(num_rows, vocab_size, logits.device) if scratch is None else scratch
+    scratch = SamplingScratch.of(num_rows, vocab_size, logits.device) if scratch is None else scratch
     assert scratch.kept.shape[0] >= num_rows and scratch.kept.shape[1] == vocab_size
     if not num_rows:
         return tokens
@@ -154,7 +160,7 @@ def _is_limited(temperature: tl.tensor, top_p: tl.tensor, top_k: tl.tensor, voca
 @jit
 def _best_of_tiles(
     logits: tl.tensor,  # [R, vocab]
-    best: tl.tensor,  # [R, num_tiles] int64: ranked
+    best: tl.tensor,  # [R, num_tiles] int64: see packed_argmax.py
     largest: tl.tensor,  # [R, num_tiles] float32
     row_stride: int,
     vocab_size: int,
@@ -168,8 +174,8 @@ def _best_of_tiles(
         x = tl.load(logits + row * row_stride + i, mask=i < vocab_size, other=float("-inf")).to(tl.float32)
         is_number = (i < vocab_size) & (x >= float("-inf"))
         x = tl.where(is_number, x, float("-inf"))
-        rank = tl.where(is_number, ranked(x, i.to(tl.int64)), no_token())
-        tl.store(best + row * num_tiles + tile, tl.max(rank, axis=0))
+        packed = tl.where(is_number, pack_score(x, i.to(tl.int64)), no_token())
+        tl.store(best + row * num_tiles + tile, tl.max(packed, axis=0))
         tl.store(largest + row * num_tiles + tile, tl.max(x, axis=0))
 
 
@@ -298,8 +304,8 @@ def _draw_or_collect(
                 tl.store(kept + place, scaled, mask=held)
                 tl.store(kept_ids + place, i, mask=held)
             else:
-                rank, highest = _best_drawn(scaled, i, held, key, highest)
-                tl.store(best + row * num_tiles + tile, rank)
+                packed, highest = _best_drawn(scaled, i, held, key, highest)
+                tl.store(best + row * num_tiles + tile, packed)
 
 
 @jit
@@ -310,18 +316,18 @@ def _best_drawn(
     key: tl.tensor,
     highest: tl.tensor,  # float32: a score that another tile has
 ):
-    """(ranked best of logit + noise, the highest score so far). A tile that cannot win is left out.
+    """(packed best of logit + noise, the highest score so far). A tile that cannot win is left out.
 
     Noise is -log(-log1p(-u)) <= -log(u), which takes no float64.
     """
     uniform = uniforms(key, ids.to(tl.int64))
     bound = tl.where(held, scaled - tl.log(uniform), float("-inf"))
-    rank = no_token()
+    packed = no_token()
     if tl.max(bound, axis=0) > highest - 0.01:
         score = scaled + gumbels(uniform)
-        rank = tl.max(tl.where(held, ranked(score, ids.to(tl.int64)), no_token()), axis=0)
+        packed = tl.max(tl.where(held, pack_score(score, ids.to(tl.int64)), no_token()), axis=0)
         highest = tl.maximum(highest, tl.max(tl.where(held, score, float("-inf")), axis=0))
-    return rank, highest
+    return packed, highest
 
 
 @jit
@@ -356,11 +362,11 @@ def _tokens_of_rows(
         values = kept + row * vocab_size
         last = 0x7F7FFFFF  # bits of the largest float32: none is cut off
         if (top_k > 0) & (top_k < num_kept):
-            last = last_kept(values, num_kept, top_k.to(tl.float32), last, True, TILE)
+            last = find_threshold(values, num_kept, top_k.to(tl.float32), last, True, TILE)
         if top_p < 1.0:
             if (top_k > 0) & (top_k < vocab_size):
-                total, _ = sums_to(values, num_kept, last, last, False, TILE)
-            last = last_kept(values, num_kept, top_p * total, last, False, TILE)
+                total, _ = sum_within(values, num_kept, last, last, False, TILE)
+            last = find_threshold(values, num_kept, top_p * total, last, False, TILE)
         key = tl.load(keys + row)
         highest = float("-inf")
         winner = no_token()
@@ -369,8 +375,8 @@ def _tokens_of_rows(
             scaled = tl.load(values + i, mask=i < num_kept, other=float("-inf"))
             ids = tl.load(kept_ids + row * vocab_size + i, mask=i < num_kept, other=0)
             held = (i < num_kept) & (tl.abs(scaled).to(tl.int32, bitcast=True) <= last)
-            rank, highest = _best_drawn(scaled, ids, held, key, highest)
-            winner = tl.maximum(winner, rank)
+            packed, highest = _best_drawn(scaled, ids, held, key, highest)
+            winner = tl.maximum(winner, packed)
     else:
         winner = tl.max(tl.load(best + row * num_tiles + each, mask=inside, other=-(1 << 63)), axis=0)
     tl.store(tokens + row, id_of(winner))

@@ -50,7 +50,7 @@ class DevicePool:
         self._bytes = pool.view(torch.uint8)
         self._rank_bytes = len(self._bytes) // layout.tensor_parallel
         self._rows = [of if layout.is_block_major else of.transpose(1, 2) for of in groups]
-        self._in, self._out = _Line(device, "kv in"), _Line(device, "kv out")
+        self._in, self._out = _SharedLane(device, "kv in"), _SharedLane(device, "kv out")
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(NUM_BUFFERS):
             self._buffers.put(device.pinned((READ_BYTES,), torch.uint8))
@@ -105,7 +105,7 @@ class DevicePool:
         write_part(bridge, staged.part, data, self._rows, place, table)
 
 
-class _Line:
+class _SharedLane:
     """A lane that several threads use."""
 
     def __init__(self, device: Device, name: str) -> None:

@@ -4,7 +4,7 @@ Life: load (config and weights checked, then read; KV memory reserved) -> launch
 
 With `tensor_parallel` above 1 this is rank 0 of as many: the others are processes of their own (rank_processes.py)
 that compute each step with it. With a `peer_group` it shares its experts with workers that it steps with
-(lockstep.py). If one of either is lost, a step raises RankLost and the runner is of no more use.
+(data_parallel.py). If one of either is lost, a step raises RankLost and the runner is of no more use.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from ..device.kv_cache import KVCache, available_bytes
 from ..device.upload import put_on
 from ..kv.layout import AXIS_ORDERS, KVLayout
 from ..kv.memory import KVMemory
-from ..models.checkpoint.weights import DTYPES, Checkpoint, Progress, Reader, load_weights
+from ..models.checkpoint.weights import DTYPES, Checkpoint, Progress, WeightReader, load_weights
 from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
 from ..models.layers.decoder import Decoder
@@ -49,7 +49,7 @@ from ..models.plan.sharding import Share, share_of_first, share_of_worker, spec_
 from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone, Group
 from ..parallel.rendezvous import PeerSockets, connect_peers
-from ..ranks.lockstep import Lockstep, join
+from ..ranks.data_parallel import DataParallelLoop, join
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from ..sampling.sampler import Sampler, is_plain
 from .cpu.compiled import CompiledDecoder, read_weights
@@ -149,7 +149,7 @@ class ModelRunner:
         lane, first_core = None, (config.cores or ())[:1]
         if peer_sockets is not None:
             assert isinstance(steps, TorchSteps)
-            lane = Lockstep(peer_sockets, steps, on_loss, first_core)
+            lane = DataParallelLoop(peer_sockets, steps, on_loss, first_core)
         elif config.look_ahead and ranks is None and choice.library is not None:
             lane = ThreadExecutor(first_core)
         return cls(_info(config, spec, max_context_tokens), steps, cache, ranks, lane)
@@ -262,7 +262,7 @@ def _kernels(config: ModelRunnerConfig, spec: ModelSpec, gpu: Device | None) -> 
 
 def _read_weights(
     config: ModelRunnerConfig,
-    reader: Reader,
+    reader: WeightReader,
     spec: ModelSpec,
     choice: Choice,
     share: Share,
@@ -292,7 +292,12 @@ def _read_weights(
 
 
 def _read_to_gpu(
-    config: ModelRunnerConfig, reader: Reader, spec: ModelSpec, share: Share, gpu: Device, ranks: RankProcesses | None
+    config: ModelRunnerConfig,
+    reader: WeightReader,
+    spec: ModelSpec,
+    share: Share,
+    gpu: Device,
+    ranks: RankProcesses | None,
 ) -> Callable[[KVCache, Ropes, Group], GpuSteps]:
     """See _read_weights. What the sampler needs is taken before what is free is reserved for KV."""
     weights = load_weights(reader)

@@ -38,7 +38,7 @@ from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
 from ..models.layers.decoder import Decoder
 from ..models.layers.rope import Ropes, rope_tables
-from ..models.layers.step import Step, StepLimits, Words, hear
+from ..models.layers.step import Int32s, Step, StepLimits, receive_message
 from ..models.plan.kv_plan import layout_of
 from ..models.plan.rank_settings import GO, READY, RankSettings
 from ..models.plan.sharding import Share, spec_of
@@ -65,15 +65,15 @@ def follow(settings: RankSettings, life_line: int) -> None:
     if link.recv(len(GO)) != GO:
         raise RankLost("the worker of this rank is gone")
     rendezvous = Path(settings.rendezvous)
-    group = words = GlooGroup.join(settings.rank, settings.size, rendezvous)
+    group = control_group = GlooGroup.join(settings.rank, settings.size, rendezvous)
     if settings.sums_fd is not None:
         compiled = library()
         assert compiled is not None  # rank 0 has it
-        words.share(compiled, settings.sums_fd)
+        control_group.share(compiled, settings.sums_fd)
     if gpu is not None:
         group = gpu.group(settings.rank, settings.size, device_rendezvous(rendezvous))
-        words.gather(torch.tensor([available_bytes(device)]), [(1,)] * settings.size)
-    [num_blocks] = hear(words).tolist()
+        control_group.gather(torch.tensor([available_bytes(device)]), [(1,)] * settings.size)
+    [num_blocks] = receive_message(control_group).tolist()
     layout = layout_of(
         spec,
         settings.dtype,
@@ -87,32 +87,32 @@ def follow(settings: RankSettings, life_line: int) -> None:
     cache = KVCache(layout, num_blocks, device, rank=settings.rank, shared=shared)
     compute = compute_with(cache, rope_tables(spec, settings.max_context_tokens, device), group)
     link.close()
-    words.meet()  # everyone is here: rank 0 may serve
-    for told in _heard(words) if gpu is None else _heard_ahead(words, gpu):
-        compute(told)
+    control_group.meet()  # everyone is here: rank 0 may serve
+    for message in _messages(control_group) if gpu is None else _messages_ahead(control_group, gpu):
+        compute(message)
 
 
-def _heard(words: Group) -> Iterator[Words]:
+def _messages(control_group: Group) -> Iterator[Int32s]:
     while True:
-        yield hear(words)
+        yield receive_message(control_group)
 
 
-def _heard_ahead(words: Group, gpu: Device) -> Iterator[Words]:
-    """Heard on a thread of its own: rank 0 tells a step before the one ahead of it is computed, and does not wait.
-    While nothing is told `gpu` is asked whether it still works: others may wait for it. Raises what it says."""
-    told: SimpleQueue[Words | Exception] = SimpleQueue()
+def _messages_ahead(control_group: Group, gpu: Device) -> Iterator[Int32s]:
+    """Step messages, received on a thread of their own: rank 0 broadcasts a step before the previous one is computed,
+    and does not wait. While no message comes, `gpu` is checked, for other ranks may wait for it. Raises its error."""
+    received: SimpleQueue[Int32s | Exception] = SimpleQueue()
 
     def listen() -> None:
         try:
-            for each in _heard(words):
-                told.put(each)
-        except Exception as e:  # noqa: BLE001 - raised where it is heard
-            told.put(e)
+            for each in _messages(control_group):
+                received.put(each)
+        except Exception as e:  # noqa: BLE001 - raised by the consumer
+            received.put(e)
 
-    threading.Thread(target=listen, name="diptych-told", daemon=True).start()
+    threading.Thread(target=listen, name="diptych-messages", daemon=True).start()
     while True:
         try:
-            each = told.get(timeout=CHECK_S)
+            each = received.get(timeout=CHECK_S)
         except Empty:
             gpu.check()
             continue
@@ -123,15 +123,15 @@ def _heard_ahead(words: Group, gpu: Device) -> Iterator[Words]:
 
 def _read_share(
     settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share, gpu: Device | None
-) -> Callable[[KVCache, Ropes, Group], Callable[[Words], object]]:
+) -> Callable[[KVCache, Ropes, Group], Callable[[Int32s], object]]:
     """What computes the steps of this rank, as they are heard, once it has a cache, the rotary table and a group."""
     cpu, dtype, ours = torch.device("cpu"), DTYPES[settings.dtype], spec_of(spec, share)
     if gpu is not None:
         return _read_to_gpu(settings, ours, checkpoint, share, gpu)
 
-    def steps_of(cache: KVCache, compute: Callable[[Step], object]) -> Callable[[Words], object]:
+    def steps_of(cache: KVCache, compute: Callable[[Step], object]) -> Callable[[Int32s], object]:
         limits = StepLimits(settings.block_size, cache.num_blocks, settings.max_context_tokens, spec.vocab_size)
-        return lambda words: compute(Step.from_words(words, limits))
+        return lambda message: compute(Step.from_message(message, limits))
 
     chosen = choose(settings.cpu_isa).library
     if chosen is not None:
@@ -142,7 +142,7 @@ def _read_share(
         )
     weights = checkpoint.load(dtype, cpu, share=share, quantize=settings.quantize)
 
-    def by_torch(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Words], object]:
+    def by_torch(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Int32s], object]:
         decoder = Decoder(ours, weights, group, share.experts)
         return steps_of(cache, lambda step: decoder.compute(step, cache, cos_sin))
 
@@ -151,14 +151,14 @@ def _read_share(
 
 def _read_to_gpu(
     settings: RankSettings, spec: ModelSpec, checkpoint: Checkpoint, share: Share, gpu: Device
-) -> Callable[[KVCache, Ropes, Group], Callable[[Words], object]]:
+) -> Callable[[KVCache, Ropes, Group], Callable[[Int32s], object]]:
     """See _read_share. spec: of our share."""
     dtype, quantize = DTYPES[settings.dtype], settings.quantize
     with put_on(gpu, quantize) as put:
         reader = checkpoint.reader(dtype, gpu.torch_device, share=share, quantize=quantize, put=put)
         weights = load_weights(reader)
 
-    def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Words], object]:
+    def steps_with(cache: KVCache, cos_sin: Ropes, group: Group) -> Callable[[Int32s], object]:
         decoder = Decoder(spec, weights, group, share.experts)
         return RankSteps(
             gpu, decoder, cache, cos_sin, None, settings.max_running, graph_tokens=settings.graph_tokens

@@ -61,8 +61,8 @@ class TorchSteps:
         prompt_rows = PromptRows.of(entries if batch.prompt_logprobs is not None else ())
         step = Step.of(entries, self._cache.layout.block_size, prompt_rows=prompt_rows.rows)
         if self._ranks is not None:
-            self._ranks.tell(step.to_words())
-        scorer = PromptScorer(prompt_rows, self._sampler.log_totals)
+            self._ranks.broadcast(step.to_message())
+        scorer = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k)
         logits = self._decoder.compute(step, self._cache, self._cos_sin, self._stored(watch), scorer.add)
         if batch.prompt_logprobs is not None:
             batch.prompt_logprobs.extend(scorer.results())

@@ -38,7 +38,7 @@ from ..device.device import Device
 from ..device.device_group import DeviceGroup, device_rendezvous
 from ..device.joined_memory import Joining, make_link
 from ..device.virtual_memory import virtual_memory_of
-from ..models.layers.step import Words, tell
+from ..models.layers.step import Int32s, broadcast_message
 from ..models.plan.rank_settings import GO, READY, RankSettings
 from ..parallel.groups import STALL, GlooGroup, Group
 
@@ -62,7 +62,7 @@ class RankProcesses:
         self._links: list[socket.socket] = []  # to each of them
         os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
         self._library = library
-        self._words: GlooGroup | None = None  # by which they are told
+        self._control_group: GlooGroup | None = None  # carries step messages
         self._device_group: DeviceGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
         self._rendezvous = Path(self._folder) / "rendezvous"
@@ -89,14 +89,14 @@ class RankProcesses:
             with suppress(OSError):  # its end is heard of otherwise
                 link.send(GO)
         size, rendezvous = self._settings.size, self._rendezvous
-        words = self._words = self._unless_lost(lambda: GlooGroup.join(0, size, rendezvous))
+        control_group = self._control_group = self._unless_lost(lambda: GlooGroup.join(0, size, rendezvous))
         if self._library is not None:
-            words.share(self._library, self._sums_fd)
+            control_group.share(self._library, self._sums_fd)
         if gpu is not None:
             self._device_group = self._unless_lost(lambda: gpu.group(0, size, device_rendezvous(rendezvous)))
         if self._lost is not None:  # meanwhile, and whoever ended the others knew of no group
             self._abandon()
-        return self._device_group or words
+        return self._device_group or control_group
 
     def _unless_lost(self, join: Callable[[], Joined]) -> Joined:
         """What `join` gives. It would wait for long, or for ever, for a rank that has ended: it is left alone then."""
@@ -118,8 +118,8 @@ class RankProcesses:
         """For KV of all ranks: with a GPU each, as many times what the one with the least has free. own: of ours."""
         if self._device_group is None:
             return own
-        assert self._words is not None
-        said = self._words.gather(torch.tensor([own]), [(1,)] * self._settings.size)
+        assert self._control_group is not None
+        said = self._control_group.gather(torch.tensor([own]), [(1,)] * self._settings.size)
         return self._settings.size * int(torch.cat(said).min())
 
     def shared(self, gpu: Device | None) -> int | Joining:
@@ -129,18 +129,18 @@ class RankProcesses:
 
     def begin(self, num_blocks: int) -> None:
         """Have all make, or map, the KV memory."""
-        self.tell(np.array([num_blocks], dtype=np.int32))
+        self.broadcast(np.array([num_blocks], dtype=np.int32))
 
     def meet(self) -> None:
         """All are ready for steps."""
-        assert self._words is not None
-        self._words.meet()
+        assert self._control_group is not None
+        self._control_group.meet()
         self._end_rendezvous()
 
-    def tell(self, words: Words) -> None:
-        """What they are to compute with us next."""
-        assert self._words is not None
-        tell(self._words, words)
+    def broadcast(self, message: Int32s) -> None:
+        """Send the other ranks the message of the next step."""
+        assert self._control_group is not None
+        broadcast_message(self._control_group, message)
 
     def check(self) -> None:
         """Raises RankLost where a rank was lost, whatever a device has made of that."""
@@ -274,7 +274,7 @@ class RankProcesses:
         self._end_rendezvous()
 
     def _abandon(self) -> None:
-        for group in (self._words, self._device_group):
+        for group in (self._control_group, self._device_group):
             if group is not None:
                 group.abandon()
 

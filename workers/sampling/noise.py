@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...kernels.sampling.gumbel import GOLDEN, MIX1, MIX2, signed
 
 _MASK = (1 << 64) - 1
-Words = NDArray[np.uint64]
+UInt64s = NDArray[np.uint64]
 
 
 def stream_key(seed: int, position: int) -> int:
@@ -19,7 +19,7 @@ def stream_key(seed: int, position: int) -> int:
     return signed(_mix(seed ^ _mix((position + 1) * GOLDEN & _MASK)))
 
 
-def stream_keys(seeds: Words, positions: Words) -> NDArray[np.int64]:
+def stream_keys(seeds: UInt64s, positions: UInt64s) -> NDArray[np.int64]:
     """`stream_key` of each of them."""
     return _mix(seeds ^ _mix((positions + np.uint64(1)) * np.uint64(GOLDEN))).view(np.int64)
 
@@ -27,7 +27,7 @@ def stream_keys(seeds: Words, positions: Words) -> NDArray[np.int64]:
 @overload
 def _mix(x: int) -> int: ...
 @overload
-def _mix(x: Words) -> Words: ...
+def _mix(x: UInt64s) -> UInt64s: ...
 def _mix(x: Any) -> Any:
     x = (x ^ x >> 30) * MIX1 & _MASK
     x = (x ^ x >> 27) * MIX2 & _MASK

@@ -13,7 +13,7 @@ from .prompt_rows import PromptRows
 
 PIECE_BYTES = 64 << 20  # of logits
 
-LogTotals = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]  # see kernels/sampling/log_totals.py
+LogsumexpTopK = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]  # see kernels/sampling/logsumexp.py
 
 
 def pieces_of(rows: NDArray[np.int32], vocab_size: int) -> Iterator[NDArray[np.int32]]:
@@ -26,8 +26,8 @@ def pieces_of(rows: NDArray[np.int32], vocab_size: int) -> Iterator[NDArray[np.i
 class PromptScorer:
     """Of one step."""
 
-    def __init__(self, rows: PromptRows, log_totals: LogTotals) -> None:
-        self._rows, self._log_totals = rows, log_totals
+    def __init__(self, rows: PromptRows, logsumexp_top_k: LogsumexpTopK) -> None:
+        self._rows, self._logsumexp_top_k = rows, logsumexp_top_k
         self._num_added = 0
         self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
@@ -36,7 +36,7 @@ class PromptScorer:
         targets = torch.from_numpy(self._rows.targets[self._num_added : self._num_added + len(logits)])
         self._num_added += len(logits)
         num_top = min(self._rows.num_top, logits.shape[1])
-        totals, top_ids, top_logits = self._log_totals(logits, num_top)
+        totals, top_ids, top_logits = self._logsumexp_top_k(logits, num_top)
         own = logits.gather(1, targets.to(logits.device)[:, None])
         ranks = (logits > own).sum(dim=1, dtype=torch.int32) + 1
         totals = totals[:, None]

@@ -39,7 +39,7 @@ class Sampler:
     def is_argmax(self, sequences: SequenceOf[Sequence]) -> bool:
         """Whether the largest logit of each row is all that `sample` would look for: nobody needs the others."""
         return all(
-            s.request.sampling.is_greedy and s.request.sampling.logprobs is None and not is_changed(s)
+            s.request.sampling.is_greedy and s.request.sampling.logprobs is None and not has_logits_processors(s)
             for s in sequences
         )
 
@@ -67,10 +67,10 @@ class Sampler:
 
         return sample
 
-    def log_totals(self, logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See kernels/sampling/log_totals.py. logits: [R, vocab] float32."""
+    def logsumexp_top_k(self, logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See kernels/sampling/logsumexp.py. logits: [R, vocab] float32."""
         if self._rows is not None:
-            return self._rows.log_totals(logits, range(len(logits)), num_top)
+            return self._rows.logsumexp_top_k(logits, range(len(logits)), num_top)
         top = logits.topk(num_top, dim=-1)
         return logits.logsumexp(dim=-1), top.indices, top.values
 
@@ -82,13 +82,13 @@ class Sampler:
         rows = _indices(asking, logits)
         num_top = min(max(sequences[row].request.sampling.logprobs or 0 for row in asking), logits.shape[1])
         if self._rows is not None:
-            totals, top_ids, top_logits = self._rows.log_totals(logits, asking, num_top)
-            if not any(is_changed(s) for s in sequences):
+            totals, top_ids, top_logits = self._rows.logsumexp_top_k(logits, asking, num_top)
+            if not any(has_logits_processors(s) for s in sequences):
                 return _Logprobs(asking, logits, rows, totals, top_ids, top_logits)
             raw = logits[rows]
         else:
             raw = logits[rows]
-            totals, top_ids, top_logits = self.log_totals(raw, num_top)
+            totals, top_ids, top_logits = self.logsumexp_top_k(raw, num_top)
         return _Logprobs(asking, raw, torch.arange(len(asking), device=raw.device), totals, top_ids, top_logits)
 
     def _ban_and_bias(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
@@ -144,7 +144,7 @@ def is_plain(sampling: SamplingParams) -> bool:
     )
 
 
-def is_changed(sequence: Sequence) -> bool:
+def has_logits_processors(sequence: Sequence) -> bool:
     """Whether its logits are changed before the choice of its next token."""
     sampling = sequence.request.sampling
     return bool(

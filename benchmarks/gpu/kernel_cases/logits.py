@@ -6,8 +6,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from diptych.kernels.sampling.log_totals import log_totals_triton, log_totals_twin
-from diptych.kernels.sampling.logit_changes import IN_PROMPT, Changes, change_logits_triton, change_logits_twin
+from diptych.kernels.sampling.logits_processors import (
+    IN_PROMPT,
+    LogitsProcessors,
+    process_logits_triton,
+    process_logits_twin,
+)
+from diptych.kernels.sampling.logsumexp import logsumexp_top_k_triton, logsumexp_top_k_twin
 from diptych.kernels.sampling.sampling import Draws, sample_triton, sample_twin
 
 from .common import DEVICE, Case, Goal, Random, compiled, sized
@@ -51,7 +56,7 @@ def sample_case(
         lambda x: sample_triton(*x),
         lambda x, _: sample_twin(*x),
         ROWS * VOCABULARY * dtype.itemsize,
-        # A sum of probabilities that ends at another place by rounding changes whether its last token may be drawn.
+        # A sum of probabilities that ends at another place by rounding processors whether its last token may be drawn.
         tolerance=0.02,
         peers=limited if is_limited and top_k else {"argmax": lambda x: x[0].argmax(dim=-1)},
         unlike=(*limited, "argmax") if temperature else (),
@@ -59,7 +64,7 @@ def sample_case(
     )
 
 
-def make_changes(seed: int) -> tuple[Tensor, Changes]:
+def make_changes(seed: int) -> tuple[Tensor, LogitsProcessors]:
     """Half of the vocabulary allowed, a tenth of it in the prompt, a twentieth in the output; NUM_BIASES a row."""
     random = Random(seed)
     logits = random.normal(ROWS, VOCABULARY, dtype=torch.float32)
@@ -67,7 +72,7 @@ def make_changes(seed: int) -> tuple[Tensor, Changes]:
     counts = (chance < 0.1).int() * IN_PROMPT + (chance > 0.95).int() * 2
     masks = random.whole(-(1 << 31), (1 << 31) - 1, ROWS, -(-VOCABULARY // 32), dtype=torch.int32)
     each = torch.arange(ROWS, dtype=torch.int32, device=DEVICE)
-    return logits, Changes(
+    return logits, LogitsProcessors(
         torch.arange(ROWS + 1, dtype=torch.int32, device=DEVICE) * NUM_BIASES,
         torch.cat([random.order(VOCABULARY)[:NUM_BIASES] for _ in range(ROWS)]).int(),
         random.normal(ROWS * NUM_BIASES, dtype=torch.float32),
@@ -81,34 +86,34 @@ def make_changes(seed: int) -> tuple[Tensor, Changes]:
     )
 
 
-def change(x: tuple[Tensor, Changes]) -> Tensor:
-    change_logits_triton(*x)
+def change(x: tuple[Tensor, LogitsProcessors]) -> Tensor:
+    process_logits_triton(*x)
     return x[0]
 
 
-def changed_by_twin(x: tuple[Tensor, Changes], _: object) -> Tensor:
-    change_logits_twin(*x)
+def changed_by_twin(x: tuple[Tensor, LogitsProcessors], _: object) -> Tensor:
+    process_logits_twin(*x)
     return x[0]
 
 
-def change_by_torch(logits: Tensor, changes: Changes) -> None:
+def change_by_torch(logits: Tensor, processors: LogitsProcessors) -> None:
     """All rows at once, each with its own mask and counts."""
-    logits.scatter_add_(1, changes.bias_ids.view(-1, NUM_BIASES).long(), changes.biases.view(-1, NUM_BIASES))
+    logits.scatter_add_(1, processors.bias_ids.view(-1, NUM_BIASES).long(), processors.biases.view(-1, NUM_BIASES))
     token = torch.arange(VOCABULARY, device=logits.device)
-    allowed = (changes.masks[:, token // 32] >> (token % 32)) & 1 != 0
-    penalty = changes.repetition[:, None]
+    allowed = (processors.masks[:, token // 32] >> (token % 32)) & 1 != 0
+    penalty = processors.repetition[:, None]
     values = torch.where(allowed, logits, -torch.inf)
     repeated = torch.where(values > 0, values / penalty, values * penalty)
-    values = torch.where(changes.counts == 0, values, repeated)
-    num_output = changes.counts & (IN_PROMPT - 1)
-    amounts = changes.presence.float()[:, None] + changes.frequency.float()[:, None] * num_output
+    values = torch.where(processors.counts == 0, values, repeated)
+    num_output = processors.counts & (IN_PROMPT - 1)
+    amounts = processors.presence.float()[:, None] + processors.frequency.float()[:, None] * num_output
     logits.copy_(values - torch.where(num_output > 0, amounts, 0.0))
 
 
 def penalty_case() -> Case:
     by_torch = compiled(change_by_torch)
 
-    def peer(x: tuple[Tensor, Changes]) -> Tensor:
+    def peer(x: tuple[Tensor, LogitsProcessors]) -> Tensor:
         by_torch(*x)
         return x[0]
 
@@ -135,8 +140,8 @@ def totals_case() -> Case:
         f"log totals, top {NUM_TOP}",
         f"{ROWS} x {VOCABULARY}",
         lambda seed: Random(seed).normal(ROWS, VOCABULARY, dtype=torch.float32) * 3,
-        lambda x: log_totals_triton(x, NUM_TOP),
-        lambda x, _: log_totals_twin(x, NUM_TOP),
+        lambda x: logsumexp_top_k_triton(x, NUM_TOP),
+        lambda x, _: logsumexp_top_k_twin(x, NUM_TOP),
         ROWS * VOCABULARY * 4,
         tolerance=1e-3,  # of places: equal logits may be told in another order
         peers={"logsumexp + topk": totals_by_torch, "torch.compile": compiled(totals_by_torch)},

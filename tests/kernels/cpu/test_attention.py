@@ -9,11 +9,11 @@ from torch import Tensor
 from diptych.kernels.attention.paged_attention import paged_attention_twin
 from diptych.kernels.attention.paged_batch import NO_OPTIONS, AttentionOptions, PagedBatch
 from diptych.kernels.cpu.attention import (
+    AttentionLimits,
+    AttentionScratch,
     HeadNorms,
     Heads,
-    Limits,
     Places,
-    Scratch,
     pack,
     paged_attention,
     plan_attention,
@@ -50,8 +50,8 @@ OPTIONS = [
 
 def attend(team: Team, q: Tensor, packed: Tensor, batch: PagedBatch, options: AttentionOptions = NO_OPTIONS) -> Tensor:
     heads = Heads.of(q.shape[1], packed.shape[2], q.shape[2], options)
-    limits = Limits(len(batch.host_num_new), q.shape[0], max(batch.host_context_lens))
-    scratch = Scratch.of(team, q.dtype, heads, limits)
+    limits = AttentionLimits(len(batch.host_num_new), q.shape[0], max(batch.host_context_lens))
+    scratch = AttentionScratch.of(team, q.dtype, heads, limits)
     plan_attention(team, q.dtype, heads, batch, scratch)
     outs = [paged_attention(team, q, packed, batch, heads, scratch) for _ in range(2)]  # a plan serves every layer
     assert torch.equal(*outs)

@@ -10,10 +10,10 @@ from torch.nn.functional import gelu, linear, silu
 from diptych.kernels.cpu.experts import Gate, PackedExperts, experts
 from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.library import Team
-from diptych.kernels.cpu.linear import Then, pack
+from diptych.kernels.cpu.linear import Epilogue, pack
 from diptych.workers.models.quant.stored import as_stored_
 
-GATES = [Gate(), Gate(Then.GELU_MUL), Gate(Then.CLAMPED_MUL, 1.702, 0.75)]
+GATES = [Gate(), Gate(Epilogue.GELU_MUL), Gate(Epilogue.CLAMPED_MUL, 1.702, 0.75)]
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Case:
 
 
 def gated(gate: Gate, x: Tensor, up: Tensor) -> Tensor:
-    match gate.then:
-        case Then.SILU_MUL:
+    match gate.epilogue:
+        case Epilogue.SILU_MUL:
             return silu(x) * up
-        case Then.GELU_MUL:
+        case Epilogue.GELU_MUL:
             return gelu(x, approximate="tanh") * up
         case _:
             x, up = x.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)

@@ -12,13 +12,13 @@ from torch.nn import functional
 from diptych.kernels.attention.paged_batch import AttentionOptions
 from diptych.kernels.cpu.layer import AttentionKind, CompiledLayers, DecoderShape, PackedLayer, PackedOuter, StepMemory
 from diptych.kernels.cpu.library import Library, Team
-from diptych.kernels.cpu.linear import Then, pack
+from diptych.kernels.cpu.linear import Epilogue, pack
 
 H, INNER, N, K, D, VOCAB, EPS, BLOCK_SIZE = 48, 80, 4, 2, 16, 70, 1e-5, 16
 NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-GATES: dict[Then, Callable[[Tensor], Tensor]] = {
-    Then.SILU_MUL: functional.silu,
-    Then.GELU_MUL: lambda x: functional.gelu(x, approximate="tanh"),
+GATES: dict[Epilogue, Callable[[Tensor], Tensor]] = {
+    Epilogue.SILU_MUL: functional.silu,
+    Epilogue.GELU_MUL: lambda x: functional.gelu(x, approximate="tanh"),
 }
 
 
@@ -32,7 +32,7 @@ class Family:
     qk_norm: int = 0  # numbers that one norm of queries is of
     has_sinks: bool = False
     has_bias: bool = False
-    gate: Then = Then.SILU_MUL
+    gate: Epilogue = Epilogue.SILU_MUL
     embed_scale: float = 1.0
     logit_softcap: float = 0.0
 
@@ -44,13 +44,15 @@ FAMILIES = {
         NORMS,
         (AttentionOptions(0.3, 5.0, 17), AttentionOptions(0.3, 5.0)),
         (D, D),
-        gate=Then.GELU_MUL,
+        gate=Epilogue.GELU_MUL,
         embed_scale=7.0,
         logit_softcap=3.0,
     ),
     # A cap that makes equals of most of the likeliest: the lowest of them is picked, as of the logits.
     "saturated": Family(logit_softcap=0.02),
-    "gemma3": Family(NORMS, (AttentionOptions(0.2, window=9), AttentionOptions(0.2)), (D, 6), D, gate=Then.GELU_MUL),
+    "gemma3": Family(
+        NORMS, (AttentionOptions(0.2, window=9), AttentionOptions(0.2)), (D, 6), D, gate=Epilogue.GELU_MUL
+    ),
     "olmo2": Family(("attention_out_norm", "mlp_out_norm"), qk_norm=N * D),
     "gpt_oss": Family(
         kinds=(AttentionOptions(window=16), AttentionOptions()), rotated=(D, D), has_sinks=True, has_bias=True
@@ -256,7 +258,7 @@ def test_families_differ() -> None:
             replace(family, kinds=(AttentionOptions(0.3, 0.0, 17), AttentionOptions(0.3))),
             replace(family, embed_scale=1.0),
             replace(family, logit_softcap=0.0),
-            replace(family, gate=Then.SILU_MUL),
+            replace(family, gate=Epilogue.SILU_MUL),
         )
     ]
     for i, one in enumerate(seen):

@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, silu
 
 from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.library import Team
-from diptych.kernels.cpu.linear import Then, linear, pack
+from diptych.kernels.cpu.linear import Epilogue, linear, pack
 from diptych.workers.models.quant import int4, int8
 from diptych.workers.models.quant.stored import scales_of_part
 
@@ -91,32 +91,32 @@ def test_sum_without_a_bias(pair: Team, dtype: torch.dtype) -> None:
     x, weight, _ = operands(13, 33, 65, dtype)
     before = torch.randn(13, 33, dtype=dtype)
     out = poisoned(13, 33, dtype).copy_(before)
-    linear(pair, x, pack(pair, [weight]), Then.ADD, out)
+    linear(pair, x, pack(pair, [weight]), Epilogue.ADD, out)
     assert_near(out, x.double() @ weight.double().T + before.double(), dtype)
     assert_only_written(out)
 
 
-@pytest.mark.parametrize("then", [Then.SILU_MUL, Then.GELU_MUL])
+@pytest.mark.parametrize("epilogue", [Epilogue.SILU_MUL, Epilogue.GELU_MUL])
 @pytest.mark.parametrize("format", FORMATS)
-def test_gate(pair: Team, dtype: torch.dtype, then: Then, format: Format) -> None:
+def test_gate(pair: Team, dtype: torch.dtype, epilogue: Epilogue, format: Format) -> None:
     for inner in (1, 15, 16, 17, 64):
         x, weight, bias = operands(5, 2 * inner, 48, dtype)
         packed = pack(pair, [weight[:inner], weight[inner:]], bias, gated=True, format=format)
         gate, up = (x.double() @ as_stored(weight, format).T + bias.double()).chunk(2, dim=1)
         out = poisoned(5, inner, dtype)
-        linear(pair, x, packed, then, out)
-        assert_near(out, (silu(gate) if then == Then.SILU_MUL else gelu(gate, approximate="tanh")) * up, dtype)
+        linear(pair, x, packed, epilogue, out)
+        assert_near(out, (silu(gate) if epilogue == Epilogue.SILU_MUL else gelu(gate, approximate="tanh")) * up, dtype)
         assert_only_written(out)
 
 
-@pytest.mark.parametrize("then", [Then.SILU_MUL, Then.GELU_MUL])
-def test_large_gates(team: Team, dtype: torch.dtype, then: Then) -> None:
+@pytest.mark.parametrize("epilogue", [Epilogue.SILU_MUL, Epilogue.GELU_MUL])
+def test_large_gates(team: Team, dtype: torch.dtype, epilogue: Epilogue) -> None:
     gate = torch.tensor([[-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4, torch.nan]], dtype=dtype)
     expected = gate.clone()
     expected[0, :4] = 0.0
     one = torch.ones(1, 1, dtype=dtype)
     packed = pack(team, [gate.view(8, 1), torch.ones(8, 1, dtype=dtype)], gated=True)
-    torch.testing.assert_close(linear(team, one, packed, then), expected, rtol=0.0, atol=1e-30, equal_nan=True)
+    torch.testing.assert_close(linear(team, one, packed, epilogue), expected, rtol=0.0, atol=1e-30, equal_nan=True)
 
 
 def test_parts_are_below_one_another(pair: Team, dtype: torch.dtype) -> None:

@@ -102,23 +102,23 @@ def test_rows_without_a_likely_token_still_give_one_in_range(team: Team) -> None
 
 
 @pytest.mark.parametrize("vocab_size", [5, 64, VOCAB])
-def test_log_totals(team: Team, vocab_size: int) -> None:
+def test_logsumexp_top_k(team: Team, vocab_size: int) -> None:
     torch.manual_seed(vocab_size)
     padded = torch.full((6, vocab_size + 3), torch.nan)
     logits = padded[:, :vocab_size]
     logits.copy_(torch.randn(6, vocab_size) * 5)
     logits[1, 0] = -torch.inf
     rows, num_top = [4, 1, 0], min(20, vocab_size)
-    totals, ids, values = RowSampler(team).log_totals(logits, rows, num_top)
+    totals, ids, values = RowSampler(team).logsumexp_top_k(logits, rows, num_top)
     torch.testing.assert_close(totals, logits[rows].logsumexp(dim=-1))
     top = logits[rows].topk(num_top, dim=-1)
     assert torch.equal(ids, top.indices) and torch.equal(values, top.values)
-    alone = RowSampler(team).log_totals(logits[1:2], [0], num_top)
+    alone = RowSampler(team).logsumexp_top_k(logits[1:2], [0], num_top)
     assert torch.equal(alone[0][0], totals[1]) and torch.equal(alone[1][0], ids[1])
 
 
 def test_the_largest_are_ordered_by_id_among_equals(team: Team) -> None:
     logits = torch.zeros(1, 50)
     logits[0, [9, 30]] = 1.0
-    assert RowSampler(team).log_totals(logits, [0], 5)[1].tolist() == [[9, 30, 0, 1, 2]]
-    assert RowSampler(team).log_totals(logits, [0], 0)[1].shape == (1, 0)
+    assert RowSampler(team).logsumexp_top_k(logits, [0], 5)[1].tolist() == [[9, 30, 0, 1, 2]]
+    assert RowSampler(team).logsumexp_top_k(logits, [0], 0)[1].shape == (1, 0)

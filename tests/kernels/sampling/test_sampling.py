@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from diptych.kernels.sampling.log_totals import log_totals
-from diptych.kernels.sampling.logit_changes import IN_PROMPT, Changes, change_logits, count_tokens
+from diptych.kernels.sampling.logits_processors import IN_PROMPT, LogitsProcessors, count_tokens, process_logits
+from diptych.kernels.sampling.logsumexp import logsumexp_top_k
 from diptych.kernels.sampling.sampling import Draws, sample
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.sequence import Sequence
@@ -41,7 +41,7 @@ def sequences() -> list[Sequence]:
     return found
 
 
-def changes_of(rows: list[Sequence]) -> Changes:
+def changes_of(rows: list[Sequence]) -> LogitsProcessors:
     """What an engine would keep on its device."""
     samplings = [s.request.sampling for s in rows]
     bias_ids: list[int] = []
@@ -59,7 +59,7 @@ def changes_of(rows: list[Sequence]) -> Changes:
         for ids, amount in ((prompt, IN_PROMPT), (output.long(), 1)):
             count_tokens(counts, torch.full((len(ids),), row, dtype=torch.int32), ids, amount)
     none = torch.full((len(rows),), -1, dtype=torch.int32)
-    return Changes(
+    return LogitsProcessors(
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor(bias_ids, dtype=torch.int32),
         torch.tensor(biases),
@@ -79,7 +79,7 @@ def test_a_device_samples_what_a_worker_samples() -> None:
     logits[1::2] = logits[1::2].bfloat16().float()  # many ties
     expected = logits.clone()
     tokens = [token.token_id for token in Sampler((EOS,)).sample(expected, rows)]
-    change_logits(logits, changes_of(rows))
+    process_logits(logits, changes_of(rows))
     how = [draw_of(sequence, sequence.num_tokens) for sequence in rows]
     draws = Draws(
         torch.tensor([d.temperature for d in how]),
@@ -91,9 +91,9 @@ def test_a_device_samples_what_a_worker_samples() -> None:
     assert sample(logits, draws).tolist() == tokens
 
 
-def test_log_totals() -> None:
+def test_logsumexp_top_k() -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).round()
-    totals, ids, values = log_totals(logits, 6)
+    totals, ids, values = logsumexp_top_k(logits, 6)
     assert torch.equal(values, logits.gather(1, ids)) and torch.equal(totals, logits.logsumexp(-1))
     for row in range(5):
         order = sorted(range(40), key=lambda i: (-float(logits[row, i]), i))

@@ -11,7 +11,7 @@ import pytest
 from diptych.workers.common.errors import ConfigError, PeerLost, RankLost
 from diptych.workers.parallel import rendezvous as rendezvous_module
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
-from diptych.workers.ranks.lockstep import join
+from diptych.workers.ranks.data_parallel import join
 
 END_S = 20.0  # for what must happen; no test passes by waiting
 

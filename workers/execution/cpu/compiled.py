@@ -19,11 +19,11 @@ from torch import Tensor
 from ....kernels.cpu.greedy import BEST
 from ....kernels.cpu.layer import CompiledLayers, PackedLayer, PackedOuter, StepMemory
 from ....kernels.cpu.library import Team
-from ....kernels.cpu.linear import PackedLinear, Then, pack
+from ....kernels.cpu.linear import Epilogue, PackedLinear, pack
 from ...common.memory import huge_page_mapping
 from ...core.runner import LayerWatch
 from ...device.kv_cache import KVCache
-from ...models.checkpoint.weights import Fields, Reader
+from ...models.checkpoint.weights import LayerTensors, WeightReader
 from ...models.families.spec import LayerSpec, MlpSpec, ModelSpec
 from ...models.layers.moe import no_expert_tokens
 from ...models.layers.rope import Ropes
@@ -61,7 +61,7 @@ class CompiledWeights:
     outer: PackedOuter
 
 
-def read_weights(team: Team, reader: Reader) -> CompiledWeights:
+def read_weights(team: Team, reader: WeightReader) -> CompiledWeights:
     """Pack a rank's share. Of what is converted on its way one field at a time is in memory beside its packed form."""
     arena, spec = Arena(), reader.spec
     kinds = zip(spec.layers, attention_ids(spec), reader.layers(), strict=True)
@@ -69,7 +69,7 @@ def read_weights(team: Team, reader: Reader) -> CompiledWeights:
     return CompiledWeights(layers, _packed_outer(team, reader.outer(), arena))
 
 
-def _packed_layer(team: Team, fields: Fields, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
+def _packed_layer(team: Team, fields: LayerTensors, arena: Arena, of: LayerSpec, attention: int) -> PackedLayer:
     def packed(name: str, *, gated: bool = False) -> PackedLinear:
         return pack(
             team,
@@ -99,12 +99,12 @@ def _packed_layer(team: Team, fields: Fields, arena: Arena, of: LayerSpec, atten
         gate_up=packed("gate_up", gated=True) if is_dense else None,
         down=packed("down") if is_dense else None,
         attention=attention,
-        gate=gate_of(mlp) if is_dense else Then.SILU_MUL,
+        gate=gate_of(mlp) if is_dense else Epilogue.SILU_MUL,
         mixture=None if is_dense else read_mixture(team, fields, mlp, arena.take),
     )
 
 
-def _packed_outer(team: Team, fields: Fields, arena: Arena) -> PackedOuter:
+def _packed_outer(team: Team, fields: LayerTensors, arena: Arena) -> PackedOuter:
     """Embeddings that are tied to the head are read from it, which is not quantised then."""
     norm, is_tied = fields.tensor("norm").float(), not fields.has("lm_head")
     field = "embed" if is_tied else "lm_head"

@@ -7,13 +7,13 @@ from torch import Tensor
 from ....kernels.cpu.experts import PackedExperts, PackedMixture
 from ....kernels.cpu.library import Team
 from ....kernels.cpu.linear import PackedLinear, pack
-from ...models.checkpoint.weights import Fields
+from ...models.checkpoint.weights import LayerTensors
 from ...models.families.spec import MoeSpec
 from ...models.layers.moe import routing_of
 from .compiled_shape import EXPERT_GATES
 
 
-def read_mixture(team: Team, fields: Fields, of: MoeSpec, take: Callable[[int], Tensor]) -> PackedMixture:
+def read_mixture(team: Team, fields: LayerTensors, of: MoeSpec, take: Callable[[int], Tensor]) -> PackedMixture:
     """One expert's tensors at a time are in memory beside their packed form. take: as `pack` has it."""
     gate_up: list[PackedLinear] = []
     down: list[PackedLinear] = []

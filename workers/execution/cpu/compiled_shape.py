@@ -5,17 +5,17 @@ import torch
 from ....kernels.attention.paged_batch import AttentionOptions
 from ....kernels.cpu.experts import ExpertSizes, Gate
 from ....kernels.cpu.layer import AttentionKind, DecoderShape
-from ....kernels.cpu.linear import Then
+from ....kernels.cpu.linear import Epilogue
 from ....kernels.elementwise.gate_mul import ALPHA, LIMIT
 from ...models.families.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from ...models.layers.rope import Ropes
 from ...models.plan.compiled_limits import mixtures_of
 from ...models.plan.sharding import WHOLE, Share
 
-GATES: dict[Activation, Then] = {"silu": Then.SILU_MUL, "gelu_tanh": Then.GELU_MUL}
+GATES: dict[Activation, Epilogue] = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 EXPERT_GATES: dict[Activation, Gate] = {
     **{activation: Gate(then) for activation, then in GATES.items()},
-    "swiglu_clamped": Gate(Then.CLAMPED_MUL, ALPHA, LIMIT),
+    "swiglu_clamped": Gate(Epilogue.CLAMPED_MUL, ALPHA, LIMIT),
 }
 
 
@@ -30,7 +30,7 @@ def attention_ids(spec: ModelSpec) -> list[int]:
     return [list(dict.fromkeys(kinds)).index(kind) for kind in kinds]
 
 
-def gate_of(mlp: MlpSpec) -> Then:
+def gate_of(mlp: MlpSpec) -> Epilogue:
     return GATES[mlp.activation]
 
 

@@ -29,7 +29,7 @@ from .compiled import CompiledDecoder
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _StepArrays:
     """What one batch is written into."""
 
     memory: StepMemory
@@ -53,22 +53,22 @@ class CompiledSteps:
         """`tables`: two where a batch is prepared while another is computed. `ranks`: those that compute with us."""
         self._decoder, self._sampler, self._ranks = decoder, sampler, ranks
         self._block_size = tables[0].block_size
-        self._rooms = [_Room(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
+        self._arrays = [_StepArrays(decoder.new_memory() if i else decoder.memory, of) for i, of in enumerate(tables)]
         self._num_prepared = 0
         self._yielded: list[int] = []  # by the batch computed last
 
     def prepare(self, batch: Batch, watch: LayerWatch | None) -> Compute:
-        room = self._rooms[self._num_prepared % len(self._rooms)]
+        arrays = self._arrays[self._num_prepared % len(self._arrays)]
         self._num_prepared += 1
         if batch.previous_entries:
-            sequences = _write_following(room, batch.entries)
+            sequences = _write_following(arrays, batch.entries)
             sample = self._sampler.sample_next(sequences)
         else:
-            sequences = _write(room, batch.entries)
+            sequences = _write(arrays, batch.entries)
             sample = partial(self._sampler.sample, sequences=sequences)
         picks = self._sampler.is_argmax(sequences)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
-        return partial(self._compute, _Prepared(room.memory, batch, sequences, picks, sample, prompt_rows), watch)
+        return partial(self._compute, _Prepared(arrays.memory, batch, sequences, picks, sample, prompt_rows), watch)
 
     @property
     def expert_tokens(self) -> Tensor | None:
@@ -78,15 +78,15 @@ class CompiledSteps:
     def profile(self) -> Tensor:
         """From now on gains the nanoseconds of each of layer.PARTS, [len(PARTS)] int64. Where batches are computed one
         by one."""
-        assert len(self._rooms) == 1
+        assert len(self._arrays) == 1
         return self._decoder.memory.profile()
 
     def _compute(self, step: _Prepared, watch: LayerWatch | None) -> list[SampledToken]:
         """Raises RankLost."""
         if self._ranks is not None:
             rows = NO_ROWS if step.prompt_rows is None else step.prompt_rows.rows
-            told = Step.of(step.batch.entries, self._block_size, picks=step.picks, prompt_rows=rows)
-            self._ranks.tell(told.to_words())
+            shared = Step.of(step.batch.entries, self._block_size, picks=step.picks, prompt_rows=rows)
+            self._ranks.broadcast(shared.to_message())
         before, self._yielded = self._yielded, []
         memory, previous_entries, num_sampled = step.memory, step.batch.previous_entries, len(step.sequences)
         if previous_entries:
@@ -111,14 +111,14 @@ class CompiledSteps:
 
     def _score(self, batch: Batch, rows: PromptRows) -> None:
         """After all else: it overwrites what was sampled."""
-        scorer = PromptScorer(rows, self._sampler.log_totals)
+        scorer = PromptScorer(rows, self._sampler.logsumexp_top_k)
         for logits in self._decoder.prompt_logits(rows.rows):
             scorer.add(logits)
         assert batch.prompt_logprobs is not None
         batch.prompt_logprobs.extend(scorer.results())
 
 
-def _write(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
+def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
     """Returns the sequences that are sampled."""
     num_new: list[int] = []
     context_lens: list[int] = []
@@ -138,7 +138,7 @@ def _write(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence
         if end == len(known):
             sampled.append(len(token_ids) - 1)
             sequences.append(sequence)
-    memory, tables = room.memory, room.tables
+    memory, tables = arrays.memory, arrays.tables
     width = -(-max(context_lens) // tables.block_size)
     memory.begin(num_new, context_lens, len(token_ids), width)
     rows = tables.update(entries)
@@ -148,11 +148,11 @@ def _write(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence
     return sequences
 
 
-def _write_following(room: _Room, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
+def _write_following(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
     """One row for each entry of a batch with `previous_entries`; its input token comes later."""
     sequences = [entry.sequence for entry in entries]
     context_lens = [len(sequence.token_ids) + 1 for sequence in sequences]
-    num_rows, memory, tables = len(sequences), room.memory, room.tables
+    num_rows, memory, tables = len(sequences), arrays.memory, arrays.tables
     memory.begin([1] * num_rows, context_lens, num_rows, -(-max(context_lens) // tables.block_size))
     rows = tables.update(entries, input_from_previous=True)
     memory.set_tables(tables.array, rows)

@@ -1,4 +1,4 @@
-"""Decode steps as graphs: one from tokens to logits for each bucket of rows, one from logits to tokens for each room.
+"""Decode steps as graphs: one from tokens to logits per bucket of rows, one from logits to tokens per host buffer set.
 
 They compute on the main lane from StepBuffers alone, whatever contexts the rows have: where contexts are cut is decided
 on the device (kernels/attention/decode_plan.py). Idle rows have no context; they are stored nowhere.
@@ -18,28 +18,30 @@ from ...device.device import Device, Lane
 from ...models.layers.attention import StepMeta
 from .buckets import bucket_for, row_buckets
 from .device_sampler import DeviceSampler
-from .flow import Pieces
-from .step_buffers import NUM_ROOMS, StepBuffers
+from .forward import ForwardPieces
+from .step_buffers import NUM_HOST_BUFFERS, StepBuffers
 
 
 class DecodeGraphs:
-    def __init__(self, pieces: Pieces, cos_sin: Tensor, buffers: StepBuffers, sampler: DeviceSampler | None) -> None:
+    def __init__(
+        self, pieces: ForwardPieces, cos_sin: Tensor, buffers: StepBuffers, sampler: DeviceSampler | None
+    ) -> None:
         """sampler: None on other ranks than 0."""
         self._pieces, self._cos_sin, self._buffers, self._sampler = pieces, cos_sin, buffers, sampler
         self._buckets: tuple[int, ...] = ()
         self._forward: dict[int, Callable[[], None]] = {}  # by bucket
-        self._choose: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and room
+        self._choose: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
 
     def capture(self, device: Device, lane: Lane) -> None:
         """For up to as many rows as the buffers have. Raises torch.OutOfMemoryError."""
         buckets = row_buckets(self._buffers.max_rows)
         if self._sampler is not None:
-            for room in range(NUM_ROOMS):
-                self._sampler.write(room, [], [])
+            for index in range(NUM_HOST_BUFFERS):
+                self._sampler.write(index, [], [])
         for bucket in reversed(buckets):
             self._forward[bucket] = device.capture(lane, partial(self._compute, bucket))
-            for room in range(NUM_ROOMS):
-                self._choose[bucket, room] = device.capture(lane, partial(self._sample, bucket, room))
+            for index in range(NUM_HOST_BUFFERS):
+                self._choose[bucket, index] = device.capture(lane, partial(self._sample, bucket, index))
         self._buckets = buckets
 
     def close(self) -> None:
@@ -55,13 +57,13 @@ class DecodeGraphs:
         """Device work: from what was uploaded to logits."""
         self._forward[bucket]()
 
-    def choose(self, num_rows: int, room: int, *, is_plain: bool) -> None:
+    def choose(self, num_rows: int, index: int, *, is_plain: bool) -> None:
         """Device work: from logits to tokens. is_plain: a graph can do it."""
         bucket = self.bucket(num_rows) if is_plain else None
         if bucket is not None:
-            self._choose[bucket, room]()
+            self._choose[bucket, index]()
         else:
-            self._sample(num_rows, room, is_plain=is_plain)
+            self._sample(num_rows, index, is_plain=is_plain)
 
     def _compute(self, bucket: int) -> None:
         buffers, decoder, cache = self._buffers, self._pieces.decoder, self._pieces.cache
@@ -81,12 +83,12 @@ class DecodeGraphs:
         if logits is not None:
             buffers.logits[:bucket].copy_(logits)
 
-    def _sample(self, num_rows: int, room: int, *, is_plain: bool = True) -> None:
+    def _sample(self, num_rows: int, index: int, *, is_plain: bool = True) -> None:
         logits, tokens = self._buffers.logits[:num_rows], self._buffers.tokens[:num_rows]
         if self._sampler is not None:
-            self._sampler.upload(room)
+            self._sampler.upload(index)
             if is_plain:
-                self._sampler.choose(room, logits, tokens, num_rows)
+                self._sampler.choose(index, logits, tokens, num_rows)
             else:
-                self._sampler.change_and_choose(room, logits, tokens)
+                self._sampler.process_and_choose(index, logits, tokens)
         self._pieces.decoder.group.broadcast(tokens)

@@ -1,6 +1,6 @@
 """How each row's token is drawn, as columns of numbers that stay at one place on the device, for graphs to read.
 
-Settings      what does not change from one token of a request to the next
+SamplingColumns      what does not change from one token of a request to the next
 DrawColumns   that, and the key of each row's noise: written on the host, uploaded in one copy
 """
 
@@ -26,7 +26,7 @@ _MULTIPLE = 4  # of rows: columns begin at multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Settings:
+class SamplingColumns:
     """Of R rows, on the host."""
 
     samplings: list[SamplingParams]
@@ -38,7 +38,7 @@ class Settings:
     is_plain: bool  # all of them are
 
     @classmethod
-    def of(cls, samplings: list[SamplingParams]) -> Settings:
+    def of(cls, samplings: list[SamplingParams]) -> SamplingColumns:
         temperatures = np.array([s.temperature for s in samplings])
         return cls(
             samplings,
@@ -60,9 +60,9 @@ class DrawColumns:
         on_host = _columns(self._host, rows)
         self._temperature, self._log_min_p, self._top_p, self._top_k, self._keys = (t.numpy() for t in on_host)
         self._on_device = _columns(self._device, rows)
-        self._written: Settings | None = None
+        self._written: SamplingColumns | None = None
 
-    def write(self, settings: Settings, positions: SequenceOf[int]) -> None:
+    def write(self, settings: SamplingColumns, positions: SequenceOf[int]) -> None:
         """positions: of the tokens to be drawn, one a row. What was uploaded before has reached the device."""
         num = len(settings.samplings)
         assert num == len(positions) <= len(self._keys)

@@ -1,6 +1,6 @@
 """Batches computed on GPUs that nobody waits for: planned and launched, and later asked for their tokens.
 
-    launch (host)   one room is written: tokens, contexts, what changed in block tables, how to sample
+    launch (host)   one set of host buffers is written: tokens, contexts, what changed in block tables, how to sample
     each rank       computes what was planned (rank_steps.py), on its own GPU
 
     a step of decodes        one graph from tokens to logits, one that samples, each of the smallest bucket that fits
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ....kernels.sampling.log_totals import log_totals
+from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...common.errors import ConfigError, InternalError, RankLost
 from ...common.prompt_logprobs import PromptLogprobs
 from ...core.runner import LayerWatch
@@ -37,8 +37,8 @@ from .device_tables import ChangedTables
 from .expert_tokens import ExpertTokens
 from .prompt_part import PromptRun
 from .rank_steps import RankSteps
-from .step_buffers import NUM_ROOMS, Room
-from .step_plan import KNOWN, NO_ROWS, Ints, Numbers, StepPlan, copy_words
+from .step_buffers import NUM_HOST_BUFFERS, HostBuffers
+from .step_plan import KNOWN, NO_ROWS, Ints, Numbers, StepPlan, copy_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,15 @@ class GpuSteps:
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> "LaunchedStep":
         """See Runner.launch. Raises OutOfDeviceMemory, DeviceLost or RankLost."""
         with self.recovering(is_told=False):
-            index = self._num_launched % NUM_ROOMS
+            index = self._num_launched % NUM_HOST_BUFFERS
             plan, prompt_rows = self._plan(batch, watch, index)
-            scorer = None if prompt_rows is None else PromptScorer(prompt_rows, log_totals)
+            scorer = None if prompt_rows is None else PromptScorer(prompt_rows, logsumexp_top_k)
         with self.recovering():
             if self._ranks is not None:
-                self._ranks.tell(plan.to_words())
+                self._ranks.broadcast(plan.to_message())
             run = self._own.run(plan, index, scorer)
-        room = self._own.buffers.rooms[index]
-        return LaunchedStep(self, self._sampler, room, index, plan.num_sampled, run, watch, batch.prompt_logprobs)
+        host = self._own.buffers.host[index]
+        return LaunchedStep(self, self._sampler, host, index, plan.num_sampled, run, watch, batch.prompt_logprobs)
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
@@ -90,7 +90,7 @@ class GpuSteps:
             return
         with self.recovering():
             if self._ranks is not None:
-                self._ranks.tell(copy_words(pairs))
+                self._ranks.broadcast(copy_message(pairs))
             self._own.copy_blocks(np.array(pairs, dtype=np.int32).T)
 
     def expert_tokens(self) -> NDArray[np.int64] | None:
@@ -150,8 +150,8 @@ class GpuSteps:
             self._device.synchronize()
 
     def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> tuple[StepPlan, PromptRows | None]:
-        """Of a step in room `index`; how its rows are sampled is written there."""
-        self._own.buffers.rooms[index].wait()
+        """Plan a step that uses host buffers `index`, and write there how its rows are sampled."""
+        self._own.buffers.host[index].wait()
         if len(batch.entries) > self._own.buffers.max_rows:
             raise InternalError(f"a step of {len(batch.entries)} sequences: there are buffers for max_running")
         self._num_launched += 1
@@ -251,14 +251,14 @@ class LaunchedStep:
         self,
         steps: GpuSteps,
         sampler: DeviceSampler,
-        room: Room,
+        host: HostBuffers,
         index: int,
         num_sampled: int,
         run: PromptRun | None,
         watch: LayerWatch | None,
         prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] | None,
     ) -> None:
-        self._steps, self._sampler, self._room = steps, sampler, room
+        self._steps, self._sampler, self._host = steps, sampler, host
         self._index, self._num_sampled = index, num_sampled
         self._run, self._watch = run, watch  # the run is kept: lanes use its memory
         self._prompt_logprobs = prompt_logprobs  # the batch's
@@ -271,15 +271,15 @@ class LaunchedStep:
                 if end in reached:
                     reached[end].wait()
                 else:
-                    self._room.wait()
+                    self._host.wait()
                 self._steps.check_ranks()
                 assert self._watch is not None
                 self._watch.reached(end)
-            self._room.wait()
+            self._host.wait()
             if self._prompt_logprobs is not None and self._run is not None and self._run.scorer is not None:
                 self._prompt_logprobs.extend(self._run.scorer.results())
-        return self._sampler.sampled(self._index, self._room.tokens[: self._num_sampled].tolist())
+        return self._sampler.sampled(self._index, self._host.tokens[: self._num_sampled].tolist())
 
     def abandon(self) -> None:
         with suppress(RuntimeError, RankLost), self._steps.waiting():  # nobody wants to know
-            self._room.wait()
+            self._host.wait()

@@ -18,7 +18,7 @@ from ....kernels.attention.paged_batch import PagedBatch
 from ...device.device import Device, Event, Lane
 from ...sampling.prompt_scorer import PromptScorer, pieces_of
 from .buckets import bucket_for, token_buckets
-from .flow import Flow, Pieces
+from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import KNOWN, Ints, Numbers
 
 TABLE_BLOCKS = 16  # tables are a multiple of so many wide, for kernels are compiled apart for strides that are not
@@ -38,13 +38,13 @@ class PromptRun:
 
 class PromptPart:
     def __init__(
-        self, device: Device, lane: Lane, pieces: Pieces, cos_sin: Tensor, tables: Tensor, yielded: Tensor
+        self, device: Device, lane: Lane, pieces: ForwardPieces, cos_sin: Tensor, tables: Tensor, yielded: Tensor
     ) -> None:
         """cos_sin: [positions, A] float32; tables: [rows, blocks] int32; yielded: [n] int64, of the step before."""
         self.lane, self.pieces = lane, pieces
         self._device, self._cos_sin, self._tables, self._yielded = device, cos_sin, tables, yielded
         self._buckets: tuple[int, ...] = ()
-        self._static: Flow | None = None
+        self._static: ForwardBuffers | None = None
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
 
     def warm_up(self) -> None:
@@ -68,11 +68,11 @@ class PromptPart:
         buckets = token_buckets(max_tokens)
         if not buckets:
             return
-        self._static = Flow.static(self.pieces.decoder, buckets[-1], self._device.torch_device)
+        self._static = ForwardBuffers.static(self.pieces.decoder, buckets[-1], self._device.torch_device)
         for bucket in reversed(buckets):
-            flow = self._static.first(bucket)
+            buffers = self._static.first(bucket)
             for index in range(self.pieces.num_layers + 1):
-                work = partial(self.pieces.compute, flow, index)
+                work = partial(self.pieces.compute, buffers, index)
                 self._graphs[bucket, index] = self._device.capture(self.lane, work)
         self._buckets = buckets
 
@@ -117,15 +117,15 @@ class PromptPart:
         if numbers.previous_rows is not None:
             columns.append(padded(numbers.previous_rows, KNOWN))
         sizes = [len(column) for column in columns]
-        words = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
-        for section, column in zip(_sections(words, sizes), columns, strict=True):
+        packed = self._device.pinned((sum(_aligned(size) for size in sizes),), torch.int32)
+        for section, column in zip(_sections(packed, sizes), columns, strict=True):
             section.numpy()[:] = column
-        return _Written(words, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist())
+        return _Written(packed, sizes, bucket, numbers.context_lens.tolist(), numbers.num_new.tolist())
 
     def begin(self, written: "_Written") -> "_Begun":
         """Device work: what the first piece needs."""
-        words = written.words.to(self._device.torch_device, non_blocking=True)
-        tokens, positions, slots, context_lens, starts, rows, sampled, *previous_rows = _sections(words, written.sizes)
+        packed = written.packed.to(self._device.torch_device, non_blocking=True)
+        tokens, positions, slots, context_lens, starts, rows, sampled, *previous_rows = _sections(packed, written.sizes)
         tokens = tokens.long()
         if previous_rows:
             from_previous = self._yielded.index_select(0, previous_rows[0].clamp_min(0))
@@ -141,19 +141,19 @@ class PromptPart:
             num_decodes=written.num_new.count(1),
             block_size=block_size,
         )
-        flow = Flow.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())
+        buffers = ForwardBuffers.passing(tokens, self._cos_sin.index_select(0, positions), slots.long())
         if written.bucket is not None:
             assert self._static is not None
-            passing, flow = flow, self._static.first(written.bucket)
-            flow.tokens.copy_(passing.tokens)
-            flow.cos_sin.copy_(passing.cos_sin)
-            flow.slots.copy_(passing.slots)
-        return _Begun(flow, paged, sampled)
+            passing, buffers = buffers, self._static.first(written.bucket)
+            buffers.tokens.copy_(passing.tokens)
+            buffers.cos_sin.copy_(passing.cos_sin)
+            buffers.slots.copy_(passing.slots)
+        return _Begun(buffers, paged, sampled)
 
-    def compute(self, flow: Flow, bucket: int | None, index: int) -> None:
+    def compute(self, buffers: ForwardBuffers, bucket: int | None, index: int) -> None:
         """Device work: a piece."""
         if bucket is None:
-            self.pieces.compute(flow, index)
+            self.pieces.compute(buffers, index)
         else:
             self._graphs[bucket, index]()
 
@@ -162,7 +162,7 @@ class PromptPart:
 class _Written:
     """Numbers in pinned memory, with idle tokens up to the bucket."""
 
-    words: Tensor  # int32
+    packed: Tensor  # int32
     sizes: list[int]  # of its sections
     bucket: int | None
     context_lens: list[int]
@@ -171,7 +171,7 @@ class _Written:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Begun:
-    flow: Flow
+    buffers: ForwardBuffers
     paged: PagedBatch
     sampled: Tensor  # [n] int32
 
@@ -197,35 +197,35 @@ class _Work:
         for index in range(first, end):
             if index == self._num_for_all and self._sampled_alone is not None:
                 begun = self._begun = self._cut(begun, self._sampled_alone)
-            self._part.compute(begun.flow, self._written.bucket, index)
-            self._part.pieces.attend(begun.flow, index, begun.paged, self._num_tokens)
+            self._part.compute(begun.buffers, self._written.bucket, index)
+            self._part.pieces.attend(begun.buffers, index, begun.paged, self._num_tokens)
 
     def _cut(self, begun: _Begun, sampled_alone: _Written) -> _Begun:
         cut = self._part.begin(sampled_alone)
-        cut.flow.go_on_with(begun.sampled, begun.flow)
+        cut.buffers.go_on_with(begun.sampled, begun.buffers)
         self._num_tokens = self._run.num_sampled
         return cut
 
     def head(self) -> None:
         begun, pieces = self._begun, self._part.pieces
         assert begun is not None
-        self._part.compute(begun.flow, self._written.bucket, self.num_layers)
+        self._part.compute(begun.buffers, self._written.bucket, self.num_layers)
         if self._run.num_sampled:
-            rows = begun.flow.hidden.index_select(0, begun.sampled)
+            rows = begun.buffers.hidden.index_select(0, begun.sampled)
             self._run.logits = pieces.decoder.whole_logits(rows)
         for piece in pieces_of(self._prompt_rows, pieces.decoder.spec.vocab_size):
-            at = torch.from_numpy(piece).to(begun.flow.hidden.device)
-            logits = pieces.decoder.logits(begun.flow.hidden.index_select(0, at))
+            at = torch.from_numpy(piece).to(begun.buffers.hidden.device)
+            logits = pieces.decoder.logits(begun.buffers.hidden.index_select(0, at))
             if logits is not None and self._run.scorer is not None:
                 self._run.scorer.add(logits)
 
 
-def _sections(words: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _sections(packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Each at a multiple of 16 bytes: kernels are compiled anew for other addresses."""
     sections: list[Tensor] = []
     start = 0
     for size in sizes:
-        sections.append(words[start : start + size])
+        sections.append(packed[start : start + size])
         start += _aligned(size)
     return sections
 

@@ -24,9 +24,9 @@ from ...sampling.prompt_scorer import PromptScorer
 from .decode_graphs import DecodeGraphs
 from .device_sampler import DeviceSampler
 from .device_tables import DeviceTables
-from .flow import Pieces
+from .forward import ForwardPieces
 from .prompt_part import TABLE_BLOCKS, PromptPart, PromptRun
-from .step_buffers import NUM_ROOMS, Room, StepBuffers
+from .step_buffers import NUM_HOST_BUFFERS, HostBuffers, StepBuffers
 from .step_plan import TABLE, Ints, PlanLimits, StepPlan
 
 GRAPH_TOKENS = 512  # of a step with prompts whose pieces are graphs: beyond, a layer takes longer than its launches
@@ -53,7 +53,7 @@ class RankSteps:
         self.group, self.device, self._cache = decoder.group, device, cache
         self.expert_tokens = decoder.expert_tokens
         self.main, prompt_lane = device.lane("main", high_priority=True), device.lane("prompts")
-        pieces = Pieces(decoder, cache)
+        pieces = ForwardPieces(decoder, cache)
         vocab_size = decoder.spec.vocab_size
         remedy = "lower kv_memory_fraction (or kv_memory_bytes) or max_running, or set cuda_graphs to false"
         with needing_memory("the buffers and graphs of steps", remedy):
@@ -83,8 +83,8 @@ class RankSteps:
         self._num_followed = 0
 
     def run(self, plan: StepPlan, index: int, scorer: PromptScorer | None = None) -> PromptRun | None:
-        """Launches it, in room `index`, which has been waited for. scorer: rank 0's, of its prompt rows."""
-        room, num_decodes, run = self.buffers.rooms[index], plan.decodes.shape[1], None
+        """Launch a step with host buffers `index`, whose last step was waited for. scorer: rank 0's, of prompt rows."""
+        host, num_decodes, run = self.buffers.host[index], plan.decodes.shape[1], None
         if plan.tables.size:
             self.tables.change(self.main, plan.tables)
             self._gathered = None
@@ -94,25 +94,25 @@ class RankSteps:
         if num_decodes and bucket is None:
             raise InternalError(f"{num_decodes} rows are to be computed by a graph, of which there is none")
         if bucket is not None:
-            self.main.run(self._decode(room, plan.decodes, bucket))
+            self.main.run(self._decode(host, plan.decodes, bucket))
         if plan.prompts is not None:
             self.prompts.lane.after(before or self.main.record())
             run = self.prompts.run(plan.prompts, plan.ends, scorer, is_alone=bucket is None or not is_beside)
             self.main.after(self.prompts.lane.record())
         self.main.run(partial(self._finish, plan, index, run))
-        room.used = self.main.record()
+        host.used = self.main.record()
         return run
 
-    def follow(self, words: Ints) -> None:
+    def follow(self, message: Ints) -> None:
         """On another rank than 0: what that tells (step_plan.py). Raises InternalError for what cannot be."""
-        told = self.limits.heard(words)
-        if not isinstance(told, StepPlan):
-            self.copy_blocks(told)
+        plan = self.limits.parse(message)
+        if not isinstance(plan, StepPlan):
+            self.copy_blocks(plan)
             return
-        index = self._num_followed % NUM_ROOMS
+        index = self._num_followed % NUM_HOST_BUFFERS
         self._num_followed += 1
-        self.buffers.rooms[index].wait()
-        self.run(told, index)
+        self.buffers.host[index].wait()
+        self.run(plan, index)
 
     def copy_blocks(self, pairs: Ints) -> None:
         """pairs: [2, P], from and to, of this rank's blocks; in the order of steps."""
@@ -129,16 +129,16 @@ class RankSteps:
         """Nothing is relied on that steps have left: they may not have been computed."""
         self._gathered = None
 
-    def _decode(self, room: Room, decodes: Ints, bucket: int) -> partial[None]:
-        """Writes the room; what computes it."""
-        room.write(decodes, bucket)
+    def _decode(self, host: HostBuffers, decodes: Ints, bucket: int) -> partial[None]:
+        """Write the host buffers; return the device work."""
+        host.write(decodes, bucket)
         gathered = decodes[TABLE].tolist(), bucket
         is_gathered, self._gathered = self._gathered == gathered, gathered
-        return partial(self._compute_decodes, room, bucket, is_gathered)
+        return partial(self._compute_decodes, host, bucket, is_gathered)
 
-    def _compute_decodes(self, room: Room, bucket: int, is_gathered: bool) -> None:
+    def _compute_decodes(self, host: HostBuffers, bucket: int, is_gathered: bool) -> None:
         """Device work."""
-        self.buffers.upload(room)
+        self.buffers.upload(host)
         if not is_gathered:
             self.buffers.gather_tables(self.tables.tensor, bucket)
         self.graphs.forward(bucket)
@@ -152,7 +152,7 @@ class RankSteps:
         if run is not None and run.logits is not None:
             buffers.logits[first : first + run.num_sampled].copy_(run.logits)
         self.graphs.choose(plan.num_sampled, index, is_plain=plan.is_plain)
-        buffers.read_back(buffers.rooms[index])
+        buffers.read_back(buffers.host[index])
 
 
 def _copy(pools: Sequence[Tensor], ids: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""What every rank of a worker on GPUs does of one step, as rank 0 plans it and tells it to the others. No torch.
+"""What every rank of a worker on GPUs does of one step, as rank 0 plans it and broadcasts it to the others. No torch.
 
-    words (int32) = [STEP, C, D, sampled, plain, E, T, S, N, follows, Q] [2, C] tables [4, D] decodes [E] ends
+    message (int32) = [STEP, C, D, sampled, plain, E, T, S, N, follows, Q] [2, C] tables [4, D] decodes [E] ends
                     [3, T] [3, S] [N] ([T]) [Q] prompts
                 or  [COPY] [2, P] blocks
 
-Ranks know no sequences: a plan says all that it takes to compute it, and they have the same buffers and graphs. What is
-told is checked on arrival.
+Ranks know no sequences: a plan has everything needed to compute the step, and all ranks have the same buffers and
+graphs. A received message is checked before use.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -63,7 +63,7 @@ class StepPlan:
     num_sampled: int
     is_plain: bool  # see DeviceSampler.is_capturable
 
-    def to_words(self) -> Ints:
+    def to_message(self) -> Ints:
         of = self.prompts
         sizes: tuple[int, ...] = (0,) * 5
         if of is not None:
@@ -91,15 +91,15 @@ class PlanLimits:
     max_context_tokens: int
     vocab_size: int
 
-    def heard(self, words: Ints) -> "StepPlan | Ints":
-        """A plan, or blocks to be copied, [2, P]: from, to. Raises InternalError, saying what is wrong, for words that
-        no such worker's rank 0 can have told."""
-        _check(len(words) > 1 and words[0] in (STEP, COPY), "it has no header")
-        if words[0] == COPY:
-            _check(len(words) % 2 == 1, "a block is copied nowhere")
-            return _within(words[1:].reshape(2, -1), self.num_blocks, "a block")
-        _check(len(words) >= HEADER, "it has no header")
-        num_changed, num_decodes, num_sampled, is_plain, num_ends, *sizes = words[1:HEADER].tolist()
+    def parse(self, message: Ints) -> "StepPlan | Ints":
+        """A plan, or blocks to be copied, [2, P]: from, to. Raises InternalError, saying what is wrong, for a
+        message that rank 0 of this worker cannot have sent."""
+        _check(len(message) > 1 and message[0] in (STEP, COPY), "it has no header")
+        if message[0] == COPY:
+            _check(len(message) % 2 == 1, "a block is copied nowhere")
+            return _within(message[1:].reshape(2, -1), self.num_blocks, "a block")
+        _check(len(message) >= HEADER, "it has no header")
+        num_changed, num_decodes, num_sampled, is_plain, num_ends, *sizes = message[1:HEADER].tolist()
         _check(min(num_changed, num_decodes, num_ends, *sizes) >= 0 and sizes[3] <= 1, "it has sizes that cannot be")
         _check(0 <= num_sampled <= self.max_rows and num_decodes <= self.max_rows, "it has more rows than fit")
         num_tokens, num_seqs, num_last, follows, num_prompt_rows = sizes
@@ -107,8 +107,8 @@ class PlanLimits:
         _check(num_tokens > 0 or not any(sizes), "it has sequences without tokens")
         lengths = [2 * num_changed, 4 * num_decodes, num_ends]
         lengths += [num_tokens] * 3 + [num_seqs] * 3 + [num_last] + [num_tokens] * follows + [num_prompt_rows]
-        _check(len(words) == HEADER + sum(lengths), f"it has {len(words)} words and announces others")
-        tables, decodes, ends, *prompts = np.split(words[HEADER:], np.cumsum(lengths)[:-1])
+        _check(len(message) == HEADER + sum(lengths), f"it has {len(message)} words and announces another number")
+        tables, decodes, ends, *prompts = np.split(message[HEADER:], np.cumsum(lengths)[:-1])
         return StepPlan(
             self._tables(tables.reshape(2, -1)),
             self._decodes(decodes.reshape(4, -1)),
@@ -149,7 +149,7 @@ class PlanLimits:
         return Numbers(token_ids, previous, positions, slots, context_lens, num_new, table_rows, sampled, prompt_rows)
 
 
-def copy_words(pairs: SequenceOf[tuple[int, int]]) -> Ints:
+def copy_message(pairs: SequenceOf[tuple[int, int]]) -> Ints:
     return np.concatenate(([COPY], np.array(pairs).T.ravel())).astype(np.int32)
 
 

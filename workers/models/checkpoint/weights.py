@@ -114,10 +114,10 @@ class Checkpoint(CheckpointFiles):
         share: Share = WHOLE,
         quantize: str | None = None,
         put: Put = put_now,
-    ) -> "Reader":
+    ) -> "WeightReader":
         """For whoever makes something else of each tensor than `load` does. quantize: see plan/formats.py; it needs
         what was put at once."""
-        return Reader(self, dtype, device, progress, share, quantize, put)
+        return WeightReader(self, dtype, device, progress, share, quantize, put)
 
     def read(self, piece: Piece, share: Share) -> Tensor:
         """What `share` holds of a piece, of the dtype that is stored but where it has an offset; on CPU."""
@@ -131,7 +131,7 @@ class Checkpoint(CheckpointFiles):
         return stored.float() + piece.offset if piece.offset else stored
 
 
-class Reader:
+class WeightReader:
     """Copies what one share of a decoder needs out of a checkpoint, layer by layer, and counts."""
 
     def __init__(
@@ -152,18 +152,18 @@ class Reader:
         self._layers = [layer_fields(checkpoint.spec, i, share) for i in range(checkpoint.spec.num_layers)]
         self._outer = outer_tensors(checkpoint.spec)
         self._done, self._total = 0, 0
-        self._scratch = Scratch()
+        self._scratch = ConversionScratch()
         for fields in (*self._layers, self._outer):
             self._total += sum(self._bytes(piece) for pieces in fields.values() for piece in pieces)
 
-    def layers(self) -> "Iterator[Fields]":
+    def layers(self) -> "Iterator[LayerTensors]":
         self._progress(0, self._total)
         for fields in self._layers:
-            yield Fields(self, fields)
+            yield LayerTensors(self, fields)
             self._checkpoint.let_go()
 
-    def outer(self) -> "Fields":
-        return Fields(self, self._outer)
+    def outer(self) -> "LayerTensors":
+        return LayerTensors(self, self._outer)
 
     def parts(self, pieces: Pieces) -> list[Tensor]:
         """On CPU, of rows that are contiguous: where they are in the file or, where they are otherwise there, in memory
@@ -219,7 +219,7 @@ class Reader:
         return size * math.prod(shape_of_part(piece, self._share))
 
 
-class Scratch:
+class ConversionScratch:
     """Memory for what is copied on its way, taken again and again. In a heap each copy leaves a hole; small things that
     stay take some of it, so that the next copy does not fit any more: the heap would grow with every layer."""
 
@@ -241,10 +241,10 @@ class Scratch:
         return place.view(dtype).view(tensor.shape).copy_(tensor)
 
 
-class Fields:
+class LayerTensors:
     """The tensors of one layer, or of what is outside the layers, by the fields' names; each is read when asked for."""
 
-    def __init__(self, reader: Reader, fields: dict[str, Pieces]) -> None:
+    def __init__(self, reader: WeightReader, fields: dict[str, Pieces]) -> None:
         self._reader, self._fields = reader, fields
 
     def has(self, field: str) -> bool:
@@ -261,10 +261,10 @@ class Fields:
     def fused(self, field: str) -> Tensor | None:
         return self.tensor(field) if self.has(field) else None
 
-    def of_expert(self, expert: int) -> "Fields":
+    def of_expert(self, expert: int) -> "LayerTensors":
         """What of the experts' fields is that one's, under the same names."""
         own = {field: tuple(p for p in pieces if p.expert == expert) for field, pieces in self._fields.items()}
-        return Fields(self._reader, {field: pieces for field, pieces in own.items() if pieces})
+        return LayerTensors(self._reader, {field: pieces for field, pieces in own.items() if pieces})
 
     def as_layer(self) -> LayerWeights:
         return LayerWeights(**{field: self.as_stored(field) for field in self._fields})
@@ -281,7 +281,7 @@ class Fields:
         return as_stored_(self.tensor(field), self.format(field), self.scales(field))
 
 
-def load_weights(reader: Reader) -> DecoderWeights:
+def load_weights(reader: WeightReader) -> DecoderWeights:
     layers = [fields.as_layer() for fields in reader.layers()]
     outer = reader.outer()
     embed = outer.tensor("embed")

@@ -3,7 +3,7 @@
 import math
 
 from .family import read_mlp
-from .json_config import Fields
+from .json_config import JsonFields
 from .moe import read_num_experts
 from .rope_config import read_rope
 from .spec import LatentSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec
@@ -21,7 +21,7 @@ V3_DEFAULTS = _BOTH | {
 }
 
 
-def deepseek_v2(config: Fields) -> tuple[LayerSpec, ...]:
+def deepseek_v2(config: JsonFields) -> tuple[LayerSpec, ...]:
     _must_be(config, "scoring_func", "softmax")
     _must_be(config, "norm_topk_prob", False)
     method = config.get("topk_method")
@@ -33,7 +33,7 @@ def deepseek_v2(config: Fields) -> tuple[LayerSpec, ...]:
     return _layers(config, routing, is_interleaved=True)
 
 
-def deepseek_v3(config: Fields) -> tuple[LayerSpec, ...]:
+def deepseek_v3(config: JsonFields) -> tuple[LayerSpec, ...]:
     _must_be(config, "scoring_func", "sigmoid")
     _must_be(config, "topk_method", "noaux_tc")
     routing = RoutingSpec(
@@ -49,7 +49,7 @@ def deepseek_v3(config: Fields) -> tuple[LayerSpec, ...]:
     return _layers(config, routing, is_interleaved=config.flag("rope_interleave", default=True))
 
 
-def _layers(config: Fields, routing: RoutingSpec, *, is_interleaved: bool) -> tuple[LayerSpec, ...]:
+def _layers(config: JsonFields, routing: RoutingSpec, *, is_interleaved: bool) -> tuple[LayerSpec, ...]:
     _must_be(config, "mlp_bias", False)
     _must_be(config, "moe_layer_freq", 1)
     attention, mlp = _attention(config, is_interleaved), read_mlp(config)
@@ -60,7 +60,7 @@ def _layers(config: Fields, routing: RoutingSpec, *, is_interleaved: bool) -> tu
     return dense + (LayerSpec(attention, _moe(config, routing, mlp)),) * (num_layers - num_dense)
 
 
-def _attention(config: Fields, is_interleaved: bool) -> LatentSpec:
+def _attention(config: JsonFields, is_interleaved: bool) -> LatentSpec:
     num_heads = config.size("num_attention_heads")
     _must_be(config, "num_key_value_heads", num_heads)
     nope, rope_dim = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
@@ -91,7 +91,7 @@ def _temperature(rope: RopeSpec) -> float:
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
 
 
-def _groups(config: Fields) -> tuple[int, int]:
+def _groups(config: JsonFields) -> tuple[int, int]:
     """How many groups the experts are in, and how many of them a token chooses from."""
     num, top = config.size("n_group"), config.size("topk_group")
     if top > num:
@@ -99,7 +99,7 @@ def _groups(config: Fields) -> tuple[int, int]:
     return num, top
 
 
-def _moe(config: Fields, routing: RoutingSpec, dense: MlpSpec) -> MoeSpec:
+def _moe(config: JsonFields, routing: RoutingSpec, dense: MlpSpec) -> MoeSpec:
     num_experts = read_num_experts(config, "n_routed_experts")
     per_group = num_experts // routing.num_groups
     if per_group * routing.num_groups != num_experts or (per_group < 2 and routing.group_by_two):
@@ -111,7 +111,7 @@ def _moe(config: Fields, routing: RoutingSpec, dense: MlpSpec) -> MoeSpec:
     return MoeSpec(num_experts, MlpSpec(inner, dense.activation), routing, shared)
 
 
-def _must_be(config: Fields, name: str, value: object) -> None:
+def _must_be(config: JsonFields, name: str, value: object) -> None:
     """Raise for a field that is there and says anything else."""
     if config.get(name) not in (None, value):
         raise config.error(name, f"must be {value}", config.get(name))

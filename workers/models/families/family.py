@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from .json_config import Fields
+from .json_config import JsonFields
 from .rope_config import read_rope
 from .spec import Activation, AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 
@@ -22,23 +22,23 @@ class Around:
     wide_norms: bool = False
 
 
-def _plain(_: Fields) -> Around:
+def _plain(_: JsonFields) -> Around:
     return Around()
 
 
-def around_wide_norms(_: Fields) -> Around:
+def around_wide_norms(_: JsonFields) -> Around:
     return Around(wide_norms=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    layers: Callable[[Fields], tuple[LayerSpec, ...]]
+    layers: Callable[[JsonFields], tuple[LayerSpec, ...]]
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of fields that a config.json need not name
-    around: Callable[[Fields], Around] = _plain
+    around: Callable[[JsonFields], Around] = _plain
     section: str | None = None  # of config.json, that describes the decoder; None: all of it
 
 
-def read_attention(config: Fields, *, with_rope: bool = True) -> AttentionSpec:
+def read_attention(config: JsonFields, *, with_rope: bool = True) -> AttentionSpec:
     """Heads and, if asked for, rope; the head dimension is the hidden size over the heads where none is named."""
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", default=num_heads)
@@ -56,7 +56,7 @@ def read_attention(config: Fields, *, with_rope: bool = True) -> AttentionSpec:
     return AttentionSpec(num_heads, num_kv_heads, head_dim, rope, scale=head_dim**-0.5)
 
 
-def read_mlp(config: Fields, activation: str = "hidden_act") -> MlpSpec:
+def read_mlp(config: JsonFields, activation: str = "hidden_act") -> MlpSpec:
     """activation: the field that names it. Where it is absent it is silu, as in every config class that has no default
     of its own; null is no name."""
     name = config.get(activation) if activation in config else "silu"
@@ -65,7 +65,7 @@ def read_mlp(config: Fields, activation: str = "hidden_act") -> MlpSpec:
     return MlpSpec(config.size("intermediate_size"), ACTIVATIONS[name])
 
 
-def read_windows(config: Fields, slides: Callable[[int], bool]) -> tuple[int, ...]:
+def read_windows(config: JsonFields, slides: Callable[[int], bool]) -> tuple[int, ...]:
     """Of each layer (0: none), from `layer_types` or, where that is absent, of the layers that `slides`."""
     num_layers, types = config.size("num_hidden_layers"), config.get("layer_types")
     if types is None:
@@ -79,7 +79,7 @@ def read_windows(config: Fields, slides: Callable[[int], bool]) -> tuple[int, ..
     return tuple(window if t == SLIDING else 0 for t in found)
 
 
-def refuse_layer_types(config: Fields, ours: str) -> None:
+def refuse_layer_types(config: JsonFields, ours: str) -> None:
     """Raise for a `layer_types` that says anything but `ours`, where transformers knows no such field."""
     types: object = config.get("layer_types") or []
     if not isinstance(types, list) or any(t != ours for t in cast("list[Any]", types)):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .family import FULL, SLIDING, Around, read_attention, read_mlp, read_windows
-from .json_config import Fields
+from .json_config import JsonFields
 from .rope_config import refuse_partial, rope_of
 from .spec import AttentionSpec, LayerSpec, RopeSpec
 
@@ -25,14 +25,14 @@ GEMMA3_DEFAULTS = DEFAULTS | {
 }
 
 
-def gemma2(config: Fields) -> tuple[LayerSpec, ...]:
+def gemma2(config: JsonFields) -> tuple[LayerSpec, ...]:
     """Every second layer has a window, the first among them (Gemma 2, section 2)."""
     attention = replace(_attention(config), softcap=config.optional_number("attn_logit_softcapping", 0.0) or 0.0)
     windows = read_windows(config, lambda layer: layer % 2 == 0)
     return tuple(_layer(config, replace(attention, window=window)) for window in windows)
 
 
-def gemma3(config: Fields) -> tuple[LayerSpec, ...]:
+def gemma3(config: JsonFields) -> tuple[LayerSpec, ...]:
     """Every sixth layer has none, and a rope of its own (Gemma 3, section 2)."""
     pattern = config.size("sliding_window_pattern")
     ropes = _gemma3_ropes(config)
@@ -42,7 +42,7 @@ def gemma3(config: Fields) -> tuple[LayerSpec, ...]:
     return tuple(_layer(config, kind) for kind in kinds)
 
 
-def around_gemma(config: Fields) -> Around:
+def around_gemma(config: JsonFields) -> Around:
     return Around(
         embedding_scale=config.size("hidden_size") ** 0.5,
         logit_softcap=config.optional_number("final_logit_softcapping", 0.0) or 0.0,
@@ -51,12 +51,12 @@ def around_gemma(config: Fields) -> Around:
     )
 
 
-def around_gemma_with_vision(config: Fields) -> Around:
+def around_gemma_with_vision(config: JsonFields) -> Around:
     """transformers does not cap the logits here, whatever the config says."""
     return replace(around_gemma(config), logit_softcap=0.0)
 
 
-def _gemma3_ropes(config: Fields) -> dict[str, RopeSpec]:
+def _gemma3_ropes(config: JsonFields) -> dict[str, RopeSpec]:
     """Of each layer type. Before transformers 5 full layers had `rope_theta` and `rope_scaling`, sliding ones
     `rope_local_base_freq`."""
     refuse_partial(config)
@@ -71,12 +71,12 @@ def _gemma3_ropes(config: Fields) -> dict[str, RopeSpec]:
     return ropes
 
 
-def _attention(config: Fields, *, with_rope: bool = True) -> AttentionSpec:
+def _attention(config: JsonFields, *, with_rope: bool = True) -> AttentionSpec:
     if config.flag("use_bidirectional_attention"):
         raise config.error("use_bidirectional_attention", "must be false (a decoder looks back alone)", True)
     bias, scalar = config.flag("attention_bias"), config.number("query_pre_attn_scalar", minimum=0.0)
     return replace(read_attention(config, with_rope=with_rope), scale=scalar**-0.5, qkv_bias=bias, o_bias=bias)
 
 
-def _layer(config: Fields, attention: AttentionSpec) -> LayerSpec:
+def _layer(config: JsonFields, attention: AttentionSpec) -> LayerSpec:
     return LayerSpec(attention, read_mlp(config, "hidden_activation"), norms="both")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .family import FULL, SLIDING, Around, read_attention, read_mlp, read_windows
-from .json_config import Fields
+from .json_config import JsonFields
 from .moe import read_num_experts
 from .rope_config import rope_of
 from .spec import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, RopeSpec, RoutingSpec, TokenInputSpec
@@ -38,7 +38,7 @@ ROPES: dict[str, Any] = {
 OF_ONE_LAYER = {"head_dim", "num_key_value_heads"}  # what `per_layer_config` may name
 
 
-def gemma4(config: Fields) -> tuple[LayerSpec, ...]:
+def gemma4(config: JsonFields) -> tuple[LayerSpec, ...]:
     """Every sixth layer has no window, unless `layer_types` says which; and the last one, whatever that says."""
     windows = (*read_windows(config, lambda layer: bool((layer + 1) % 6))[:-1], 0)
     of_layers, ropes = _of_layers(config, windows), _ropes(config, windows)
@@ -52,7 +52,7 @@ def gemma4(config: Fields) -> tuple[LayerSpec, ...]:
     return tuple(layers)
 
 
-def gemma4_unified(config: Fields) -> tuple[LayerSpec, ...]:
+def gemma4_unified(config: JsonFields) -> tuple[LayerSpec, ...]:
     """Has neither mixtures nor inputs of each token: transformers reads no field of them."""
     for name in ("enable_moe_block", "hidden_size_per_layer_input"):
         if value := config.get(name):
@@ -60,7 +60,7 @@ def gemma4_unified(config: Fields) -> tuple[LayerSpec, ...]:
     return gemma4(config)
 
 
-def around_gemma4(config: Fields) -> Around:
+def around_gemma4(config: JsonFields) -> Around:
     return Around(
         embedding_scale=config.size("hidden_size") ** 0.5,
         logit_softcap=config.optional_number("final_logit_softcapping", 0.0) or 0.0,
@@ -68,7 +68,7 @@ def around_gemma4(config: Fields) -> Around:
     )
 
 
-def _of_layers(config: Fields, windows: Sequence[int]) -> list[Mapping[str, Any]]:
+def _of_layers(config: JsonFields, windows: Sequence[int]) -> list[Mapping[str, Any]]:
     """What of OF_ONE_LAYER each layer has otherwise than the config: `per_layer_config` or, where that is not named,
     `global_head_dim` and `num_global_key_value_heads` of full layers."""
     if "per_layer_config" not in config:
@@ -90,9 +90,9 @@ def _of_layers(config: Fields, windows: Sequence[int]) -> list[Mapping[str, Any]
     return found
 
 
-def _ropes(config: Fields, windows: Sequence[int]) -> dict[str, RopeSpec]:
+def _ropes(config: JsonFields, windows: Sequence[int]) -> dict[str, RopeSpec]:
     """Of each layer type that there is."""
-    nested = config.section("rope_parameters") or Fields(config.path, ROPES)
+    nested = config.section("rope_parameters") or JsonFields(config.path, ROPES)
     ropes: dict[str, RopeSpec] = {}
     for layer_type in dict.fromkeys(SLIDING if window else FULL for window in windows):
         fields = nested.section(layer_type)
@@ -103,7 +103,7 @@ def _ropes(config: Fields, windows: Sequence[int]) -> dict[str, RopeSpec]:
     return ropes
 
 
-def _kv_sources(config: Fields, windows: Sequence[int]) -> list[int | None]:
+def _kv_sources(config: JsonFields, windows: Sequence[int]) -> list[int | None]:
     """Of each layer, whose KV it reads where it has none of its own: the last one of its type that has."""
     num_shared = config.size("num_kv_shared_layers", default=0, minimum=0)
     first = len(windows) - num_shared
@@ -113,7 +113,7 @@ def _kv_sources(config: Fields, windows: Sequence[int]) -> list[int | None]:
     return [None if layer < first else with_kv[bool(window)] for layer, window in enumerate(windows)]
 
 
-def _attention(config: Fields, window: int, rope: RopeSpec) -> AttentionSpec:
+def _attention(config: JsonFields, window: int, rope: RopeSpec) -> AttentionSpec:
     ahead = config.get("use_bidirectional_attention")
     if ahead not in (None, False, "vision"):  # vision: within images alone
         raise config.error("use_bidirectional_attention", "must be null or vision (a decoder looks back alone)", ahead)
@@ -131,7 +131,7 @@ def _attention(config: Fields, window: int, rope: RopeSpec) -> AttentionSpec:
     )
 
 
-def _reading(config: Fields, attention: AttentionSpec, of: object, kv_from: int) -> AttentionSpec:
+def _reading(config: JsonFields, attention: AttentionSpec, of: object, kv_from: int) -> AttentionSpec:
     """attention: of a layer that reads the KV of layer `kv_from`, whose attention is `of`."""
     assert isinstance(of, AttentionSpec)
     if (attention.num_kv_heads, attention.head_dim) != (of.num_kv_heads, of.head_dim):
@@ -140,7 +140,7 @@ def _reading(config: Fields, attention: AttentionSpec, of: object, kv_from: int)
     return replace(attention, kv_from=kv_from, v_norm=False, keys_are_values=False)
 
 
-def _layer(config: Fields, attention: AttentionSpec) -> LayerSpec:
+def _layer(config: JsonFields, attention: AttentionSpec) -> LayerSpec:
     mlp = read_mlp(config, "hidden_activation")
     if config.flag("use_double_wide_mlp") and attention.kv_from is not None:
         mlp = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
@@ -155,7 +155,7 @@ def _layer(config: Fields, attention: AttentionSpec) -> LayerSpec:
     )
 
 
-def _moe(config: Fields, mlp: MlpSpec) -> MoeSpec:
+def _moe(config: JsonFields, mlp: MlpSpec) -> MoeSpec:
     num_experts, top_k = read_num_experts(config, "num_experts"), config.size("top_k_experts")
     if top_k > num_experts:
         raise config.error("top_k_experts", f"must be at most num_experts={num_experts}", top_k)
@@ -164,7 +164,7 @@ def _moe(config: Fields, mlp: MlpSpec) -> MoeSpec:
     return MoeSpec(num_experts, replace(mlp, intermediate_size=config.size("moe_intermediate_size")), routing)
 
 
-def _token_input(config: Fields, mlp: MlpSpec) -> TokenInputSpec | None:
+def _token_input(config: JsonFields, mlp: MlpSpec) -> TokenInputSpec | None:
     dim = config.size("hidden_size_per_layer_input", minimum=0)
     if not dim:
         return None

@@ -28,7 +28,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-class Fields:
+class JsonFields:
     """Checked access to the fields of one JSON object; null counts as absent. Errors name the file and the field."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -47,13 +47,13 @@ class Fields:
     def values(self) -> Mapping[str, Any]:
         return self._values
 
-    def with_values(self, values: Mapping[str, Any]) -> "Fields":
+    def with_values(self, values: Mapping[str, Any]) -> "JsonFields":
         """The same, with `values` instead of its own where both name a field."""
-        return Fields(self.path, {**self._values, **values}, self._prefix)
+        return JsonFields(self.path, {**self._values, **values}, self._prefix)
 
-    def with_defaults(self, values: Mapping[str, Any]) -> "Fields":
+    def with_defaults(self, values: Mapping[str, Any]) -> "JsonFields":
         """The same, with `values` of fields that are not named at all; null stays."""
-        return Fields(self.path, {**values, **self._values}, self._prefix)
+        return JsonFields(self.path, {**values, **self._values}, self._prefix)
 
     def size(self, name: str, default: int | None = None, minimum: int = 1) -> int:
         """A count or size of at least `minimum`."""
@@ -80,7 +80,7 @@ class Fields:
         if not isinstance(values, list):
             raise self.error(name, "must be a list of numbers", values)
         named = {f"{name}[{i}]": value for i, value in enumerate(cast("list[Any]", values))}
-        fields = Fields(self.path, named, self._prefix)
+        fields = JsonFields(self.path, named, self._prefix)
         return tuple(fields.number(at, minimum=minimum) for at in named)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -89,14 +89,14 @@ class Fields:
             raise self.error(name, "must be true or false", value)
         return value
 
-    def section(self, name: str) -> "Fields | None":
+    def section(self, name: str) -> "JsonFields | None":
         """The object under `name`; None where it is absent, null or empty."""
         value = self.get(name)
         if not value:
             return None
         if not isinstance(value, dict):
             raise self.error(name, "must be an object", value)
-        return Fields(self.path, cast("dict[str, Any]", value), f"{self._prefix}{name}.")
+        return JsonFields(self.path, cast("dict[str, Any]", value), f"{self._prefix}{name}.")
 
     def _present(self, name: str, default: object) -> Any:
         value = self.get(name)

@@ -3,36 +3,36 @@
 from dataclasses import replace
 
 from .family import FULL, SLIDING, read_attention, read_mlp, read_windows, refuse_layer_types
-from .json_config import Fields
+from .json_config import JsonFields
 from .rope_config import rope_fields, rope_of, rope_type_of
 from .spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 
 
-def llama(config: Fields) -> tuple[LayerSpec, ...]:
+def llama(config: JsonFields) -> tuple[LayerSpec, ...]:
     refuse_layer_types(config, FULL)
     bias = config.flag("attention_bias")
     attention = replace(read_attention(config), qkv_bias=bias, o_bias=bias)
     return _alike(config, attention, replace(read_mlp(config), bias=config.flag("mlp_bias")))
 
 
-def mistral(config: Fields) -> tuple[LayerSpec, ...]:
+def mistral(config: JsonFields) -> tuple[LayerSpec, ...]:
     """Every layer has the window, where there is one (Mistral 7B, section 2)."""
     window = 0 if config.get("sliding_window") is None else config.size("sliding_window")
     refuse_layer_types(config, SLIDING if window else FULL)
     return _alike(config, replace(read_attention(config), window=window), read_mlp(config))
 
 
-def qwen2(config: Fields) -> tuple[LayerSpec, ...]:
+def qwen2(config: JsonFields) -> tuple[LayerSpec, ...]:
     return _with_windows(config, replace(read_attention(config), qkv_bias=True), read_mlp(config))
 
 
-def qwen3(config: Fields) -> tuple[LayerSpec, ...]:
+def qwen3(config: JsonFields) -> tuple[LayerSpec, ...]:
     bias = config.flag("attention_bias")
     attention = replace(read_attention(config), qkv_bias=bias, o_bias=bias, qk_norm="head")
     return _with_windows(config, attention, read_mlp(config))
 
 
-def phi3(config: Fields) -> tuple[LayerSpec, ...]:
+def phi3(config: JsonFields) -> tuple[LayerSpec, ...]:
     refuse_layer_types(config, FULL)
     attention = read_attention(config, with_rope=False)
     rope = _phi3_rope(config, attention.head_dim)
@@ -40,7 +40,7 @@ def phi3(config: Fields) -> tuple[LayerSpec, ...]:
     return _alike(config, replace(attention, rope=rope, window=window), read_mlp(config))
 
 
-def olmo2(config: Fields) -> tuple[LayerSpec, ...]:
+def olmo2(config: JsonFields) -> tuple[LayerSpec, ...]:
     """Norms after each part, and of all queries and all keys at once (OLMo 2, section 2.1)."""
     refuse_layer_types(config, FULL)
     bias = config.flag("attention_bias")
@@ -48,7 +48,7 @@ def olmo2(config: Fields) -> tuple[LayerSpec, ...]:
     return (LayerSpec(attention, read_mlp(config), norms="after"),) * config.size("num_hidden_layers")
 
 
-def _phi3_rope(config: Fields, head_dim: int) -> RopeSpec:
+def _phi3_rope(config: JsonFields, head_dim: int) -> RopeSpec:
     """It may rotate a part of each head, and "su" and "yarn" are older names of longrope."""
     theta, fields = config.number("rope_theta", default=10_000.0, minimum=1.0), rope_fields(config)
     source = config if fields is None or fields.get("partial_rotary_factor") is None else fields
@@ -69,11 +69,11 @@ def _phi3_rope(config: Fields, head_dim: int) -> RopeSpec:
     return replace(rope, partial=partial)
 
 
-def _alike(config: Fields, attention: AttentionSpec, mlp: MlpSpec) -> tuple[LayerSpec, ...]:
+def _alike(config: JsonFields, attention: AttentionSpec, mlp: MlpSpec) -> tuple[LayerSpec, ...]:
     return (LayerSpec(attention, mlp),) * config.size("num_hidden_layers")
 
 
-def _with_windows(config: Fields, attention: AttentionSpec, mlp: MlpSpec) -> tuple[LayerSpec, ...]:
+def _with_windows(config: JsonFields, attention: AttentionSpec, mlp: MlpSpec) -> tuple[LayerSpec, ...]:
     """The layers that `layer_types` names or, where it is absent, those from max_window_layers on."""
     in_use = config.flag("use_sliding_window") and config.get("sliding_window") is not None
     first = config.size("max_window_layers", minimum=0)

@@ -4,20 +4,20 @@ from dataclasses import replace
 from typing import Any, cast
 
 from .family import FULL, SLIDING, read_attention, read_mlp, read_windows, refuse_layer_types
-from .json_config import Fields
+from .json_config import JsonFields
 from .spec import LayerSpec, MlpSpec, MoeSpec, RoutingSpec
 
 MAX_EXPERTS = 4096  # no real mixture has more; more are a damaged file
 
 
-def mixtral(config: Fields) -> tuple[LayerSpec, ...]:
+def mixtral(config: JsonFields) -> tuple[LayerSpec, ...]:
     window = 0 if config.get("sliding_window") is None else config.size("sliding_window")
     refuse_layer_types(config, SLIDING if window else FULL)
     attention = replace(read_attention(config), window=window)
     return (LayerSpec(attention, _moe(config, read_mlp(config))),) * config.size("num_hidden_layers")
 
 
-def qwen3_moe(config: Fields) -> tuple[LayerSpec, ...]:
+def qwen3_moe(config: JsonFields) -> tuple[LayerSpec, ...]:
     """transformers gives every layer the window, where it is in use."""
     in_use = config.flag("use_sliding_window") and config.get("sliding_window") is not None
     window = config.size("sliding_window") if in_use else 0
@@ -40,7 +40,7 @@ MIXTRAL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_head
 GPT_OSS_DEFAULTS = {"sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
 
 
-def gpt_oss(config: Fields) -> tuple[LayerSpec, ...]:
+def gpt_oss(config: JsonFields) -> tuple[LayerSpec, ...]:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         raise config.error("rope_scaling", "must be given (yarn)", None)
     for name, ours in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
@@ -54,7 +54,7 @@ def gpt_oss(config: Fields) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(replace(attention, window=window), moe) for window in windows)
 
 
-def read_num_experts(config: Fields, name: str) -> int:
+def read_num_experts(config: JsonFields, name: str) -> int:
     """name: the field that says it."""
     num_experts = config.size(name)
     if num_experts > MAX_EXPERTS:
@@ -62,7 +62,7 @@ def read_num_experts(config: Fields, name: str) -> int:
     return num_experts
 
 
-def _moe(config: Fields, expert: MlpSpec, *, renormalise: bool = True) -> MoeSpec:
+def _moe(config: JsonFields, expert: MlpSpec, *, renormalise: bool = True) -> MoeSpec:
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
     num_experts, top_k = read_num_experts(config, name), config.size("num_experts_per_tok")
     if top_k > num_experts:

@@ -13,7 +13,7 @@ from .deepseek import V2_DEFAULTS, V3_DEFAULTS, deepseek_v2, deepseek_v3
 from .family import Family, around_wide_norms
 from .gemma import GEMMA2_DEFAULTS, GEMMA3_DEFAULTS, around_gemma, around_gemma_with_vision, gemma2, gemma3
 from .gemma4 import GEMMA4_DEFAULTS, UNIFIED_DEFAULTS, around_gemma4, gemma4, gemma4_unified
-from .json_config import Fields, read_json_object
+from .json_config import JsonFields, read_json_object
 from .llama import llama, mistral, olmo2, phi3, qwen2, qwen3
 from .moe import GPT_OSS_DEFAULTS, MIXTRAL_DEFAULTS, gpt_oss, mixtral, qwen3_moe
 from .rope_config import longest_context
@@ -50,7 +50,7 @@ def load_spec(model_path: Path) -> ModelSpec:
     path = model_path / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{model_path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    whole = Fields(path, read_json_object(path))
+    whole = JsonFields(path, read_json_object(path))
     architecture = _architecture(whole)
     family = FAMILIES[architecture]
     config = _decoder_of(whole, architecture, family.section) if family.section else whole
@@ -81,7 +81,7 @@ def load_spec(model_path: Path) -> ModelSpec:
     )
 
 
-def _architecture(config: Fields) -> str:
+def _architecture(config: JsonFields) -> str:
     names = config.get("architectures")
     supported = ", ".join(FAMILIES)
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in cast("list[Any]", names)):
@@ -95,7 +95,7 @@ def _architecture(config: Fields) -> str:
     )
 
 
-def _decoder_of(config: Fields, architecture: str, name: str) -> Fields:
+def _decoder_of(config: JsonFields, architecture: str, name: str) -> JsonFields:
     """Section `name` of a multimodal config, which has the decoder, with what transformers takes from around it alone:
     whether the embeddings are tied."""
     section = config.section(name)
@@ -105,12 +105,12 @@ def _decoder_of(config: Fields, architecture: str, name: str) -> Fields:
     return section.with_values({"tie_word_embeddings": is_tied})
 
 
-def _generation_config(model_path: Path) -> Fields:
+def _generation_config(model_path: Path) -> JsonFields:
     path = model_path / "generation_config.json"
-    return Fields(path, read_json_object(path) if path.is_file() else {})
+    return JsonFields(path, read_json_object(path) if path.is_file() else {})
 
 
-def _eos_token_ids(*sources: Fields, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(*sources: JsonFields, vocab_size: int) -> tuple[int, ...]:
     """End-of-sequence ids of the first source that names any; there may be none. What transformers' config classes have
     by default is none either to a checkpoint that it loads."""
     source = next((of for of in sources if of.get("eos_token_id") is not None), None)

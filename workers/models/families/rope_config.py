@@ -2,33 +2,33 @@
 
 from collections.abc import Iterable
 
-from .json_config import MAX_DIMENSION, Fields
+from .json_config import MAX_DIMENSION, JsonFields
 from .spec import RopeSpec
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
-def read_rope(config: Fields, max_position_embeddings: int) -> RopeSpec:
+def read_rope(config: JsonFields, max_position_embeddings: int) -> RopeSpec:
     """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before); the older wins, as there."""
     theta = config.number("rope_theta", default=10_000.0, minimum=1.0)
     refuse_partial(config)
     return rope_of(config, rope_fields(config), theta, max_position_embeddings)
 
 
-def rope_fields(config: Fields) -> Fields | None:
+def rope_fields(config: JsonFields) -> JsonFields | None:
     return config.section("rope_scaling") or config.section("rope_parameters")
 
 
-def rope_type_of(fields: Fields) -> object:
+def rope_type_of(fields: JsonFields) -> object:
     return fields.get("rope_type") or fields.get("type") or "default"
 
 
-def refuse_partial(fields: Fields) -> None:
+def refuse_partial(fields: JsonFields) -> None:
     if (partial := fields.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise fields.error("partial_rotary_factor", "must be 1 (partial rotation is not supported)", partial)
 
 
-def rope_of(config: Fields, fields: Fields | None, theta: float, max_position_embeddings: int) -> RopeSpec:
+def rope_of(config: JsonFields, fields: JsonFields | None, theta: float, max_position_embeddings: int) -> RopeSpec:
     """What `fields` of `config` say, where there are any; theta: where they name none."""
     if fields is None:
         return RopeSpec(theta=theta)
@@ -44,7 +44,9 @@ def rope_of(config: Fields, fields: Fields | None, theta: float, max_position_em
     return _stretched(config, fields, str(rope_type), theta, max_position_embeddings)
 
 
-def _stretched(config: Fields, fields: Fields, rope_type: str, theta: float, max_position_embeddings: int) -> RopeSpec:
+def _stretched(
+    config: JsonFields, fields: JsonFields, rope_type: str, theta: float, max_position_embeddings: int
+) -> RopeSpec:
     original = fields.size("original_max_position_embeddings", default=max_position_embeddings)
     original = config.size("original_max_position_embeddings", default=original)
     if rope_type == "yarn":
@@ -59,14 +61,14 @@ def _stretched(config: Fields, fields: Fields, rope_type: str, theta: float, max
     return RopeSpec(rope_type, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _proportional(fields: Fields, theta: float) -> RopeSpec:
+def _proportional(fields: JsonFields, theta: float) -> RopeSpec:
     turning = fields.number("partial_rotary_factor", default=1.0, minimum=0.0)
     if turning > 1.0:
         raise fields.error("partial_rotary_factor", "must be at most 1", turning)
     return RopeSpec("proportional", theta, fields.number("factor", default=1.0, minimum=0.0), turning=turning)
 
 
-def _longrope(fields: Fields, theta: float, original: int, max_position_embeddings: int) -> RopeSpec:
+def _longrope(fields: JsonFields, theta: float, original: int, max_position_embeddings: int) -> RopeSpec:
     factor = fields.optional_number("factor", minimum=0.0)
     if factor is None:
         factor = max_position_embeddings / original
@@ -83,7 +85,7 @@ def _longrope(fields: Fields, theta: float, original: int, max_position_embeddin
     )
 
 
-def _yarn(fields: Fields, theta: float, original: int, max_position_embeddings: int) -> RopeSpec:
+def _yarn(fields: JsonFields, theta: float, original: int, max_position_embeddings: int) -> RopeSpec:
     factor = fields.optional_number("factor")
     if factor is None:
         factor = max_position_embeddings / original
@@ -103,7 +105,7 @@ def _yarn(fields: Fields, theta: float, original: int, max_position_embeddings: 
     )
 
 
-def longest_context(config: Fields, ropes: Iterable[RopeSpec]) -> int:
+def longest_context(config: JsonFields, ropes: Iterable[RopeSpec]) -> int:
     """Tokens that a context may have. yarn stretches the model's first length by its factor (Peng et al. 2023; what
     transformers' validation calls the post-yarn length); max_position_embeddings may still say less, as in Qwen's
     configs with the rope_scaling that its documentation adds."""

@@ -1,6 +1,7 @@
-"""What the ranks must know of one step, as rank 0 tells it to the others: numbers only, checked on arrival.
+"""One step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message
+holds numbers only; the receiver checks them.
 
-    words (int32) = [S, B, R, picks, Q] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
+    message (int32) = [S, B, R, picks, Q] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
                     [T] token ids [S, B] blocks
 
 Ranks keep no account of sequences: a step says all that it takes to compute it.
@@ -21,9 +22,9 @@ from ...parallel.groups import Group
 from .attention import StepMeta
 from .rope import Ropes
 
-Words = NDArray[np.int32]
-FIRST_WORDS = 1024  # a step that fits, as most decodes do, is told in one broadcast
-MAX_WORDS = 1 << 26
+Int32s = NDArray[np.int32]
+FIRST_MESSAGE_LEN = 1024  # a step that fits, as most decodes do, takes one broadcast
+MAX_MESSAGE_LEN = 1 << 26
 HEADER = 5
 NO_ROWS = np.empty(0, dtype=np.int32)
 
@@ -42,13 +43,13 @@ class StepLimits:
 class Step:
     """S sequences, B blocks in the longest table, T new tokens of all sequences, R of them sampled."""
 
-    num_new: Words  # [S]
-    context_lens: Words  # [S], with the new tokens
-    tables: Words  # [S, B], padded with block 0
-    token_ids: Words  # [T]
-    sampled: Words  # [R]: of the rows that they are, ascending
+    num_new: Int32s  # [S]
+    context_lens: Int32s  # [S], with the new tokens
+    tables: Int32s  # [S, B], padded with block 0
+    token_ids: Int32s  # [T]
+    sampled: Int32s  # [R]: of the rows that they are, ascending
     picks: bool = False  # the likeliest token of those is all that is wanted
-    prompt_rows: Words = field(default_factory=lambda: NO_ROWS)  # [Q], ascending, see prompt_rows.py; none is sampled
+    prompt_rows: Int32s = field(default_factory=lambda: NO_ROWS)  # [Q], ascending, see prompt_rows.py; none is sampled
 
     @classmethod
     def of(
@@ -57,7 +58,7 @@ class Step:
         block_size: int,
         *,
         picks: bool = False,
-        prompt_rows: Words = NO_ROWS,
+        prompt_rows: Int32s = NO_ROWS,
     ) -> "Step":
         num_new = np.array([e.num_new for e in entries], dtype=np.int32)
         context_lens = num_new + np.array([e.sequence.num_computed for e in entries], dtype=np.int32)
@@ -88,7 +89,7 @@ class Step:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def to_words(self) -> Words:
+    def to_message(self) -> Int32s:
         sizes = (*self.tables.shape, len(self.sampled), self.picks, len(self.prompt_rows))
         header = np.array(sizes, dtype=np.int32)
         rows = (self.sampled, self.prompt_rows)
@@ -96,23 +97,23 @@ class Step:
         return np.concatenate((header, *rest))
 
     @classmethod
-    def from_words(cls, words: Words, limits: StepLimits) -> "Step":
-        """Raises InternalError, saying what is wrong, for words that `to_words` of such a worker cannot have made."""
+    def from_message(cls, message: Int32s, limits: StepLimits) -> "Step":
+        """Raises InternalError, which says what is wrong, for a message that `to_message` cannot have made."""
 
         def check(is_right: bool, what: str) -> None:
             if not is_right:
                 raise InternalError(f"a step is malformed: {what}")
 
-        check(len(words) >= HEADER, "it has no header")
-        num_seqs, width, num_sampled, picks, num_prompt_rows = words[:HEADER].tolist()
+        check(len(message) >= HEADER, "it has no header")
+        num_seqs, width, num_sampled, picks, num_prompt_rows = message[:HEADER].tolist()
         check(num_seqs > 0 and width > 0, f"it has {num_seqs} sequences and tables of {width} blocks")
         check(num_sampled >= 0 and picks in (0, 1), f"it has {num_sampled} sampled rows, picked {picks}")
         check(num_prompt_rows >= 0, f"it has {num_prompt_rows} prompt rows")
         num_rows = num_sampled + num_prompt_rows
-        num_tokens = len(words) - HEADER - num_seqs * (2 + width) - num_rows
-        check(num_tokens > 0, f"it has {len(words)} words for {num_seqs} x {width} blocks and {num_rows} rows")
+        num_tokens = len(message) - HEADER - num_seqs * (2 + width) - num_rows
+        check(num_tokens > 0, f"it has {len(message)} words for {num_seqs} x {width} blocks and {num_rows} rows")
         ends = np.cumsum((num_seqs, num_seqs, num_sampled, num_prompt_rows, num_tokens))
-        num_new, context_lens, sampled, prompt_rows, token_ids, tables = np.split(words[HEADER:], ends)
+        num_new, context_lens, sampled, prompt_rows, token_ids, tables = np.split(message[HEADER:], ends)
         check(bool((num_new >= 1).all()), "a sequence has no new token")
         check(int(num_new.sum()) == num_tokens, f"it has {num_tokens} tokens, and its sequences others")
         check(bool(((token_ids >= 0) & (token_ids < limits.vocab_size)).all()), "a token is not in the vocabulary")
@@ -158,24 +159,24 @@ class Step:
         return StepMeta(tuple(table[at] for table in cos_sin), tensor(slots), paged)
 
 
-def tell(group: Group, words: Words) -> None:
-    """Rank 0's side of `hear`."""
-    assert len(words) < MAX_WORDS
-    first = np.zeros(FIRST_WORDS, dtype=np.int32)
-    first[0] = len(words)
-    head, rest = words[: FIRST_WORDS - 1], words[FIRST_WORDS - 1 :]
+def broadcast_message(group: Group, message: Int32s) -> None:
+    """Send a step message from rank 0; the other ranks call `receive_message`."""
+    assert len(message) < MAX_MESSAGE_LEN
+    first = np.zeros(FIRST_MESSAGE_LEN, dtype=np.int32)
+    first[0] = len(message)
+    head, rest = message[: FIRST_MESSAGE_LEN - 1], message[FIRST_MESSAGE_LEN - 1 :]
     first[1 : 1 + len(head)] = head
     group.broadcast(torch.from_numpy(first), patient=True)
     if len(rest):
         group.broadcast(torch.from_numpy(rest))
 
 
-def hear(group: Group) -> Words:
-    """Wait for what rank 0 tells, however long it takes. Raises InternalError for a length that cannot be."""
-    first = np.zeros(FIRST_WORDS, dtype=np.int32)
+def receive_message(group: Group) -> Int32s:
+    """Wait, without a deadline, for rank 0's next message. Raises InternalError for an impossible length."""
+    first = np.zeros(FIRST_MESSAGE_LEN, dtype=np.int32)
     group.broadcast(torch.from_numpy(first), patient=True)
     length = int(first[0])
-    if not 0 < length < MAX_WORDS:
+    if not 0 < length < MAX_MESSAGE_LEN:
         raise InternalError(f"rank 0 announces {length} words")
     head = first[1 : 1 + length]
     if len(head) == length:

@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass
 class Steps:
-    """What an engine does with a sampler, in two rooms by turns."""
+    """What an engine does with a sampler, in two sets of buffers in turn."""
 
     vocab_size: int
     max_rows: int = MAX_ROWS
@@ -80,37 +80,37 @@ class Steps:
         self.logits = torch.zeros(self.max_rows, self.vocab_size)
         self.tokens = torch.full((self.max_rows,), -1)
         self.back = [self.device.pinned((self.max_rows,), torch.int64) for _ in range(2)]
-        self.room = 0
+        self.index = 0
 
     def launch(self, logits: Tensor, sequences: SequenceOf[Sequence], *, num_ahead: int = 0, bucket: int = 0) -> Asked:
         """bucket: so many rows, where the step is captured."""
-        room, num = self.room, len(sequences)
-        self.room = 1 - room
-        self.sampler.write(room, sequences, [s.num_tokens + num_ahead for s in sequences])
+        index, num = self.index, len(sequences)
+        self.index = 1 - index
+        self.sampler.write(index, sequences, [s.num_tokens + num_ahead for s in sequences])
         logits = logits.clone()
         self.lane.run(lambda: self.logits[:num].copy_(logits))
         if bucket:
             assert self.sampler.is_capturable(sequences)
-            if (room, bucket) not in self.graphs:
-                self.graphs[room, bucket] = self.device.capture(self.lane, partial(self._step, room, bucket))
-            self.lane.run(self.graphs[room, bucket])
+            if (index, bucket) not in self.graphs:
+                self.graphs[index, bucket] = self.device.capture(self.lane, partial(self._step, index, bucket))
+            self.lane.run(self.graphs[index, bucket])
         else:
-            self.lane.run(lambda: self.sampler.upload(room))
-            self.lane.run(lambda: self.sampler.change_and_choose(room, self.logits, self.tokens))
-        self.lane.run(lambda: self.back[room].copy_(self.tokens, non_blocking=True))
-        return Asked(self.lane.record(), self.back[room], num)
+            self.lane.run(lambda: self.sampler.upload(index))
+            self.lane.run(lambda: self.sampler.process_and_choose(index, self.logits, self.tokens))
+        self.lane.run(lambda: self.back[index].copy_(self.tokens, non_blocking=True))
+        return Asked(self.lane.record(), self.back[index], num)
 
-    def wait(self, room: int, asked: Asked) -> list[SampledToken]:
+    def wait(self, index: int, asked: Asked) -> list[SampledToken]:
         asked.event.wait()
-        return self.sampler.sampled(room, asked.tokens[: asked.num].tolist())
+        return self.sampler.sampled(index, asked.tokens[: asked.num].tolist())
 
     def step(self, logits: Tensor, sequences: SequenceOf[Sequence], bucket: int = 0) -> list[SampledToken]:
-        room = self.room
-        return self.wait(room, self.launch(logits, sequences, bucket=bucket))
+        index = self.index
+        return self.wait(index, self.launch(logits, sequences, bucket=bucket))
 
-    def _step(self, room: int, bucket: int) -> None:
-        self.sampler.upload(room)
-        self.sampler.choose(room, self.logits[:bucket], self.tokens[:bucket], bucket)
+    def _step(self, index: int, bucket: int) -> None:
+        self.sampler.upload(index)
+        self.sampler.choose(index, self.logits[:bucket], self.tokens[:bucket], bucket)
 
 
 def rows(num: int, vocab_size: int, seed: int) -> Tensor:
@@ -190,10 +190,10 @@ def test_two_steps_under_way(is_late: bool) -> None:
     for number in range(8):
         logits = rows(4, 301, number)
         asked = steps.launch(logits, batch, num_ahead=len(under_way), bucket=4)
-        under_way.append((1 - steps.room, asked, logits))
+        under_way.append((1 - steps.index, asked, logits))
         if len(under_way) == 2:
-            room, asked, logits = under_way.pop(0)
-            sampled = steps.wait(room, asked)
+            index, asked, logits = under_way.pop(0)
+            sampled = steps.wait(index, asked)
             assert_as_sampled(sampled, logits, batch)
             for token in sampled:
                 token.sequence.token_ids.append(token.token_id)
@@ -242,7 +242,7 @@ def test_a_step_that_was_never_computed_leaves_no_history() -> None:
         if is_computed:
             assert_as_sampled(steps.step(logits, batch), logits, batch)
         else:
-            steps.sampler.write(steps.room, batch, [batch[0].num_tokens])
+            steps.sampler.write(steps.index, batch, [batch[0].num_tokens])
             steps.sampler.forget()
         batch[0].token_ids.append(number)
 

@@ -6,7 +6,7 @@ import pytest
 
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.sequence import Batch, ScheduledSequence, Sequence
-from diptych.workers.execution.gpu.flow import Flow, Pieces
+from diptych.workers.execution.gpu.forward import ForwardBuffers, ForwardPieces
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.device_kv import Staged
@@ -95,13 +95,13 @@ def test_layers_after_the_last_that_stores_compute_what_is_sampled_alone(
 ) -> None:
     """Of a chunk before a prompt's end nothing."""
     path, prompts, expected = cases
-    compute, seen = Pieces.compute, list[tuple[int, int]]()
+    compute, seen = ForwardPieces.compute, list[tuple[int, int]]()
 
-    def spied(self: Pieces, flow: Flow, index: int) -> None:
-        seen.append((index, len(flow.slots)))
-        compute(self, flow, index)
+    def spied(self: ForwardPieces, buffers: ForwardBuffers, index: int) -> None:
+        seen.append((index, len(buffers.slots)))
+        compute(self, buffers, index)
 
-    monkeypatch.setattr(Pieces, "compute", spied)
+    monkeypatch.setattr(ForwardPieces, "compute", spied)
     kept = [layer.kv_from is None for layer in load_spec(path).layers]
     num_kept, num_layers, sequence = sum(kept), len(kept), sequence_of(prompts[3], num_blocks=7)
     assert runner.launch(Batch([ScheduledSequence(sequence, 60)])).tokens() == []

@@ -15,7 +15,7 @@ from diptych.workers.core.sequence import Batch, ScheduledSequence, Sequence
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.execution.gpu.buckets import token_buckets
 from diptych.workers.execution.gpu.gpu_steps import check_known
-from diptych.workers.execution.gpu.step_buffers import Room
+from diptych.workers.execution.gpu.step_buffers import HostBuffers
 from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec, RopeSpec
@@ -113,9 +113,9 @@ def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(
         beside.append(not is_alone)
         return run(*args, is_alone=is_alone)
 
-    def computed(flow: Any, bucket: int | None, index: int) -> None:
+    def computed(buffers: Any, bucket: int | None, index: int) -> None:
         found[beside[-1]].add(bucket)
-        compute(flow, bucket, index)
+        compute(buffers, bucket, index)
 
     monkeypatch.setattr(prompt_part, "run", spied)
     monkeypatch.setattr(prompt_part, "compute", computed)
@@ -170,16 +170,16 @@ def test_a_prompt_that_others_share_is_copied_on_the_device(llama: Path, prompts
 def test_a_room_that_is_written_too_early_gives_wrong_tokens(
     llama: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """A mutation: one room for all steps, that nobody waits for. What this device is there to show."""
+    """A mutation: one host for all steps, that nobody waits for. What this device is there to show."""
     runner = load(llama, late())
     buffers = steps_of(runner)._own.buffers
-    buffers.rooms[1] = _Careless(buffers.rooms[0].words, buffers.rooms[0].tokens)
-    buffers.rooms[0] = buffers.rooms[1]
+    buffers.host[1] = _Careless(buffers.host[0].columns, buffers.host[0].tokens)
+    buffers.host[0] = buffers.host[1]
     with pytest.raises((AssertionError, InternalError)):
         assert generate(runner, prompts, SAMPLINGS).token_ids == expected
 
 
-class _Careless(Room):
+class _Careless(HostBuffers):
     def write(self, *args: Any) -> None:
         self.used = None
         super().write(*args)

@@ -1,4 +1,4 @@
-"""Plans of steps as words: told and heard again, and refused where they cannot be."""
+"""Messages of step plans: parsed as they were written, and refused where malformed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diptych.workers.common.errors import InternalError
-from diptych.workers.execution.gpu.step_plan import HEADER, Ints, Numbers, PlanLimits, StepPlan, copy_words
+from diptych.workers.execution.gpu.step_plan import HEADER, Ints, Numbers, PlanLimits, StepPlan, copy_message
 
 LIMITS = PlanLimits(
     max_rows=4,
@@ -49,30 +49,30 @@ def columns(of: StepPlan) -> list[Any]:
 
 
 @pytest.mark.parametrize("previous_rows", [None, ints(2, -1, -1, -1)])
-def test_what_is_told_is_heard(previous_rows: Ints | None) -> None:
-    told = plan(previous_rows)
-    heard = LIMITS.heard(told.to_words())
-    assert isinstance(heard, StepPlan) and columns(heard) == columns(told)
+def test_what_is_told_is_received(previous_rows: Ints | None) -> None:
+    sent = plan(previous_rows)
+    received = LIMITS.parse(sent.to_message())
+    assert isinstance(received, StepPlan) and columns(received) == columns(sent)
 
 
 def test_a_step_of_decodes_alone() -> None:
-    told = StepPlan(np.empty((2, 0), np.int32), ints([5], [0], [20], [7]), None, (), 1, is_plain=True)
-    heard = LIMITS.heard(told.to_words())
-    assert isinstance(heard, StepPlan) and columns(heard) == columns(told)
+    sent = StepPlan(np.empty((2, 0), np.int32), ints([5], [0], [20], [7]), None, (), 1, is_plain=True)
+    received = LIMITS.parse(sent.to_message())
+    assert isinstance(received, StepPlan) and columns(received) == columns(sent)
 
 
 def test_blocks_to_be_copied() -> None:
-    heard = LIMITS.heard(copy_words([(1, 2), (1, 3), (31, 0)]))
-    assert not isinstance(heard, StepPlan) and heard.tolist() == [[1, 1, 31], [2, 3, 0]]
-    for words in (copy_words([(1, 32)]), copy_words([(-1, 2)]), copy_words([(1, 2)])[:-1]):
+    received = LIMITS.parse(copy_message([(1, 2), (1, 3), (31, 0)]))
+    assert not isinstance(received, StepPlan) and received.tolist() == [[1, 1, 31], [2, 3, 0]]
+    for message in (copy_message([(1, 32)]), copy_message([(-1, 2)]), copy_message([(1, 2)])[:-1]):
         with pytest.raises(InternalError, match="a step is malformed: a block"):
-            LIMITS.heard(words)
+            LIMITS.parse(message)
 
 
 def changed(index: int, value: int) -> Callable[[Ints], Ints]:
-    def change(words: Ints) -> Ints:
-        words[index] = value
-        return words
+    def change(message: Ints) -> Ints:
+        message[index] = value
+        return message
 
     return change
 
@@ -83,12 +83,12 @@ TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda words: words[:5], "no header"),
-        (lambda words: words[:-1], "announces others"),
-        (lambda words: np.append(words, 0), "announces others"),
+        (lambda message: message[:5], "no header"),
+        (lambda message: message[:-1], "announces another number"),
+        (lambda message: np.append(message, 0), "announces another number"),
         (changed(0, 7), "no header"),
         (changed(1, -1), "sizes that cannot be"),
-        (changed(1, 1 << 30), "announces others"),
+        (changed(1, 1 << 30), "announces another number"),
         (changed(2, 5), "more rows"),
         (changed(3, 5), "more rows"),
         (changed(TABLES, 8 * 16), "a place in the block tables"),
@@ -114,11 +114,11 @@ TABLES, DECODES, ENDS, PROMPTS = HEADER, HEADER + 6, HEADER + 14, HEADER + 16
 )
 def test_what_cannot_be_is_refused(change: Callable[[Ints], Ints], what: str) -> None:
     with pytest.raises(InternalError, match=f"a step is malformed: .*{what}"):
-        LIMITS.heard(change(plan().to_words()))
+        LIMITS.parse(change(plan().to_message()))
 
 
 def test_sequences_with_one_new_token_come_first() -> None:
-    words = plan().to_words()
-    words[PROMPTS + 14 : PROMPTS + 16] = 3, 1
+    message = plan().to_message()
+    message[PROMPTS + 14 : PROMPTS + 16] = 3, 1
     with pytest.raises(InternalError, match="must come first"):
-        LIMITS.heard(words)
+        LIMITS.parse(message)

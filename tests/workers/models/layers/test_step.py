@@ -1,4 +1,4 @@
-"""A step's words: what rank 0 says is what the others hear, and what cannot be said is refused."""
+"""A step's message: received as rank 0 broadcasts it, and refused where malformed."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +13,14 @@ from torch import Tensor
 
 from diptych.workers.common.errors import InternalError
 from diptych.workers.core.sequence import ScheduledSequence
-from diptych.workers.models.layers.step import FIRST_WORDS, MAX_WORDS, Step, StepLimits, hear, tell
+from diptych.workers.models.layers.step import (
+    FIRST_MESSAGE_LEN,
+    MAX_MESSAGE_LEN,
+    Step,
+    StepLimits,
+    broadcast_message,
+    receive_message,
+)
 
 from ....support.sequences import make_sequence
 
@@ -59,7 +66,7 @@ def example() -> Step:
 
 
 def test_the_words_say_all() -> None:
-    step = Step.from_words(example().to_words(), LIMITS)
+    step = Step.from_message(example().to_message(), LIMITS)
     assert step.num_new.tolist() == [1, 1, 5]
     assert step.context_lens.tolist() == [5, 10, 8]
     assert step.tables.tolist() == [[7, 8, 0], [1, 2, 3], [4, 5, 0]]
@@ -68,7 +75,7 @@ def test_the_words_say_all() -> None:
     assert step.num_tokens == 7
     assert step.picks
     rows = np.array([2, 3, 5], dtype=np.int32)
-    told = Step.from_words(replace(example(), prompt_rows=rows).to_words(), LIMITS)
+    told = Step.from_message(replace(example(), prompt_rows=rows).to_message(), LIMITS)
     assert (told.prompt_rows.tolist(), told.token_ids.tolist()) == ([2, 3, 5], step.token_ids.tolist())
 
 
@@ -94,29 +101,29 @@ def test_what_is_sampled_alone() -> None:
     assert (step.token_ids.tolist(), step.sampled.tolist()) == ([10, 5, 8], [0, 1, 2])
 
 
-@pytest.mark.parametrize("length", [1, FIRST_WORDS - 1, FIRST_WORDS, 3 * FIRST_WORDS])
+@pytest.mark.parametrize("length", [1, FIRST_MESSAGE_LEN - 1, FIRST_MESSAGE_LEN, 3 * FIRST_MESSAGE_LEN])
 def test_what_is_told_is_heard(length: int) -> None:
-    wire, words = Wire(), np.arange(length, dtype=np.int32)
-    tell(wire, words)
-    assert len(wire.sent) == (1 if length < FIRST_WORDS else 2)
+    wire, message = Wire(), np.arange(length, dtype=np.int32)
+    broadcast_message(wire, message)
+    assert len(wire.sent) == (1 if length < FIRST_MESSAGE_LEN else 2)
     wire.is_receiving = True
-    assert hear(wire).tolist() == words.tolist()
+    assert receive_message(wire).tolist() == message.tolist()
     assert not wire.sent
 
 
-@pytest.mark.parametrize("length", [0, -1, MAX_WORDS])
+@pytest.mark.parametrize("length", [0, -1, MAX_MESSAGE_LEN])
 def test_a_length_that_cannot_be_is_refused(length: int) -> None:
     wire = Wire()
-    first = torch.zeros(FIRST_WORDS, dtype=torch.int32)
+    first = torch.zeros(FIRST_MESSAGE_LEN, dtype=torch.int32)
     first[0] = length
     wire.broadcast(first)
     wire.is_receiving = True
     with pytest.raises(InternalError, match="announces"):
-        hear(wire)
+        receive_message(wire)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("message", "match"),
     [
         ([], "no header"),
         ([1, 1, 0], "no header"),
@@ -143,16 +150,16 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
         ([1, 1, 1, 0, 1, 2, 2, 1, 1, 7, 8, 3], "a prompt row is sampled"),
     ],
 )
-def test_malformed_words_are_refused(words: list[int], message: str) -> None:
-    with pytest.raises(InternalError, match=message):
-        Step.from_words(np.array(words, dtype=np.int32), LIMITS)
+def test_malformed_messages_are_refused(message: list[int], match: str) -> None:
+    with pytest.raises(InternalError, match=match):
+        Step.from_message(np.array(message, dtype=np.int32), LIMITS)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40))
-def test_any_words_are_a_step_or_refused(words: list[int]) -> None:
-    array = np.array(words, dtype=np.int32)
+def test_any_message_is_a_step_or_refused(message: list[int]) -> None:
+    array = np.array(message, dtype=np.int32)
     try:
-        step = Step.from_words(array, LIMITS)
+        step = Step.from_message(array, LIMITS)
     except InternalError:
         return
-    assert step.to_words().tolist() == words
+    assert step.to_message().tolist() == message

@@ -6,7 +6,7 @@ from ..common.lang import jit, tl
 
 
 @jit
-def sums_to(values: tl.tensor, num: int, one: tl.tensor, two: tl.tensor, IS_COUNT: tl.constexpr, TILE: tl.constexpr):
+def sum_within(values: tl.tensor, num: int, one: tl.tensor, two: tl.tensor, IS_COUNT: tl.constexpr, TILE: tl.constexpr):
     """How many of `num` values (or, of their exponentials, the sum) lie within either bits of a distance from 0."""
     near, far = 0.0, 0.0
     for start in range(0, num, TILE):
@@ -20,7 +20,7 @@ def sums_to(values: tl.tensor, num: int, one: tl.tensor, two: tl.tensor, IS_COUN
 
 
 @jit
-def last_kept(
+def find_threshold(
     values: tl.tensor,  # [num] float32, finite, at most 0
     num: int,
     wanted: tl.tensor,  # float32
@@ -34,7 +34,7 @@ def last_kept(
     while high - low > 1:
         third = tl.maximum((high - low) // 3, 1)
         one, two = low + third, high - third
-        near, far = sums_to(values, num, one, two, IS_COUNT, TILE)
+        near, far = sum_within(values, num, one, two, IS_COUNT, TILE)
         low = tl.where(far < wanted, two, tl.where(near < wanted, one, low))
         high = tl.where(near >= wanted, one, tl.where(far >= wanted, two, high))
     return high

@@ -11,7 +11,7 @@ import pytest
 from diptych.workers.common.errors import PeerLost, RankLost
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.parallel.rendezvous import PeerGroup, PeerSockets, connect_peers
-from diptych.workers.ranks.lockstep import Lockstep, is_due
+from diptych.workers.ranks.data_parallel import DataParallelLoop, is_due
 
 END_S = 20.0  # for what must happen; no test passes by waiting
 
@@ -38,7 +38,7 @@ class Member:
         self.steps: list[str] = []
         self.losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
         self.peer_sockets, self.barrier = peer_sockets, barrier
-        self.lane = Lockstep(peer_sockets, self, self.losses.put, None)
+        self.lane = DataParallelLoop(peer_sockets, self, self.losses.put, None)
 
     def serve(self) -> None:
         self.compute("served")

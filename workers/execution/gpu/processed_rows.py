@@ -1,6 +1,6 @@
 """The rows of a step that are not plain: what changes their logits, and who asks for log-probabilities. No torch.
 
-A sequence with penalties has a slot, a row of counts on the device (see logit_changes.py). Its first step
+A sequence with penalties has a slot, a row of counts on the device (see logits_processors.py). Its first step
 counts all its tokens there, each later one those that are new, which go up with all else that a step changes: so a step
 costs a sequence the same however long its context is. A sequence's tokens only ever grow in number.
 
@@ -28,7 +28,7 @@ Column = TypeVar("Column")
 class Columns(NamedTuple, Generic[Column]):
     """Of a step of R rows: arrays on the host, then tensors on the device."""
 
-    bias_starts: Column  # [R + 1] int32: see Changes
+    bias_starts: Column  # [R + 1] int32: see LogitsProcessors
     bias_ids: Column  # [B] int32
     biases: Column  # [B] float32
     count_rows: Column  # [R] int32: slots; -1: none
@@ -46,7 +46,7 @@ class Columns(NamedTuple, Generic[Column]):
 @dataclass(frozen=True, slots=True)
 class Plan:
     columns: Columns[NDArray[Any]]
-    is_changing: bool  # a row's logits
+    has_processors: bool  # a row's logits
     asking: list[int]
     num_top: int  # the most that one of those asks for
 
@@ -78,7 +78,7 @@ class _Counted:
         return slots, np.array(self.ids + [0] * num_idle, dtype=np.int64)
 
 
-class ChangedRows:
+class ProcessedRows:
     def __init__(self, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
         """No step has more than `num_slots` rows."""
         self._eos_token_ids = eos_token_ids
@@ -97,7 +97,7 @@ class ChangedRows:
         self._forget_before(self._step + 1)
 
     def plan(self, sequences: SequenceOf[Sequence], changed: SequenceOf[int]) -> Plan:
-        """changed: the rows whose logits are changed (sampler.is_changed), ascending. Counts what the sequences have
+        """changed: the rows whose logits are changed (has_logits_processors), ascending. Counts what the sequences have
         gained: the plan must be carried out on the device, in the order in which plans are made."""
         rows = self._rows_of([sequences[i] for i in changed])
         num_rows = len(sequences)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from diptych.workers.device.kv_cache import KVCache
-from diptych.workers.execution.gpu.flow import Flow, Pieces
+from diptych.workers.execution.gpu.forward import ForwardBuffers, ForwardPieces
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.layers.decoder import Decoder
@@ -26,7 +26,10 @@ def test_pieces_store_and_read_the_kv_that_layers_name(llama: Path) -> None:
         decoder = Decoder(spec, checkpoint.load(torch.float32, CPU))
         decoder.layers = [replace(layer, kv_id=spec.num_layers - 1 - layer.kv_id) for layer in decoder.layers]
         expected = decoder.forward(tokens, whole, meta)
-        passing, by_pieces = Flow.passing(tokens, torch.cat(meta.cos_sin, dim=1), meta.slots), Pieces(decoder, pieces)
+        passing, by_pieces = (
+            ForwardBuffers.passing(tokens, torch.cat(meta.cos_sin, dim=1), meta.slots),
+            ForwardPieces(decoder, pieces),
+        )
         for index in range(by_pieces.num_layers):
             by_pieces.compute(passing, index)
             by_pieces.attend(passing, index, meta.paged, len(prompt))

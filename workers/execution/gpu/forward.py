@@ -2,8 +2,8 @@
 
     tokens ─> piece 0 ─> q ─> attend 0 ─> attended ─> piece 1 ─> q ─> ... ─> piece L ─> hidden
 
-Piece i ends layer i - 1 and begins layer i. What a graph reads and writes has to stay where it is, so that its flow is
-cut out of one that stays; any other takes new memory.
+Piece i ends layer i - 1 and begins layer i. What a graph reads and writes has to stay where it is, so that
+the buffers of a graph are views of buffers that stay; others are new memory.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ...models.layers.rope import Ropes
 
 
 @dataclass(slots=True, eq=False)
-class Flow:
+class ForwardBuffers:
     """T tokens; those beyond a batch's are idle: they are stored nowhere, and nobody reads what becomes of them."""
 
     tokens: Tensor  # [T] int64
@@ -34,7 +34,7 @@ class Flow:
     is_static: bool
 
     @classmethod
-    def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "Flow":
+    def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "ForwardBuffers":
         """For graphs. Raises torch.OutOfMemoryError."""
         specs, embed = [layer.spec.attention for layer in decoder.layers], decoder.weights.embed
         widths = zip(*((of.num_heads * of.q_dim, of.num_heads * of.value_dim) for of in specs), strict=True)
@@ -52,20 +52,20 @@ class Flow:
         )
 
     @classmethod
-    def passing(cls, tokens: Tensor, cos_sin: Tensor, slots: Tensor) -> "Flow":
+    def passing(cls, tokens: Tensor, cos_sin: Tensor, slots: Tensor) -> "ForwardBuffers":
         """For one step alone."""
         none = cos_sin.new_empty(0)
         return cls(tokens, cos_sin, slots, none, none, none, none, None, is_static=False)
 
-    def first(self, num_tokens: int) -> "Flow":
+    def first(self, num_tokens: int) -> "ForwardBuffers":
         """The same memory, as far as so many tokens need it."""
         parts = (self.tokens, self.cos_sin, self.slots, self.residual, self.q, self.attended, self.hidden)
         given = None if self.given is None else self.given[:num_tokens]
-        return Flow(*(part[:num_tokens] for part in parts), given=given, is_static=self.is_static)
+        return ForwardBuffers(*(part[:num_tokens] for part in parts), given=given, is_static=self.is_static)
 
-    def go_on_with(self, rows: Tensor, of: "Flow") -> None:
-        """What is left to do for some tokens of a flow that is not static, in this one, which was made for them. rows:
-        [n] int32 or int64."""
+    def go_on_with(self, rows: Tensor, of: "ForwardBuffers") -> None:
+        """What is left to do for some tokens of buffers that are not static, in these, which were made for them.
+        rows: [n] int32 or int64."""
         self.residual, self.attended = (part.index_select(0, rows) for part in (of.residual, of.attended))
         self.given = None if of.given is None else of.given.index_select(0, rows)
 
@@ -85,7 +85,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ForwardPieces:
     decoder: Decoder
     cache: KVCache
 
@@ -102,56 +102,56 @@ class Pieces:
         """Of each of ModelSpec.ropes, where they are side by side."""
         return cos_sin.split(self.decoder.rope_dims, dim=1)
 
-    def compute(self, flow: Flow, index: int) -> None:
+    def compute(self, buffers: ForwardBuffers, index: int) -> None:
         """Device work, which may be captured: piece `index` of num_layers + 1."""
         decoder, added = self.decoder, None
         if index:
-            added = self._end_layer(flow, index - 1)
+            added = self._end_layer(buffers, index - 1)
         else:
-            self._begin(flow)
+            self._begin(buffers)
         is_last = index == self.num_layers
         norm = decoder.weights.norm if is_last else decoder.layers[index].weights.input_norm
-        hidden = enter(added, flow.residual, norm, decoder.spec.rms_norm_eps)
+        hidden = enter(added, buffers.residual, norm, decoder.spec.rms_norm_eps)
         if is_last:
-            flow.hidden = _put(flow, flow.hidden, hidden)
+            buffers.hidden = _put(buffers, buffers.hidden, hidden)
             return
-        layer, cos_sin = decoder.layers[index], self.angles(flow.cos_sin)
-        q = queries(layer, hidden, self.cache.layer(layer.kv_id), cos_sin, flow.slots, decoder.group)
-        if flow.is_static:
-            flow.queries(layer.spec.attention).copy_(q)
+        layer, cos_sin = decoder.layers[index], self.angles(buffers.cos_sin)
+        q = queries(layer, hidden, self.cache.layer(layer.kv_id), cos_sin, buffers.slots, decoder.group)
+        if buffers.is_static:
+            buffers.queries(layer.spec.attention).copy_(q)
         else:
-            flow.q = q
+            buffers.q = q
 
-    def attend(self, flow: Flow, index: int, paged: PagedBatch, num_tokens: int) -> None:
+    def attend(self, buffers: ForwardBuffers, index: int, paged: PagedBatch, num_tokens: int) -> None:
         """Device work, never captured: of the tokens that are not idle."""
         layer = self.decoder.layers[index]
         spec = layer.spec.attention
-        attended = attend(layer, flow.queries(spec)[:num_tokens], self.cache.layer(layer.kv_id), paged)
-        if flow.is_static:
-            flow.outputs(spec)[:num_tokens].copy_(attended)
+        attended = attend(layer, buffers.queries(spec)[:num_tokens], self.cache.layer(layer.kv_id), paged)
+        if buffers.is_static:
+            buffers.outputs(spec)[:num_tokens].copy_(attended)
         else:
-            flow.attended = attended
+            buffers.attended = attended
 
-    def _begin(self, flow: Flow) -> None:
-        embedded = self.decoder.embed(flow.tokens)
-        given = self.decoder.token_inputs(flow.tokens, embedded)
-        flow.given = None if given is None else _put(flow, flow.given, given)
-        flow.residual = _put(flow, flow.residual, embedded)
+    def _begin(self, buffers: ForwardBuffers) -> None:
+        embedded = self.decoder.embed(buffers.tokens)
+        given = self.decoder.token_inputs(buffers.tokens, embedded)
+        buffers.given = None if given is None else _put(buffers, buffers.given, given)
+        buffers.residual = _put(buffers, buffers.residual, embedded)
 
-    def _end_layer(self, flow: Flow, index: int) -> Tensor | None:
+    def _end_layer(self, buffers: ForwardBuffers, index: int) -> Tensor | None:
         """What is to be added to the residual yet."""
         layer, group = self.decoder.layers[index], self.decoder.group
         weights, eps = layer.weights, layer.eps
-        hidden = output(weights, flow.outputs(layer.spec.attention), group)
+        hidden = output(weights, buffers.outputs(layer.spec.attention), group)
         hidden = leave(hidden, weights.attention_out_norm, eps)
-        entering = enter(hidden, flow.residual, weights.mlp_norm, eps)
-        hidden = feed_forward(layer, entering, flow.residual, flow.slots, group)
+        entering = enter(hidden, buffers.residual, weights.mlp_norm, eps)
+        hidden = feed_forward(layer, entering, buffers.residual, buffers.slots, group)
         hidden = leave(hidden, weights.mlp_out_norm, eps)
-        return end(layer, hidden, flow.residual, None if flow.given is None else flow.given[:, index])
+        return end(layer, hidden, buffers.residual, None if buffers.given is None else buffers.given[:, index])
 
 
-def _put(flow: Flow, place: Tensor | None, value: Tensor) -> Tensor:
-    if not flow.is_static:
+def _put(buffers: ForwardBuffers, place: Tensor | None, value: Tensor) -> Tensor:
+    if not buffers.is_static:
         return value
     assert place is not None
     return place.copy_(value)

@@ -24,7 +24,7 @@ _NUM_WARPS = 4
 
 
 @dataclass(frozen=True)
-class Changes:
+class LogitsProcessors:
     """Of each row, on the device. Rows share masks and counts by number; -1: none, and the row's tensors are not
     read."""
 
@@ -54,9 +54,9 @@ class Changes:
         assert all(t.is_contiguous() for t in (*per_row, *whole, self.biases))
 
 
-def change_logits(logits: Tensor, changes: Changes) -> None:
+def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
     """logits: [R, vocab] float32, last axis contiguous, changed in place, as workers/sampling/sampler.py does."""
-    kernel_for(logits, change_logits_triton, change_logits_twin)(logits, changes)
+    kernel_for(logits, process_logits_triton, process_logits_twin)(logits, processors)
 
 
 def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> None:
@@ -67,38 +67,38 @@ def count_tokens(counts: Tensor, rows: Tensor, ids: Tensor, amount: int = 1) -> 
     kernel_for(counts, count_tokens_triton, count_tokens_twin)(counts, rows, ids, amount)
 
 
-def change_logits_twin(logits: Tensor, changes: Changes) -> None:
-    changes.check(logits)
-    if len(changes.bias_ids):
-        numbers = torch.arange(len(changes.bias_ids), dtype=torch.int32, device=logits.device)
-        rows = torch.searchsorted(changes.bias_starts[1:], numbers, right=True)
-        logits.index_put_((rows, changes.bias_ids.long()), changes.biases, accumulate=True)
-    if len(changes.masks):
+def process_logits_twin(logits: Tensor, processors: LogitsProcessors) -> None:
+    processors.check(logits)
+    if len(processors.bias_ids):
+        numbers = torch.arange(len(processors.bias_ids), dtype=torch.int32, device=logits.device)
+        rows = torch.searchsorted(processors.bias_starts[1:], numbers, right=True)
+        logits.index_put_((rows, processors.bias_ids.long()), processors.biases, accumulate=True)
+    if len(processors.masks):
         token = torch.arange(logits.shape[1], device=logits.device)
-        words = changes.masks[changes.mask_rows.clamp_min(0).long()][:, token // 32]
-        is_masked = ((words >> (token % 32)) & 1 == 0) & (changes.mask_rows >= 0)[:, None]
+        words = processors.masks[processors.mask_rows.clamp_min(0).long()][:, token // 32]
+        is_masked = ((words >> (token % 32)) & 1 == 0) & (processors.mask_rows >= 0)[:, None]
         logits.masked_fill_(is_masked, -torch.inf)
-    if len(changes.counts):
-        counts = changes.counts[changes.count_rows.clamp_min(0).long()]
-        counts = torch.where(changes.count_rows[:, None] >= 0, counts, 0)
-        penalty = changes.repetition[:, None]
+    if len(processors.counts):
+        counts = processors.counts[processors.count_rows.clamp_min(0).long()]
+        counts = torch.where(processors.count_rows[:, None] >= 0, counts, 0)
+        penalty = processors.repetition[:, None]
         logits.copy_(torch.where(counts == 0, logits, torch.where(logits > 0, logits / penalty, logits * penalty)))
         num_output = counts & (IN_PROMPT - 1)
-        amounts = changes.presence[:, None] + changes.frequency[:, None] * num_output.double()
+        amounts = processors.presence[:, None] + processors.frequency[:, None] * num_output.double()
         logits.sub_(torch.where(num_output > 0, amounts, 0.0).float())
 
 
-def change_logits_triton(logits: Tensor, changes: Changes) -> None:
-    changes.check(logits)
+def process_logits_triton(logits: Tensor, processors: LogitsProcessors) -> None:
+    processors.check(logits)
     num_rows, vocab_size = logits.shape
     if not num_rows:
         return
-    if len(changes.bias_ids):
+    if len(processors.bias_ids):
         _add_biases[(num_rows,)](
             logits,
-            changes.bias_starts,
-            changes.bias_ids,
-            changes.biases,
+            processors.bias_starts,
+            processors.bias_ids,
+            processors.biases,
             logits.stride(0),
             BLOCK=_BIASES,
             num_warps=_NUM_WARPS,
@@ -107,15 +107,15 @@ def change_logits_triton(logits: Tensor, changes: Changes) -> None:
     programs = -(-chip_of(logits.device).resident_programs(_NUM_WARPS) // num_rows)
     _mask_and_penalise[(num_rows, min(num_tiles, programs))](
         logits,
-        changes.mask_rows,
-        changes.masks,
-        changes.count_rows,
-        changes.counts,
-        changes.repetition,
-        changes.presence,
-        changes.frequency,
+        processors.mask_rows,
+        processors.masks,
+        processors.count_rows,
+        processors.counts,
+        processors.repetition,
+        processors.presence,
+        processors.frequency,
         logits.stride(0),
-        changes.masks.shape[1],
+        processors.masks.shape[1],
         vocab_size,
         TILE=_TILE,
         num_warps=_NUM_WARPS,

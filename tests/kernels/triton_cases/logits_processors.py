@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from diptych.kernels.sampling.logit_changes import (
+from diptych.kernels.sampling.logits_processors import (
     IN_PROMPT,
-    Changes,
-    change_logits_triton,
-    change_logits_twin,
+    LogitsProcessors,
     count_tokens_triton,
     count_tokens_twin,
+    process_logits_triton,
+    process_logits_twin,
 )
 
 from .common import DEVICE, Launch, meta, normal
@@ -20,7 +20,7 @@ def launch() -> None:
     masks, counts = meta(3, 4096, dtype=I32), meta(4, 131072, dtype=I32)
     rows = meta(8, dtype=I32)
     biases = meta(9, dtype=I32), meta(512, dtype=I32), meta(512, dtype=F32)
-    change_logits_triton(meta(8, 131072, dtype=F32), Changes(*biases, rows, masks, rows, counts, *floats))
+    process_logits_triton(meta(8, 131072, dtype=F32), LogitsProcessors(*biases, rows, masks, rows, counts, *floats))
     for amount in (1, IN_PROMPT):
         count_tokens_triton(counts, rows, meta(8, dtype=I64), amount)
 
@@ -43,14 +43,14 @@ def counted(vocab_size: int) -> list[torch.Tensor]:
     return found
 
 
-def changes(vocab_size: int, num_rows: int) -> Changes:
+def processors(vocab_size: int, num_rows: int) -> LogitsProcessors:
     generator = torch.Generator().manual_seed(1)
     lengths = [(0, min(vocab_size, 7), min(vocab_size, 300))[row % 3] for row in range(num_rows)]
     bias_ids = torch.cat([torch.randperm(vocab_size, generator=generator)[:num] for num in lengths])
     biases = normal(len(bias_ids), dtype=F32) * 3
     biases[::7] = -torch.inf
     masks = torch.randint(-(1 << 31), 1 << 31, (2, -(-vocab_size // 32)), generator=generator)
-    return Changes(
+    return LogitsProcessors(
         torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=I32),
         bias_ids.to(DEVICE, I32),
         biases,
@@ -67,8 +67,8 @@ def changes(vocab_size: int, num_rows: int) -> Changes:
 @pytest.mark.parametrize("vocab_size", [5, 67, 4500])
 def test_change_logits(vocab_size: int) -> None:
     both = [normal(9, vocab_size + 3, dtype=F32)[:, 3:] for _ in range(2)]
-    before, given = both[0].clone(), changes(vocab_size, 9)
-    for run, logits in zip((change_logits_twin, change_logits_triton), both, strict=True):
+    before, given = both[0].clone(), processors(vocab_size, 9)
+    for run, logits in zip((process_logits_twin, process_logits_triton), both, strict=True):
         run(logits, given)
     # A double-precision product and sum may be one instruction.
     torch.testing.assert_close(both[1], both[0], rtol=0.0 if DEVICE == "cpu" else 1e-6, atol=0.0)

@@ -1,4 +1,4 @@
-"""Scores and their ids in one integer, so that a maximum finds both: by score, and among equals the lowest id."""
+"""Scores packed with their ids in one integer: a maximum finds both, and among equal scores the lowest id."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..common.lang import jit, tl
 
 
 @jit
-def ranked(score: tl.tensor, ids: tl.tensor):
+def pack_score(score: tl.tensor, ids: tl.tensor):
     """score: float32; ids: int64 below 2^32. int64, above `no_token` for every score that is a number."""
     bits = score.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0xFFFFFFFF - ids)
@@ -18,12 +18,12 @@ def no_token():
 
 
 @jit
-def id_of(rank: tl.tensor):
+def id_of(packed: tl.tensor):
     """The id; 0 where there was no token."""
-    return tl.where(rank == no_token(), 0, 0xFFFFFFFF - (rank & 0xFFFFFFFF))
+    return tl.where(packed == no_token(), 0, 0xFFFFFFFF - (packed & 0xFFFFFFFF))
 
 
 @jit
-def score_of(rank: tl.tensor):
-    bits = (rank >> 32).to(tl.int32)
+def score_of(packed: tl.tensor):
+    bits = (packed >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -75,7 +75,7 @@ class Peer(Protocol):
         ...
 
 
-class Lockstep:
+class DataParallelLoop:
     """A StepExecutor. `on_loss` is called once at most, on our thread, not after `close`; the thread stays on `cores`,
     where there are any."""
 
@@ -95,7 +95,7 @@ class Lockstep:
         self._is_idle = True
         self._is_closing = False
         self._error: RankLost | None = None
-        self._thread = threading.Thread(target=self._run, name="diptych-lockstep", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="diptych-data-parallel", daemon=True)
         self._thread.start()
 
     def submit(self, compute: Compute) -> "Future[list[SampledToken]]":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
-from .ranked import id_of, no_token, ranked, score_of
+from .packed_argmax import id_of, no_token, pack_score, score_of
 
 _TILE = 4096
 LARGEST_TOP = 32
@@ -16,23 +16,23 @@ _NUM_WARPS = 8  # of every launch: they fix the order of sums
 _PROGRAMS_PER_CORE = 4
 
 
-def log_totals(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+def logsumexp_top_k(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """logits: [R, vocab] of floats without NaN, last axis contiguous; num_top <= LARGEST_TOP and <= vocab.
 
     Returns the log of the sum of each row's exponentials, [R] float32, and its `num_top` largest logits: their ids,
     [R, num_top] int64, and values, float32, in descending order, the lowest id first among equals. The log-probability
     of a token is its logit less the first. A row's results depend on that row alone.
     """
-    return kernel_for(logits, log_totals_triton, log_totals_twin)(logits, num_top)
+    return kernel_for(logits, logsumexp_top_k_triton, logsumexp_top_k_twin)(logits, num_top)
 
 
-def log_totals_twin(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+def logsumexp_top_k_twin(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = logits.float()
     values, ids = wide.sort(dim=-1, descending=True, stable=True)
     return wide.logsumexp(dim=-1), ids[:, :num_top], values[:, :num_top]
 
 
-def log_totals_triton(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+def logsumexp_top_k_triton(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and logits.is_floating_point() and 0 < vocab_size <= LARGEST_VOCABULARY
     assert 0 <= num_top <= min(LARGEST_TOP, vocab_size)
@@ -44,13 +44,13 @@ def log_totals_triton(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Ten
     num_tiles = -(-vocab_size // _TILE)
     largest = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
     masses = torch.empty_like(largest)
-    ranks = torch.empty(num_rows, num_tiles, num_top, dtype=torch.int64, device=logits.device)
+    packed_scores = torch.empty(num_rows, num_tiles, num_top, dtype=torch.int64, device=logits.device)
     splits = min(num_tiles, -(-chip_of(logits.device).num_cores * _PROGRAMS_PER_CORE // num_rows))
     _totals_of_tiles[(num_rows, splits)](
         logits,
         largest,
         masses,
-        ranks,
+        packed_scores,
         logits.stride(0),
         vocab_size,
         num_tiles,
@@ -61,7 +61,7 @@ def log_totals_triton(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Ten
     _totals_of_rows[(num_rows,)](
         largest,
         masses,
-        ranks,
+        packed_scores,
         totals,
         top_ids,
         top_values,
@@ -79,7 +79,7 @@ def _totals_of_tiles(
     logits: tl.tensor,  # [R, vocab]
     largest: tl.tensor,  # [R, num_tiles] float32
     masses: tl.tensor,  # [R, num_tiles] float32: sums of exponentials, from the tile's largest
-    ranks: tl.tensor,  # [R, num_tiles, num_top] int64: ranked
+    packed_scores: tl.tensor,  # [R, num_tiles, num_top] int64: see packed_argmax.py
     row_stride: int,
     vocab_size: int,
     num_tiles: int,
@@ -96,18 +96,18 @@ def _totals_of_tiles(
         at = row * num_tiles + tile
         tl.store(largest + at, top)
         tl.store(masses + at, tl.sum(tl.exp(x - tl.maximum(top, -3.0e38)), axis=0))
-        rank = tl.where(inside, ranked(x, i.to(tl.int64)), no_token())
+        packed = tl.where(inside, pack_score(x, i.to(tl.int64)), no_token())
         for n in range(num_top):
-            best = tl.max(rank, axis=0)
-            tl.store(ranks + at * num_top + n, best)
-            rank = tl.where(rank == best, no_token(), rank)
+            best = tl.max(packed, axis=0)
+            tl.store(packed_scores + at * num_top + n, best)
+            packed = tl.where(packed == best, no_token(), packed)
 
 
 @jit
 def _totals_of_rows(
     largest: tl.tensor,  # [R, num_tiles] float32
     masses: tl.tensor,  # [R, num_tiles] float32
-    ranks: tl.tensor,  # [R, num_tiles, num_top] int64
+    packed_scores: tl.tensor,  # [R, num_tiles, num_top] int64
     totals: tl.tensor,  # [R] float32
     top_ids: tl.tensor,  # [R, num_top] int64
     top_values: tl.tensor,  # [R, num_top] float32
@@ -124,9 +124,9 @@ def _totals_of_rows(
     top = tl.maximum(tl.max(tops, axis=0), -3.0e38)
     tl.store(totals + row, top + tl.log(tl.sum(mass * tl.exp(tops - top), axis=0)))
     i = tl.arange(0, TOPS)
-    rank = tl.load(ranks + row * num_tiles * num_top + i, mask=i < num_tiles * num_top, other=-(1 << 63))
+    packed = tl.load(packed_scores + row * num_tiles * num_top + i, mask=i < num_tiles * num_top, other=-(1 << 63))
     for n in range(num_top):
-        best = tl.max(rank, axis=0)
+        best = tl.max(packed, axis=0)
         tl.store(top_ids + row * num_top + n, id_of(best))
         tl.store(top_values + row * num_top + n, score_of(best))
-        rank = tl.where(rank == best, no_token(), rank)
+        packed = tl.where(packed == best, no_token(), packed)

@@ -27,14 +27,14 @@ class _Place:
     dtype: torch.dtype
 
 
-class Parcel:
+class StagingBuffer:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._host = device.pinned((_FIRST_BYTES,), torch.uint8)
         self._places: list[_Place] = []
 
     def pack(self, arrays: SequenceOf[NDArray[Any]]) -> None:
-        """arrays: [n] each. What was packed before has reached the device. The memory grows to the largest parcel."""
+        """arrays: [n] each. What was packed before has reached the device. The memory grows to the largest staging."""
         starts = np.cumsum([0, *(_aligned(array.nbytes) for array in arrays)]).tolist()
         if starts[-1] > len(self._host):
             self._host = self._device.pinned((1 << (starts[-1] - 1).bit_length(),), torch.uint8)

@@ -7,6 +7,7 @@ from . import faults
 from .faults import Fault, Kinds, Weather
 
 if TYPE_CHECKING:
+    from .routers import RouterProcess
     from .supervised import Supervised
     from .world import World
 
@@ -46,10 +47,18 @@ def kill_supervisor(world: "World") -> None:
     _of(world).kill()
 
 
+def _serves(router: "RouterProcess") -> bool:
+    if router.router is None:
+        return False
+    health = router.router.health()
+    return health.num_decode_workers + health.num_mixed_workers > 0
+
+
 def stall_supervisor(world: "World") -> None:
-    """SIGSTOP, and SIGCONT later."""
+    """SIGSTOP, and SIGCONT later. On a calm day only once requests can be served: a stopped start would fail them."""
     actor = _of(world).actor
-    if actor is not None and actor.process is not None:
+    may_stop = world.weather.name != "calm" or all(_serves(router) for router in world.routers.living())
+    if actor is not None and actor.process is not None and may_stop:
         seconds = world.rng.choice((world.rng.uniform(0.1, 5.0), world.rng.uniform(*HANGS_S)))
         world.stall(actor.process, seconds)
 

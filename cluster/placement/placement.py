@@ -36,7 +36,7 @@ from ..common.cores import CoreClaim
 from ..common.deployment import NAMESPACE, Deployment, cluster_of, first_worker_ids, make_router_id, supervisor_name
 from ..common.gang import gang_of, rank_of
 from ..common.handles import RouterStarted, WorkerStarted
-from ..routing.fleet_watch import Watch, follow, last_line
+from .fleet_watch import Watch, follow, last_line
 from .place import Place, bundle_of, give_back
 
 if TYPE_CHECKING:

@@ -1,13 +1,23 @@
-"""Rules on failed worker requests: may another sink read the KV, which request made steps fail. Pure."""
+"""The failures of one request's worker requests, and what follows from them for its next attempt. Pure."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...workers.common.errors import DiptychError, RequestFailsSteps, StepFailedAlone, TransportError, WorkerLost
+from ...workers.common.errors import (
+    DiptychError,
+    LayoutMismatch,
+    RequestFailsSteps,
+    StepFailed,
+    StepFailedAlone,
+    TransportError,
+    Unavailable,
+    WorkerDraining,
+    WorkerLost,
+)
 
 
 def is_on_the_way(error: DiptychError) -> bool:
-    """Source and sink could not reach each other: what is offered may be had by another."""
+    """Source and sink could not reach each other: another sink may read what is offered."""
     return isinstance(error, TransportError | WorkerLost)
 
 
@@ -18,19 +28,55 @@ class FailedStep(NamedTuple):
     num_output: int  # tokens of the answer that the worker had made; the router may have fewer
 
 
-def num_alone(steps: Sequence[FailedStep], num_output: int) -> int:
-    """Number of tokens that a request makes in steps of its own once it is resumed after `num_output` of them: until
-    it is past the token at which a step failed. That is 2 at least: a prefill makes the first, a decode the second."""
-    return max((max(step.num_output - num_output, 0) + 2 for step in steps), default=0)
+@dataclass(slots=True, eq=False)
+class RequestFailures:
+    """What failed of one request so far."""
 
+    request_id: str
+    max_attempts: int
+    num_attempts: int = 0  # that failed
+    workers: set[str] = field(default_factory=set[str])  # that failed this request
+    pairs: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])  # source and sink of failed hand-offs
+    steps: list[FailedStep] = field(default_factory=list[FailedStep])
+    _layouts_differ: bool = False
+    _has_handoff_failed: bool = False
 
-def fails_steps(request_id: str, steps: Sequence[FailedStep], error: DiptychError) -> RequestFailsSteps | None:
-    """The request's end, where it is the cause of the failed steps, the last of which raised `error`. None: it may be
-    tried again."""
-    if len(steps) < 2 or not isinstance(error, StepFailedAlone):
-        return None
-    workers = " and ".join(step.worker for step in steps)
-    return RequestFailsSteps(
-        f"request {request_id} made steps fail on {workers}, on the last with no other request in the "
-        f"step: it is not tried again. {error.message}"
-    )
+    @property
+    def may_hand_off(self) -> bool:
+        """The last attempt does without what has failed before."""
+        is_last = self.num_attempts == self.max_attempts - 1
+        return not self._layouts_differ and not (self._has_handoff_failed and is_last)
+
+    def add(self, worker: str, error: DiptychError, *, is_handoff: bool) -> None:
+        """A worker request failed. `is_handoff`: its KV could not be had."""
+        self.workers.add(worker)
+        self._has_handoff_failed |= is_handoff
+        self._layouts_differ |= isinstance(error, LayoutMismatch)
+
+    def add_step(self, worker: str, error: StepFailed) -> RequestFailsSteps | None:
+        """A step of the request raised. Returns the error that ends the request, if the request is the cause: this is
+        the second failed step at least, and no other request was in it. None: it may be tried again."""
+        self.steps.append(FailedStep(worker, error.num_output))
+        if len(self.steps) < 2 or not isinstance(error, StepFailedAlone):
+            return None
+        workers = " and ".join(step.worker for step in self.steps)
+        return RequestFailsSteps(
+            f"request {self.request_id} made steps fail on {workers}, on the last with no other request in the "
+            f"step: it is not tried again. {error.message}"
+        )
+
+    def end_attempt(self, error: DiptychError) -> Unavailable | None:
+        """An attempt failed. Returns the error that ends the request if it was the last. One that ended because its
+        worker drains does not count: that worker is not chosen again."""
+        self.num_attempts += not isinstance(error, WorkerDraining)
+        if self.num_attempts < self.max_attempts:
+            return None
+        return Unavailable(
+            f"no worker could finish the request in {self.num_attempts} attempts; "
+            f"the last error was {type(error).__name__}: {error.message}"
+        )
+
+    def num_alone(self, num_output: int) -> int:
+        """Number of tokens that the request makes in steps of its own, resumed after `num_output` of them: until it is
+        past the token at which a step failed. At least 2: a prefill makes the first, a decode the second."""
+        return max((max(step.num_output - num_output, 0) + 2 for step in self.steps), default=0)

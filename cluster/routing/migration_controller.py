@@ -3,7 +3,7 @@ a change; a look is cheap while no worker drains or runs short of blocks."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from .fleet import Fleet
 from .migration import MovableRequest, Move, drain_move, is_short_of_blocks, relief
@@ -12,9 +12,9 @@ from .request_driver import RequestDriver
 
 
 class MigrationController:
-    """`drivers` gives the router's requests at the time of asking. Used on a running event loop."""
+    """`drivers`: those of the router's requests, kept current by it. Used on a running event loop."""
 
-    def __init__(self, config: RoutingConfig, fleet: Fleet, drivers: Callable[[], Collection[RequestDriver]]) -> None:
+    def __init__(self, config: RoutingConfig, fleet: Fleet, drivers: Collection[RequestDriver]) -> None:
         self._config = config
         self._fleet = fleet
         self._drivers = drivers
@@ -44,7 +44,7 @@ class MigrationController:
         self._is_due = False
         if not any(v.is_draining and v.is_up and v.num_in_flight for v in self._fleet.views()):
             return
-        for _ in range(len(self._drivers())):
+        for _ in range(len(self._drivers)):
             now = asyncio.get_running_loop().time()
             num_moving, limit = self._num_moving(), self._config.max_migrations
             if not self._apply(drain_move(self._fleet.views(), self._movable(), num_moving, limit, now)):
@@ -53,30 +53,13 @@ class MigrationController:
     def _apply(self, move: Move | None) -> bool:
         if move is None:
             return False
-        driver = next(d for d in self._drivers() if (r := d.state.movable()) is not None and r.handle == move.handle)
+        driver = next(d for d in self._drivers if (r := d.state.movable()) is not None and r.handle == move.handle)
         driver.migrate(move.target)
         return True
 
     def _num_moving(self) -> Counter[str]:
         """Worker requests on their way, by the worker that they leave."""
-        return Counter(r.worker for driver in self._drivers() if (r := driver.state.moving()) is not None)
+        return Counter(r.worker for driver in self._drivers if (r := driver.state.moving()) is not None)
 
     def _movable(self) -> list[MovableRequest]:
-        movable: list[MovableRequest] = []
-        for driver in self._drivers():
-            state, worker_request = driver.state, driver.state.movable()
-            if worker_request is not None:
-                failed = {sink for source, sink in state.failed_pairs if source == worker_request.worker}
-                movable.append(
-                    MovableRequest(
-                        worker_request.handle,
-                        worker_request.worker,
-                        state.num_tokens,
-                        state.num_remaining,
-                        driver.times.started_at,
-                        frozenset(failed | state.excluded),
-                        driver.moved_at,
-                        driver.moved_from,
-                    )
-                )
-        return movable
+        return [request for driver in self._drivers if (request := driver.movable()) is not None]

@@ -3,11 +3,11 @@
 It may lag behind by a message, and a wrong answer costs time, never tokens: the worker looks for itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
-from ...workers.core.prefix_cache import HASH_BYTES
+from ...workers.core.prefix_cache import HASH_BYTES, block_hashes
 
 
 class PrefixIndex:
@@ -31,6 +31,15 @@ class PrefixIndex:
 
     def drop(self, worker: str) -> None:
         self._names.pop(worker, None)
+
+    def cached_tokens(self, token_ids: Sequence[int], block_sizes: Iterable[int], salt: bytes) -> dict[str, int]:
+        """For each worker that holds any, how many of the leading tokens it holds. Blocks of different sizes have
+        different names: a name is made of the block's tokens."""
+        cached: dict[str, int] = {}
+        for block_size in block_sizes:
+            held = self.match(block_hashes(token_ids, block_size, salt))
+            cached |= {worker: num_blocks * block_size for worker, num_blocks in held.items()}
+        return cached
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """For each worker that holds any, how many of the leading `hashes` it holds. O(workers x log hashes): a worker

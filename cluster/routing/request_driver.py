@@ -1,22 +1,24 @@
-"""Drives one request's state: does what it decides, keeps its deadline, and hands its tokens to whoever waits.
+"""Drives one request: carries out the actions of its RequestState over links to workers, keeps its deadline, and gives
+its tokens to the caller.
 
-Everything but `next` is synchronous: a failure is answered in the moment in which it is heard, whether the client is
-reading or not. Knows no stream and no policy: its RunPort does.
+Everything but `next` is synchronous: a failure is handled in the moment it arrives, whether the client reads or not.
+The driver holds the link of each worker request until that is closed.
 """
 
 import asyncio
+import itertools
 import math
 import secrets
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass, field
 
+from ...proto import worker_pb2
 from ...workers.common.errors import (
     DeadlineExceeded,
     DiptychError,
     InternalError,
     RequestAborted,
     Unavailable,
-    WorkerDraining,
 )
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
@@ -30,95 +32,120 @@ from .actions import (
     Forget,
     OfferPrefix,
     OfferSequence,
+    Part,
     Submit,
-    WorkerRequest,
     WorkerToken,
 )
+from .fleet import Fleet, RequestLoad
 from .generation import TokenDelta
-from .policy import RequestFacts, Route
+from .migration import MovableRequest
+from .policy import RequestFacts, Route, RoutingConfig, choose, choose_sink
+from .prefix_index import PrefixIndex
 from .request_state import MAX_DELTA_TOKENS, RequestState
+from .submit_message import submit_message
+from .worker_link import WorkerLink
+
+MIN_TIMEOUT_S = 0.001  # of a worker request whose deadline has come
 
 
-class RunPort(Protocol):
-    """What a run asks of its router. Nothing here blocks."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingContext:
+    """Objects that a router and the drivers of its requests share. The router keeps fleet, links and index current."""
 
-    @property
-    def handles(self) -> Iterator[int]: ...
-    def facts(self, state: RequestState) -> RequestFacts: ...
-    def choose(self, facts: RequestFacts) -> Route:
-        """Raises Unavailable."""
-        ...
-
-    def choose_sink(self, facts: RequestFacts, source: str) -> str | None: ...
-    def submit(self, driver: "RequestDriver", submit: Submit) -> None: ...
-    def offer(self, offer: OfferSequence) -> None: ...
-    def offer_prefix(self, driver: "RequestDriver", offer: OfferPrefix) -> None: ...
-    def first_token(self, worker_request: WorkerRequest) -> None: ...
-    def abort(self, worker_request: WorkerRequest) -> None: ...
-    def forget(self, worker_request: WorkerRequest) -> None: ...
-    def drains(self, worker: str) -> None: ...
-    def wait_for_worker(self, driver: "RequestDriver") -> None:
-        """`driver.route` is called when a worker has come."""
-        ...
+    config: RoutingConfig
+    fleet: Fleet = field(default_factory=Fleet)
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    links: dict[str, WorkerLink] = field(default_factory=dict[str, WorkerLink])  # by incarnation
+    group_routes: dict[str, Route] = field(default_factory=dict[str, Route])  # of the first request of each group
+    handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # ids of worker requests, never reused
 
 
 class RequestDriver:
     """A RequestListener. `close` it, however it ends."""
 
-    def __init__(self, request: Request, port: RunPort, *, max_attempts: int, no_worker_wait_s: float) -> None:
-        self.state = RequestState(request, max_attempts)
-        self.facts: RequestFacts | None = None  # that the running attempt was chosen by
-        self._port = port
-        self._no_worker_wait_s = no_worker_wait_s
+    def __init__(self, request: Request, context: RoutingContext) -> None:
+        self.state = RequestState(request, context.config.max_attempts)
+        self._context = context
+        self._links: dict[int, WorkerLink] = {}  # by handle
+        self._facts: RequestFacts | None = None  # that the running attempt was chosen by
         self._loop = asyncio.get_running_loop()
         self.times = RequestTimes(self._loop.time())
-        self.moved_at = -math.inf  # when it was last told to migrate, and from where
-        self.moved_from = ""
+        self._moved_at = -math.inf  # when it was last told to migrate, and from where
+        self._moved_from = ""
         self._deadline = self.times.started_at + request.timeout_s
         self._timer = self._loop.call_at(self._deadline, self._expire)
-        self._patience: asyncio.TimerHandle | None = None  # while no worker is there
+        self._no_worker_timer: asyncio.TimerHandle | None = None  # while no worker can take the request
         self._waiter: asyncio.Future[None] | None = None
         self._was_behind = False  # `next` could not give all that was there
 
-    @property
-    def remaining_s(self) -> float:
-        return max(self._deadline - self._loop.time(), 0.001)
+    # -- attempts ---------------------------------------------------------------------------------------------------
 
     def route(self) -> None:
-        """Begin an attempt, or wait for a worker. For the first time, and whenever a worker has come."""
+        """Begin an attempt, or wait for a worker."""
         if self.state.is_over:
             return
+        context = self._context
         try:
-            self.facts = self._port.facts(self.state)
-            route = self._port.choose(self.facts)
+            self._facts = facts = self._make_facts()
+            route = choose(context.fleet.views(), facts, context.config)
         except Unavailable as e:
             self._wait_for_worker(e)
             return
-        self._lose_patience()
+        if facts.group:
+            context.group_routes.setdefault(facts.group, route)
+        self._stop_waiting()
         if self.times.routed_at is None:
             self.times.routed_at = self._loop.time()
-        handles = self._port.handles
-        self._do(self.state.begin(route, secrets.token_hex(16), handles, prefix_id=secrets.token_hex(16)))
+        self._do(self.state.begin(route, secrets.token_hex(16), context.handles, prefix_id=secrets.token_hex(16)))
+
+    def on_worker(self) -> None:
+        """Begin an attempt where one waits for a worker: there may be one now."""
+        if self._no_worker_timer is not None:
+            self.route()
+
+    def movable(self) -> MovableRequest | None:
+        """The worker request that may migrate now."""
+        state, worker_request = self.state, self.state.movable()
+        if worker_request is None:
+            return None
+        worker, failures = worker_request.worker, state.failures
+        return MovableRequest(
+            handle=worker_request.handle,
+            worker=worker,
+            num_tokens=state.num_tokens,
+            num_remaining=state.num_remaining,
+            began_at=self.times.started_at,
+            barred=frozenset(failures.workers | {sink for source, sink in failures.pairs if source == worker}),
+            moved_at=self._moved_at,
+            moved_from=self._moved_from,
+        )
 
     def migrate(self, worker: str) -> None:
-        """Move the state's `movable` worker request there."""
-        self.facts = self._port.facts(self.state)
-        worker_request = self.state.movable()
-        assert worker_request is not None
-        self.moved_at, self.moved_from = self._loop.time(), worker_request.worker
-        self._do(self.state.migrate(worker, secrets.token_hex(16), self._port.handles))
+        """Move the `movable` worker request there."""
+        source = self.state.movable()
+        assert source is not None
+        self._facts = self._make_facts()
+        self._moved_at, self._moved_from = self._loop.time(), source.worker
+        self._do(self.state.migrate(worker, secrets.token_hex(16), self._context.handles))
+
+    # -- for the caller ---------------------------------------------------------------------------------------------
 
     async def next(self) -> TokenDelta:
-        """The tokens since the last call, at least one. Raises what ended the request."""
+        """The tokens since the last call, at least one; with the request's timings where more than their total has
+        changed. Raises what ended the request."""
+        state = self.state
         if self._was_behind:
             await asyncio.sleep(0)  # for others: the client has much to catch up with
         while True:
-            delta = self.state.take(self._loop.time() - self.times.started_at)
+            delta = state.take(self._loop.time() - self.times.started_at)
             if delta is not None:
                 self._was_behind = len(delta.token_ids) == MAX_DELTA_TOKENS
-                return self._timed(delta)
-            if self.state.error is not None:
-                raise self.state.error
+                now = self.times.started_at + delta.elapsed_s
+                if self.times.delivered(len(delta.token_ids), now) or delta.finish_reason is not None:
+                    delta.timings = self.times.timings(now, state.num_attempts, state.num_migrations)
+                return delta
+            if state.error is not None:
+                raise state.error
             self._waiter = self._loop.create_future()
             await self._waiter
 
@@ -128,13 +155,13 @@ class RequestDriver:
         return None if last is None else self.times.timings(last, state.num_attempts, state.num_migrations)
 
     def fail(self, error: DiptychError) -> None:
-        self._do(self.state.fail(error))
-        self._wake()
+        self._after(self.state.fail(error))
 
     def close(self) -> None:
         """Idempotent: what still runs is aborted."""
         self._timer.cancel()
-        self._lose_patience()
+        self._stop_waiting()
+        self._context.group_routes.pop(self.state.request.group, None)
         self.fail(RequestAborted("the client went away"))
 
     # -- RequestListener --------------------------------------------------------------------------------------------
@@ -152,65 +179,97 @@ class RequestDriver:
         self._after(self.state.handed_off(handle, num_output_tokens, handoff_id))
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
-        if isinstance(error, WorkerDraining):
-            for worker_request in self.state.worker_requests():
-                if worker_request.handle == handle:
-                    self._port.drains(worker_request.worker)
         self._after(self.state.failed(handle, error, handoff=handoff))
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- actions ----------------------------------------------------------------------------------------------------
 
     def _after(self, actions: Actions) -> None:
-        """An event was heard: it may have brought tokens."""
+        """Finish an event, which may have brought tokens or the request's end."""
         if len(self.times.words) < 2:
             self.times.accepted(self.state.timings)
         if actions:
             self._do(actions)
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _do(self, actions: Actions) -> None:
         for action in actions:
             match action:
                 case Submit():
-                    self.times.submitted_at = self._loop.time()
-                    self._port.submit(self, action)
-                case OfferSequence():
-                    self._port.offer(action)
+                    self._submit(action)
+                case OfferSequence(worker_request, handoff_id):
+                    offer = worker_pb2.Offer(handle=worker_request.handle, handoff_id=handoff_id)
+                    self._links[worker_request.handle].offer(offer)
                 case OfferPrefix():
-                    self._port.offer_prefix(self, action)
-                case FirstToken():
-                    self._port.first_token(action.worker_request)
-                case Abort():
-                    self._port.abort(action.worker_request)
-                case Forget():
-                    self._port.forget(action.worker_request)
+                    self._context.links[action.worker].offer_prefix(self._offer_of(action))
+                case FirstToken(worker_request):
+                    if worker_request.part is Part.PREFILL:  # it computes nothing more
+                        self._context.fleet.remove_request(worker_request.handle)
+                    else:
+                        self._context.fleet.end_prefill(worker_request.handle)
+                case Abort(worker_request):
+                    self._close_request(worker_request.handle).abort(worker_request.handle)
+                case Forget(worker_request):
+                    self._close_request(worker_request.handle).forget(worker_request.handle)
                 case ChooseRoute():
                     self.route()
                 case ChooseSink():
-                    sink = self._port.choose_sink(self._port.facts(self.state), action.source)
-                    self._do(self.state.begin_sink(sink, self._port.handles))
+                    sink = choose_sink(self._context.fleet.views(), self._make_facts(), action.source)
+                    self._do(self.state.begin_sink(sink, self._context.handles))
 
-    def _timed(self, delta: TokenDelta) -> TokenDelta:
-        """With the request's timings where they have changed by more than their total."""
-        now, state = self.times.started_at + delta.elapsed_s, self.state
-        if self.times.delivered(len(delta.token_ids), now) or delta.finish_reason is not None:
-            delta.timings = self.times.timings(now, state.num_attempts, state.num_migrations)
-        return delta
+    def _submit(self, submit: Submit) -> None:
+        fleet, facts, worker_request = self._context.fleet, self._facts, submit.worker_request
+        assert facts is not None
+        self.times.submitted_at = now = self._loop.time()
+        message = submit_message(submit, self.state, fleet, max(self._deadline - now, MIN_TIMEOUT_S))
+        worker = fleet.view(worker_request.worker)
+        num_tokens = 0 if worker_request.part is Part.DECODE else facts.uncached_tokens(worker_request.worker)
+        load = RequestLoad(worker_request.worker, num_tokens, facts.num_blocks(worker))
+        fleet.add_request(worker_request.handle, load)
+        link = self._links[worker_request.handle] = self._context.links[worker_request.worker]
+        link.submit(message, self)
 
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+    def _offer_of(self, offer: OfferPrefix) -> worker_pb2.OfferPrefix:
+        request, tokens = self.state.request, self.state.all_token_ids()[: offer.num_tokens]
+        return worker_pb2.OfferPrefix(handoff_id=offer.handoff_id, token_ids=tokens, cache_salt=request.cache_salt)
+
+    def _close_request(self, handle: int) -> WorkerLink:
+        """Take it off its worker's load. Returns its link, which is to be told."""
+        self._context.fleet.remove_request(handle)
+        return self._links.pop(handle)
+
+    def _make_facts(self) -> RequestFacts:
+        """Raises Unavailable before the first worker is known."""
+        state, context = self.state, self._context
+        context.fleet.model()
+        tokens, group = state.all_token_ids(), state.request.group
+        cached: dict[str, int] = {}
+        if context.prefixes:
+            cached = context.prefixes.cached_tokens(tokens, context.fleet.block_sizes(), state.request.cache_salt)
+        if not state.prompt.is_complete:
+            cached = {worker: min(num, state.prompt.max_cached) for worker, num in cached.items()}
+        return RequestFacts(
+            num_tokens=len(tokens),
+            max_new_tokens=state.num_remaining,
+            cached_tokens=cached,
+            excluded=frozenset(state.failures.workers),
+            failed_pairs=frozenset(state.failures.pairs),
+            may_hand_off=state.failures.may_hand_off,
+            group=group,
+            beside=context.group_routes.get(group),
+        )
+
+    # -- inside -----------------------------------------------------------------------------------------------------
 
     def _wait_for_worker(self, error: Unavailable) -> None:
-        if self._patience is None:
-            self._patience = self._loop.call_later(self._no_worker_wait_s, self.fail, error)
-        self._port.wait_for_worker(self)
+        if self._no_worker_timer is None:
+            wait_s = self._context.config.no_worker_wait_s
+            self._no_worker_timer = self._loop.call_later(wait_s, self.fail, error)
 
-    def _lose_patience(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_waiting(self) -> None:
+        if self._no_worker_timer is not None:
+            self._no_worker_timer.cancel()
+            self._no_worker_timer = None
 
     def _expire(self) -> None:
         request = self.state.request

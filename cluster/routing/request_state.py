@@ -42,10 +42,8 @@ from ...workers.common.errors import (
     DiptychError,
     HandoffError,
     InternalError,
-    LayoutMismatch,
     SequenceEnded,
     StepFailed,
-    Unavailable,
     WorkerDraining,
 )
 from ...workers.common.request import FinishReason, Request
@@ -65,7 +63,7 @@ from .actions import (
     WorkerRequest,
     WorkerToken,
 )
-from .failures import FailedStep, fails_steps, is_on_the_way
+from .failures import RequestFailures, is_on_the_way
 from .generation import TokenDelta, TokenLogprob
 from .policy import Route
 from .prompt_logprobs_state import PromptLogprobsState
@@ -84,22 +82,16 @@ class RequestState:
         self.token_ids: list[int] = []
         self.finish: FinishReason | None = None
         self.error: DiptychError | None = None
-        self.excluded: set[str] = set()  # workers that failed this request
-        self.failed_pairs: set[tuple[str, str]] = set()  # source and sink between which a hand-off failed
-        self.num_failures = 0
-        self.failed_steps: list[FailedStep] = []
+        self.failures = RequestFailures(request.request_id, max_attempts)
         self.num_attempts = 0  # begun, and offers that another sink was sent to
         self.num_migrations = 0
         self.num_failed_migrations = 0
         self.num_cached_tokens = 0  # of the prompt, by the first worker's word
         self.timings: list[SequenceTimings | None] = []  # that came with the first two tokens
         self.prompt = PromptLogprobsState(request)
-        self._max_attempts = max_attempts
         self._max_tokens = request.sampling.max_tokens
         self._logprobs: list[TokenLogprob] = []  # of tokens that were not taken
         self._num_taken = 0
-        self._layouts_differ = False
-        self._has_handoff_failed = False
         # Of the running attempt:
         self._worker_requests: dict[int, WorkerRequest] = {}
         self._handoff: RequestHandoff | None = None
@@ -113,15 +105,13 @@ class RequestState:
         """Prompt and output so far."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
+    def all_token_ids(self) -> list[int]:
+        """Of the prompt, and of the output so far."""
+        return [*self.request.prompt_token_ids, *self.token_ids]
+
     @property
     def num_remaining(self) -> int:
         return self._max_tokens - len(self.token_ids)
-
-    @property
-    def may_hand_off(self) -> bool:
-        """The last attempt does without what has failed before."""
-        is_last = self.num_failures == self._max_attempts - 1
-        return not self._layouts_differ and not (self._has_handoff_failed and is_last)
 
     def worker_requests(self) -> list[WorkerRequest]:
         return list(self._worker_requests.values())
@@ -323,8 +313,7 @@ class RequestState:
         if moving is not None and worker_request is moving.source and moving.is_sealed:
             return [Forget(worker_request)]
         if isinstance(error, StepFailed) and not handoff:
-            self.failed_steps.append(FailedStep(worker_request.worker, error.num_output))
-            end = fails_steps(self.request.request_id, self.failed_steps, error)
+            end = self.failures.add_step(worker_request.worker, error)
             if end is not None:
                 return [Forget(worker_request), *self.fail(end)]
         if moving is not None and worker_request is moving.sink:
@@ -341,27 +330,22 @@ class RequestState:
     def _request_failed(self, worker_request: WorkerRequest, error: DiptychError, handoff: bool) -> Actions:
         if not (error.retryable or handoff):
             return self.fail(error)
-        self._blame(worker_request, error, handoff)
+        self.failures.add(worker_request.worker, error, is_handoff=handoff)
         return self._resume(error)
 
     def _sink_failed(self, handoff: RequestHandoff, sink: WorkerRequest, error: DiptychError, kv_lost: bool) -> Actions:
         handoff.sink, handoff.sink_error = None, error
         if kv_lost:
-            self.failed_pairs.add((handoff.source.worker, sink.worker))
+            self.failures.pairs.add((handoff.source.worker, sink.worker))
         handoff.may_send_another_sink &= not sink.has_token and (not kv_lost or is_on_the_way(error))
         if handoff.runs_on:
-            self.failed_pairs.add((handoff.source.worker, sink.worker))
+            self.failures.pairs.add((handoff.source.worker, sink.worker))
             self.num_failed_migrations += not isinstance(error, WorkerDraining | SequenceEnded)
             return _NOTHING
         if not (error.retryable or kv_lost):
             return self.fail(error)
-        self._blame(sink, error, kv_lost)
+        self.failures.add(sink.worker, error, is_handoff=kv_lost)
         return self._another_sink(handoff)
-
-    def _blame(self, worker_request: WorkerRequest, error: DiptychError, handoff: bool) -> None:
-        self.excluded.add(worker_request.worker)
-        self._has_handoff_failed |= handoff
-        self._layouts_differ |= isinstance(error, LayoutMismatch)
 
     def _another_sink(self, handoff: RequestHandoff) -> Actions:
         """Once, and as often as sinks drain, while the source is there."""
@@ -377,16 +361,10 @@ class RequestState:
         return self._resume(error) if handoff.is_sealed else _NOTHING
 
     def _resume(self, error: DiptychError) -> Actions:
-        """Draining is nobody's failure, and ends by itself: who drains is not chosen again."""
+        """Begin another attempt, or end with an error after the last."""
         actions = self._abort_worker_requests()
-        self.num_failures += not isinstance(error, WorkerDraining)
-        if self.num_failures < self._max_attempts:
-            return [*actions, ChooseRoute()]
-        self.error = Unavailable(
-            f"no worker could finish the request in {self.num_failures} attempts; "
-            f"the last error was {type(error).__name__}: {error.message}"
-        )
-        return actions
+        self.error = self.failures.end_attempt(error)
+        return actions if self.error is not None else [*actions, ChooseRoute()]
 
     def _abort_worker_requests(self) -> Actions:
         worker_requests, self._worker_requests, self._handoff = self._worker_requests, {}, None

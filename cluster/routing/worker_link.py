@@ -17,7 +17,15 @@ import grpc.aio
 
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...workers.common.channel import auth_metadata, open_channel
-from ...workers.common.errors import ConfigError, DiptychError, InternalError, StepFailed, WorkerLost, from_wire
+from ...workers.common.errors import (
+    ConfigError,
+    DiptychError,
+    InternalError,
+    StepFailed,
+    WorkerDraining,
+    WorkerLost,
+    from_wire,
+)
 from ...workers.common.names import MAX_CHARS
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import MAX_LOGPROBS
@@ -60,6 +68,14 @@ class LinkOwner(Protocol):
         """Called before the requests on it are told."""
         ...
 
+    def on_draining(self, info: WorkerInfo) -> None:
+        """A request was refused because the worker drains. Called before the request is told."""
+        ...
+
+    def on_closed(self, info: WorkerInfo) -> None:
+        """A request was aborted or forgotten."""
+        ...
+
 
 class WorkerLink:
     """Make it on a running event loop; `close` it."""
@@ -98,6 +114,7 @@ class WorkerLink:
         if self._is_up:
             self._send(worker_pb2.RouterMessage(abort=worker_pb2.Abort(handle=handle)))
         self._drop(handle)
+        self._owner.on_closed(self.info)
 
     def offer(self, offer: worker_pb2.Offer) -> None:
         """Hand a running request off. Only while the link is up."""
@@ -110,6 +127,7 @@ class WorkerLink:
     def forget(self, handle: int) -> None:
         """It has ended there already."""
         self._drop(handle)
+        self._owner.on_closed(self.info)
 
     async def close(self) -> None:
         """Hang up: the worker aborts what is left. Idempotent."""
@@ -312,6 +330,8 @@ class WorkerLink:
             error.retryable = failed.retryable
             if isinstance(error, StepFailed):
                 error.num_output = failed.num_output_tokens
+            if isinstance(error, WorkerDraining):
+                self._owner.on_draining(self.info)
             listener.on_failed(failed.handle, error, handoff=failed.handoff)
 
     def _on_handed_off(self, handed_off: worker_pb2.HandedOff) -> None:

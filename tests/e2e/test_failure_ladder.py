@@ -47,7 +47,7 @@ class Cluster:
         self.router.update_fleet([w.info for w in self.workers])
 
     def is_up(self, worker: Any) -> bool:
-        return any(s.is_up for s in self.router.snapshot() if s.info.incarnation == worker.incarnation)
+        return any(s.is_up for s in self.router.workers() if s.info.incarnation == worker.incarnation)
 
     async def all_up(self) -> None:
         while not all(self.is_up(w) for w in self.workers):

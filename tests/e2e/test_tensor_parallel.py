@@ -74,7 +74,7 @@ async def routed(*handles: WorkerHandle) -> AsyncIterator[Router]:
     await router.start()
     router.update_fleet([info(h) for h in handles])
     try:
-        while not all(state.is_up for state in router.snapshot()):
+        while not all(state.is_up for state in router.workers()):
             await asyncio.sleep(0.01)
         yield router
     finally:

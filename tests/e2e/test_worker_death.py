@@ -99,7 +99,7 @@ def test_killed_under_load(checkpoint: tuple[Path, Cases], crew: Crew, victim: i
         async with routed(handles) as router:
             fault = handles[victim].kill
             await under_load(router, checkpoint[1], f"kill {victim} at {strike_at}", fault, strike_at=strike_at)
-            assert [s.is_up for s in router.snapshot()].count(False) == 1
+            assert [s.is_up for s in router.workers()].count(False) == 1
 
     asyncio.run(test())
     assert_nothing_leaked([h for i, h in enumerate(handles) if i != victim])

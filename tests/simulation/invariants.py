@@ -147,7 +147,7 @@ def _check_client(world: "World", client: "Client") -> None:
     name, expected = client.request.request_id, client.expected
     if world.weather.name == "calm":
         state = world.states[name]
-        demand(state.num_failures == 0, f"{name} was failed {state.num_failures} times on a calm day")
+        demand(state.failures.num_attempts == 0, f"{name} was failed {state.failures.num_attempts} times on a calm day")
     is_right = client.tokens == expected[: len(client.tokens)]
     demand(is_right, f"{name}: wrong tokens {client.tokens}, not {expected}")
     sampling = client.request.sampling

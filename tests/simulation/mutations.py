@@ -11,7 +11,7 @@ from typing import Any
 
 from diptych.cluster.routing.request_handoff import RequestHandoff
 from diptych.cluster.routing.request_state import RequestState
-from diptych.cluster.routing.router import Router
+from diptych.cluster.routing.worker_link import WorkerLink
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.engine.engine import Engine
@@ -341,7 +341,7 @@ def early_tokens_are_not_kept_back() -> list[Replacement]:
 
 
 def a_worker_request_is_not_aborted() -> list[Replacement]:
-    return [(Router, "abort", lambda self, worker_request: self.forget(worker_request))]
+    return [(WorkerLink, "abort", lambda self, handle: self.forget(handle))]
 
 
 # -- live migration and prefixes --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from .mutations import Replacement
 def a_request_whose_worker_failed_is_failed() -> list[Replacement]:
     def resume(self: RequestState, error: Any) -> Any:
         actions = self._abort_worker_requests()
-        self.num_failures += 1
+        self.failures.num_attempts += 1
         self.error = Unavailable(f"no worker could finish the request: {error.message}")
         return actions
 
@@ -25,14 +25,7 @@ def a_request_that_no_worker_can_take_is_failed_at_once() -> list[Replacement]:
 
 
 def a_worker_that_comes_is_not_tried() -> list[Replacement]:
-    real = RequestDriver._wait_for_worker
-
-    def wait(self: RequestDriver, error: Any) -> None:
-        port, self._port = self._port, _Deaf()  # type: ignore[assignment]
-        real(self, error)
-        self._port = port
-
-    return [(RequestDriver, "_wait_for_worker", wait)]
+    return [(RequestDriver, "on_worker", lambda self: None)]
 
 
 def who_waits_on_a_broken_link_is_not_told() -> list[Replacement]:
@@ -43,11 +36,6 @@ def who_waits_on_a_broken_link_is_not_told() -> list[Replacement]:
         real(self, reason)
 
     return [(WorkerLink, "_go_down", go_down)]
-
-
-class _Deaf:
-    def wait_for_worker(self, run: RequestDriver) -> None:
-        pass
 
 
 GIVING_UP = (

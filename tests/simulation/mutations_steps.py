@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diptych.cluster.routing import request_state
+from diptych.cluster.routing.failures import FailedStep, RequestFailures
 from diptych.workers.common.errors import RequestFailsSteps
 from diptych.workers.core.suspects import Suspects
 
@@ -14,17 +14,19 @@ def suspects_are_computed_with_others() -> list[Replacement]:
 
 
 def who_was_beside_the_cause_is_blamed() -> list[Replacement]:
-    def fails_steps(request_id: str, workers: Any, error: Any) -> RequestFailsSteps | None:
-        return RequestFailsSteps(f"request {request_id} made steps fail") if len(workers) > 1 else None
+    def add_step(self: RequestFailures, worker: str, error: Any) -> RequestFailsSteps | None:
+        self.steps.append(FailedStep(worker, error.num_output))
+        return RequestFailsSteps(f"request {self.request_id} made steps fail") if len(self.steps) > 1 else None
 
-    return [(request_state, "fails_steps", fails_steps)]
+    return [(RequestFailures, "add_step", add_step)]
 
 
 def the_first_that_failed_is_blamed() -> list[Replacement]:
-    def fails_steps(request_id: str, workers: Any, error: Any) -> RequestFailsSteps | None:
-        return RequestFailsSteps(f"request {request_id} made a step fail")
+    def add_step(self: RequestFailures, worker: str, error: Any) -> RequestFailsSteps | None:
+        self.steps.append(FailedStep(worker, error.num_output))
+        return RequestFailsSteps(f"request {self.request_id} made a step fail")
 
-    return [(request_state, "fails_steps", fails_steps)]
+    return [(RequestFailures, "add_step", add_step)]
 
 
 STEPS = (suspects_are_computed_with_others, who_was_beside_the_cause_is_blamed, the_first_that_failed_is_blamed)

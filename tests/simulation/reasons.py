@@ -90,10 +90,6 @@ class WatchedState(RequestState):
         self._world = world
         self.story = Story(asyncio.get_running_loop().name)  # type: ignore[attr-defined]
 
-    @property
-    def max_attempts(self) -> int:
-        return self._max_attempts
-
     def begin(self, *args: object, **kwargs: object) -> Actions:
         self.story.attempts.append(Attempt(self._world.clock.now, {self.story.router}))
         return self._met(super().begin(*args, **kwargs))  # type: ignore[arg-type]
@@ -138,7 +134,7 @@ def check_failure(world: "World", client: "Client") -> None:
     state, troubles = world.states[name], world.network.troubles
     ended = state.story.failed_at
     assert error is not None and ended is not None
-    if state.num_failures >= state.max_attempts:
+    if state.failures.num_attempts >= state.failures.max_attempts:
         for attempt in state.story.attempts:
             is_blameless = attempt.error is None or isinstance(attempt.error, WorkerDraining)
             met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended + MOMENT_S)

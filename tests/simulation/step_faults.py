@@ -60,6 +60,6 @@ class StepFaults:
     def check(self, request_id: str) -> None:
         """A poisonous request costs its neighbours one step, and itself another."""
         state = self._world.states[request_id]
-        others = state.num_attempts - len(state.failed_steps)
+        others = state.num_attempts - len(state.failures.steps)
         most = 2 + others
         demand(self.caused[request_id] <= most, f"{request_id} made {self.caused[request_id]} steps fail")

@@ -14,8 +14,8 @@ from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import first_worker_ids
 from diptych.cluster.control.supervisor import Supervisor
+from diptych.cluster.placement.fleet_watch import Watch, follow
 from diptych.cluster.routing.fleet import WorkerInfo
-from diptych.cluster.routing.fleet_watch import Watch, follow
 from diptych.workers.common.errors import Unavailable, WorkerLost
 
 from .faults import Fault

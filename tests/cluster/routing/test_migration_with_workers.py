@@ -97,7 +97,7 @@ def count(running: Cluster, name: str) -> float:
 
 async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int, num_tokens: int = 50) -> None:
     """Returns once so many are there, and so many tokens were delivered."""
-    while not any(w.info == worker.info and w.num_in_flight >= num_requests for w in running.router.snapshot()) or (
+    while not any(w.info == worker.info and w.num_in_flight >= num_requests for w in running.router.workers()) or (
         count(running, "diptych_generation_tokens_total") < num_tokens
     ):
         await asyncio.sleep(0.002)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.common.role import Role
 from diptych.workers.testing.fake_runner import fake_output
 
 from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, World, is_ready, run
@@ -55,7 +56,7 @@ class Users:
         def busy() -> set[str]:
             return {r.worker for r in self.router._migrations._movable() if r.num_remaining > LASTING}
 
-        while not {w.info.incarnation for w in self.router.snapshot() if w.role == "decode"} <= busy():
+        while not {w.info.incarnation for w in self.router.workers() if w.role is Role.DECODE} <= busy():
             await asyncio.sleep(STEP_S)
 
 

@@ -11,8 +11,8 @@ from diptych.workers.common.errors import OutOfBlocks, TransportError, WorkerDra
 from diptych.workers.common.request import FinishReason
 from diptych.workers.core.prefix_cache import block_hashes
 
+from ...support.routing import CONFIG, PROMPT, reading, request, routing, run, settled
 from ...support.scripted_worker import NUM_BLOCKS, ScriptedWorker, scripted
-from .test_router import CONFIG, PROMPT, reading, request, routing, run, settled
 
 SLOW = {"num_prefill_tokens": 1000, "prefill_s": 10.0}  # 100 tokens/s: pulling is cheaper
 UNREACHABLE = TransportError("the source cannot be reached")
@@ -91,7 +91,7 @@ def test_a_router_is_done_with_a_worker_that_drains_when_it_has_heard_all_it_wai
             assert await second[1] == [50, 51, 52]
             assert await old.drains_seen.get()
             old.load(draining=True)
-            await settled(router, lambda: not any(w.num_in_flight for w in router.snapshot()))
+            await settled(router, lambda: not any(w.num_in_flight for w in router.workers()))
             assert old.drains_seen.empty() and idle.drains_seen.empty()
 
     run(test)
@@ -123,10 +123,10 @@ def test_where_no_other_worker_is_left_the_request_ends_where_it_is() -> None:
     async def test() -> None:
         async with scripted("mixed", "prefill") as (old, other), routing(old, other) as router:
             other.load(num_waiting_tokens=9999, num_running=99)
-            await settled(router, lambda: any(w.load.num_running for w in router.snapshot()))
+            await settled(router, lambda: any(w.load.num_running for w in router.workers()))
             handle, answer = await running_at(old, router)
             old.load(draining=True)
-            await settled(router, lambda: any(w.is_draining for w in router.snapshot()))
+            await settled(router, lambda: any(w.is_draining for w in router.workers()))
             old.tokens(handle, [52], start=2, finish=FinishReason.STOP)
             assert await answer == [50, 51, 52]
             assert old.received.empty()
@@ -164,9 +164,9 @@ def test_a_target_that_dies_after_the_seal_is_replaced() -> None:
             offer, _ = await offered(old), await new.submitted()
             hand_off(old, offer, 2)
             router.update_fleet([old.info, new.info, third.info])
-            await settled(router, lambda: sum(w.is_up for w in router.snapshot()) == 3)
+            await settled(router, lambda: sum(w.is_up for w in router.workers()) == 3)
             old.load(draining=True, num_waiting=7)  # behind the hand-off, on the same stream
-            await settled(router, lambda: any(w.load.num_waiting == 7 for w in router.snapshot()))
+            await settled(router, lambda: any(w.load.num_waiting == 7 for w in router.workers()))
             await new.kill()
             submit = await third.submitted()
             assert submit.source.handoff_id == offer.handoff_id
@@ -183,7 +183,7 @@ def test_migration_can_be_switched_off() -> None:
             handle, answer = await running_at(old, router)
             router.update_fleet([old.info, new.info])
             old.load(draining=True, num_free=0, num_running=9)
-            await settled(router, lambda: any(w.is_draining for w in router.snapshot()))
+            await settled(router, lambda: any(w.is_draining for w in router.workers()))
             old.tokens(handle, [52], start=2, finish=FinishReason.STOP)
             assert await answer == [50, 51, 52]
             assert old.received.empty()
@@ -224,9 +224,9 @@ def test_a_prefix_is_pulled_from_the_worker_that_decoded_the_turn_before() -> No
         async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
             decode.send(blocks=worker_pb2.BlockEvents(stored=block_hashes(PROMPT, 4), cleared=True))
             prefill.load(**SLOW)
-            await settled(router, lambda: any(w.load.prefill_s for w in router.snapshot()))
+            await settled(router, lambda: any(w.load.prefill_s for w in router.workers()))
             decode.load(num_running=1)
-            await settled(router, lambda: any(w.load.num_running for w in router.snapshot()))
+            await settled(router, lambda: any(w.load.num_running for w in router.workers()))
             answer = reading(router.stream(request()))
             message = await decode.received.get()
             assert message.WhichOneof("message") == "offer_prefix"
@@ -330,7 +330,7 @@ def test_a_worker_that_came_back_at_the_same_address_is_another_one() -> None:
                 assert not again.HasField("source")
                 reborn.tokens(again.handle, [52], start=2, finish=FinishReason.STOP)
                 assert await answer == [50, 51, 52]
-                await settled(router, lambda: [w.info for w in router.snapshot()] == [reborn.info])
+                await settled(router, lambda: [w.info for w in router.workers()] == [reborn.info])
             finally:
                 await reborn.kill()
             assert other.num_links == 0
@@ -368,12 +368,12 @@ def test_room_counts() -> None:
             router.update_fleet([old.info, new.info])
             await settled(router, lambda: router.health().num_mixed_workers == 2)
             new.load(num_free=1, num_waiting=1)
-            await settled(router, lambda: any(w.load.num_waiting for w in router.snapshot()))
+            await settled(router, lambda: any(w.load.num_waiting for w in router.workers()))
             old.load(draining=True)
-            await settled(router, lambda: any(w.is_draining for w in router.snapshot()))
+            await settled(router, lambda: any(w.is_draining for w in router.workers()))
             assert old.received.empty()
             new.load(num_free=NUM_BLOCKS)
-            await settled(router, lambda: all(w.load.num_free_blocks == NUM_BLOCKS for w in router.snapshot()))
+            await settled(router, lambda: all(w.load.num_free_blocks == NUM_BLOCKS for w in router.workers()))
             old.load(draining=True)
             offer = await offered(old)
             assert offer.handle == handle

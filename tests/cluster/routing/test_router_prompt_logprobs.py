@@ -94,7 +94,7 @@ def test_a_resumed_request_asks_for_what_did_not_come() -> None:
             router = Router(RoutingConfig())
             router.update_fleet([w.info for w in workers])
             await router.start()
-            while not all(w.is_up for w in router.snapshot()):
+            while not all(w.is_up for w in router.workers()):
                 await asyncio.sleep(0.002)
             answering = asyncio.create_task(answer(router, asking(PROMPT, 1)))
             found = [asyncio.create_task(w.submitted()) for w in workers]
@@ -124,7 +124,7 @@ def test_of_a_handed_off_request_the_source_alone_is_asked_for_them() -> None:
             router = Router(RoutingConfig())
             router.update_fleet([w.info for w in workers])
             await router.start()
-            while not all(w.is_up for w in router.snapshot()):
+            while not all(w.is_up for w in router.workers()):
                 await asyncio.sleep(0.002)
             answering = asyncio.create_task(answer(router, asking(PROMPT, 9)))
             source, sink = [await worker.submitted() for worker in workers]

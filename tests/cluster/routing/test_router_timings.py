@@ -8,8 +8,8 @@ from diptych.workers.common.errors import OutOfBlocks
 from diptych.workers.common.request import FinishReason
 from diptych.workers.common.timings import HandoffTimings, SequenceTimings
 
+from ...support.routing import request, routing, run, settled
 from ...support.scripted_worker import scripted
-from .test_router import request, routing, run, settled
 from .test_router_migration import hand_off, offered
 
 HANDOFF = HandoffTimings(0, 0, last_segment_s=1e-6, release_s=2e-6, num_bytes=64, transport="grpc")
@@ -26,7 +26,7 @@ def test_the_last_delta_tells_where_the_time_went(is_early: bool) -> None:
             if is_early:
                 decode.tokens(sink, [51], start=1, timings=[second])
                 decode.load(num_running=1)
-                await settled(router, lambda: any(w.load.num_running for w in router.snapshot()))
+                await settled(router, lambda: any(w.load.num_running for w in router.workers()))
             prefill.tokens(source, [50], timings=[SequenceTimings(1e-6, 3e-6).to_proto(0)])
             deltas = [await first]
             if not is_early:

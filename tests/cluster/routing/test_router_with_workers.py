@@ -62,7 +62,7 @@ class Cluster:
 
     async def busy(self, worker: LiveWorker) -> None:
         """Returns once several requests are on that worker and tokens flow."""
-        while not any(w.info == worker.info and w.num_in_flight > 3 for w in self.router.snapshot()) or (
+        while not any(w.info == worker.info and w.num_in_flight > 3 for w in self.router.workers()) or (
             b"diptych_generation_tokens_total 0.0" in self.router.metrics()
         ):
             await asyncio.sleep(0.002)
@@ -107,11 +107,11 @@ async def cluster(
         stack.push_async_callback(router.stop)
         running.announce()
         await router.start()
-        while not all(w.is_up for w in router.snapshot()):
+        while not all(w.is_up for w in router.workers()):
             await asyncio.sleep(0.002)
         yield running
         assert router.health().num_requests == 0
-        assert all(w.num_in_flight == 0 for w in router.snapshot())
+        assert all(w.num_in_flight == 0 for w in router.workers())
         for worker in running.workers:
             state = await worker.settled_state()
             assert state.num_unaccounted_blocks == 0

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from diptych.cluster.routing.actions import Submit
-from diptych.cluster.routing.failures import num_alone
+from diptych.cluster.routing.failures import RequestFailures
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.errors import DiptychError, RequestFailsSteps, StepFailed, StepFailedAlone, Unavailable
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
-from .test_request_state import StateHarness
+from ...support.state_harness import StateHarness
 from .test_router_with_workers import Cluster, answer, cluster, prompts, run
 
 BAD = 999
@@ -26,7 +26,7 @@ def test_a_step_that_fails_is_resumed_elsewhere() -> None:
     harness.token(1, 0)
     harness.failed(1, COMPANY)
     assert harness.told == [("forget", 1), ("choose", "")]
-    assert harness.state.excluded == {"A"} and [s.worker for s in harness.state.failed_steps] == ["A"]
+    assert harness.state.failures.workers == {"A"} and [s.worker for s in harness.state.failures.steps] == ["A"]
     harness.begin(None, "B")
     assert [s.output_token_ids for s in harness.log if isinstance(s, Submit)] == [(100,)]
 
@@ -53,9 +53,9 @@ def test_a_request_is_computed_alone_until_it_is_past_the_token_at_which_a_step_
     harness = StateHarness()
     harness.begin(None, "A")
     harness.failed(1, StepFailed("a step failed", num_output=3))
-    assert num_alone(harness.state.failed_steps, 0) == 5
-    assert num_alone(harness.state.failed_steps, 3) == num_alone(harness.state.failed_steps, 4) == 2
-    assert num_alone([], 0) == 0
+    assert harness.state.failures.num_alone(0) == 5
+    assert harness.state.failures.num_alone(3) == harness.state.failures.num_alone(4) == 2
+    assert RequestFailures("request", 3).num_alone(0) == 0
 
 
 def test_steps_that_fail_in_company_never_condemn_but_are_bounded() -> None:
@@ -75,12 +75,12 @@ def test_a_sinks_step_that_fails_counts_and_its_pull_from_a_source_whose_step_fa
     if speaks:
         harness.token(2, 1)
     harness.failed(2, COMPANY)
-    assert [s.worker for s in harness.state.failed_steps] == ["D"]
+    assert [s.worker for s in harness.state.failures.steps] == ["D"]
     harness = StateHarness()
     harness.begin("P", "D")
     harness.failed(2, COMPANY, handoff=True)  # the source's words, by way of the sink
     harness.failed(1, COMPANY)
-    assert [s.worker for s in harness.state.failed_steps] == ["P"] and harness.told[-1] == ("choose", "")
+    assert [s.worker for s in harness.state.failures.steps] == ["P"] and harness.told[-1] == ("choose", "")
 
 
 def test_a_decode_that_fails_alone_a_second_time_ends_the_source_too() -> None:

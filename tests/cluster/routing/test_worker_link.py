@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from diptych.cluster.routing.actions import WorkerToken
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.cluster.routing.generation import TokenLogprob
 from diptych.cluster.routing.policy import RoutingConfig
-from diptych.cluster.routing.request_state import WorkerToken
 from diptych.cluster.routing.worker_link import WorkerLink
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, DiptychError, InternalError, OutOfBlocks, WorkerLost
@@ -30,6 +30,7 @@ class Listener:
     def __init__(self) -> None:
         self.heard: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self.refusal: DiptychError | None = None
+        self.num_closed = 0  # requests that were aborted or forgotten
 
     def on_hello(self, info: WorkerInfo, hello: worker_pb2.Hello) -> None:
         if self.refusal is not None:
@@ -46,6 +47,12 @@ class Listener:
 
     def on_down(self, info: WorkerInfo, reason: str) -> None:
         self.heard.put_nowait(("down", reason))
+
+    def on_draining(self, info: WorkerInfo) -> None:
+        self.heard.put_nowait(("draining",))
+
+    def on_closed(self, info: WorkerInfo) -> None:
+        self.num_closed += 1
 
     def on_token(self, handle: int, token: WorkerToken) -> None:
         self.heard.put_nowait(("token", handle, token))

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from .fleet import WorkerInfo
+from ..routing.fleet import WorkerInfo
 
 RETRY_S = 0.5
 

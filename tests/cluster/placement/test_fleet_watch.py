@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from diptych.cluster.routing import fleet_watch
+from diptych.cluster.placement import fleet_watch
+from diptych.cluster.placement.fleet_watch import Watch, follow
 from diptych.cluster.routing.fleet import WorkerInfo
-from diptych.cluster.routing.fleet_watch import Watch, follow
 from diptych.workers.common.errors import Unavailable
 
 FIRST = [WorkerInfo("a", "127.0.0.1:1", "decode", "decode")]

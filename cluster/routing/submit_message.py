@@ -1,0 +1,29 @@
+"""Builds the message that submits a worker request."""
+
+from ...proto import worker_pb2
+from ...workers.common.wire import submit_from_request
+from .actions import Part, Submit
+from .fleet import Fleet
+from .request_state import RequestState
+
+
+def submit_message(submit: Submit, state: RequestState, fleet: Fleet, timeout_s: float) -> worker_pb2.Submit:
+    """`fleet` knows the addresses of the workers to pull from."""
+    worker_request = submit.worker_request
+    message = submit_from_request(worker_request.handle, state.request, list(submit.output_token_ids))
+    message.timeout_s = timeout_s
+    message.num_alone = state.failures.num_alone(len(submit.output_token_ids))
+    if worker_request.part is Part.DECODE or state.prompt.is_complete:  # its source computes the prompt
+        message.sampling.ClearField("prompt_logprobs")
+    message.first_prompt_logprob = state.prompt.next
+    if submit.prefix is not None:
+        _set_source(message.prefix, fleet, submit.prefix.worker, submit.prefix.handoff_id)
+    if submit.source is not None:
+        _set_source(message.source, fleet, submit.source, submit.handoff_id or "")
+    elif submit.handoff_id is not None:
+        message.offer.handoff_id = submit.handoff_id
+    return message
+
+
+def _set_source(source: worker_pb2.HandoffSource, fleet: Fleet, worker: str, handoff_id: str) -> None:
+    source.handoff_id, source.incarnation, source.address = handoff_id, worker, fleet.view(worker).info.address

@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers soak bench proto clean
+.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers docs soak bench proto clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -52,6 +52,10 @@ e2e: $(VENV)/.installed-dev
 
 e2e-clusters e2e-workers: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not alone and $(if $(filter %-workers,$@),not )cluster" tests/e2e
+
+# The documentation as a site, in build/site. The unit tests build it too.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)

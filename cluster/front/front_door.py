@@ -14,11 +14,13 @@ from typing import TypeVar
 from ...workers.common.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from ...workers.common.request import Request, SamplingParams
 from ...workers.core.runner import ModelInfo
-from ..routing.generation import MIN_LARGE_SIZE, Generation, TextCompletion, TokenSource
+from ..routing.token_source import TokenSource
 from ..tokens.prompt_encoder import MAX_INLINE_CHARS, ProcessLimits, PromptEncoder
 from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_text
 from ..tokens.stop_strings import StopStrings, StopTable
 from ..tokens.tokenizer import Tokenizer
+from .generation import MIN_LARGE_SIZE, Generation
+from .text_completion import TextCompletion
 
 MAX_PROMPT_LOGPROBS = 1 << 17  # numbers, over the choices of a call
 _MASK = (1 << 64) - 1

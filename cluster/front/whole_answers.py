@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ...workers.common.errors import InvalidRequest
 from ..common.quota import QuotaShare
-from ..routing.generation import TextDelta
 from .front_door import GenerationSpec
+from .text_completion import TextDelta
 
 MERGED_DELTAS = 8192  # that are made into one for each completion
 

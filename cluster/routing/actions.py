@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...workers.common.request import FinishReason
 from ...workers.common.timings import SequenceTimings
-from .generation import TokenLogprob
+from .token_source import TokenLogprob
 
 
 class Part(Enum):

@@ -18,7 +18,7 @@ from ...workers.core.runner import ModelInfo
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
 from ..common.transfer_stats import TransferStats, read_transfer_stats
-from .generation import Health
+from .token_source import Health
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,12 @@ from .actions import (
     WorkerToken,
 )
 from .fleet import Fleet, RequestLoad
-from .generation import TokenDelta
 from .migration import MovableRequest
 from .policy import RequestFacts, Route, RoutingConfig, choose, choose_sink
 from .prefix_index import PrefixIndex
 from .request_state import MAX_DELTA_TOKENS, RequestState
 from .submit_message import submit_message
+from .token_source import TokenDelta
 from .worker_link import WorkerLink
 
 MIN_TIMEOUT_S = 0.001  # of a worker request whose deadline has come

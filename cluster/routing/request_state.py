@@ -64,10 +64,10 @@ from .actions import (
     WorkerToken,
 )
 from .failures import RequestFailures, is_on_the_way
-from .generation import TokenDelta, TokenLogprob
 from .policy import Route
 from .prompt_logprobs_state import PromptLogprobsState
 from .request_handoff import Gap, RequestHandoff
+from .token_source import TokenDelta, TokenLogprob
 
 MAX_DELTA_TOKENS = 128  # of a reader who is behind: with log-probabilities a token costs 0.1 ms to tell
 MAX_FAILED_MIGRATIONS = 3  # of a request; then it stays where it is

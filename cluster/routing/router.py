@@ -17,19 +17,19 @@ from ...workers.common.errors import DiptychError, Overloaded, Unavailable
 from ...workers.common.request import Request
 from ...workers.core.runner import ModelInfo
 from .fleet import FleetWorker, WorkerInfo
-from .generation import Health, TokenDelta
 from .metrics import RouterMetrics
 from .migration_controller import MigrationController
 from .policy import RoutingConfig
 from .request_driver import RequestDriver, RoutingContext
 from .request_state import RequestState
+from .token_source import Health, TokenDelta
 from .worker_link import WorkerLink
 
 DURATION_WEIGHT = 0.1  # of the newest request in the running mean
 
 
 class Router:
-    """A TokenSource (generation.py). `token` is the cluster's, for its workers."""
+    """A TokenSource (token_source.py). `token` is the cluster's, for its workers."""
 
     def __init__(self, config: RoutingConfig, token: str | None = None) -> None:
         config.validate()

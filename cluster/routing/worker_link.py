@@ -33,8 +33,8 @@ from ...workers.common.timings import SequenceTimings
 from ...workers.common.wire import FINISH_FROM_PROTO, PROTOCOL_VERSION
 from .actions import WorkerToken
 from .fleet import WorkerInfo
-from .generation import TokenLogprob
 from .policy import RoutingConfig
+from .token_source import TokenLogprob
 
 HUNG_UP = "the router hung up"
 SILENCE_CHECKS = 4  # looks at a worker in worker_timeout_s

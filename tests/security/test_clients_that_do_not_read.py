@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from diptych.cluster.front.connection_limits import ConnectionLimits
-from diptych.cluster.routing.generation import MAX_UNREAD_DELTAS
+from diptych.cluster.front.generation import MAX_UNREAD_DELTAS
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from diptych.cluster.routing.generation import TokenLogprob
+from diptych.cluster.routing.token_source import TokenLogprob
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.request import FinishReason, Request

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from diptych.cluster.routing.generation import TokenLogprob
+from diptych.cluster.routing.token_source import TokenLogprob
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import DeadlineExceeded, RequestFailsSteps, Unavailable
 from diptych.workers.core.sequence import Sequence, SequenceStatus

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from diptych.cluster.routing import router
+from diptych.cluster.routing import submit_message
 from diptych.workers.common.request import Request
 from diptych.workers.core import prefix_cache
 from diptych.workers.core.sequence import Provisional
@@ -46,8 +46,8 @@ def a_provisional_token_loses_its_logprob() -> list[Replacement]:
 
 
 def _submitted(changed: Any) -> list[Replacement]:
-    real = router.submit_from_request
-    return [(router, "submit_from_request", lambda handle, *args: real(handle, *changed(*args)))]
+    real = submit_message.submit_from_request
+    return [(submit_message, "submit_from_request", lambda handle, *args: real(handle, *changed(*args)))]
 
 
 SAMPLING = (

@@ -18,7 +18,7 @@ from diptych.cluster.front.http.api import make_app
 from diptych.cluster.front.http.edge import AccessPolicy
 from diptych.cluster.front.http.metrics import HttpMetrics
 from diptych.cluster.front.http.server import bind, serve_http
-from diptych.cluster.routing.generation import Health, TokenDelta, TokenLogprob
+from diptych.cluster.routing.token_source import Health, TokenDelta, TokenLogprob
 from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.common.errors import DiptychError, Overloaded
 from diptych.workers.common.event_loop import new_event_loop

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from diptych.cluster.routing.generation import TokenDelta
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
+from diptych.cluster.routing.token_source import TokenDelta
 from diptych.workers.common.request import Request, SamplingParams
 
 from .scripted_worker import ScriptedWorker

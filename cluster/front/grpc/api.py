@@ -23,12 +23,13 @@ from ....workers.common.request import check_prompt_length
 from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto
 from ...common.config import TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
-from ...routing.generation import Generation, TextDelta
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
 from ..connection_limits import ConnectionLimits
 from ..delivery import Delivery
 from ..front_door import FrontDoor, GenerationSpec
+from ..generation import Generation
+from ..text_completion import TextDelta
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 1.0

@@ -25,9 +25,9 @@ from .... import __version__
 from ....workers.core.runner import ModelInfo
 from ...common.quota import Quota
 from ...common.timings import server_timing
-from ...routing.generation import MIN_LARGE_SIZE, Generation
 from ...tokens.prompt_encoding import Encoded
 from ..front_door import FrontDoor, GenerationSpec
+from ..generation import MIN_LARGE_SIZE, Generation
 from ..json_parts import to_json, to_small_json
 from ..openai.calls import with_prompts
 from ..openai.fields import UnknownFields, header_value

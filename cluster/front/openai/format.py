@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ....workers.common.errors import InvalidRequest
-from ...routing.generation import Generation, TextDelta, TokenLogprob, Usage
+from ...routing.token_source import TokenLogprob
 from ...tokens.tokenizer import Tokenizer
+from ..generation import Generation, Usage
 from ..json_parts import SLICE, Written, to_text
+from ..text_completion import TextDelta
 from .prompt_logprobs import CallPrompts
 from .tokens import Json, TokenNames, finite
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ....workers.common.prompt_logprobs import PromptLogprobs
-from ...routing.generation import Generation, TextDelta
 from ...tokens.tokenizer import Tokenizer
+from ..generation import Generation
 from ..json_parts import Written
+from ..text_completion import TextDelta
 from .tokens import Json, TokenNames, finite
 
 

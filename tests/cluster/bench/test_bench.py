@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from diptych.cluster.cli.main import app
-from diptych.cluster.routing.generation import TokenDelta
+from diptych.cluster.routing.token_source import TokenDelta
 from diptych.workers.common.errors import Overloaded, WorkerLost
 from diptych.workers.common.request import Request
 

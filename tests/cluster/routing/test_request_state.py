@@ -9,8 +9,8 @@ from diptych.cluster.routing.actions import (
     Submit,
     WorkerToken,
 )
-from diptych.cluster.routing.generation import TokenLogprob
 from diptych.cluster.routing.policy import PrefixSource, Route
+from diptych.cluster.routing.token_source import TokenLogprob
 from diptych.workers.common.errors import (
     InternalError,
     RequestAborted,

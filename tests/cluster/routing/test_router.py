@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.routing.generation import TokenDelta
 from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
+from diptych.cluster.routing.token_source import TokenDelta
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import (
     ConfigError,

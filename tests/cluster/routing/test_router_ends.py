@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cluster.routing.generation import Generation, TextCompletion
+from diptych.cluster.front.generation import Generation
+from diptych.cluster.front.text_completion import TextCompletion
 from diptych.cluster.routing.router import Router
 from diptych.cluster.tokens.stop_strings import StopStrings, StopTable
 from diptych.workers.common.errors import (

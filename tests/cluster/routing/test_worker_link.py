@@ -9,8 +9,8 @@ import pytest
 
 from diptych.cluster.routing.actions import WorkerToken
 from diptych.cluster.routing.fleet import WorkerInfo
-from diptych.cluster.routing.generation import TokenLogprob
 from diptych.cluster.routing.policy import RoutingConfig
+from diptych.cluster.routing.token_source import TokenLogprob
 from diptych.cluster.routing.worker_link import WorkerLink
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, DiptychError, InternalError, OutOfBlocks, WorkerLost

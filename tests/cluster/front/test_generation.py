@@ -8,14 +8,9 @@ from dataclasses import replace
 import pytest
 
 from diptych.cluster.common.timings import RequestTimings
-from diptych.cluster.routing.generation import (
-    MAX_UNREAD_DELTAS,
-    Generation,
-    TextCompletion,
-    TextDelta,
-    TokenDelta,
-    TokenLogprob,
-)
+from diptych.cluster.front.generation import MAX_UNREAD_DELTAS, Generation
+from diptych.cluster.front.text_completion import TextCompletion, TextDelta
+from diptych.cluster.routing.token_source import TokenDelta, TokenLogprob
 from diptych.cluster.tokens.stop_strings import StopStrings, StopTable
 from diptych.workers.common.errors import (
     DeadlineExceeded,

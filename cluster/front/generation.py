@@ -1,0 +1,227 @@
+"""All completions of one call, merged as their text comes. Knows neither HTTP nor gRPC.
+
+Life of a Generation:  made by FrontDoor.start -> batches() runs one task for each completion -> the last one finishes |
+an error of any ends all | the caller closes batches(). However it ends, every token stream is closed before batches()
+returns, and when the deadline comes, whether the caller reads or not.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ...workers.common.errors import DeadlineExceeded, InternalError, RequestAborted
+from ..common.timings import RequestTimings
+from ..routing.token_source import TokenSource
+from .text_completion import TextCompletion, TextDelta
+
+T = TypeVar("T")
+
+MAX_UNREAD_DELTAS = 1024  # of a generation whose reader is slow
+MAX_BATCH_TOKENS = 256  # of a batch, and those of one delta more
+MIN_LARGE_SIZE = 2048  # of a request that others do not wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    """The completions of one call: n for each prompt, those of a prompt side by side."""
+
+    def __init__(
+        self,
+        source: TokenSource,
+        request_id: str,
+        completions: Sequence[TextCompletion],
+        n: int,
+        asked_s: float | None = None,
+    ) -> None:
+        """`asked_s`: the client's time-out, where a part of it has gone already."""
+        assert completions and len(completions) % n == 0
+        self.request_id = request_id
+        self.completions = completions
+        self.n = n  # those of one prompt follow each other
+        self._source = source
+        self._firsts = completions[::n]
+        self.timeout_s = completions[0].request.timeout_s
+        self._asked_s = self.timeout_s if asked_s is None else asked_s
+
+    @property
+    def usage(self) -> Usage:
+        """So far. A prompt counts once however many completions it has."""
+        return Usage(
+            prompt_tokens=sum(len(c.request.prompt_token_ids) for c in self._firsts),
+            completion_tokens=sum(c.num_tokens for c in self.completions),
+            cached_tokens=sum(c.num_cached_tokens for c in self._firsts),
+        )
+
+    @property
+    def timings(self) -> list[tuple[int, RequestTimings]]:
+        """Of each completion that has any, by its index."""
+        return [(c.index, c.timings) for c in self.completions if c.timings is not None]
+
+    async def batches(self) -> AsyncGenerator[list[TextDelta], None]:
+        """All that is new, as soon as something is. Use it within `aclosing`: to close it aborts what still runs.
+        Raises DiptychErrors."""
+        if len(self.completions) == 1:
+            async with aclosing(self._alone(self.completions[0])) as batches:
+                async for batch in batches:
+                    yield batch
+            return
+        queue = _DeltaQueue()
+        tasks: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, tasks, queue)
+        try:
+            for completion in self.completions:
+                task = asyncio.create_task(self._receive(completion, queue))
+                task.add_done_callback(queue.report)
+                tasks.append(task)
+                if completion.request.size >= MIN_LARGE_SIZE:
+                    await asyncio.sleep(0)  # for others: to submit it takes a while
+            num_running = len(tasks)
+            while num_running:
+                batch, error = await queue.take()
+                if batch:
+                    yield batch
+                num_running -= sum(delta.finish_reason is not None for delta in batch)
+                if error is not None and num_running:
+                    raise error
+        finally:
+            timer.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _alone(self, completion: TextCompletion) -> AsyncGenerator[list[TextDelta], None]:
+        """The same of a single completion, without a task beside the caller's."""
+        try:
+            async with (
+                aclosing(self._source.stream(completion.request)) as deltas,
+                aclosing(_Deadline(self.timeout_s, deltas.aclose)) as deadline,
+            ):
+                while (delta := await deadline.keep(anext(deltas, None))) is not None:
+                    text = completion.push(delta)
+                    yield [text]
+                    if text.finish_reason is not None:
+                        return
+            raise _unfinished()
+        except TimeoutError as e:
+            raise self._deadline_exceeded() from e
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _given_up() from e
+
+    async def _receive(self, completion: TextCompletion, queue: "_DeltaQueue") -> None:
+        async with aclosing(self._source.stream(completion.request)) as deltas:
+            async for delta in deltas:
+                text = completion.push(delta)
+                await queue.put(text)
+                if text.finish_reason is not None:
+                    return
+        raise _unfinished()
+
+    def _expire(self, tasks: Sequence[asyncio.Task[None]], queue: "_DeltaQueue") -> None:
+        queue.fail(self._deadline_exceeded())
+        for task in tasks:
+            task.cancel()
+
+    def _deadline_exceeded(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the request did not finish within {self._asked_s:g} s: ask for fewer tokens, or for a longer timeout_s"
+        )
+
+
+class _Deadline:
+    """asyncio.timeout over several awaits of one task, between which other code runs that it must not interrupt. That
+    may wait for a client who does not read: `end` is called for it when the deadline comes meanwhile."""
+
+    def __init__(self, timeout_s: float, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
+        self._has_expired = False
+        self._waiting: asyncio.Task[Any] | None = None
+        self._end = end
+        self._ending: asyncio.Task[None] | None = None
+
+    async def keep(self, awaitable: Awaitable[T]) -> T:
+        """What it gives. Raises TimeoutError if the deadline comes first."""
+        if self._has_expired:
+            raise TimeoutError
+        self._waiting = asyncio.current_task()
+        try:
+            return await awaitable
+        except asyncio.CancelledError as e:
+            if self._has_expired and self._waiting is not None and not self._waiting.uncancel():
+                raise TimeoutError from e
+            raise
+        finally:
+            self._waiting = None
+
+    async def aclose(self) -> None:
+        self._timer.cancel()
+        if self._ending is not None:
+            await self._ending
+
+    def _expire(self) -> None:
+        self._has_expired = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        else:
+            self._ending = asyncio.create_task(self._end())
+
+
+def _given_up() -> RequestAborted:
+    return RequestAborted("the router gave the request up: send it again")
+
+
+def _unfinished() -> InternalError:
+    return InternalError("the token stream ended without a finish reason: please report this")
+
+
+class _DeltaQueue:
+    """What the tasks of a Generation tell its reader: deltas, and the error that ends it."""
+
+    def __init__(self) -> None:
+        self._deltas: list[TextDelta] = []
+        self._error: BaseException | None = None
+        self._has_deltas, self._has_room = asyncio.Event(), asyncio.Event()
+
+    async def put(self, delta: TextDelta) -> None:
+        """Waits while the reader has much to read: what a source has meanwhile, it gives in one piece."""
+        while len(self._deltas) >= MAX_UNREAD_DELTAS:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._deltas.append(delta)
+        self._has_deltas.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._has_deltas.set()
+
+    def report(self, task: asyncio.Task[None]) -> None:
+        """How a task ended."""
+        error = _given_up() if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)
+
+    async def take(self) -> tuple[list[TextDelta], BaseException | None]:
+        """What has come, up to a bound: one of the two at least."""
+        await self._has_deltas.wait()
+        self._has_room.set()
+        num_tokens, end = 0, 0
+        for delta in self._deltas:
+            num_tokens, end = num_tokens + len(delta.token_ids), end + 1
+            if num_tokens >= MAX_BATCH_TOKENS:
+                break
+        batch, self._deltas = self._deltas[:end], self._deltas[end:]
+        if self._deltas:
+            await asyncio.sleep(0)  # for others: it is much that waits here
+            return batch, None
+        self._has_deltas.clear()
+        return batch, self._error

@@ -1,0 +1,102 @@
+"""Turns the tokens of one request into text: detokenised, cut at stop strings. Pure."""
+
+from dataclasses import dataclass, replace
+
+from ...workers.common.errors import RequestAborted
+from ...workers.common.prompt_logprobs import PromptLogprobs
+from ...workers.common.request import FinishReason, Request
+from ..common.timings import RequestTimings
+from ..routing.token_source import TokenDelta, TokenLogprob
+from ..tokens.detokenizer import Detokenizer
+from ..tokens.stop_strings import StopStrings
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """New text of completion `index`, and the tokens that came with it.
+
+    Text lags behind tokens while a character, or what may become a stop string, is unfinished.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    offsets: tuple[int, ...] = ()  # parallel to logprobs: where each token begins in the completion's text, characters
+    finish_reason: FinishReason | None = None  # set on the last delta
+    stop_string: str | None = None  # the stop string that ended it
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # TokenDelta's, of the first of a prompt's completions
+
+
+class TextCompletion:
+    """Turns one request's tokens into text."""
+
+    def __init__(
+        self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings, *, prompt_only: bool = False
+    ) -> None:
+        """prompt_only: of the request's tokens nothing is told."""
+        self._prompt_only = prompt_only
+        self.index = index
+        self.request = request
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.timings: RequestTimings | None = None  # complete once it has ended
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._num_chars = 0  # of detokenised text, held back or not
+
+    def push(self, delta: TokenDelta) -> TextDelta:
+        """The delta's text. On a stop string the text ends before it, the tokens with the one that completed it."""
+        if not self.num_tokens:
+            self.num_cached_tokens = delta.num_cached_tokens
+        self.timings = delta.timings or self.timings
+        if delta.finish_reason is FinishReason.ABORT:
+            raise RequestAborted("the worker aborted the request: send it again")
+        if self._prompt_only:
+            end = FinishReason.LENGTH
+            return TextDelta(self.index, "", (), finish_reason=end, prompt_logprobs=delta.prompt_logprobs)
+        text: list[str] = []
+        offsets: list[int] = []
+        stop = None
+        for i, token_id in enumerate(delta.token_ids, start=1):
+            self.num_tokens += 1
+            offsets.append(self._num_chars)
+            # The token that ended it (end of sequence, or a stop token) is not text.
+            is_end = delta.finish_reason is FinishReason.STOP and i == len(delta.token_ids)
+            shown, stop = self._show("" if is_end else self._detokenizer.push(token_id))
+            text.append(shown)
+            if stop is not None:
+                return self._ended(delta, "".join(text), offsets, stop)
+        if delta.finish_reason is not None:
+            shown, stop = self._show(self._detokenizer.flush())
+            text += (shown, self._stops.flush() if stop is None else "")
+            return self._ended(delta, "".join(text), offsets, stop)
+        return TextDelta(
+            self.index,
+            "".join(text),
+            delta.token_ids,
+            delta.logprobs,
+            tuple(offsets) if delta.logprobs else (),
+            prompt_logprobs=delta.prompt_logprobs,
+        )
+
+    def _show(self, piece: str) -> tuple[str, str | None]:
+        self._num_chars += len(piece)
+        if self.num_tokens <= self.request.sampling.min_tokens:
+            return piece, None
+        return self._stops.push(piece)
+
+    def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
+        num = len(offsets)
+        # A stop string ends it here: the router does not know that this was the last delta.
+        self.timings = self.timings and replace(self.timings, total_s=delta.elapsed_s)
+        return TextDelta(
+            self.index,
+            text,
+            delta.token_ids[:num],
+            delta.logprobs[:num],
+            tuple(offsets) if delta.logprobs else (),
+            delta.finish_reason if stop is None else FinishReason.STOP,
+            stop,
+            delta.prompt_logprobs,
+        )

@@ -1,0 +1,70 @@
+"""The interface between the front door and the router: tokens go up, requests and aborts go down.
+
+The front door owns text, ids, seeds, stop strings, the completions of a call and usage. The router owns workers, routes
+and resumption. This file knows neither HTTP nor gRPC.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...workers.common.prompt_logprobs import PromptLogprobs
+from ...workers.common.request import FinishReason, Request
+from ...workers.core.runner import ModelInfo
+from ..common.timings import RequestTimings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities (nats) of one sampled token and of the most likely ones, (token id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)  # one a token: a frozen one takes three times as long to make
+class TokenDelta:
+    """New tokens of one completion, as the router got them from a worker."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()  # parallel to token_ids; empty unless asked for
+    finish_reason: FinishReason | None = None  # set on the last delta
+    num_cached_tokens: int = 0  # prompt tokens found in a prefix cache; set on the first delta
+    elapsed_s: float = field(default=0.0, compare=False)  # since the router got the request
+    timings: RequestTimings | None = field(default=None, compare=False)  # with the first two tokens and the last delta
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # all that were asked for, in order; set on the first delta
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`ready`: a request sent now would be computed. A mixed worker counts in `num_mixed_workers` alone."""
+
+    ready: bool
+    num_prefill_workers: int = 0
+    num_decode_workers: int = 0
+    num_mixed_workers: int = 0
+    num_requests: int = 0  # in flight at this router
+
+
+class TokenSource(Protocol):
+    """Computes requests; the Router is one."""
+
+    def model(self) -> ModelInfo:
+        """The served model. Raises Unavailable before the first worker is known."""
+        ...
+
+    def admit(self, num_sequences: int) -> None:
+        """Raise Overloaded where that many sequences more would be too many; reserves nothing."""
+        ...
+
+    def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
+        """The completion's tokens, ending after the delta with a finish reason. Closing the generator (`aclose`) aborts
+        the request. Raises DiptychErrors."""
+        ...
+
+    def health(self) -> Health: ...
+
+    def metrics(self) -> bytes:
+        """Prometheus text exposition."""
+        ...

@@ -17,11 +17,6 @@ _TILE = 2048  # numbers of a program at once, in several rows where they are sho
 _NUM_WARPS = 4
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`gate_mul` with SiLU."""
-    return gate_mul(gate_up, SILU)
-
-
 def gate_mul(gate_up: Tensor, activation: int) -> Tensor:
     """gate_up: [T, 2I], last axis contiguous; gate in the first half of each row, up in the second.
 

@@ -17,14 +17,17 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.common.channel import bind, make_server
+from diptych.workers.handoff.ports import EngineCommands
 from diptych.workers.handoff.source import HandoffSource
+from diptych.workers.handoff.types import HandoffSealed, SegmentReady
 from diptych.workers.kv.layout import KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.kv.segment import Segment
 from diptych.workers.transport.nixl_thread import SERVE_POLL_S, UCX_SETTINGS
 from diptych.workers.transport.select import make_transports
 
@@ -44,28 +47,30 @@ def make_pool() -> KVMemory:
     return KVMemory(LAYOUT, NUM_BLOCKS, Region(address, POOL_BYTES, memoryview(pool)))
 
 
-class Leases:
-    """Nothing is computed here: blocks are offered again and again."""
+class Worker:
+    """The engine and the requests of a HandoffSource. Nothing is computed here: blocks are offered again and again."""
 
-    def end_lease(self, handoff_id: str) -> None: ...
-    def caught_up(self, handoff_id: str) -> None: ...
-    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None: ...
+    def post(self, command: Callable[[EngineCommands], object]) -> None: ...
+    def handed_off(self, sealed: HandoffSealed) -> None: ...
+    def forget(self, key: str) -> None: ...
 
 
 async def serve_handoffs(transport: str) -> None:
     memory = make_pool()
     transports = make_transports([transport], [memory.region])
-    source = HandoffSource("source", memory, transports, Leases(), lease_s=3600.0)
+    source = HandoffSource("source", memory, transports, Worker(), Worker(), lease_s=3600.0)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     source.offer("whole", NUM_BLOCKS * LAYOUT.block_size)
-    source.segment("whole", 0, range(NUM_BLOCKS), [0] * NUM_BLOCKS, 0, LAYOUT.num_layers)
+    source.on_event(
+        SegmentReady("whole", Segment(0, tuple(range(NUM_BLOCKS)), (0,) * NUM_BLOCKS, 0, LAYOUT.num_layers))
+    )
     for number in range(NUM_SMALL):
         source.offer(f"small-{number}", LAYOUT.block_size)
-        source.segment(f"small-{number}", 0, [number], [0], 0, LAYOUT.num_layers)
-        source.seal(f"small-{number}", LAYOUT.block_size, [1])
+        source.on_event(SegmentReady(f"small-{number}", Segment(0, (number,), (0,), 0, LAYOUT.num_layers)))
+        source.on_event(HandoffSealed(f"small-{number}", None, LAYOUT.block_size, (1,)))
     tell(f"127.0.0.1:{port}")
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)

@@ -10,27 +10,39 @@ import json
 import mmap
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diptych.proto import kv_pb2_grpc
 from diptych.workers.common.channel import bind, make_server
+from diptych.workers.handoff.ports import EngineCommands
 from diptych.workers.handoff.source import HandoffSource
+from diptych.workers.handoff.types import HandoffSealed
 from diptych.workers.kv.layout import KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.select import make_transports
 
+from ..support.handoff_pair import seal_event, segment_event
+
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
 
 
-class Port:
-    def end_lease(self, handoff_id: str) -> None:
+class Worker:
+    """The engine and the requests of a HandoffSource."""
+
+    def post(self, command: Callable[[EngineCommands], object]) -> None:
+        command(self)
+
+    def end_lease(self, handoff_id: str, reads: Sequence[tuple[int, float]] = ()) -> None:
         print(json.dumps({"ended": handoff_id}), flush=True)
 
     def caught_up(self, handoff_id: str) -> None:
         raise AssertionError("no hand-off here is live")
 
-    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:
-        """Every segment here is of one size."""
+    def handed_off(self, sealed: HandoffSealed) -> None:
+        raise AssertionError("no hand-off here is live")
+
+    def forget(self, key: str) -> None:
+        raise AssertionError("no request of a router is here")
 
 
 def make_pool(transport: str, num_blocks: int, content: bytes) -> KVMemory:
@@ -48,7 +60,8 @@ async def main() -> None:
     transport, num_blocks, seed, lease_s, num_handoffs = sys.argv[1], *map(int, sys.argv[2:])
     memory = make_pool(transport, num_blocks, random.Random(seed).randbytes(num_blocks * LAYOUT.block_bytes))
     transports = make_transports([transport], [memory.region], device=memory.device)
-    source = HandoffSource(f"source-{seed}", memory, transports, Port(), lease_s=lease_s)
+    worker = Worker()
+    source = HandoffSource(f"source-{seed}", memory, transports, worker, worker, lease_s=lease_s)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)
     port = bind(server, "127.0.0.1", 0)
@@ -57,8 +70,8 @@ async def main() -> None:
         source.offer(f"h{number}", num_blocks * LAYOUT.block_size)
         for first in range(0, num_blocks, 64):
             blocks = range(first, min(first + 64, num_blocks))
-            source.segment(f"h{number}", first, blocks, [1] * len(blocks), 0, LAYOUT.num_layers)
-        source.seal(f"h{number}", num_blocks * LAYOUT.block_size, [7])
+            source.on_event(segment_event(f"h{number}", first, blocks, [1] * len(blocks), 0, LAYOUT.num_layers))
+        source.on_event(seal_event(f"h{number}", num_blocks * LAYOUT.block_size, [7]))
     print(json.dumps({"address": f"127.0.0.1:{port}", "incarnation": f"source-{seed}"}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(None)

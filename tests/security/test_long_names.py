@@ -73,7 +73,7 @@ def test_a_router_that_offers_by_a_long_id_is_refused_and_its_request_runs_on() 
             await router.submit(2, make_request([3, 4], 2))
             assert [token for _, token in await router.tokens(2)] == fake_output([3, 4], 2)
             assert (await router.idle_state()).num_open_handoffs == 0
-            source = service._handoffs._source
+            source = service._source
             assert not any(len(handoff_id) > MAX_CHARS for handoff_id in (*source._open, *source._ended))
             await router.close()
 

@@ -92,7 +92,7 @@ def forge_a_pull(world: "World") -> None:
         (worker.process.name, handoff_id, outgoing.machine)
         for worker in world.living()
         if worker.has_started and worker.service is not None
-        for handoff_id, outgoing in worker.service._handoffs._source._open.items()
+        for handoff_id, outgoing in worker.service._source._open.items()
         if outgoing.machine.sink is not None and outgoing.machine._segments
     ]
     if not offers:

@@ -135,9 +135,7 @@ def terminate(world: "World") -> None:
 def freeze_a_pull(world: "World") -> None:
     """Reads become slow, and one of the two stops, or is not heard: the lease may lapse meanwhile."""
     rng = world.rng
-    pulling = [
-        w for w in world.living() if w.has_started and w.service is not None and w.service._handoffs._sink._pulls
-    ]
+    pulling = [w for w in world.living() if w.has_started and w.service is not None and w.service._pulls._sink._pulls]
     if not pulling:
         if world.clock.now < 8.0:
             world.clock.after(0.02, freeze_a_pull, world)

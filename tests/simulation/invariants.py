@@ -44,8 +44,8 @@ def what_is_held(world: "World") -> str:
             ("blocks", load.num_blocks - load.num_free_blocks),
             ("open hand-offs", state.num_open_handoffs),
             ("sequences", load.num_running + load.num_waiting + len(worker.engine._sequences)),
-            ("offers", service._handoffs._source.num_open + len(service._handoffs._offered)),
-            ("pulls", len(service._handoffs._pulls) + len(service._handoffs._sink._pulls)),
+            ("offers", service._source.num_open),
+            ("pulls", len(service._pulls._tasks) + len(service._pulls._sink._pulls)),
             ("keys", sum(len(link.keys) for link in service._links)),
         ):
             if count:
@@ -76,14 +76,14 @@ def check_worker(world: "World", worker: "Worker") -> None:
     assert service is not None
     name = worker.incarnation
     holders = {c.request.sink_incarnation for c in service._server.calls if c.path.endswith("/Subscribe")}
-    for handoff_id, outgoing in service._handoffs._source._open.items():
+    for handoff_id, outgoing in service._source._open.items():
         machine = outgoing.machine
         wake_at = machine.wake_at
         overdue = wake_at is not None and wake_at < local - 1e-6 and went_on_at < local - 1e-6
         demand(not overdue, f"{name}: the lease of {handoff_id} outlives its deadline")
         is_there = machine.sink is None or machine.sink in holders
         demand(is_there, f"{name}: {machine.sink} holds {handoff_id} and has gone")
-    given_up = {i for i in service._handoffs._source._open if _is_given_up(worker, i)}
+    given_up = {i for i in service._source._open if _is_given_up(worker, i)}
     worker.check_for(given_up, now, "is open, and the engine gave it up")
     worker.check_for({k for k in worker.engine._sequences if service._links.of(k) is None}, now, "runs without a link")
     if world.weather.name == "calm":

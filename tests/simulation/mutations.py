@@ -15,15 +15,14 @@ from diptych.cluster.routing.worker_link import WorkerLink
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import SegmentReady
 from diptych.workers.engine.incoming import IncomingHandoffs
-from diptych.workers.engine.outgoing import OutgoingHandoffs
+from diptych.workers.engine.outgoing import OutgoingHandoffs, _Outgoing
 from diptych.workers.handoff.machines import SinkHandoff, SourceHandoff
 from diptych.workers.handoff.pull import Pull
 from diptych.workers.handoff.source import HandoffSource
-from diptych.workers.handoff.types import Abandon, Answer, Commit, EndLease, Fail, Release, Renew
+from diptych.workers.handoff.types import Abandon, Answer, Commit, EndLease, Fail, Release, Renew, SegmentReady
 from diptych.workers.kv.segment import Read
-from diptych.workers.server.handoffs import ServiceHandoffs
+from diptych.workers.server.pulls import Pulls
 from diptych.workers.server.service import WorkerService
 
 Replacement = tuple[Any, str, Any]
@@ -183,18 +182,17 @@ def released_before_the_last_read_is_done() -> list[Replacement]:
 def leased_blocks_are_released_at_the_seal() -> list[Replacement]:
     real = OutgoingHandoffs.seal
 
-    def seal(self: OutgoingHandoffs, sequence: Any) -> Any:
-        sealed = real(self, sequence)
-        outgoing = self._outgoing[sealed[-1].handoff_id]
+    def seal(self: OutgoingHandoffs, sequence: Any) -> None:
+        real(self, sequence)
+        outgoing = self._outgoing[sequence.handoff_id]
         self._manager.end_lease(outgoing.leased)
         outgoing.leased = []
-        return sealed
 
     return [(OutgoingHandoffs, "seal", seal)]
 
 
 def a_lease_is_ended_twice() -> list[Replacement]:
-    def end_lease(self: OutgoingHandoffs, handoff_id: str) -> None:
+    def end_lease(self: OutgoingHandoffs, handoff_id: str, reads: Any) -> None:
         outgoing = self._outgoing.get(handoff_id)
         if outgoing is not None:
             self._manager.end_lease(outgoing.leased)
@@ -296,11 +294,11 @@ def a_broken_link_aborts_nothing() -> list[Replacement]:
 
 
 def a_pull_is_cancelled_before_it_began() -> list[Replacement]:
-    def cancel_pull(self: ServiceHandoffs, key: str) -> None:
-        if key in self._pulls:
-            self._pulls[key].cancel()
+    def cancel(self: Pulls, key: str) -> None:
+        if key in self._tasks:
+            self._tasks[key].cancel()
 
-    return [(ServiceHandoffs, "cancel_pull", cancel_pull)]
+    return [(Pulls, "cancel", cancel)]
 
 
 # -- the router's state -----------------------------------------------------------------------------------------------
@@ -350,8 +348,11 @@ def a_worker_request_is_not_aborted() -> list[Replacement]:
 def a_live_seal_forgets_the_partial_block() -> list[Replacement]:
     real = OutgoingHandoffs.seal
 
-    def seal(self: OutgoingHandoffs, sequence: Any) -> Any:
-        return [e for e in real(self, sequence) if not (isinstance(e, SegmentReady) and len(e.block_ids) == 1)]
+    def seal(self: OutgoingHandoffs, sequence: Any) -> None:
+        before, self.events = self.events, []
+        real(self, sequence)
+        last = [e for e in self.events if not (isinstance(e, SegmentReady) and len(e.segment.block_ids) == 1)]
+        self.events = before + last
 
     return [(OutgoingHandoffs, "seal", seal)]
 
@@ -361,7 +362,7 @@ def a_sequence_runs_on_after_its_seal() -> list[Replacement]:
 
     def seal(self: Engine, sequence: Any) -> None:
         real(self, sequence)
-        if self._output.handoffs[-1].is_live:
+        if self.outgoing.events[-1].is_live:
             self._sequences[sequence.key] = sequence
             sequence.handoff_id, sequence.num_computed = None, 0
             self.scheduler.add(sequence)
@@ -370,12 +371,12 @@ def a_sequence_runs_on_after_its_seal() -> list[Replacement]:
 
 
 def handed_off_names_a_token_too_few() -> list[Replacement]:
-    real = ServiceHandoffs._seal
+    real = HandoffSource._seal
 
-    def seal(self: ServiceHandoffs, event: Any) -> None:
+    def seal(self: HandoffSource, event: Any) -> None:
         real(self, replace(event, output_token_ids=event.output_token_ids[:-1]) if event.is_live else event)
 
-    return [(ServiceHandoffs, "_seal", seal)]
+    return [(HandoffSource, "_seal", seal)]
 
 
 def a_prefix_counts_a_block_too_many() -> list[Replacement]:
@@ -390,7 +391,7 @@ def a_prefix_counts_a_block_too_many() -> list[Replacement]:
 
 
 def a_failed_migration_stops_its_source() -> list[Replacement]:
-    return [(OutgoingHandoffs, "still_running", lambda self, handoff_id: None)]
+    return [(_Outgoing, "running", property(lambda self: None))]
 
 
 MUTATIONS: tuple[Callable[[], list[Replacement]], ...] = tuple(

@@ -369,7 +369,7 @@ class Worker:
     @property
     def pulls(self) -> list[Pull]:
         assert self.service is not None
-        return list(self.service._handoffs._sink._pulls.values())
+        return list(self.service._pulls._sink._pulls.values())
 
     @property
     def address(self) -> str:

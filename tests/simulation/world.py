@@ -172,7 +172,7 @@ class World:
         machine = next(
             found.machine
             for worker in self.living()
-            if worker.service is not None and (found := worker.service._handoffs._source._find(handoff_id)) is not None
+            if worker.service is not None and (found := worker.service._source._find(handoff_id)) is not None
         )
         if machine.state is not SourceState.RELEASED or machine.sink != sink:
             self.bug(f"{handoff_id} is {machine.state.value} for {machine.sink}, and was said to be held for {sink}")

@@ -7,16 +7,16 @@ from diptych.workers.common.timings import PullTimes
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import (
+from diptych.workers.engine.events import StepOutput, TokenEvent
+from diptych.workers.handoff.types import (
     HandoffEnded,
     HandoffOpened,
     HandoffRefused,
     HandoffSealed,
+    Reservation,
     SegmentReady,
-    StepOutput,
-    TokenEvent,
 )
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.kv.segment import Segment
 from diptych.workers.testing.fake_runner import FakeRunner
 from diptych.workers.testing.fake_stream import FakeStep
 
@@ -73,7 +73,7 @@ def assert_clean(engine: Engine) -> None:
     assert state.load.num_leased_blocks == state.load.num_quarantined_blocks == 0
 
 
-def copy_blocks(source: Engine, sink: Engine, segment: SegmentReady, reservation: Reservation) -> None:
+def copy_blocks(source: Engine, sink: Engine, segment: Segment, reservation: Reservation) -> None:
     """What a transport does."""
     for i, block in enumerate(segment.block_ids, segment.first_block):
         if i * source.cache.block_size >= reservation.num_held_tokens:
@@ -95,7 +95,7 @@ class Move:
     key: str = "0/1"  # at the sink
     handoff_id: str = HANDOFF
     opened: HandoffOpened | None = None
-    segments: list[SegmentReady] = field(default_factory=list[SegmentReady])
+    segments: list[Segment] = field(default_factory=list[Segment])
     sealed: HandoffSealed | None = None
     over: DiptychError | None = None
     reservation: Reservation | None = None
@@ -110,8 +110,8 @@ class Move:
                 case HandoffOpened():
                     self.opened = event
                 case SegmentReady():
-                    assert event.first_block == sum(len(s.block_ids) for s in self.segments)
-                    self.segments.append(event)
+                    assert event.segment.first_block == sum(len(s.block_ids) for s in self.segments)
+                    self.segments.append(event.segment)
                 case HandoffSealed():
                     self.sealed = event
                 case HandoffEnded() | HandoffRefused():

@@ -14,12 +14,14 @@ from diptych.proto import kv_pb2_grpc, worker_pb2
 from diptych.workers.common.channel import bind, make_server
 from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.timings import PullTimes
+from diptych.workers.handoff.ports import EngineCommands
 from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.handoff.source import HandoffSource
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.handoff.types import HandoffSealed, Reservation, SegmentReady
 from diptych.workers.kv.layout import KVLayout, Region, Runs
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.kv.segment import Segment
 from diptych.workers.kv.staging import Staging
 from diptych.workers.transport.base import Transport
 from diptych.workers.transport.grpc import GrpcTransport
@@ -55,23 +57,30 @@ def memory_bytes(memory: KVMemory, runs: Runs) -> bytes:
 
 @dataclass
 class SourceEngine:
-    """SourcePort that notes which leases ended."""
+    """The engine and the requests of a HandoffSource: notes which leases ended."""
 
     ended: list[str] = field(default_factory=list[str])
     num_caught_up: int = 0
     reads: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def end_lease(self, handoff_id: str) -> None:
+    def post(self, command: Callable[[EngineCommands], object]) -> None:
+        command(self)
+
+    def end_lease(self, handoff_id: str, reads: Sequence[tuple[int, float]] = ()) -> None:
         self.ended.append(handoff_id)
+        self.reads += reads
         self.changed.set()
 
     def caught_up(self, handoff_id: str) -> None:
         self.num_caught_up += 1
         self.changed.set()
 
-    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:
-        self.reads += reads
+    def handed_off(self, sealed: HandoffSealed) -> None:
+        raise AssertionError("nothing runs here")
+
+    def forget(self, key: str) -> None:
+        raise AssertionError("no request of a router is here")
 
     async def until_ended(self, count: int = 1) -> None:
         while len(self.ended) < count:
@@ -125,6 +134,21 @@ class SinkEngine:
         self.note(("settle", key))
 
 
+def segment_event(
+    handoff_id: str,
+    first_block: int,
+    blocks: Sequence[int],
+    generations: Sequence[int],
+    first_layer: int,
+    num_layers: int,
+) -> SegmentReady:
+    return SegmentReady(handoff_id, Segment(first_block, tuple(blocks), tuple(generations), first_layer, num_layers))
+
+
+def seal_event(handoff_id: str, num_computed: int, output_token_ids: Sequence[int]) -> HandoffSealed:
+    return HandoffSealed(handoff_id, None, num_computed, tuple(output_token_ids))
+
+
 @dataclass
 class Served:
     """A source worker that listens."""
@@ -141,13 +165,13 @@ class Served:
         return worker_pb2.HandoffSource(handoff_id=handoff_id, address=self.address, incarnation=name)
 
     def announce(self, blocks: Sequence[int], first_block: int = 0, layout: KVLayout = SMALL) -> None:
-        self.source.segment("h", first_block, blocks, [1] * len(blocks), 0, layout.num_layers)
+        self.source.on_event(segment_event("h", first_block, blocks, [1] * len(blocks), 0, layout.num_layers))
 
     def hand_off(self, blocks: Sequence[int] = (5, 6, 2), num_tokens: int = 11) -> None:
         """The whole of a prompt at once, as hand-off "h"."""
         self.source.offer("h", num_tokens)
         self.announce(blocks)
-        self.source.seal("h", num_tokens, [7])
+        self.source.on_event(seal_event("h", num_tokens, [7]))
 
 
 @asynccontextmanager
@@ -163,7 +187,7 @@ async def serve(
     memory = memory or make_memory(layout, num_blocks, seed=1)
     engine = SourceEngine()
     incarnation = "source-incarnation"
-    source = kind(incarnation, memory, transports or {"grpc": GrpcTransport()}, engine, lease_s=lease_s)
+    source = kind(incarnation, memory, transports or {"grpc": GrpcTransport()}, engine, engine, lease_s=lease_s)
     server = make_server(None)
     kv_pb2_grpc.add_KVHandoffServicer_to_server(source, server)
     port = bind(server, "127.0.0.1", 0)

@@ -91,15 +91,6 @@ class Sequence:
         return self.num_uncomputed == 1 and self.num_output > 0
 
     @property
-    def why_not_offered(self) -> str | None:
-        """Why it cannot be handed off while it runs; None: it can be."""
-        if self.handoff_id is not None:
-            return "the sequence is being handed off already"
-        if self.status is not SequenceStatus.RUNNING or not self.is_decoding or self.provisional is not None:
-            return "the sequence is not decoding: it can be handed off once it has its first token here"
-        return None
-
-    @property
     def finish_reason(self) -> FinishReason | None:
         """Of its last token; None: it goes on."""
         num_tokens = len(self.token_ids)

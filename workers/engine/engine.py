@@ -1,9 +1,9 @@
 """The engine: schedule -> run -> postprocess, one step at a time, on one thread.
 
 It owns every Sequence of the worker and all block bookkeeping. It knows no socket and no event loop: commands come in
-as method calls (engine/thread.py makes them from other threads), events go out in a StepOutput. Moves of KV are
-announced in the StepOutput and carried out by handoff/source.py and handoff/sink.py, which come back through `begin`,
-`commit`, `fail_import`, `caught_up` and `end_lease` here, and `reserve` and `settle` of `engine.incoming`.
+as method calls (engine/thread.py makes them from other threads), events go out in a StepOutput. KV is moved by
+handoff/source.py, which gets the events of `outgoing` and calls `caught_up` and `end_lease`, and by handoff/sink.py,
+which calls `begin`, `commit` and `fail_import` here, `reserve` and `settle` of `incoming`.
 """
 
 import heapq
@@ -22,28 +22,27 @@ from ..common.errors import (
     LeaseLost,
     OutOfDeviceMemory,
     RequestAborted,
-    SequenceEnded,
 )
-from ..common.request import Request, check_cache_salt
+from ..common.request import Request
 from ..common.role import Role
 from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
-from ..core.prefix_cache import PrefixCache, block_hashes
+from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler, SchedulerConfig
 from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
-from .announcer import StepAnnouncer
-from .events import FailureEvent, HandoffEnded, HandoffHeld, HandoffRefused, StepOutput, TokenNote
+from .events import FailureEvent, StepOutput, TokenNote
 from .incoming import IncomingHandoffs
 from .load import EngineLoad
 from .outbox import Outbox
-from .outgoing import OutgoingHandoffs
+from .outgoing import ID_IN_USE, OutgoingHandoffs
 from .self_test import compute_two_tokens
 from .step_pipeline import StepPipeline
 
 
 class Engine:
-    """`clock` gives monotonic seconds; `layer_groups` is StepAnnouncer's. Every method must be called on one thread."""
+    """`clock` gives monotonic seconds; `layer_groups` is the `num_groups` of `outgoing`. Every method must be called on
+    one thread."""
 
     def __init__(
         self,
@@ -59,15 +58,16 @@ class Engine:
         self.manager = BlockManager(runner.memory.num_blocks)
         self.cache = PrefixCache(self.manager, runner.layout.block_size, enabled=prefix_cache)
         self.scheduler = Scheduler(config, self.manager, self.cache)
-        self.outgoing = OutgoingHandoffs(self.manager, self.cache, runner.layout.num_layers)
-        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
-        self.announcer = StepAnnouncer(self.outgoing, runner.layout, clock, layer_groups)
         self._sequences: dict[str, Sequence] = {}
+        self.outgoing = OutgoingHandoffs(
+            self.manager, self.cache, self._sequences, runner.layout, clock, num_groups=layer_groups
+        )
+        self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
         self._deadlines: list[tuple[float, str]] = []
         self._num_submitted = 0
         self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming)
         self.steps = StepPipeline(runner, self.scheduler, self.manager, self._load, clock)
-        self._output = Outbox(self._load, self.cache, clock)
+        self._output = Outbox(self._load, self.cache, self.outgoing, clock)
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -90,11 +90,11 @@ class Engine:
             info = self._runner.info
             request.validate(info.vocab_size, info.max_context_tokens, output_token_ids)
             if handoff_id is not None and self.outgoing.is_open(handoff_id):
-                raise InvalidRequest("the hand-off id is in use: ids are single-use")
+                raise InvalidRequest(ID_IN_USE)
         except InvalidRequest as error:
             self._output.failures.append(FailureEvent(key, error))
             if handoff_id is not None:
-                self._output.handoffs.append(HandoffEnded(handoff_id, error))
+                self.outgoing.refuse(handoff_id, error)
             return
         now, sampling = self._clock(), request.sampling
         num_prompt, num_tokens = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(output_token_ids)
@@ -126,41 +126,6 @@ class Engine:
         else:
             self.scheduler.add(sequence)
 
-    def offer(self, key: str, handoff_id: str) -> None:
-        """Hand a running sequence off. It decodes on until its sink has caught up, and to its end if none does.
-
-        What cannot be handed off is refused by an event, and runs on.
-        """
-        sequence = self._sequences.get(key)
-        if self.outgoing.is_open(handoff_id):
-            error = HandoffError("the hand-off id is in use: ids are single-use")
-        elif sequence is None:
-            error = SequenceEnded("the sequence is not here (any more)")
-        elif (why := sequence.why_not_offered) is not None:
-            error = HandoffError(why)
-        else:
-            self._output.handoffs += self.outgoing.open_live(handoff_id, sequence)
-            return
-        self._output.handoffs.append(HandoffRefused(handoff_id, error))
-
-    def offer_prefix(self, handoff_id: str, token_ids: SequenceOf[int], cache_salt: bytes) -> None:
-        """Hand off what the prefix cache holds of these tokens: the longest run of full blocks."""
-        try:
-            check_cache_salt(cache_salt)
-        except InvalidRequest as error:
-            self._output.handoffs.append(HandoffRefused(handoff_id, error))
-            return
-        known = token_ids[: self._runner.info.max_context_tokens]
-        blocks = self.cache.find(block_hashes(known, self.cache.block_size, cache_salt))
-        if self.outgoing.is_open(handoff_id):
-            why = "the hand-off id is in use: ids are single-use"
-        elif not blocks:
-            why = "the prefix is not cached here (any more)"
-        else:
-            self._output.handoffs += self.outgoing.open_prefix(handoff_id, blocks)
-            return
-        self._output.handoffs.append(HandoffRefused(handoff_id, HandoffError(why)))
-
     def abort(self, key: str) -> None:
         """Forget a sequence; idempotent. Its blocks are free at once, those of a hand-off when both sides let go."""
         error = RequestAborted("the request was aborted")
@@ -168,21 +133,19 @@ class Engine:
         if sequence is not None:
             self._drop(sequence, error)
         else:
-            self._output.handoffs += self.outgoing.end_sealed(key, error)
+            self.outgoing.end_sealed(key, error)
 
-    def end_lease(self, handoff_id: str) -> None:
-        """The hand-off is over (released, expired or aborted): its leased blocks are free. Idempotent."""
-        sequence = self.outgoing.still_computing(handoff_id)
-        if sequence is not None:
-            sequence.handoff_id, sequence.is_held = None, False
-            if self.outgoing.still_running(handoff_id) is None:
-                message = "no worker held the hand-off's lease while its prompt was being computed"
-                self._fail(sequence, LeaseLost(message))
-        self.outgoing.end_lease(handoff_id)
+    def end_lease(self, handoff_id: str, reads: SequenceOf[tuple[int, float]] = ()) -> None:
+        """The hand-off is over (released, expired or aborted): its leased blocks are free. Idempotent. `reads`: (bytes,
+        seconds) of its sink."""
+        unwanted = self.outgoing.end_lease(handoff_id, reads)
+        if unwanted is not None:
+            message = "no worker held the hand-off's lease while its prompt was being computed"
+            self._fail(unwanted, LeaseLost(message))
 
     def caught_up(self, handoff_id: str) -> None:
         """The sink has read nearly all that was announced: a running sequence that is handed off stops. Idempotent."""
-        sequence = self.outgoing.still_running(handoff_id)
+        sequence = self.outgoing.running(handoff_id)
         if sequence is None or not sequence.is_decoding:
             return
         if self.steps:  # it may write into the last block still
@@ -207,7 +170,7 @@ class Engine:
             now = self._clock()
             sequence.clock = SequenceClock(now, times.committed(now))
         if sequence.handoff_id is not None:
-            self._output.handoffs += self.outgoing.announce(sequence)
+            self.outgoing.announce(sequence)
 
     def step_failed(self, error: Exception) -> list[str]:
         """`step` raised: end the sequences that it computed. The next step tells. Returns the ids of their requests.
@@ -231,19 +194,19 @@ class Engine:
         num_preemptions = self.scheduler.num_preemptions
         batch = self.steps.first or self.scheduler.schedule()
         if self.scheduler.num_preemptions != num_preemptions:
-            self._output.handoffs += self.outgoing.end_preempted()
+            self.outgoing.end_preempted()
         if batch:
-            self._output.tell((), publish)
+            tell = partial(self._output.tell, publish)
+            tell()
             try:
                 if not self.steps:
-                    tell = partial(self._output.tell, publish=publish)
-                    self.steps.launch(batch, self.announcer.begin(batch, tell))
+                    self.steps.launch(batch, self.outgoing.begin_step(batch, tell))
                 step = self.steps.finish(self._sequences)
             except OutOfDeviceMemory as error:
                 for sequence in self.steps.give_up(batch, error, self._sequences):
                     self._fail(sequence, error)
             else:
-                self.announcer.end()
+                self.outgoing.end_step()
                 self._advance(step.batch, step.began)
                 if step.batch.prompt_logprobs is not None:
                     self._output.add_prompt_logprobs(step.batch.prompt_logprobs)
@@ -345,13 +308,11 @@ class Engine:
             self._drop(sequence, RequestAborted(f"the sequence finished ({finish.value}) before it was handed off"))
         elif sequence.handoff_id is not None and self.outgoing.must_seal(sequence):
             self._seal(sequence)
-        elif sequence.is_held and sequence.handoff_id is not None:
-            self._output.handoffs.append(HandoffHeld(sequence.handoff_id))
 
     def _seal(self, sequence: Sequence) -> None:
         self.scheduler.detach(sequence)
         del self._sequences[sequence.key]
-        self._output.handoffs += self.outgoing.seal(sequence)
+        self.outgoing.seal(sequence)
 
     def _stop_clock(self, sequence: Sequence) -> SequenceTimings | None:
         """With its first token here."""
@@ -383,7 +344,7 @@ class Engine:
         else:
             self.scheduler.remove(sequence)
         if sequence.handoff_id is not None:
-            self._output.handoffs.append(self.outgoing.end(sequence.handoff_id, error))
+            self.outgoing.end(sequence, error)
 
     def _knows(self, token_ids: SequenceOf[int]) -> bool:
         return all(0 <= token_id < self._runner.info.vocab_size for token_id in token_ids)

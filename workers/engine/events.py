@@ -8,6 +8,7 @@ from ..common.errors import DiptychError
 from ..common.prompt_logprobs import PromptLogprobs
 from ..common.request import FinishReason
 from ..common.timings import SequenceTimings
+from ..handoff.types import HandoffEvent
 
 
 @dataclass(slots=True)  # one a token: a frozen one takes three times as long to make
@@ -58,63 +59,6 @@ class StepTokens:
 class FailureEvent:
     key: str
     error: DiptychError
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffOpened:
-    """A running sequence, or a cached prefix, is handed off; the next events are about it."""
-
-    handoff_id: str
-    key: str | None  # of the sequence; None for a prefix
-    num_tokens: int  # at most so many tokens' KV will be announced
-    is_live: bool  # the sequence runs on
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffRefused:
-    """It was never opened."""
-
-    handoff_id: str
-    error: DiptychError
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentReady:
-    """Blocks of an offered sequence hold the KV of these layers, and are leased until the hand-off ends."""
-
-    handoff_id: str
-    first_block: int  # position in the block table
-    block_ids: tuple[int, ...]
-    generations: tuple[int, ...]
-    first_layer: int
-    num_layers: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffHeld:
-    """A running sequence has made all that was offered: it waits, for its sink or for the end of the hand-off."""
-
-    handoff_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffSealed:
-    handoff_id: str
-    key: str | None  # of the sequence; None for a prefix
-    num_computed: int
-    output_token_ids: tuple[int, ...]
-    is_live: bool = False  # it was running
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffEnded:
-    """The source gives the hand-off up: the sequence finished, failed, was aborted, or is to be computed again."""
-
-    handoff_id: str
-    error: DiptychError
-
-
-HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffHeld | HandoffSealed | HandoffEnded
 
 
 PromptLogprobsEvents = list[tuple[str, PromptLogprobs]]  # by key of the sequence

@@ -1,23 +1,45 @@
-"""Hand-offs to other workers as the engine sees them: which blocks are leased to sinks.
+"""The engine's half of hand-offs to other workers: which blocks are leased to sinks, and what is announced of them.
 
-    open -> announce* -> seal -> (blocks leased only) -> end_lease
-               └─ end (finished, failed, aborted) ──────┘   the leases stay until end_lease
-    open_live: the sequence decodes on between announcements, at most as far as was offered, and is sealed once its sink
-    has caught up; if the hand-off ends before, it simply runs on here
-    open_prefix: blocks of the prefix cache, sealed at once; no sequence
+    open ──────> announced while steps run ──> seal ──> (blocks leased only) ──> end_lease
+                     └─ end (finished, failed, aborted) ─────────────────────────┘  the leases stay until end_lease
+    offer: the sequence decodes on between announcements, at most as far as was offered, and is sealed once its sink
+        has caught up; if the hand-off ends before, it simply runs on here
+    offer_prefix: blocks of the prefix cache, sealed at once; no sequence
 
-Block bookkeeping only: the protocol is in handoff/machines.py.
+    begin_step: blocks computed before (a cached prefix)  ──> announced, before anything is computed
+                blocks that this step will fill           ──> leased
+    each group of layers computed                         ──> announced: those layers of those blocks
+    end_step:   what the step took                        ──> the number of groups of later steps
+
+A step that fails leaves the rest unannounced: its hand-offs are aborted, and the leases end as for any other.
+Bookkeeping only: the protocol is in handoff/machines.py, the driver that sends `events` in handoff/source.py.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 
-from ..common.errors import DiptychError, OutOfBlocks
+from ..common.errors import DiptychError, HandoffError, OutOfBlocks, SequenceEnded
+from ..common.request import check_cache_salt
 from ..core.block_manager import BlockManager
 from ..core.live_handoff import offered_tokens
-from ..core.prefix_cache import PrefixCache
-from ..core.sequence import ScheduledSequence, Sequence, SequenceStatus
-from ..kv.layout import blocks_for
-from .events import HandoffEnded, HandoffEvent, HandoffOpened, HandoffSealed, SegmentReady
+from ..core.prefix_cache import PrefixCache, block_hashes
+from ..core.runner import LayerWatch
+from ..core.sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
+from ..handoff.types import (
+    HandoffEnded,
+    HandoffEvent,
+    HandoffHeld,
+    HandoffOpened,
+    HandoffRefused,
+    HandoffSealed,
+    SegmentReady,
+)
+from ..kv.layout import KVLayout, blocks_for
+from ..kv.segment import Segment
+from .segment_cost import SegmentCost, group_ends
+
+ID_IN_USE = "the hand-off id is in use: ids are single-use"
 
 
 @dataclass(slots=True)
@@ -30,14 +52,41 @@ class _Outgoing:
     is_sealed: bool = False
     has_ended: bool = False
 
+    @property
+    def computing(self) -> Sequence | None:
+        """The offered sequence, while it is neither sealed nor given up."""
+        return None if self.is_sealed or self.has_ended else self.sequence
+
+    @property
+    def running(self) -> Sequence | None:
+        """The same, if it ran before it was offered."""
+        return None if self.max_computed is None else self.computing
+
 
 class OutgoingHandoffs:
-    def __init__(self, manager: BlockManager, cache: PrefixCache, num_layers: int) -> None:
+    """`sequences`: the engine's, by key. `num_groups`: of layers in a step; 0: chosen by measured cost."""
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        cache: PrefixCache,
+        sequences: Mapping[str, Sequence],
+        layout: KVLayout,
+        clock: Callable[[], float],
+        num_groups: int = 0,
+    ) -> None:
         self._manager = manager
         self._cache = cache
-        self._num_layers = num_layers
+        self._sequences = sequences
+        self._layout = layout
+        self._clock = clock
+        self._forced = min(num_groups, layout.num_layers)
         self._outgoing: dict[str, _Outgoing] = {}
         self._sealed: dict[str, str] = {}  # sequence key -> hand-off id
+        self._cost = SegmentCost(layout.num_layers)
+        self._num_prefilled = 0  # tokens of the running step, where it fills blocks of a prompt that is offered
+        self._began = 0.0
+        self.events: list[HandoffEvent] = []  # not told yet
         self.num_sent = 0  # sequences
         self.num_migrated_out = 0
 
@@ -45,48 +94,136 @@ class OutgoingHandoffs:
     def num_open(self) -> int:
         return len(self._outgoing)
 
-    def open(self, handoff_id: str, sequence: Sequence) -> None:
-        """The sequence is handed off once it has its first token."""
-        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence)
-
-    def open_live(self, handoff_id: str, sequence: Sequence) -> list[HandoffEvent]:
-        """The sequence decodes here, and goes on doing so until it is sealed."""
-        assert sequence.is_decoding and sequence.handoff_id is None
-        num_remaining = sequence.max_num_tokens - sequence.num_tokens
-        num_tokens = offered_tokens(sequence.num_tokens, num_remaining, self._cache.block_size)
-        sequence.handoff_id = handoff_id
-        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence, num_tokens)
-        opened = HandoffOpened(handoff_id, sequence.key, num_tokens, is_live=True)
-        return [opened, *self.announce(sequence)]
-
-    def open_prefix(self, handoff_id: str, blocks: list[int]) -> list[HandoffEvent]:
-        """`blocks`: of the prefix cache, from a prompt's start on."""
-        outgoing = self._outgoing[handoff_id] = _Outgoing(handoff_id, None, is_sealed=True)
-        num_tokens = len(blocks) * self._cache.block_size
-        return [
-            HandoffOpened(handoff_id, None, num_tokens, is_live=False),
-            *self._lease(outgoing, blocks),
-            HandoffSealed(handoff_id, None, num_tokens, ()),
-        ]
+    # -- offers -----------------------------------------------------------------------------------------------------
 
     def is_open(self, handoff_id: str) -> bool:
         return handoff_id in self._outgoing
 
-    def announce(self, sequence: Sequence) -> list[SegmentReady]:
+    def open(self, handoff_id: str, sequence: Sequence) -> None:
+        """Hand the sequence off once it has its first token."""
+        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence)
+
+    def refuse(self, handoff_id: str, error: DiptychError) -> None:
+        """The request that the hand-off was opened for is not taken."""
+        self.events.append(HandoffEnded(handoff_id, error))
+
+    def offer(self, key: str, handoff_id: str) -> None:
+        """Hand a running sequence off. It decodes on until its sink has caught up, and to its end if none does. What
+        cannot be handed off is refused by an event, and runs on."""
+        sequence = self._sequences.get(key)
+        if handoff_id in self._outgoing:
+            error = HandoffError(ID_IN_USE)
+        elif sequence is None:
+            error = SequenceEnded("the sequence is not here (any more)")
+        elif (why := _why_not_offered(sequence)) is not None:
+            error = HandoffError(why)
+        else:
+            self._open_live(handoff_id, sequence)
+            return
+        self.events.append(HandoffRefused(handoff_id, error))
+
+    def offer_prefix(self, handoff_id: str, token_ids: SequenceOf[int], cache_salt: bytes) -> None:
+        """Hand off what the prefix cache holds of these tokens: the longest run of full blocks."""
+        block_size = self._cache.block_size
+        known = token_ids[: self._manager.num_blocks * block_size]
+        try:
+            check_cache_salt(cache_salt)
+            if handoff_id in self._outgoing:
+                raise HandoffError(ID_IN_USE)
+            blocks = self._cache.find(block_hashes(known, block_size, cache_salt))
+            if not blocks:
+                raise HandoffError("the prefix is not cached here (any more)")
+        except DiptychError as error:
+            self.events.append(HandoffRefused(handoff_id, error))
+            return
+        outgoing = self._outgoing[handoff_id] = _Outgoing(handoff_id, None, is_sealed=True)
+        num_tokens = len(blocks) * block_size
+        self.events.append(HandoffOpened(handoff_id, None, num_tokens, is_live=False))
+        self._announce(outgoing, blocks)
+        self.events.append(HandoffSealed(handoff_id, None, num_tokens, ()))
+
+    def _open_live(self, handoff_id: str, sequence: Sequence) -> None:
+        num_remaining = sequence.max_num_tokens - sequence.num_tokens
+        num_tokens = offered_tokens(sequence.num_tokens, num_remaining, self._cache.block_size)
+        sequence.handoff_id = handoff_id
+        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence, num_tokens)
+        self.events.append(HandoffOpened(handoff_id, sequence.key, num_tokens, is_live=True))
+        self.announce(sequence)
+
+    # -- what a step makes readable -----------------------------------------------------------------------------------
+
+    def announce(self, sequence: Sequence) -> None:
         """Lease and announce the full blocks that are computed and were not announced yet."""
         outgoing = self._outgoing_of(sequence)
-        return self._lease(outgoing, sequence.block_table[len(outgoing.leased) : self._num_full(sequence)])
+        self._announce(outgoing, sequence.block_table[len(outgoing.leased) : self._num_full(sequence)])
 
-    def lease_next(self, entry: ScheduledSequence) -> SegmentReady | None:
-        """Lease what this step makes readable, after `announce`: full blocks, and the last one of a sequence that stops
-        here with its next token. The segment is the caller's to announce, a few layers at a time."""
+    def begin_step(self, batch: Batch, tell: Callable[[], object]) -> LayerWatch | None:
+        """Announce what the batch's sequences have computed, and lease what it will fill. `tell` sends the events, now
+        and while the step runs. None: nothing is to be announced while it runs."""
+        self._num_prefilled = 0
+        self._began = self._clock()
+        if not self._outgoing:
+            return None
+        offered = [e for e in batch.entries if e.sequence.handoff_id is not None]
+        if not offered:
+            return None
+        for entry in offered:
+            self.announce(entry.sequence)
+        tell()
+        leased = [(entry, ready) for entry in offered if (ready := self._lease_next(entry)) is not None]
+        if not leased:
+            return None
+        prompts = [(entry, ready) for entry, ready in leased if not entry.sequence.is_decoding]
+        if prompts:
+            self._num_prefilled = batch.num_tokens
+        return self._watch(prompts, [ready for e, ready in leased if e.sequence.is_decoding], tell)
+
+    def end_step(self) -> None:
+        """The step went well."""
+        if self._num_prefilled:
+            self._cost.add_step(self._num_prefilled, self._clock() - self._began)
+            self._num_prefilled = 0
+
+    def _lease_next(self, entry: ScheduledSequence) -> SegmentReady | None:
+        """Lease what this step makes readable: full blocks, and the last one of a sequence that stops here with its
+        next token. The segment is announced later, a few layers at a time."""
         outgoing = self._outgoing_of(entry.sequence)
         num_computed = entry.sequence.num_computed + entry.num_new
         is_whole = outgoing.max_computed is None and entry.samples
         block_size = self._cache.block_size
         num_readable = blocks_for(num_computed, block_size) if is_whole else num_computed // block_size
-        leased = self._lease(outgoing, entry.sequence.block_table[len(outgoing.leased) : num_readable])
-        return leased[0] if leased else None
+        return self._lease(outgoing, entry.sequence.block_table[len(outgoing.leased) : num_readable])
+
+    def _watch(
+        self,
+        prompts: list[tuple[ScheduledSequence, SegmentReady]],
+        decoding: list[SegmentReady],
+        tell: Callable[[], object],
+    ) -> LayerWatch:
+        num_layers = self._layout.num_layers
+        ends = group_ends(num_layers, self._num_groups(prompts))
+        first_of = dict(zip(ends, (0, *ends), strict=False))
+
+        def reached(end: int) -> None:
+            began, first = self._clock(), first_of[end]
+            ready = [_some_layers(segment, first, end) for _, segment in prompts]
+            if end == num_layers:
+                ready += decoding  # a block each: not worth a group
+            self.events += ready
+            tell()
+            if ready:
+                self._cost.add_announcements(len(ready), self._clock() - began)
+
+        return LayerWatch(ends, reached)
+
+    def _num_groups(self, prompts: list[tuple[ScheduledSequence, SegmentReady]]) -> int:
+        if not prompts:
+            return 1
+        if self._forced:
+            return self._forced
+        num_bytes = self._layout.block_bytes * sum(len(ready.segment.block_ids) for _, ready in prompts)
+        is_last = any(entry.samples for entry, _ in prompts)
+        return self._cost.num_groups(num_bytes, len(prompts), self._num_prefilled, is_last=is_last)
 
     def keep_replaced(self, sequence: Sequence, first_block: int) -> None:
         """The prefix cache may have put equal blocks into the table, from `first_block` on. The announced ones stay,
@@ -98,18 +235,25 @@ class OutgoingHandoffs:
                 self._manager.lease((block,))
                 outgoing.replaced[position] = block
 
-    def must_seal(self, sequence: Sequence) -> bool:
-        """Whether an offered sequence stops here with the token that it has just got; one that ran may have to wait."""
-        outgoing = self._outgoing_of(sequence)
-        sequence.is_held = outgoing.max_computed is not None and sequence.num_computed >= outgoing.max_computed
-        return outgoing.max_computed is None
+    # -- ends -------------------------------------------------------------------------------------------------------
 
-    def seal(self, sequence: Sequence) -> list[HandoffEvent]:
+    def must_seal(self, sequence: Sequence) -> bool:
+        """Whether an offered sequence stops here with the token that it has just got. One that ran before it was
+        offered does not; it waits for its sink once it has made all that was offered."""
+        outgoing = self._outgoing_of(sequence)
+        if outgoing.max_computed is None:
+            return True
+        if sequence.num_computed >= outgoing.max_computed:
+            sequence.is_held = True
+            self.events.append(HandoffHeld(outgoing.handoff_id))
+        return False
+
+    def seal(self, sequence: Sequence) -> None:
         """All tokens but the last have their KV: from here on only the leases hold the blocks."""
         assert sequence.num_uncomputed == 1
         outgoing = self._outgoing_of(sequence)
         num_blocks = blocks_for(sequence.num_computed, self._cache.block_size)
-        last = self._lease(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])
+        self._announce(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])
         assert len(outgoing.leased) == num_blocks
         is_live = outgoing.max_computed is not None
         outgoing.is_sealed = True
@@ -121,69 +265,97 @@ class OutgoingHandoffs:
         self.num_sent += 1
         self.num_migrated_out += is_live
         outputs = tuple(sequence.output_token_ids)
-        return [*last, HandoffSealed(outgoing.handoff_id, sequence.key, sequence.num_computed, outputs, is_live)]
+        self.events.append(
+            HandoffSealed(outgoing.handoff_id, sequence.key, sequence.num_computed, outputs, is_live=is_live)
+        )
 
-    def end_preempted(self) -> list[HandoffEvent]:
+    def end_preempted(self) -> None:
         """A running sequence that was preempted is computed again, into other blocks: nothing comes of its hand-off."""
         error = OutOfBlocks("the sequence lost its KV blocks where it ran, before its sink had them all")
-        ended: list[HandoffEvent] = []
         for outgoing in self._outgoing.values():
-            sequence = self._live(outgoing)
+            sequence = outgoing.running
             if sequence is not None and self._num_full(sequence) < len(outgoing.leased):
+                self.end(sequence, error)
                 sequence.handoff_id = None
-                ended.append(self.end(outgoing.handoff_id, error))
-        return ended
 
-    def end(self, handoff_id: str, error: DiptychError) -> HandoffEnded:
-        self._outgoing[handoff_id].has_ended = True
-        return HandoffEnded(handoff_id, error)
+    def end(self, sequence: Sequence, error: DiptychError) -> None:
+        """Give up the hand-off of a sequence that is not sealed."""
+        self._end(self._outgoing_of(sequence), error)
 
-    def end_sealed(self, key: str, error: DiptychError) -> list[HandoffEvent]:
+    def end_sealed(self, key: str, error: DiptychError) -> None:
         """The router aborts a sequence that was handed off already: its sink is told, its blocks come back."""
         handoff_id = self._sealed.get(key)
-        return [] if handoff_id is None else [self.end(handoff_id, error)]
+        if handoff_id is not None:
+            self._end(self._outgoing[handoff_id], error)
 
-    def still_computing(self, handoff_id: str) -> Sequence | None:
-        """The offered sequence, if it is neither sealed nor given up."""
+    def running(self, handoff_id: str) -> Sequence | None:
+        """The sequence that decodes here while it is handed off."""
         outgoing = self._outgoing.get(handoff_id)
-        return None if outgoing is None or outgoing.is_sealed or outgoing.has_ended else outgoing.sequence
+        return None if outgoing is None else outgoing.running
 
-    def still_running(self, handoff_id: str) -> Sequence | None:
-        """The same, if it ran before it was offered."""
-        outgoing = self._outgoing.get(handoff_id)
-        return None if outgoing is None else self._live(outgoing)
+    def end_lease(self, handoff_id: str, reads: SequenceOf[tuple[int, float]] = ()) -> Sequence | None:
+        """RELEASED, EXPIRED or ABORTED: nobody reads these blocks any more. Idempotent. `reads`: (bytes, seconds) that
+        the sink reports, by which the size of later segments is chosen.
 
-    def end_lease(self, handoff_id: str) -> None:
-        """RELEASED, EXPIRED or ABORTED: nobody reads these blocks any more. Idempotent."""
+        Returns the sequence that was computed for this hand-off alone, if it is not sealed: nobody wants it any more.
+        One that ran before it was offered runs on.
+        """
+        self._cost.add_reads(reads)
         outgoing = self._outgoing.pop(handoff_id, None)
-        if outgoing is not None:
-            if outgoing.is_sealed and outgoing.sequence is not None:
-                self._sealed.pop(outgoing.sequence.key, None)
-            by_position = [(block, outgoing.replaced.get(i)) for i, block in enumerate(outgoing.leased)]
-            self._manager.end_lease([block for pair in by_position for block in pair if block is not None])
+        if outgoing is None:
+            return None
+        by_position = [(block, outgoing.replaced.get(i)) for i, block in enumerate(outgoing.leased)]
+        self._manager.end_lease([block for pair in by_position for block in pair if block is not None])
+        sequence = outgoing.computing
+        if sequence is not None:
+            sequence.handoff_id, sequence.is_held = None, False
+        elif outgoing.is_sealed and outgoing.sequence is not None:
+            self._sealed.pop(outgoing.sequence.key, None)
+        return sequence if outgoing.max_computed is None else None
+
+    def _end(self, outgoing: _Outgoing, error: DiptychError) -> None:
+        outgoing.has_ended = True
+        self.events.append(HandoffEnded(outgoing.handoff_id, error))
+
+    # -- leases -----------------------------------------------------------------------------------------------------
 
     def _outgoing_of(self, sequence: Sequence) -> _Outgoing:
         assert sequence.handoff_id is not None
         return self._outgoing[sequence.handoff_id]
 
-    def _live(self, outgoing: _Outgoing) -> Sequence | None:
-        is_live = outgoing.max_computed is not None and not (outgoing.is_sealed or outgoing.has_ended)
-        return outgoing.sequence if is_live else None
+    def _announce(self, outgoing: _Outgoing, blocks: list[int]) -> None:
+        ready = self._lease(outgoing, blocks)
+        if ready is not None:
+            self.events.append(ready)
 
-    def _lease(self, outgoing: _Outgoing, blocks: list[int]) -> list[SegmentReady]:
+    def _lease(self, outgoing: _Outgoing, blocks: list[int]) -> SegmentReady | None:
+        """The blocks follow those that are leased already."""
         if not blocks:
-            return []
+            return None
         first = len(outgoing.leased)
         self._manager.lease(blocks)
         outgoing.leased += blocks
         generations = tuple(self._manager.generations[b] for b in blocks)
-        return [SegmentReady(outgoing.handoff_id, first, tuple(blocks), generations, 0, self._num_layers)]
+        segment = Segment(first, tuple(blocks), generations, 0, self._layout.num_layers)
+        return SegmentReady(outgoing.handoff_id, segment)
 
     def _num_full(self, sequence: Sequence) -> int:
         return sequence.num_computed // self._cache.block_size
 
     def check_integrity(self) -> None:
         """Assert that every sequence on offer knows of it."""
-        for handoff_id in self._outgoing:
-            sequence = self.still_computing(handoff_id)
-            assert sequence is None or sequence.handoff_id == handoff_id
+        for handoff_id, outgoing in self._outgoing.items():
+            assert outgoing.computing is None or outgoing.computing.handoff_id == handoff_id
+
+
+def _some_layers(ready: SegmentReady, first: int, end: int) -> SegmentReady:
+    return SegmentReady(ready.handoff_id, replace(ready.segment, first_layer=first, num_layers=end - first))
+
+
+def _why_not_offered(sequence: Sequence) -> str | None:
+    """Why it cannot be handed off while it runs; None: it can be."""
+    if sequence.handoff_id is not None:
+        return "the sequence is being handed off already"
+    if sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding or sequence.provisional is not None:
+        return "the sequence is not decoding: it can be handed off once it has its first token here"
+    return None

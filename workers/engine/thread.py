@@ -81,13 +81,7 @@ class EngineThread:
         finally:
             self._calls.discard(future)
 
-    # -- ports of the hand-off (SourcePort, SinkPort) ---------------------------------------------------------------
-
-    def end_lease(self, handoff_id: str) -> None:
-        self.post(lambda engine: engine.end_lease(handoff_id))
-
-    def caught_up(self, handoff_id: str) -> None:
-        self.post(lambda engine: engine.caught_up(handoff_id))
+    # -- what a sink asks of its engine (handoff/ports.py) ----------------------------------------------------------
 
     async def reserve(self, key: str, num_tokens: int) -> Reservation:
         """Waits until the blocks are there; raises RequestAborted when the request ends first."""

@@ -90,6 +90,11 @@ class SourceHandoff:
         return self.state in (SourceState.OPEN, SourceState.SEALED)
 
     @property
+    def is_sealed(self) -> bool:
+        """Whether it was sealed, also after its end."""
+        return self._seal is not None
+
+    @property
     def wake_at(self) -> float | None:
         return self._deadline if self.is_live else None
 

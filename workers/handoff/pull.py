@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,7 +21,7 @@ from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2
 from ..common.channel import Metadata
 from ..common.errors import DiptychError, HandoffError, InternalError, TransportError, WorkerLost
 from ..common.names import check_lengths
-from ..common.timings import PullClock, PullTimes, TransferCounters
+from ..common.timings import PullClock, TransferCounters
 from ..kv.bridge import Bridge
 from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
@@ -31,8 +31,9 @@ from ..transport.base import Source, Transport
 from ..transport.machine import this_machine
 from .errors import error_of, error_of_abort
 from .machines import SinkHandoff
+from .ports import SinkPort
 from .segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings, SegmentReceiver
-from .types import Abandon, Begin, Commit, Fail, Offer, Release, Renew, Reservation, Reserve, Seal, Settle, SinkAction
+from .types import Abandon, Begin, Commit, Fail, Offer, Release, Renew, Reserve, Seal, Settle, SinkAction
 
 WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
 ANSWER_S = 5.0  # beyond that, until the source has answered the subscription
@@ -48,30 +49,6 @@ class PullResult:
     num_bytes: int
     waited_s: float  # from the call to the commit
     transport: str
-
-
-class SinkPort(Protocol):
-    """What the sink needs of its engine; awaited on the loop."""
-
-    async def reserve(self, key: str, num_tokens: int) -> Reservation:
-        """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
-        ...
-
-    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
-        """All is read: compute on, and let nothing of it be seen until `commit`; `fail` drops it. Must not block."""
-        ...
-
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
-        """The blocks hold the sequence's KV: it runs from here on. `fail` follows if it raises."""
-        ...
-
-    async def fail(self, key: str, quarantine: bool) -> None:
-        """The KV will not come: free the blocks, or keep them aside until `settle`. Idempotent."""
-        ...
-
-    async def settle(self, key: str) -> None:
-        """No byte can land in the quarantined blocks any more."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from ..common.timings import TransferCounters, is_name
 from ..kv.memory import KVMemory
 from ..kv.staging import Staging
 from ..transport.base import Transport
-from .pull import Pull, PullContext, PullJob, PullResult, SinkPort
+from .ports import SinkPort
+from .pull import Pull, PullContext, PullJob, PullResult
 from .segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
-
-__all__ = ["HandoffSink", "PullResult", "SinkPort"]
 
 MAX_IDLE_CHANNELS = 16
 MAX_PEERS = 256  # sources whose traffic is counted; the longest unused are forgotten

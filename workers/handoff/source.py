@@ -1,61 +1,72 @@
-"""The source's side of hand-offs: the gRPC servicer that drives a handoff.SourceHandoff for each. One event loop.
+"""The source's side of hand-offs: the gRPC servicer that drives a SourceHandoff for each. One event loop.
 
-    engine: offer, segment*, seal | abort          sink: Subscribe, (Pull | reads of its own), Renew*, Release
-                   └───────────> SourceHandoff <────────────┘
-                                      └─> announcements to the sink; SourcePort.end_lease, once
+    engine: HandoffEvents                    sink: Subscribe, (Pull | reads of its own), Renew*, Release
+                   └─────> SourceHandoff <──────┘
+                                └─> announcements to the sink; to the engine: caught_up*, end_lease once
+
+The engine's half, which knows what is leased, is engine/outgoing.py. A prompt's hand-off is opened here before the
+engine has the request; that of a running sequence or of a cached prefix when the engine says how much there is.
 
 A Subscribe stream stays open after the seal, until the hand-off ends: while it stands, each side knows the other alive.
 Knows no engine and no torch.
 """
 
 import asyncio
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
 
 from ...proto import kv_pb2, kv_pb2_grpc
 from ..common.channel import ERROR_KEY
-from ..common.errors import DiptychError, HandoffError, TransportError, Unavailable, UnknownHandoff, WorkerLost
+from ..common.errors import DiptychError, HandoffError, Unavailable, UnknownHandoff, WorkerLost
 from ..common.names import FromSink, check_sink, check_subscription
 from ..kv.checksums import pool_checksums
 from ..kv.layout import KVLayout
 from ..kv.memory import KVMemory
-from ..kv.packing import to_wire
 from ..kv.segment import Segment
 from ..kv.wire import on_the_wire
-from ..transport.base import Transport
+from ..transport.base import Transport, usable_transports
 from .machines import SourceHandoff
-from .types import Aborted, Answer, CaughtUp, EndLease, EndStream, Refuse, Seal, SourceAction, Tell
-from .wire_chunks import read_chunks, wire_runs
+from .ports import SourceEngine, SourceRequests
+from .types import (
+    Aborted,
+    Answer,
+    CaughtUp,
+    EndLease,
+    EndStream,
+    HandoffEnded,
+    HandoffEvent,
+    HandoffHeld,
+    HandoffOpened,
+    HandoffRefused,
+    HandoffSealed,
+    Refuse,
+    Seal,
+    SegmentReady,
+    SourceAction,
+    SourceState,
+    Tell,
+)
+from .wire_chunks import wire_chunks
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
 MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
 MAX_READ_TIMES = 32  # looked at, of one release
 CHUNK_BYTES = 1 << 18  # larger ones make the two sides wait for each other
+# Of a lease: so long a running sequence waits for its sink when it has made all that was offered. Then it runs on.
+HOLD_FOR_SINK = 1 / 2
+HOLD_WITHOUT_SINK = 1 / 10
+
+log = logging.getLogger("diptych.handoff")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-class SourcePort(Protocol):
-    """What the source needs of its worker."""
-
-    def end_lease(self, handoff_id: str) -> None:
-        """The blocks leased for this hand-off may be freed. Called once a hand-off, on the loop; must not block."""
-        ...
-
-    def caught_up(self, handoff_id: str) -> None:
-        """The sink of a live hand-off has read nearly all that was announced. May come often; must not block."""
-        ...
-
-    def reads_took(self, reads: Sequence[tuple[int, float]]) -> None:
-        """(bytes, seconds), at most MAX_READ_TIMES, that a sink reports with its release; unchecked. Must not block."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +74,16 @@ class _Outgoing:
     handoff_id: str
     num_tokens: int
     machine: SourceHandoff
+    key: str | None  # of the sequence; None: a prefix
     outbox: "asyncio.Queue[kv_pb2.Announcement | None] | None" = None  # of the present sink; None ends its stream
     wire: str = ""  # dtype that the present sink pulls
     timer: asyncio.TimerHandle | None = None
+    reads: Sequence[tuple[int, float]] = ()  # of the sink that releases
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether its sequence goes on here if the hand-off ends before the seal."""
+        return self.machine.runs_on and not self.machine.is_sealed
 
 
 class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
@@ -76,14 +94,15 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         incarnation: str,
         memory: KVMemory,
         transports: Mapping[str, Transport],
-        port: SourcePort,
+        engine: SourceEngine,
+        requests: SourceRequests,
         lease_s: float = 10.0,
     ) -> None:
         self._incarnation = incarnation
         self._layout = memory.layout
         self._memory = memory
         self._transports = transports
-        self._port = port
+        self._engine, self._requests = engine, requests
         self._lease_s = lease_s
         self._open: dict[str, _Outgoing] = {}
         self._ended: OrderedDict[str, _Outgoing] = OrderedDict()
@@ -93,43 +112,43 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     def num_open(self) -> int:
         return len(self._open)
 
-    # -- from the engine --------------------------------------------------------------------------------------------
+    # -- offers and the engine's events -----------------------------------------------------------------------------
 
-    def offer(self, handoff_id: str, num_tokens: int, *, is_live: bool = False, prefix: bool = False) -> None:
-        """Open a hand-off of that many tokens at most. `is_live`: its sequence runs on, see `SourcePort.caught_up`;
-        `prefix`: over with its first sink. Raises HandoffError when the id was used before: ids are single-use."""
+    def offer(
+        self, handoff_id: str, num_tokens: int, key: str | None = None, *, is_live: bool = False, prefix: bool = False
+    ) -> None:
+        """Open a hand-off of that many tokens at most. `key`: of the sequence. `is_live`: it runs on, until its sink
+        has caught up. `prefix`: over with its first sink. Raises HandoffError for an id that was used before."""
         if self._find(handoff_id) is not None:
             raise HandoffError(f"the hand-off id {handoff_id!r} was used before: ids are single-use")
         num_blocks = self._layout.num_blocks_for(num_tokens)
         num_layers, now = self._layout.num_layers, self._now()
         machine = SourceHandoff(num_blocks, num_layers, self._lease_s, now, is_live=is_live, prefix=prefix)
-        outgoing = self._open[handoff_id] = _Outgoing(handoff_id, num_tokens, machine)
+        outgoing = self._open[handoff_id] = _Outgoing(handoff_id, num_tokens, machine, key)
         self._arm(outgoing)
         self._serve()
         for waiter in self._expected.pop(handoff_id, ()):
             if not waiter.done():
                 waiter.set_result(None)
 
-    def segment(
-        self,
-        handoff_id: str,
-        first_block: int,
-        block_ids: Sequence[int],
-        generations: Sequence[int],
-        first_layer: int,
-        num_layers: int,
-    ) -> None:
-        """Announce blocks that are readable and leased. A hand-off that has ended meanwhile ignores it."""
-        outgoing = self._open.get(handoff_id)
-        if outgoing is not None:
-            segment = Segment(first_block, tuple(block_ids), tuple(generations), first_layer, num_layers)
-            self._carry_out(outgoing, outgoing.machine.announce(segment, self._now()))
-
-    def seal(self, handoff_id: str, num_computed: int, output_token_ids: Sequence[int]) -> None:
-        """No more segments: the sequence continues after these tokens. Ignored once the hand-off has ended."""
-        outgoing = self._open.get(handoff_id)
-        if outgoing is not None:
-            self._carry_out(outgoing, outgoing.machine.seal(num_computed, output_token_ids, self._now()))
+    def on_event(self, event: HandoffEvent) -> None:
+        """In the order in which the engine tells them. Events of a hand-off that has ended have no effect."""
+        outgoing = self._open.get(event.handoff_id)
+        match event:
+            case HandoffOpened():
+                self._offer_from_engine(event)
+            case HandoffRefused():
+                self._refuse_offer(event)
+            case SegmentReady() if outgoing is not None:
+                self._carry_out(outgoing, outgoing.machine.announce(event.segment, self._now()))
+            case HandoffHeld() if outgoing is not None:
+                self._limit_hold(outgoing)
+            case HandoffSealed():
+                self._seal(event)
+            case HandoffEnded():
+                self.abort(event.handoff_id, event.error)
+            case _:
+                pass
 
     def abort(self, handoff_id: str, error: DiptychError) -> None:
         """Give up a hand-off; its sink is told why. Idempotent."""
@@ -137,15 +156,45 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         if outgoing is not None:
             self._carry_out(outgoing, outgoing.machine.abort(error, self._now()))
 
-    def has_sink(self, handoff_id: str) -> bool:
-        outgoing = self._open.get(handoff_id)
-        return outgoing is not None and outgoing.machine.sink is not None
+    def _offer_from_engine(self, event: HandoffOpened) -> None:
+        try:
+            is_prefix = event.key is None
+            self.offer(event.handoff_id, event.num_tokens, event.key, is_live=event.is_live, prefix=is_prefix)
+        except HandoffError as e:
+            log.warning("a router's offer is refused: %s", e)
+            self._engine.post(lambda engine: engine.end_lease(event.handoff_id))
 
-    def refuse(self, handoff_id: str, error: DiptychError) -> None:
-        """This will not be offered: its sink is told why, when it comes. Ignored for an id that was offered."""
-        if self._find(handoff_id) is None:
-            self.offer(handoff_id, 1)
-            self.abort(handoff_id, error)
+    def _refuse_offer(self, event: HandoffRefused) -> None:
+        """Its sink is told why, when it comes."""
+        if self._find(event.handoff_id) is None:
+            self.offer(event.handoff_id, 1)
+            self.abort(event.handoff_id, event.error)
+
+    def _seal(self, event: HandoffSealed) -> None:
+        """The router is told after all the sequence's tokens, which went before."""
+        outgoing = self._open.get(event.handoff_id)
+        if event.is_live and event.key is not None:
+            self._requests.handed_off(event)
+            if outgoing is None:  # the hand-off ended while the engine sealed it
+                self._requests.forget(event.key)
+        if outgoing is not None:
+            actions = outgoing.machine.seal(event.num_computed, event.output_token_ids, self._now())
+            self._carry_out(outgoing, actions)
+
+    def _limit_hold(self, outgoing: _Outgoing) -> None:
+        """A running sequence waits for its sink: for a limited time, then it runs on here."""
+        had_sink = outgoing.machine.sink is not None
+        wait_s = self._lease_s * (HOLD_FOR_SINK if had_sink else HOLD_WITHOUT_SINK)
+        asyncio.get_running_loop().call_later(wait_s, self._end_hold, outgoing, had_sink)
+
+    def _end_hold(self, outgoing: _Outgoing, had_sink: bool) -> None:
+        if not (outgoing.machine.is_live and outgoing.runs_on):
+            return
+        if not had_sink and outgoing.machine.sink is not None:
+            self._limit_hold(outgoing)
+        else:
+            error = HandoffError("the sink did not catch up in time with the sequence, which runs on at its source")
+            self._carry_out(outgoing, outgoing.machine.abort(error, self._now()))
 
     async def close(self) -> None:
         """Abort what is open."""
@@ -189,18 +238,12 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._open.get(request.handoff_id)
         if outgoing is None or not outgoing.machine.may_read(request.sink_incarnation, segment, self._now()):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
-        for part in wire_runs(self._memory, segment, outgoing.wire, CHUNK_BYTES):
-            async with aclosing(read_chunks(self._memory, part.runs, part.chunk_bytes)) as copied:
-                async for chunk in copied:
-                    # Blocks are freed on this loop: what was copied while they were leased is what was announced.
-                    if not outgoing.machine.is_held_by(request.sink_incarnation):
-                        await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
-                    if outgoing.wire == self._layout.dtype:
-                        yield kv_pb2.PullChunk(data=chunk)
-                        continue
-                    narrowed = await asyncio.to_thread(to_wire, chunk, part.uniform, outgoing.wire)
-                    for start in range(0, len(narrowed), CHUNK_BYTES):
-                        yield kv_pb2.PullChunk(data=narrowed[start : start + CHUNK_BYTES])
+        async with aclosing(wire_chunks(self._memory, segment, outgoing.wire, CHUNK_BYTES)) as chunks:
+            async for chunk in chunks:
+                # Blocks are freed on this loop: what was copied while they were leased is what was announced.
+                if not outgoing.machine.is_held_by(request.sink_incarnation):
+                    await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
+                yield kv_pb2.PullChunk(data=chunk)
 
     async def Renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewResponse:
         await _refuse_names(request, context)
@@ -215,9 +258,8 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         outgoing = self._find(request.handoff_id)
         if outgoing is None:
             return kv_pb2.ReleaseResponse(held=False)
+        outgoing.reads = [(read.num_bytes, read.seconds) for read in request.reads[:MAX_READ_TIMES]]
         held = self._carry_out(outgoing, outgoing.machine.release(request.sink_incarnation, self._now()))
-        if held and request.reads:
-            self._port.reads_took([(read.num_bytes, read.seconds) for read in request.reads[:MAX_READ_TIMES]])
         return kv_pb2.ReleaseResponse(held=held)
 
     async def Abandon(self, request: kv_pb2.AbandonRequest, context: Context) -> kv_pb2.AbandonResponse:
@@ -243,7 +285,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
                 case EndLease():
                     self._end(outgoing)
                 case CaughtUp():
-                    self._port.caught_up(outgoing.handoff_id)
+                    self._engine.post(lambda engine: engine.caught_up(outgoing.handoff_id))
                 case Answer():
                     held = action.held
                 case Refuse():
@@ -251,14 +293,18 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         return held
 
     def _end(self, outgoing: _Outgoing) -> None:
-        del self._open[outgoing.handoff_id]
-        self._ended[outgoing.handoff_id] = outgoing
+        handoff_id, machine = outgoing.handoff_id, outgoing.machine
+        del self._open[handoff_id]
+        self._ended[handoff_id] = outgoing
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         if outgoing.timer is not None:
             outgoing.timer.cancel()
         self._serve()
-        self._port.end_lease(outgoing.handoff_id)
+        if outgoing.key is not None and not outgoing.runs_on:
+            self._requests.forget(outgoing.key)
+        reads = outgoing.reads if machine.state is SourceState.RELEASED else ()
+        self._engine.post(lambda engine: engine.end_lease(handoff_id, reads))
 
     def _serve(self) -> None:
         for transport in self._transports.values():
@@ -285,26 +331,11 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         return pool_checksums(self._memory, segment.block_ids, segment.first_layer, segment.num_layers, wire)
 
     def _check(self, request: kv_pb2.SubscribeRequest, wire: str) -> list[str]:
-        """The names of the transports that it may use, the best first. Raises what makes a hand-off to this sink
-        impossible."""
+        """Find the transports that the sink may use, the best first. Raises what makes a hand-off to it impossible."""
         if request.source_incarnation != self._incarnation:
             raise WorkerLost("the source worker is gone: another process answers at its address")
         self._layout.check_bridge(KVLayout.from_proto(request.layout))
-        if wire != self._layout.dtype:
-            if "grpc" in self._transports and "grpc" in request.transports:
-                return ["grpc"]
-            raise TransportError(
-                f"KV is narrowed to {wire} over gRPC alone: let both workers have grpc, or unset wire_dtype"
-            )
-        common = [name for name in dict.fromkeys(request.transports) if name in self._transports]
-        usable = [name for name in common if self._transports[name].suits(request)]
-        if usable:
-            return usable
-        ours, theirs = ", ".join(self._transports), ", ".join(request.transports)
-        raise TransportError(
-            f"no transport reaches the sink: the source has {ours or 'none'}, the sink {theirs or 'none'}; let both "
-            "have grpc, for the others reach within a machine, or where a trusted_rdma_fabric is set"
-        )
+        return usable_transports(request, self._transports, None if wire == self._layout.dtype else wire)
 
     async def _offered(self, handoff_id: str, wait_s: float) -> _Outgoing:
         """Waits for the offer: the sink's request may reach us before the router's does."""

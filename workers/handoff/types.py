@@ -49,6 +49,64 @@ class Aborted:
     message: str
 
 
+# Events of the engine, for the source: each names its hand-off
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOpened:
+    """A running sequence, or a cached prefix, is offered; the next events are about it."""
+
+    handoff_id: str
+    key: str | None  # of the sequence; None: a prefix
+    num_tokens: int  # at most so many tokens' KV will be announced
+    is_live: bool  # the sequence runs on
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRefused:
+    """The hand-off was never opened."""
+
+    handoff_id: str
+    error: DiptychError
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReady:
+    """Blocks of an offered sequence hold the KV of these layers, and are leased until the hand-off ends."""
+
+    handoff_id: str
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffHeld:
+    """A running sequence has made all tokens that were offered. It waits for its sink or the end of the hand-off."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffSealed:
+    """No segments follow: the sequence, or the prefix, continues at the sink after these tokens."""
+
+    handoff_id: str
+    key: str | None  # of the sequence; None: a prefix
+    num_computed: int
+    output_token_ids: tuple[int, ...]
+    is_live: bool = False  # it was running
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnded:
+    """The engine gives the hand-off up: the sequence finished, failed, was aborted, or is to be computed again."""
+
+    handoff_id: str
+    error: DiptychError
+
+
+HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffHeld | HandoffSealed | HandoffEnded
+
+
 # Actions of the source
 
 

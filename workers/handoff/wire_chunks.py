@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import NamedTuple
 
 from ..kv.layout import ROWS, KVLayout, Runs
 from ..kv.memory import KVMemory
+from ..kv.packing import to_wire
 from ..kv.segment import Segment
 from ..kv.wire import vector_bytes
 from ..transport.runs import gather, in_parts
@@ -33,6 +35,22 @@ def wire_runs(memory: KVMemory, segment: Segment, wire: str, most_bytes: int) ->
         whole_bytes = vector_bytes(uniform.dtype, uniform.head_dim) if uniform.packing == ROWS else uniform.layer_bytes
         runs = layout.runs_of(group, memory.num_blocks, segment.block_ids).merged()
         yield WireRuns(runs, max(most_bytes // whole_bytes, 1) * whole_bytes, uniform)
+
+
+async def wire_chunks(memory: KVMemory, segment: Segment, wire: str, most_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Read a segment in the dtype `wire`, in chunks of at most `most_bytes`.
+
+    Blocks may be reused while they are read: a chunk is valid only if they are still leased when it comes.
+    """
+    for part in wire_runs(memory, segment, wire, most_bytes):
+        async with aclosing(read_chunks(memory, part.runs, part.chunk_bytes)) as chunks:
+            async for chunk in chunks:
+                if wire == memory.layout.dtype:
+                    yield chunk
+                    continue
+                narrowed = await asyncio.to_thread(to_wire, chunk, part.uniform, wire)
+                for start in range(0, len(narrowed), most_bytes):
+                    yield narrowed[start : start + most_bytes]
 
 
 async def read_chunks(memory: KVMemory, runs: Runs, chunk_bytes: int) -> AsyncGenerator[bytes, None]:

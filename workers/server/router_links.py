@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from ...proto import worker_pb2
 from ..common.errors import DiptychError, StepFailed
+from ..handoff.types import HandoffSealed
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,16 @@ class RouterLinks:
             num_output_tokens=error.num_output if isinstance(error, StepFailed) else 0,
         )
         self.send(key, worker_pb2.WorkerMessage(failed=failed))
+
+    def handed_off(self, sealed: HandoffSealed) -> None:
+        """A running sequence stopped here, after all its tokens were sent: tell its router."""
+        if sealed.key is not None:
+            handed_off = worker_pb2.HandedOff(
+                handle=handle_of(sealed.key),
+                num_output_tokens=len(sealed.output_token_ids),
+                handoff_id=sealed.handoff_id,
+            )
+            self.send(sealed.key, worker_pb2.WorkerMessage(handed_off=handed_off))
 
     def broadcast(self, message: worker_pb2.WorkerMessage) -> None:
         for link in self:

@@ -24,7 +24,8 @@ from ... import __version__
 from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from ..common.channel import bind, make_server
 from ..common.cores import part_of
-from ..common.errors import DiptychError, InvalidRequest, Unavailable, WorkerDraining
+from ..common.errors import DiptychError, HandoffError, InvalidRequest, Unavailable, WorkerDraining
+from ..common.names import check_lengths
 from ..common.role import Role
 from ..common.wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
 from ..config.worker_config import WorkerConfig
@@ -37,7 +38,7 @@ from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
 from ..transport.select import make_transports
-from .handoffs import ServiceHandoffs
+from .pulls import Pulls
 from .router_links import RouterLink, RouterLinks, handle_of, parts_of
 
 LOAD_REPEAT_S = 0.5
@@ -68,7 +69,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         cores = None if config.look_ahead else part_of(config.cores, 0, config.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
         self._links = RouterLinks()
-        self._handoffs = ServiceHandoffs(self._engine, self._links, config.lease_s)
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._is_draining = False
         self._server = make_server(config.auth_token)
@@ -86,8 +86,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._transports = make_transports(
             self._config.transports, regions, memory.device, has_rdma=self._config.trusted_rdma_fabric
         )
-        source = HandoffSource(
-            self.incarnation, memory, self._transports, port=self._handoffs, lease_s=self._config.lease_s
+        self._source = HandoffSource(
+            self.incarnation, memory, self._transports, self._engine, self._links, lease_s=self._config.lease_s
         )
         sink = HandoffSink(
             self.incarnation,
@@ -98,9 +98,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             settings=PullSettings(self._config.wire_dtype or "", self._config.verify_kv),
             staging=staging,
         )
-        self._handoffs.attach(source, sink)
+        self._pulls = Pulls(self._engine, self._links, sink)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        kv_pb2_grpc.add_KVHandoffServicer_to_server(source, self._server)
+        kv_pb2_grpc.add_KVHandoffServicer_to_server(self._source, self._server)
         health_servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, self._server)
         names = [
@@ -131,7 +131,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """End every stream and pull, then the engine. What was running is lost to its routers, which resume it."""
         self._ticker.cancel()
         await self._server.stop(grace_s)
-        await self._handoffs.close()
+        await self._pulls.close()
+        await self._source.close()
         await asyncio.to_thread(self._engine.stop)
         for transport in self._transports.values():
             await transport.close()
@@ -190,9 +191,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     link.knows_draining = self._is_draining
                     link.is_done = self._is_draining and message.drain_seen.is_done
                 case "offer":
-                    self._handoffs.offer(link.key(message.offer.handle), message.offer.handoff_id)
+                    self._offer(link.key(message.offer.handle), message.offer.handoff_id)
                 case "offer_prefix":
-                    self._handoffs.offer_prefix(message.offer_prefix)
+                    self._offer_prefix(message.offer_prefix)
                 case "ping":
                     link.send(worker_pb2.WorkerMessage(pong=worker_pb2.Pong(number=message.ping.number)))
                 case _:
@@ -220,7 +221,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         num_tokens = len(request.prompt_token_ids) + len(outputs)
         if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt, and says so
             try:
-                self._handoffs.offer_prompt(key, handoff_id, num_tokens)
+                self._source.offer(handoff_id, num_tokens, key)
             except DiptychError as e:
                 self._links.send_failure(key, e)
                 return
@@ -231,9 +232,27 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         )
         if is_sink:
-            self._handoffs.pull(key, submit.source, request.timeout_s)
+            self._pulls.pull(key, submit.source, request.timeout_s)
         elif has_prefix:
-            self._handoffs.pull_prefix(key, submit.prefix, request.timeout_s)
+            self._pulls.pull_prefix(key, submit.prefix, request.timeout_s)
+
+    def _offer(self, key: str, handoff_id: str) -> None:
+        """Hand a running sequence off."""
+        try:
+            check_lengths(HandoffError, handoff_id=handoff_id)
+        except HandoffError as e:
+            self._links.send_failure(key, e, handoff=True)
+        else:
+            self._engine.post(lambda engine: engine.outgoing.offer(key, handoff_id))
+
+    def _offer_prefix(self, message: worker_pb2.OfferPrefix) -> None:
+        handoff_id, token_ids, salt = message.handoff_id, message.token_ids, message.cache_salt
+        try:
+            check_lengths(HandoffError, handoff_id=handoff_id)
+        except HandoffError as e:
+            log.warning("a router's offer is refused: %s", e)
+        else:
+            self._engine.post(lambda engine: engine.outgoing.offer_prefix(handoff_id, token_ids, salt))
 
     def _drain(self, link: RouterLink) -> None:
         """Every router is told at once; what it had sent before it heard of it is taken all the same."""
@@ -244,7 +263,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _abort(self, link: RouterLink, key: str) -> None:
         link.keys.pop(key, None)
         self._engine.post(lambda engine: engine.abort(key))
-        self._handoffs.cancel_pull(key)
+        self._pulls.cancel(key)
 
     # -- from the engine --------------------------------------------------------------------------------------------
 
@@ -271,9 +290,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._links.send(key, message)
         self._send_tokens(output)
         for event in output.handoffs:
-            self._handoffs.carry(event)
+            self._source.on_event(event)
         for failure in output.failures:
-            self._handoffs.cancel_pull(failure.key)
+            self._pulls.cancel(failure.key)
             self._links.forget(failure.key)
             self._links.send_failure(failure.key, failure.error)
         if output.stored or output.removed:
@@ -315,7 +334,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def _complete(self, load: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
         """Add what the engine does not know."""
         load.draining = self._is_draining
-        self._handoffs.complete(load)
+        self._pulls.complete(load)
         return load
 
     def _hello(self) -> worker_pb2.Hello:

@@ -7,10 +7,12 @@ still arrive later; after a cancelled read they always could. The target blocks 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...proto import kv_pb2, kv_pb2_grpc
 from ..common.channel import Metadata
+from ..common.errors import TransportError
 from ..kv.layout import Copies, Region
 
 
@@ -69,3 +71,25 @@ class Transport(ABC):
 
     async def close(self) -> None:  # noqa: B027
         """Release sockets, threads and registrations."""
+
+
+def usable_transports(
+    request: kv_pb2.SubscribeRequest, ours: Mapping[str, Transport], narrowed_to: str | None
+) -> list[str]:
+    """Find the transports by which this sink may read our pool, the best first. `narrowed_to`: the dtype in which KV is
+    sent, where it is narrower than the pool's. Raises TransportError where there is none."""
+    if narrowed_to is not None:
+        if "grpc" in ours and "grpc" in request.transports:
+            return ["grpc"]
+        raise TransportError(
+            f"KV is narrowed to {narrowed_to} over gRPC alone: let both workers have grpc, or unset wire_dtype"
+        )
+    common = [name for name in dict.fromkeys(request.transports) if name in ours]
+    usable = [name for name in common if ours[name].suits(request)]
+    if usable:
+        return usable
+    here, there = ", ".join(ours), ", ".join(request.transports)
+    raise TransportError(
+        f"no transport reaches the sink: the source has {here or 'none'}, the sink {there or 'none'}; let both "
+        "have grpc, for the others reach within a machine, or where a trusted_rdma_fabric is set"
+    )

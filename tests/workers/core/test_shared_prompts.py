@@ -3,8 +3,9 @@
 import pytest
 
 from diptych.workers.common.timings import PullTimes
-from diptych.workers.engine.events import SegmentReady, StepOutput
+from diptych.workers.engine.events import StepOutput
 from diptych.workers.handoff.types import Reservation
+from diptych.workers.kv.segment import Segment
 from diptych.workers.testing.fake_runner import fake_output
 
 from ...support.engines import Move, assert_clean, copy_blocks, make, reserve, run, tokens
@@ -102,7 +103,7 @@ def test_what_is_held_for_others_goes_with_them_or_when_memory_runs_short() -> N
 def test_n_completions_are_handed_off_and_their_prompt_travels_once() -> None:
     source, sink, prompt = make(), make(), list(range(1, 16))
     keys = KEYS[:3]
-    segments: dict[str, list[SegmentReady]] = {}
+    segments: dict[str, list[Segment]] = {}
     moves = {key: Move(source, sink, key, handoff_id=key) for key in keys}
     for key in keys:
         source.submit(key, make_request(prompt, 9), [], handoff_id=key)

@@ -16,7 +16,17 @@ from diptych.workers.transport.cuda_ipc import CudaIpcTransport
 from diptych.workers.transport.select import make_transports
 
 from ...support.gpu.fake_cuda import FakeCuda, make_device_memory
-from ...support.handoff_pair import Served, SinkEngine, failure, receive, run, serve, start, until_quiet
+from ...support.handoff_pair import (
+    Served,
+    SinkEngine,
+    failure,
+    receive,
+    run,
+    seal_event,
+    serve,
+    start,
+    until_quiet,
+)
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=16, model_id="m")
 NUM_TOKENS = 70
@@ -123,7 +133,7 @@ def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeypatch: 
             pull = start(sink, served)
             await closed.wait()
             served.announce(BLOCKS[3:], 3, layout=LAYOUT)
-            served.source.seal("h", NUM_TOKENS, [7])
+            served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
             await pull
             assert cuda.num_opens > 1
 
@@ -159,7 +169,7 @@ def test_what_is_read_for_long_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> 
             assert [await asked.get() for _ in range(3)] == [1, 1, 1]
             assert cuda.opened and cuda.num_opens == 1
             served.announce(BLOCKS[3:], 3, layout=LAYOUT)
-            served.source.seal("h", NUM_TOKENS, [7])
+            served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
             cuda.may_end.set()
             await pull
             while await asked.get():

@@ -12,8 +12,8 @@ from diptych.workers.common.request import FinishReason, Request, SamplingParams
 from diptych.workers.common.timings import HandoffTimings, PullTimes, SequenceTimings
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import HandoffEnded, HandoffSealed, SegmentReady, StepOutput
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.engine.events import StepOutput
+from diptych.workers.handoff.types import HandoffEnded, HandoffSealed, Reservation, SegmentReady
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 
 from ...support.engines import HANDOFF, Clock, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens
@@ -161,7 +161,7 @@ def hand_off(source: Engine, sink: Engine, key: str, request: Request, resumed: 
     events = [e for o in outputs for e in o.handoffs]
     for event in events:
         if isinstance(event, SegmentReady):
-            copy_blocks(source, sink, event, reservation)
+            copy_blocks(source, sink, event.segment, reservation)
     sealed = events[-1]
     assert isinstance(sealed, HandoffSealed)
     sink.incoming.commit(key, sealed.num_computed, list(sealed.output_token_ids))

@@ -10,8 +10,8 @@ from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler import Scheduler, SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import HandoffEnded, HandoffOpened, StepOutput
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.engine.events import StepOutput
+from diptych.workers.handoff.types import HandoffEnded, HandoffOpened, Reservation
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
@@ -125,7 +125,7 @@ def test_a_running_one_that_is_handed_off_ends_so(engine: Engine) -> None:
     """A block that the step would have filled is leased already, and its sink would wait for it for ever."""
     engine.submit("0/1", make_request(PROMPT, 30), [])
     outputs = [engine.step(), engine.step()]
-    engine.offer("0/1", HANDOFF)
+    engine.outgoing.offer("0/1", HANDOFF)
     while engine.steps:
         outputs.append(engine.step())
     engine.submit("0/2", make_request(LONG, 4), [])

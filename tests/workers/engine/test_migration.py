@@ -6,7 +6,7 @@ from diptych.workers.common.errors import HandoffError, OutOfBlocks, RequestAbor
 from diptych.workers.common.request import FinishReason
 from diptych.workers.core.live_handoff import offered_tokens, slack_tokens
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import HandoffHeld
+from diptych.workers.handoff.types import HandoffHeld
 from diptych.workers.testing.fake_runner import fake_output
 
 from ...support.engines import HANDOFF, Move, assert_clean, make, run, tokens
@@ -32,7 +32,7 @@ def test_a_running_sequence_moves_and_no_token_differs(num_before: int, num_step
     source, sink = make(prefix_cache=prefix_cache), make(prefix_cache=prefix_cache)
     expected = fake_output(PROMPT, 40)
     made = decode(source, num_before)
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     sink.submit("0/1", make_request(PROMPT, 40), made, importing=True)
     move = Move(source, sink)
     for _ in range(num_steps_on):
@@ -58,7 +58,7 @@ def test_a_running_sequence_moves_and_no_token_differs(num_before: int, num_step
 def test_it_waits_when_it_has_made_what_was_offered() -> None:
     source, sink = make(), make()
     made = decode(source, 3)
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     move = Move(source, sink)
     made += [e.token_id for e in tokens(move.hear([source.step() for _ in range(50)]), "0/1")]
     assert move.opened is not None and move.sealed is None
@@ -77,7 +77,7 @@ def test_it_waits_when_it_has_made_what_was_offered() -> None:
 def test_a_long_sequence_is_offered_with_more_to_make() -> None:
     source = make()
     decode(source, 3, prompt=[1] * 33 * BLOCK, max_tokens=90)
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     move = Move(source, make())
     move.hear([source.step()])
     assert move.opened is not None
@@ -90,7 +90,7 @@ def test_a_long_sequence_is_offered_with_more_to_make() -> None:
 def test_it_runs_on_when_what_it_waited_for_does_not_come() -> None:
     source = make()
     made = decode(source, 3)
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     outputs = [source.step() for _ in range(50)]
     assert [e for o in outputs for e in o.handoffs if isinstance(e, HandoffHeld)] == [HandoffHeld(HANDOFF)]
     made += [e.token_id for e in tokens(outputs, "0/1")]
@@ -103,7 +103,7 @@ def test_it_runs_on_when_what_it_waited_for_does_not_come() -> None:
 def test_a_sequence_that_ends_first_ends_its_handoff() -> None:
     source = make()
     decode(source, 3, max_tokens=9)
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     move = Move(source, make())
     events = tokens(move.hear(run(source)), "0/1")
     assert events[-1].finish is FinishReason.LENGTH
@@ -119,12 +119,12 @@ def test_without_a_sink_it_runs_on_and_may_be_offered_again() -> None:
     source, sink = make(), make()
     made = decode(source, 2)
     for handoff_id in ("a", "b", "c"):
-        source.offer("0/1", handoff_id)
+        source.outgoing.offer("0/1", handoff_id)
         made += [e.token_id for e in tokens([source.step()], "0/1")]
         assert source.check_integrity().load.num_leased_blocks > 0
         source.end_lease(handoff_id)
         assert source.check_integrity().load.num_leased_blocks == 0
-    source.offer("0/1", "another")
+    source.outgoing.offer("0/1", "another")
     sink.submit("0/1", make_request(PROMPT, 40), made, importing=True)
     move = Move(source, sink, handoff_id="another")
     made += [e.token_id for e in tokens(move.hear([source.step()]), "0/1")]
@@ -145,20 +145,20 @@ def test_what_does_not_decode_here_is_refused_and_nothing_else_changes() -> None
     for number, (key, why) in enumerate(
         [("0/1", "not decoding"), ("0/2", "not decoding"), ("0/3", "not here"), ("0/4", "not here")]
     ):
-        source.offer(key, f"bad-{number}")
+        source.outgoing.offer(key, f"bad-{number}")
         move = Move(source, make(), handoff_id=f"bad-{number}")
         move.hear([source.step()])
         assert isinstance(move.over, HandoffError) and why in move.over.message and move.opened is None
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     for handoff_id, why in ((HANDOFF, "single-use"), ("other", "already")):
-        source.offer("0/1", handoff_id)
-        assert why in source._output.handoffs[-1].error.message  # type: ignore[union-attr]
+        source.outgoing.offer("0/1", handoff_id)
+        assert why in source.outgoing.events[-1].error.message  # type: ignore[union-attr]
     source.end_lease(HANDOFF)
     source.abort("0/2")
     source.fail_import("0/2", quarantine=False)
     run(source)
-    source.offer("0/1", HANDOFF)  # it has ended
-    assert "not here" in source._output.handoffs[-1].error.message  # type: ignore[union-attr]
+    source.outgoing.offer("0/1", HANDOFF)  # it has ended
+    assert "not here" in source.outgoing.events[-1].error.message  # type: ignore[union-attr]
     assert_clean(source)
 
 
@@ -166,7 +166,7 @@ def test_what_does_not_decode_here_is_refused_and_nothing_else_changes() -> None
 def test_an_abort_ends_the_handoff(sealed: bool) -> None:
     source = make()
     decode(source, 4)
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     if sealed:
         source.caught_up(HANDOFF)
     source.abort("0/1")
@@ -180,7 +180,7 @@ def test_an_abort_ends_the_handoff(sealed: bool) -> None:
 def test_a_failed_step_ends_the_handoff_of_what_it_fails() -> None:
     source = make()
     decode(source, 4)
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     source.step_failed(RuntimeError("a kernel"))
     move = Move(source, make())
     move.hear([source.step()])
@@ -199,7 +199,7 @@ def test_a_preempted_sequence_ends_its_handoff_and_runs_on(prefix_cache: bool) -
     got = {key: [t.token_id for t in tokens([output], key)] for output in [source.step()] for key in prompts}
     moves = {key: Move(source, make(), handoff_id=key) for key in prompts}
     for key in prompts:
-        source.offer(key, key)
+        source.outgoing.offer(key, key)
     while source.scheduler.has_work:
         output = source.step()
         assert source.check_integrity().num_unaccounted_blocks == 0

@@ -45,7 +45,7 @@ class World:
         engine.submit(key, make_request(prompt, MAX_TOKENS), [], prefix=pulls)
         if pulls:
             move = self.prefixes[number] = Move(holder, engine, key, handoff_id=self.name())
-            holder.offer_prefix(move.handoff_id, prompt, b"")
+            holder.outgoing.offer_prefix(move.handoff_id, prompt, b"")
 
     def offer(self) -> None:
         """To a sink that knows some of the tokens so far."""
@@ -55,7 +55,7 @@ class World:
         source, key = self.at[number]
         sink = self.rng.choice([e for e in self.engines if e is not source])
         move = self.moves[number] = Move(source, sink, self.name(), handoff_id=self.name())
-        source.offer(key, move.handoff_id)
+        source.outgoing.offer(key, move.handoff_id)
         known = self.tokens[number][: self.rng.randint(0, len(self.tokens[number]))]
         sink.submit(move.key, make_request(self.prompts[number], MAX_TOKENS), known, importing=True)
 

@@ -13,8 +13,7 @@ from diptych.workers.common.errors import (
 from diptych.workers.common.request import MAX_CACHE_SALT_BYTES
 from diptych.workers.common.timings import PullTimes
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import HandoffRefused
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.handoff.types import HandoffRefused, Reservation
 from diptych.workers.testing.fake_runner import fake_output
 
 from ...support.engines import HANDOFF, Clock, Move, assert_clean, make, reserve, run, tokens
@@ -32,7 +31,7 @@ def warm(prompt: list[int] = PROMPT) -> Engine:
 
 
 def offered(source: Engine, sink: Engine, token_ids: list[int] = PROMPT, key: str = "0/1") -> Move:
-    source.offer_prefix(HANDOFF, token_ids, b"")
+    source.outgoing.offer_prefix(HANDOFF, token_ids, b"")
     move = Move(source, sink, key)
     move.hear([source.step()])
     return move
@@ -64,12 +63,12 @@ def test_a_prefix_is_pulled_and_the_rest_computed(num_prompt: int, num_offered: 
 def test_what_is_not_cached_is_refused_by_name() -> None:
     source = warm()
     for token_ids, salt in (([5, *PROMPT], b""), (PROMPT, b"another tenant"), (PROMPT[:3], b""), ([], b"")):
-        source.offer_prefix(HANDOFF, token_ids, salt)
+        source.outgoing.offer_prefix(HANDOFF, token_ids, salt)
         move = Move(source, make())
         move.hear([source.step()])
         assert move.opened is None and isinstance(move.over, HandoffError) and "not cached" in move.over.message
     offered(source, make())
-    source.offer_prefix(HANDOFF, PROMPT, b"")
+    source.outgoing.offer_prefix(HANDOFF, PROMPT, b"")
     assert "single-use" in source.step().handoffs[0].error.message  # type: ignore[union-attr]
     assert source.check_integrity().load.num_leased_blocks == 5
     source.end_lease(HANDOFF)
@@ -78,11 +77,11 @@ def test_what_is_not_cached_is_refused_by_name() -> None:
 
 def test_a_salt_that_is_too_long_is_refused_before_it_is_hashed() -> None:
     source = warm()
-    source.offer_prefix(HANDOFF, PROMPT, b"s" * (MAX_CACHE_SALT_BYTES + 1))
+    source.outgoing.offer_prefix(HANDOFF, PROMPT, b"s" * (MAX_CACHE_SALT_BYTES + 1))
     (refused,) = source.step().handoffs
     assert isinstance(refused, HandoffRefused) and isinstance(refused.error, InvalidRequest)
     assert "257 bytes; at most 256" in refused.error.message
-    source.offer_prefix(HANDOFF, PROMPT, b"s" * MAX_CACHE_SALT_BYTES)
+    source.outgoing.offer_prefix(HANDOFF, PROMPT, b"s" * MAX_CACHE_SALT_BYTES)
     (refused,) = source.step().handoffs
     assert isinstance(refused, HandoffRefused) and "not cached" in refused.error.message
     assert_clean(source)

@@ -126,7 +126,7 @@ def test_a_pulled_prefix_saves_no_position_that_is_due() -> None:
     source, sink = make(), make(max_batch_tokens=6)
     source.submit("9/9", make_request(PROMPT, 1), [])
     run(source)
-    source.offer_prefix(HANDOFF, PROMPT, b"")
+    source.outgoing.offer_prefix(HANDOFF, PROMPT, b"")
     move = Move(source, sink)
     move.hear([source.step()])
     sink.submit("0/1", asking(PROMPT, 9, 7), [], prefix=True)

@@ -11,8 +11,8 @@ from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import Batch
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import HandoffRefused, StepOutput, TokenEvent
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.engine.events import StepOutput, TokenEvent
+from diptych.workers.handoff.types import HandoffRefused, Reservation
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
@@ -104,8 +104,8 @@ def test_the_kv_is_shared_only_after_the_commit() -> None:
     sink.step()
     names = block_hashes(prompt, sink.cache.block_size)
     assert not sink.cache.find(names)
-    sink.offer_prefix("h2", prompt, b"")
-    sink.offer(KEY, "h3")
+    sink.outgoing.offer_prefix("h2", prompt, b"")
+    sink.outgoing.offer(KEY, "h3")
     sink.submit("0/2", make_request(prompt, 3), [])
     outputs = [sink.step() for _ in range(3)]
     assert [type(event) for event in outputs[0].handoffs] == [HandoffRefused] * 2

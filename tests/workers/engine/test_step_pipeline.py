@@ -13,8 +13,8 @@ from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import HandoffEnded, StepOutput
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.engine.events import StepOutput
+from diptych.workers.handoff.types import HandoffEnded, Reservation
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
@@ -196,7 +196,7 @@ def test_a_sequence_that_is_launched_moves(num_before: int, num_steps_on: int) -
     source.submit("0/1", make_request(PROMPT, 40), [])
     source.submit("0/2", make_request([9, 9, 9], 40), [])
     outputs = [source.step() for _ in range(num_before)]
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     sink.submit("0/1", make_request(PROMPT, 40), ids(outputs, "0/1"), importing=True)
     move = Move(source, sink)
     for _ in range(num_steps_on):
@@ -220,12 +220,12 @@ def test_it_is_sealed_when_nothing_can_write_its_last_block_any_more() -> None:
     source = make()
     source.submit("0/1", make_request(PROMPT, 40), [])
     source.step()
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     source.caught_up(HANDOFF)
     move = Move(source, make())
-    move.hear([StepOutput(0, handoffs=source._output.handoffs)])
+    move.hear([StepOutput(0, handoffs=source.outgoing.events)])
     assert source.steps and move.sealed is None
-    source._output.handoffs = []
+    source.outgoing.events = []
     move.hear([source.step()])
     assert not source.steps and move.sealed is not None
     source.end_lease(HANDOFF)
@@ -236,7 +236,7 @@ def test_a_sealed_or_dead_handoff_is_not_sealed_again() -> None:
     source = make()
     source.submit("0/1", make_request(PROMPT, 40), [])
     source.step()
-    source.offer("0/1", HANDOFF)
+    source.outgoing.offer("0/1", HANDOFF)
     source.caught_up(HANDOFF)
     source.abort("0/1")
     output = source.step()
@@ -371,7 +371,7 @@ def test_random_work_is_the_same_as_in_lockstep(seed: int) -> None:
             del wanted[gone]
             engine.abort(gone)
         elif roll < 0.25 and wanted:
-            engine.offer(rng.choice(list(wanted)), key)
+            engine.outgoing.offer(rng.choice(list(wanted)), key)
             offered.add(key)
         elif roll < 0.3 and offered:
             engine.end_lease(offered.pop())

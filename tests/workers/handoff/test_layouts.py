@@ -21,7 +21,17 @@ from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 from diptych.workers.transport.nixl import NixlTransport
 
-from ...support.handoff_pair import SinkEngine, failure, make_memory, receive, run, serve, start, until_quiet
+from ...support.handoff_pair import (
+    SinkEngine,
+    failure,
+    make_memory,
+    receive,
+    run,
+    seal_event,
+    serve,
+    start,
+    until_quiet,
+)
 
 THEIRS = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=8, model_id="m", tensor_parallel=2)
 NUM_TOKENS = 70
@@ -117,7 +127,7 @@ async def hand_over(
         if spoil is not None:
             spoil(theirs)
         served.announce(BLOCKS[3:], 3, layout=THEIRS)
-        served.source.seal("h", NUM_TOKENS, [7])
+        served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
         try:
             result = await pull
         except TransportError as e:

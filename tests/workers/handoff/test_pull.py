@@ -23,6 +23,7 @@ from ...support.handoff_pair import (
     piece,
     receive,
     run,
+    seal_event,
     serve,
     start,
     until_quiet,
@@ -207,7 +208,7 @@ def test_cancelling_cleans_up_and_another_sink_takes_over(moment: str) -> None:
                     served.announce([6, 2], first_block=1)
                 else:
                     served.announce([5, 6, 2])
-                served.source.seal("h", 11, [7])
+                served.source.on_event(seal_event("h", 11, [7]))
                 await start(second, served)
             assert other.calls == [RESERVE, BEGIN, COMMIT]
 

@@ -34,6 +34,8 @@ from ...support.handoff_pair import (
     piece,
     receive,
     run,
+    seal_event,
+    segment_event,
     serve,
     start,
     until_quiet,
@@ -71,7 +73,7 @@ def test_segments_are_pulled_while_the_source_still_computes() -> None:
             while piece(memory, 0) != piece(served.memory, 5):
                 await asyncio.sleep(0)
             served.announce([6, 2], first_block=1)
-            served.source.seal("h", 11, [7])
+            served.source.on_event(seal_event("h", 11, [7]))
             await pull
             assert engine.calls == [RESERVE, BEGIN, COMMIT]
             assert piece(memory, 2) == piece(served.memory, 2)
@@ -100,8 +102,8 @@ def test_many_pulls_at_once_share_a_channel() -> None:
         async with serve() as served, receive(engine) as (sink, _):
             for number in range(20):
                 served.source.offer(f"h{number}", 4)
-                served.source.segment(f"h{number}", 0, [number % 8], [1], 0, 3)
-                served.source.seal(f"h{number}", 4, [7])
+                served.source.on_event(segment_event(f"h{number}", 0, [number % 8], [1], 0, 3))
+                served.source.on_event(seal_event(f"h{number}", 4, [7]))
             await asyncio.gather(*(sink.pull(f"k{n}", served.named(f"h{n}"), 15.0) for n in range(20)))
             assert len(sink._channels._channels) == 1  # pyright: ignore[reportPrivateUsage]
             assert sum(call[0] == "commit" for call in engine.calls) == 20  # type: ignore[index]
@@ -246,8 +248,8 @@ def test_traffic_is_counted_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
         async with serve() as served, receive(engine) as (sink, _):
             for number in range(2):
                 served.source.offer(f"h{number}", 5)
-                served.source.segment(f"h{number}", 0, [5, 6], [1, 1], 0, SMALL.num_layers)
-                served.source.seal(f"h{number}", 5, [7])
+                served.source.on_event(segment_event(f"h{number}", 0, [5, 6], [1, 1], 0, SMALL.num_layers))
+                served.source.on_event(seal_event(f"h{number}", 5, [7]))
                 await sink.pull("k", served.named(f"h{number}"), 15.0)
             assert isinstance(await failure(start(sink, served, incarnation="other")), WorkerLost)
             mine, other = sink.transfer_stats()
@@ -302,7 +304,7 @@ def test_a_source_that_falls_silent_is_noticed_by_its_lease(is_sealed: bool) -> 
             pull = start(sink, served)
             served.announce([5, 6, 2])
             if is_sealed:
-                served.source.seal("h", 11, [7])
+                served.source.on_event(seal_event("h", 11, [7]))
             error = await failure(pull)
             # The source's own lapse may be told first where this machine is slow; without it, silence is what is left.
             assert isinstance(error, WorkerLost | LeaseLost)

@@ -12,11 +12,22 @@ from diptych.proto import kv_pb2, kv_pb2_grpc
 from diptych.workers.common.channel import ERROR_KEY, open_channel
 from diptych.workers.common.errors import HandoffError, RequestAborted
 from diptych.workers.handoff import source as handoff_source
+from diptych.workers.handoff.types import HandoffRefused
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 
-from ...support.handoff_pair import LARGE, SMALL, Served, make_memory, piece, run, serve
+from ...support.handoff_pair import (
+    LARGE,
+    SMALL,
+    Served,
+    make_memory,
+    piece,
+    run,
+    seal_event,
+    segment_event,
+    serve,
+)
 
 
 class Sink:
@@ -96,7 +107,7 @@ def test_announcements_before_and_after_the_subscription_until_the_release() -> 
             assert (segment.first_block, list(segment.block_ids), list(segment.generations)) == (0, [5, 6], [1, 1])
             served.announce([2], first_block=2)
             assert list((await stream.read()).segment.block_ids) == [2]
-            served.source.seal("h", 11, [7])
+            served.source.on_event(seal_event("h", 11, [7]))
             sealed = (await stream.read()).sealed
             assert (sealed.num_segments, sealed.num_computed_tokens, list(sealed.output_token_ids)) == (2, 11, [7])
             assert await it.renew()
@@ -106,7 +117,7 @@ def test_announcements_before_and_after_the_subscription_until_the_release() -> 
             assert await it.release(), "its answer may have been lost"
             assert served.engine.ended == ["h"] and served.source.num_open == 0
             served.announce([1])
-            served.source.seal("h", 11, [7])
+            served.source.on_event(seal_event("h", 11, [7]))
             served.source.abort("h", RequestAborted("late"))
             assert served.engine.ended == ["h"]
 
@@ -159,7 +170,7 @@ def test_what_does_not_fit_is_refused_with_both_sides_named() -> None:
 def test_a_sink_hears_why_what_it_comes_for_is_not_offered() -> None:
     async def test() -> None:
         async with serve() as served, sink(served) as it:
-            served.source.refuse("h", HandoffError("the prefix is not cached here (any more)"))
+            served.source.on_event(HandoffRefused("h", HandoffError("the prefix is not cached here (any more)")))
             code, name, details = await refusal(it.subscribe())
             assert (code, name) == (grpc.StatusCode.FAILED_PRECONDITION, "LeaseLost")
             assert "aborted, the prefix is not cached here (any more)" in details
@@ -298,7 +309,7 @@ def test_pulls_give_announced_blocks_to_their_sink_and_nothing_else() -> None:
     async def test() -> None:
         async with serve() as served, sink(served) as it, sink(served, "other/1") as other:
             served.source.offer("h", 11)
-            served.source.segment("h", 0, [5, 6], [1, 3], 0, 2)
+            served.source.on_event(segment_event("h", 0, [5, 6], [1, 3], 0, 2))
             early = await refusal(it.pull(0, 5, num_layers=2))
             stream = it.subscribe()
             await stream.read()

@@ -20,7 +20,16 @@ from diptych.workers.kv.wire import STORAGE, Numbers
 from diptych.workers.transport.select import make_transports
 
 from ....support.gpu.fake_cuda import STAGING_BYTES, FakeCuda, make_device_memory, seen_by_host
-from ....support.handoff_pair import SinkEngine, make_memory, receive, run, serve, start, until_quiet
+from ....support.handoff_pair import (
+    SinkEngine,
+    make_memory,
+    receive,
+    run,
+    seal_event,
+    serve,
+    start,
+    until_quiet,
+)
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=16, model_id="m")
 NUM_TOKENS = 70
@@ -181,7 +190,7 @@ async def hand_over(
         await engine.until("reserve")
         spoil(looked_at(theirs))
         served.announce(blocks[3:], 3, layout=case.theirs)
-        served.source.seal("h", NUM_TOKENS, [7])
+        served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
         try:
             result: PullResult | DiptychError = await pull  # type: ignore[assignment]
         except DiptychError as e:

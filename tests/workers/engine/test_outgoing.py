@@ -7,7 +7,8 @@ import pytest
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.engine.engine import Engine
-from diptych.workers.engine.events import HandoffEnded, HandoffRefused, HandoffSealed, SegmentReady, StepOutput
+from diptych.workers.engine.events import StepOutput
+from diptych.workers.handoff.types import HandoffEnded, HandoffRefused, HandoffSealed, SegmentReady
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
@@ -43,7 +44,7 @@ def make(runner: FakeRunner, layer_groups: int, clock: Callable[[], float] = lam
 
 def segments(output: StepOutput) -> list[tuple[int, int, int, int]]:
     """(first block, blocks, first layer, layers) of each."""
-    found = [e for e in output.handoffs if isinstance(e, SegmentReady)]
+    found = [e.segment for e in output.handoffs if isinstance(e, SegmentReady)]
     return [(s.first_block, len(s.block_ids), s.first_layer, s.num_layers) for s in found]
 
 
@@ -116,7 +117,7 @@ def test_what_commands_have_to_say_is_told_before_a_long_step() -> None:
     runner = Watched()
     engine = make(runner, 3)
     engine.submit("0/1", make_request(list(range(1, 6)), 5), [])
-    engine.offer("0/2", "unknown")
+    engine.outgoing.offer("0/2", "unknown")
     output = engine.step(lambda early: runner.log.extend(type(e) for e in early.handoffs))
     assert runner.log == [HandoffRefused, "step", 0, 1, 2]
     assert output.handoffs == []
@@ -128,7 +129,7 @@ def test_every_offered_sequence_of_a_batch_is_announced() -> None:
         engine.submit(f"0/{key}", make_request([ord(key)] * 5, 5), [], handoff_id=key)
     engine.submit("0/c", make_request([7] * 5, 5), [])
     announced: list[tuple[str, int]] = []
-    engine.step(lambda early: announced.extend((e.handoff_id, e.first_layer) for e in early.handoffs))  # type: ignore[union-attr]
+    engine.step(lambda early: announced.extend((e.handoff_id, e.segment.first_layer) for e in early.handoffs))  # type: ignore[union-attr]
     assert announced == [(key, layer) for layer in range(3) for key in ("a", "b")]
 
 
@@ -145,7 +146,7 @@ def test_an_announced_block_keeps_its_name_where_the_cache_knows_an_equal_one() 
         engine.submit(f"0/{key}", make_request([5] * 9, 5), [], handoff_id=key)
     output = engine.step()
     named = {
-        key: {e.block_ids for e in output.handoffs if isinstance(e, SegmentReady) and e.handoff_id == key}
+        key: {e.segment.block_ids for e in output.handoffs if isinstance(e, SegmentReady) and e.handoff_id == key}
         for key in ("a", "b")
     }
     assert len(named["a"]) == len(named["b"]) == 1
@@ -214,5 +215,5 @@ def test_groups_are_chosen_by_what_steps_and_reads_took() -> None:
         return len(segments(engine.step()))
 
     assert groups("first", 1) == 1
-    engine.announcer.add_reads([(n, 0.001 + n * 37.5e-6) for n in (100, 1000)])
+    engine.end_lease("", [(n, 0.001 + n * 37.5e-6) for n in (100, 1000)])
     assert groups("second", 2) == 5

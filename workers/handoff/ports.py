@@ -1,0 +1,62 @@
+"""What the two sides of a hand-off need of their worker: the engine, and the streams to routers."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ..common.timings import PullTimes
+from .types import HandoffSealed, Reservation
+
+
+class EngineCommands(Protocol):
+    """What a source asks of its engine, on the engine's thread."""
+
+    def end_lease(self, handoff_id: str, reads: Sequence[tuple[int, float]] = ()) -> None:
+        """The hand-off is over: free its leased blocks. Called once a hand-off. `reads`: (bytes, seconds), as its sink
+        reports them with the release; unchecked."""
+        ...
+
+    def caught_up(self, handoff_id: str) -> None:
+        """The sink of a running sequence has read nearly all that was announced. May come often."""
+        ...
+
+
+class SourceEngine(Protocol):
+    def post(self, command: Callable[[EngineCommands], object]) -> None:
+        """Run `command` on the engine's thread; returns at once."""
+        ...
+
+
+class SourceRequests(Protocol):
+    """The worker's streams to its routers."""
+
+    def handed_off(self, sealed: HandoffSealed) -> None:
+        """A running sequence stopped here, after all its tokens were sent: tell its router."""
+        ...
+
+    def forget(self, key: str) -> None:
+        """Nothing is left here of a request that was handed off. Idempotent."""
+        ...
+
+
+class SinkPort(Protocol):
+    """What the sink needs of its engine; awaited on the loop."""
+
+    async def reserve(self, key: str, num_tokens: int) -> Reservation:
+        """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
+        ...
+
+    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+        """All is read: compute on, and let nothing of it be seen until `commit`; `fail` drops it. Must not block."""
+        ...
+
+    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+        """The blocks hold the sequence's KV: it runs from here on. `fail` follows if it raises."""
+        ...
+
+    async def fail(self, key: str, quarantine: bool) -> None:
+        """The KV will not come: free the blocks, or keep them aside until `settle`. Idempotent."""
+        ...
+
+    async def settle(self, key: str) -> None:
+        """No byte can land in the quarantined blocks any more."""
+        ...

@@ -18,37 +18,41 @@ class Part(Enum):
 
 @dataclass(slots=True, eq=False)
 class WorkerRequest:
+    """Part of a request that one worker computes."""
+
     handle: int
     worker: str  # incarnation
     part: Part
     has_token: bool = False
-    offers: list[str] = field(default_factory=list[str])  # hand-off ids under which it was to migrate
+    offers: list[str] = field(default_factory=list[str])  # hand-off ids of its migrations
 
 
 class WorkerToken(NamedTuple):
-    position: int  # in the request's output, from 0
+    """Token as a worker sent it."""
+
+    position: int  # in the request's output, counted from 0
     token_id: int
     finish: FinishReason | None = None
     logprob: TokenLogprob | None = None
     num_cached: int | None = None
-    timings: SequenceTimings | None = None  # with its worker request's first
+    timings: SequenceTimings | None = None  # only with the first token of a worker request
 
 
 @dataclass(frozen=True, slots=True)
 class ChooseRoute:
-    """A route is needed: answer with `begin`, or `fail` when there is none."""
+    """Choose a route, then call `begin`, or `fail` where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChooseSink:
-    """A decode worker is needed for an offer that stands at `source`: answer with `begin_sink`."""
+    """Choose a decode worker for the offer that `source` still holds, then call `begin_sink`."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPull:
-    """The KV of the leading tokens is offered by `worker`."""
+    """Offer of the KV of the leading tokens, at `worker`."""
 
     worker: str
     handoff_id: str
@@ -56,7 +60,7 @@ class PrefixPull:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """`handoff_id`: where the worker request is a source or a sink; `source`: the worker that a sink pulls from."""
+    """Submit a worker request. `handoff_id`: of a source or a sink; `source`: worker that a sink pulls from."""
 
     worker_request: WorkerRequest
     output_token_ids: tuple[int, ...]
@@ -75,7 +79,7 @@ class OfferSequence:
 
 @dataclass(frozen=True, slots=True)
 class OfferPrefix:
-    """Have `worker` offer its KV of the request's first `num_tokens` tokens, of its prompt and its output so far."""
+    """Tell `worker` to offer its KV of the first `num_tokens` tokens of prompt and output."""
 
     worker: str
     handoff_id: str
@@ -84,18 +88,22 @@ class OfferPrefix:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The worker request's first token is here. A PREFILL worker request computes nothing from here on."""
+    """Note the first token of a worker request. A PREFILL one computes nothing after it."""
 
     worker_request: WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """Close a worker request that still runs: its worker must stop."""
+
     worker_request: WorkerRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
+    """Close a worker request that has ended at its worker."""
+
     worker_request: WorkerRequest
 
 

@@ -17,12 +17,12 @@ from ...workers.common.errors import (
 
 
 def is_on_the_way(error: DiptychError) -> bool:
-    """Source and sink could not reach each other: another sink may read what is offered."""
+    """Whether source and sink could not reach each other: another sink may still read the offered KV."""
     return isinstance(error, TransportError | WorkerLost)
 
 
 class FailedStep(NamedTuple):
-    """A step of one request that raised."""
+    """Step of one request that raised."""
 
     worker: str  # its incarnation
     num_output: int  # tokens of the answer that the worker had made; the router may have fewer
@@ -30,7 +30,7 @@ class FailedStep(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestFailures:
-    """What failed of one request so far."""
+    """Failed attempts, workers, hand-offs and steps of one request."""
 
     request_id: str
     max_attempts: int
@@ -43,19 +43,19 @@ class RequestFailures:
 
     @property
     def may_hand_off(self) -> bool:
-        """The last attempt does without what has failed before."""
+        """Whether the next attempt may use two workers. The last one must not if a hand-off has failed."""
         is_last = self.num_attempts == self.max_attempts - 1
         return not self._layouts_differ and not (self._has_handoff_failed and is_last)
 
     def add(self, worker: str, error: DiptychError, *, is_handoff: bool) -> None:
-        """A worker request failed. `is_handoff`: its KV could not be had."""
+        """Note that a worker request failed. `is_handoff`: it could not get its KV."""
         self.workers.add(worker)
         self._has_handoff_failed |= is_handoff
         self._layouts_differ |= isinstance(error, LayoutMismatch)
 
     def add_step(self, worker: str, error: StepFailed) -> RequestFailsSteps | None:
-        """A step of the request raised. Returns the error that ends the request, if the request is the cause: this is
-        the second failed step at least, and no other request was in it. None: it may be tried again."""
+        """Note that a step raised. Returns the error that ends the request, if the request is the cause: at least two
+        steps have failed, and no other request was in the last one. None: it may be tried again."""
         self.steps.append(FailedStep(worker, error.num_output))
         if len(self.steps) < 2 or not isinstance(error, StepFailedAlone):
             return None
@@ -66,8 +66,8 @@ class RequestFailures:
         )
 
     def end_attempt(self, error: DiptychError) -> Unavailable | None:
-        """An attempt failed. Returns the error that ends the request if it was the last. One that ended because its
-        worker drains does not count: that worker is not chosen again."""
+        """Count a failed attempt. Returns the error that ends the request after the last one. An attempt that ended
+        because its worker drains does not count: that worker is not chosen again."""
         self.num_attempts += not isinstance(error, WorkerDraining)
         if self.num_attempts < self.max_attempts:
             return None

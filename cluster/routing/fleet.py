@@ -1,7 +1,7 @@
-"""The live workers as one router sees them: who is up, in what role, how loaded. Pure; knows no socket and no clock.
+"""The live workers as one router sees them: state, role and load of each. Pure; knows no socket and no clock.
 
     listed ──hello fits──> up ──stream breaks──> down ──hello again──> up
-      └── another model: refused (stays down)  unlisted: takes nothing new; forgotten once its requests have ended
+      └── another model: refused (stays down)  unlisted: gets no new request; removed once its requests have ended
 
 A worker request is the part of a request that one worker computes. Workers report their load about ten times a
 second; the requests that this router sent since the last report are counted here.
@@ -23,33 +23,33 @@ from .token_source import Health
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What the supervisor says of a worker. `role` is a Role's value; the worker's own word on it comes later."""
+    """Worker as the supervisor lists it. `role`: value of a Role; the worker's own report replaces it."""
 
     incarnation: str
     address: str  # host:port of its gRPC server
     role: str
     pool: str
-    name: str = ""  # the supervisor's, as `decode-2`; empty where there is no supervisor
+    name: str = ""  # given by the supervisor, as `decode-2`; empty without one
 
 
 @dataclass(slots=True, eq=False)
 class FleetWorker:
-    """One worker, kept current by the Fleet. Counts of blocks and tokens."""
+    """State and load of one worker, which the Fleet keeps current. Counts are of blocks and tokens."""
 
     info: WorkerInfo
     is_listed: bool = True
     is_up: bool = False
-    is_draining: bool = False  # never ends: a worker that drains is about to go
-    problem: str = ""  # why there is no link to it
+    is_draining: bool = False  # stays true: a worker that drains ends soon
+    problem: str = ""  # reason why there is no link to it
     num_blocks: int = 0
-    block_size: int = 1  # tokens a block
-    kv_token_bytes: float = 0.0  # of KV, over all ranks
+    block_size: int = 1  # tokens in a block
+    kv_token_bytes: float = 0.0  # bytes of KV for each token, over all ranks
     max_context_tokens: int = 0
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
-    transfer_stats: tuple[TransferStats, ...] = ()  # of that report
+    transfer_stats: tuple[TransferStats, ...] = ()  # in that report
     num_in_flight: int = 0  # worker requests of this router
-    pending_tokens: int = 0  # of those, tokens whose prefill has not shown a result yet
-    held_blocks: int = 0  # of those, blocks that their tokens fill
+    pending_tokens: int = 0  # tokens of those requests that are not prefilled yet
+    held_blocks: int = 0  # blocks that the tokens of those requests fill
 
     @property
     def incarnation(self) -> str:
@@ -73,7 +73,7 @@ class FleetWorker:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Of the prompt tokens that it admitted since its start; 0 before the first."""
+        """Share of the prompt tokens since its start that came from its prefix cache; 0 before the first."""
         return self.load.num_cached_tokens / self.load.num_prompt_tokens if self.load.num_prompt_tokens else 0.0
 
     @property
@@ -86,7 +86,7 @@ class RequestLoad:
     """Load that a worker request puts on its worker."""
 
     worker: str
-    num_tokens: int  # to prefill
+    num_tokens: int  # that it has to prefill
     num_blocks: int
 
 
@@ -100,7 +100,7 @@ class Fleet:
     # -- who there is -----------------------------------------------------------------------------------------------
 
     def update(self, infos: Iterable[WorkerInfo]) -> list[WorkerInfo]:
-        """Take the supervisor's list; returns who is new in it. Who left is unlisted, and forgotten by `forget`."""
+        """Take the supervisor's list. Returns the new workers in it. A missing one is unlisted until `forget`."""
         listed = {info.incarnation: info for info in infos}
         for incarnation, view in self._views.items():
             view.is_listed = incarnation in listed
@@ -120,11 +120,11 @@ class Fleet:
         return self._views[incarnation]
 
     def block_sizes(self) -> set[int]:
-        """Tokens a block: those of the workers that are up."""
+        """Numbers of tokens in a block, of the workers that are up."""
         return {v.block_size for v in self._views.values() if v.is_up}
 
     def model(self) -> ModelInfo:
-        """The served model, with the smallest context of the workers that are up. Raises Unavailable before the
+        """Served model, with the smallest context of the workers that are up. Raises Unavailable before the
         first worker."""
         if self._model is None:
             raise Unavailable("no worker has joined yet: try again in a moment")
@@ -145,9 +145,9 @@ class Fleet:
 
     # -- what they say ----------------------------------------------------------------------------------------------
 
-    def welcome(self, incarnation: str, hello: worker_pb2.Hello) -> None:
-        """Raises ConfigError for a worker that serves something else than the first one, LayoutMismatch for one whose
-        KV cannot be converted to the first one's."""
+    def register(self, incarnation: str, hello: worker_pb2.Hello) -> None:
+        """Take the first message of a worker. Raises ConfigError where it serves another model than the first worker,
+        LayoutMismatch where its KV cannot be converted to the first one's."""
         model, layout = _model_info(hello.model), KVLayout.from_proto(hello.layout)
         if min(hello.num_blocks, layout.block_size, model.vocab_size, model.max_context_tokens) < 1:
             raise ConfigError("the worker's hello has a count of 0 where there must be at least 1")
@@ -165,7 +165,7 @@ class Fleet:
         )
 
     def report(self, incarnation: str, load: worker_pb2.LoadReport) -> None:
-        """Raises InternalError for counts and links that cannot be."""
+        """Take a load report. Raises InternalError for impossible counts and statistics."""
         view = self._views[incarnation]
         if load.num_blocks != view.num_blocks or load.num_free_blocks > load.num_blocks:
             raise InternalError(
@@ -181,12 +181,12 @@ class Fleet:
         self._views[incarnation].is_draining = True
 
     def is_draining(self, incarnation: str) -> bool:
-        """Not of a worker that is forgotten."""
+        """Whether it drains; False for a worker that was removed."""
         view = self._views.get(incarnation)
         return view is not None and view.is_draining
 
     def down(self, incarnation: str, reason: str) -> None:
-        """Ignored for a worker that is forgotten."""
+        """Note that its link broke. Ignored for a worker that was removed."""
         view = self._views.get(incarnation)
         if view is not None:
             view.is_up, view.problem = False, reason
@@ -201,13 +201,13 @@ class Fleet:
         view.held_blocks += load.num_blocks
 
     def end_prefill(self, handle: int) -> None:
-        """Its prefill is done."""
+        """Take its tokens off the tokens to prefill."""
         load = self._requests[handle]
         self._views[load.worker].pending_tokens -= load.num_tokens
         self._requests[handle] = RequestLoad(load.worker, 0, load.num_blocks)
 
     def remove_request(self, handle: int) -> None:
-        """Idempotent."""
+        """Take its load off its worker. Idempotent."""
         load = self._requests.pop(handle, None)
         if load is None:
             return
@@ -218,7 +218,8 @@ class Fleet:
 
     @staticmethod
     def _check_model(served: ModelInfo, other: ModelInfo) -> None:
-        """All but the context's length, which each worker's memory bounds, and the dtype, which KV is converted to."""
+        """Raise ConfigError where the models differ in more than context length (bounded by each worker's memory) and
+        dtype (KV is converted)."""
         rows = [
             f"{f.name}: {getattr(other, f.name)}, served: {getattr(served, f.name)}"
             for f in fields(ModelInfo)

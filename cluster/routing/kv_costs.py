@@ -1,25 +1,25 @@
-"""What it costs to have a sequence's KV on a worker: to pull it, or to compute it. Pure estimates from load reports."""
+"""Estimates of the time in which a worker pulls or computes the KV of a sequence, from load reports. Pure."""
 
 from collections.abc import Iterable
 
 from .fleet import FleetWorker
 
-# Until a pair of workers has been measured: gRPC between two processes of one machine.
+# Used until a pair of workers has been measured: speed of gRPC between two processes of one machine.
 DEFAULT_LINK_BYTES_S = 1e9
-PULL_LATENCY_S = 0.02  # from the offer to the release, whatever the size
+PULL_LATENCY_S = 0.02  # from the offer to the release, without the transfer
 MIN_MEASURED_BYTES = 1 << 20
-# Until some worker has prefilled: high, so that nothing is moved on a guess.
+# Used until some worker has prefilled. High, so that nothing is moved on a guess.
 DEFAULT_PREFILL_TOKENS_S = 20_000.0
 MIN_MEASURED_TOKENS = 256
 
 
 def pull_s(source: FleetWorker, sink: FleetWorker, num_tokens: int) -> float:
-    """Seconds in which `sink` pulls the KV of so many tokens from `source`."""
+    """Seconds in which `sink` pulls the KV of `num_tokens` tokens from `source`."""
     return PULL_LATENCY_S + num_tokens * source.kv_token_bytes / link_bytes_s(source, sink)
 
 
 def compute_s(worker: FleetWorker, num_tokens: int, workers: Iterable[FleetWorker]) -> float:
-    """Seconds in which `worker` prefills so many tokens; by the others' speed while its own is not known."""
+    """Seconds in which `worker` prefills `num_tokens` tokens, by the others' speed while its own is not known."""
     return num_tokens / (_prefill_tokens_s([worker]) or _prefill_tokens_s(workers) or DEFAULT_PREFILL_TOKENS_S)
 
 

@@ -1,6 +1,6 @@
-"""What a router counts, for Prometheus. Each router has its own registry; workers appear as their reports tell.
+"""Prometheus metrics of one router. Each router has its own registry; workers appear with their load reports.
 
-Names and units follow vLLM's where they mean the same, under the prefix `diptych_`.
+Names and units are vLLM's where the meaning is the same, under the prefix `diptych_`.
 """
 
 from bisect import bisect_left
@@ -68,7 +68,7 @@ _HANDOFF_PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] 
 
 
 class RouterMetrics:
-    """`views` gives the workers at scrape time."""
+    """Counters, gauges and histograms of one router. `views` returns the workers at scrape time."""
 
     def __init__(self, views: Callable[[], Iterable[FleetWorker]]) -> None:
         self._registry = CollectorRegistry()
@@ -109,7 +109,7 @@ class RouterMetrics:
         self._tokens.num_tokens += num_tokens
 
     def ended(self, times: RequestTimes, outcome: str, now: float, timings: RequestTimings | None = None) -> None:
-        """`timings`: where there was a first token."""
+        """Count a request that ended. `timings`: None where there was no first token."""
         self.in_flight.dec()
         self.requests.labels(outcome).inc()
         self._e2e.observe(now - times.started_at)
@@ -133,7 +133,7 @@ def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: Colle
 
 
 class _Tokens(Collector):
-    """What is counted with every token: on one thread, so without the library's locks. Made a family at scrape time."""
+    """Counts that change with every token: kept on one thread without the library's locks, exported at scrape time."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -156,7 +156,7 @@ class _Tokens(Collector):
 
 
 class _Workers(Collector):
-    """Families made at scrape time, so that a worker that is gone leaves no series behind."""
+    """Metrics of workers, made at scrape time, so that a worker that is gone leaves no series behind."""
 
     def __init__(self, views: Callable[[], Iterable[FleetWorker]]) -> None:
         self._views = views
@@ -179,7 +179,7 @@ class _Workers(Collector):
 
 
 def _expert_families(views: list[FleetWorker]) -> Iterator[Metric]:
-    """Not a series of each expert of each layer: a large model has thousands of them, and as many on every worker."""
+    """Series of each expert and of each layer, but not of each expert of each layer: a large model has thousands."""
     what = "Tokens that went to an expert, over all layers"
     tokens = CounterMetricFamily("diptych_worker_expert_tokens", what, labels=(*_LABELS, "expert"))
     what = "Tokens of a layer's busiest expert by those of its experts on average"

@@ -19,29 +19,33 @@ from .kv_costs import compute_s, pull_s
 # Least seconds between two moves of a request for relief, or after a failed one: so long an offer without a sink
 # stands, and a sequence has one offer at a time.
 REST_S = 10.0
-LASTING_BLOCKS = 2  # of tokens to make: a request that has no more ends as soon where it is
+LASTING_BLOCKS = 2  # a request with fewer blocks of tokens to make ends as soon where it is
 
 
 @dataclass(frozen=True, slots=True)
 class MovableRequest:
+    """Worker request that decodes and may move."""
+
     handle: int
     worker: str
-    num_tokens: int  # whose KV it holds, and the next
+    num_tokens: int  # tokens whose KV it holds, and the next one
     num_remaining: int  # tokens that it may still make
-    began_at: float  # seconds: the youngest has the largest
-    barred: frozenset[str] = frozenset()  # workers that it is not to go to
-    moved_at: float = float("-inf")  # seconds; when it last was to move
-    moved_from: str = ""  # where to leave from
+    began_at: float  # seconds; largest for the youngest
+    excluded: frozenset[str] = frozenset()  # workers that it must not move to
+    moved_at: float = float("-inf")  # seconds; start of its last move
+    moved_from: str = ""  # source of its last move
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
+    """Decision to move a worker request to another worker."""
+
     handle: int
     target: str
 
 
 def is_short_of_blocks(worker: FleetWorker) -> bool:
-    """Its running sequences may need more than it has while one of them moves."""
+    """Whether its running sequences may need more blocks than are free while one of them moves."""
     return worker.load.num_free_blocks < SLACK_BLOCKS * worker.load.num_running
 
 
@@ -52,8 +56,8 @@ def drain_move(
     limit: int,
     now: float,
 ) -> Move | None:
-    """The next request to leave a worker that drains: who has most to do there. `num_moving` leave it already, at most
-    `limit` do at a time."""
+    """Next request to leave a worker that drains: the one with most tokens left. `num_moving`: requests that leave
+    each worker already; `limit`: most at a time."""
     leaving = {w.incarnation: w for w in workers if w.is_draining and num_moving.get(w.incarnation, 0) < limit}
     for request in sorted(requests, key=lambda g: (-g.num_remaining, g.handle)):
         source = leaving.get(request.worker)
@@ -68,9 +72,9 @@ def drain_move(
 def relief(
     workers: Sequence[FleetWorker], source: FleetWorker, requests: Iterable[MovableRequest], now: float
 ) -> Move | None:
-    """The request that `source`, short of blocks, is best rid of; None where preempting is as good."""
+    """Request that should leave `source`, which is short of blocks; None where preempting costs no more."""
     rested = [g for g in requests if g.worker == source.incarnation and now - g.moved_at >= REST_S]
-    blocks_each = source.load.num_free_blocks // max(source.load.num_running, 1)  # before one has none
+    blocks_each = source.load.num_free_blocks // max(source.load.num_running, 1)  # until one has none
     most = max(blocks_each, LASTING_BLOCKS) * source.block_size
     lasting = [g for g in rested if g.num_remaining > most]
     for request in sorted(lasting, key=lambda g: (-g.began_at, g.handle)):
@@ -90,7 +94,7 @@ def _able(workers: Iterable[FleetWorker], request: MovableRequest) -> list[Fleet
         if w.is_available
         and w.role is not Role.PREFILL
         and w.max_context_tokens >= needed
-        and w.incarnation not in request.barred | {request.worker}
+        and w.incarnation not in request.excluded | {request.worker}
     ]
 
 
@@ -99,18 +103,19 @@ def _blocks_left(worker: FleetWorker, num_tokens: int) -> int:
 
 
 def _has_room_to_arrive(worker: FleetWorker, request: MovableRequest, block_size: int) -> bool:
-    """For what a source with blocks of that size offers: without it the pull would wait for blocks, and so would the
-    sequence that it is for."""
+    """Whether `worker` has the blocks for what a source with blocks of that size offers: otherwise the pull, and the
+    sequence, would wait for blocks."""
     offered = offered_tokens(request.num_tokens, request.num_remaining, block_size)
     return _blocks_left(worker, offered) >= headroom_blocks(worker.num_sequences, worker.num_blocks)
 
 
 def _has_room_for_all(worker: FleetWorker, request: MovableRequest) -> bool:
-    """To its end, and what those that run need there, so that the target will not want relief in turn."""
+    """Whether `worker` has the blocks for the request until its end and for its own sequences, so that it does not need
+    relief itself."""
     reserve = SLACK_BLOCKS * (worker.num_sequences + 1)
     return _blocks_left(worker, request.num_tokens + request.num_remaining) >= reserve
 
 
 def _use(worker: FleetWorker, request: MovableRequest) -> float:
-    """Fraction of its KV memory that is used with the request there."""
+    """Fraction of the worker's KV memory that is used with the request there."""
     return 1 - _blocks_left(worker, request.num_tokens) / worker.num_blocks

@@ -12,7 +12,7 @@ from .request_driver import RequestDriver
 
 
 class MigrationController:
-    """`drivers`: those of the router's requests, kept current by it. Used on a running event loop."""
+    """Controller of one router's migrations. `drivers`: the router's requests, kept current. Runs on an event loop."""
 
     def __init__(self, config: RoutingConfig, fleet: Fleet, drivers: Collection[RequestDriver]) -> None:
         self._config = config
@@ -21,13 +21,13 @@ class MigrationController:
         self._is_due = False
 
     def look_soon(self) -> None:
-        """`look`, after the event at hand."""
+        """Call `_look` after the current event."""
         if self._config.migrate and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._look)
 
     def on_load(self, worker: str) -> None:
-        """A worker reported."""
+        """Handle a load report: where its worker is short of blocks, a request may leave it."""
         view = self._fleet.view(worker)
         if view.is_draining:
             self.look_soon()
@@ -36,7 +36,7 @@ class MigrationController:
             self._apply(relief(self._fleet.views(), view, self._movable(), now))
 
     def on_end(self, worker: str) -> None:
-        """A worker request there ended: where a worker drains, the next may go."""
+        """Handle the end of a worker request: where its worker drains, the next request may move."""
         if self._fleet.is_draining(worker):
             self.look_soon()
 
@@ -58,7 +58,7 @@ class MigrationController:
         return True
 
     def _num_moving(self) -> Counter[str]:
-        """Worker requests on their way, by the worker that they leave."""
+        """Number of requests that are moving, by the worker that they leave."""
         return Counter(r.worker for driver in self._drivers if (r := driver.state.moving()) is not None)
 
     def _movable(self) -> list[MovableRequest]:

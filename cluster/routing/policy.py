@@ -1,11 +1,11 @@
-"""Which workers take a request. Pure: the fleet, the request's facts and what the prefix caches hold -> Route.
+"""Chooses the workers of a request. Pure: fleet, facts of the request, contents of the prefix caches -> Route.
 
     prefill worker   the fewest tokens to wait for: queued there, its own uncached ones, and the running sequences'
     decode worker    the least used KV memory after taking the sequence
     one alone        a mixed worker that is the best to prefill and to decode; a decode worker that needs to compute
                      almost nothing; whoever is left
 
-Roles are weights, not walls: with no worker of a kind left, the other kind does its work.
+Roles are preferences: with no worker of one role left, the other role does its work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,26 +16,28 @@ from ...workers.common.role import Role
 from .fleet import FleetWorker
 from .kv_costs import compute_s, pull_s
 
-PULL_GAIN = 1.5  # a prefix is pulled where computing it would take so many times as long
+PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
+    """Settings of a router."""
+
     alone_below_tokens: int = 0  # a decode worker prefills fewer uncached tokens than this itself; 0: never
-    tokens_per_sequence: int = 8  # what a running sequence counts when queues are compared, in prefill tokens
-    max_in_flight: int = 1024  # sequences at this router
-    max_attempts: int = 3  # at one request, where workers fail
+    tokens_per_sequence: int = 8  # weight of a running sequence when queues are compared, in prefill tokens
+    max_in_flight: int = 1024  # sequences at one router
+    max_attempts: int = 3  # of one request, where workers fail
     worker_timeout_s: float = 5.0  # a worker silent for that long is lost
     hello_timeout_s: float = 5.0
-    no_worker_wait_s: float = 30.0  # a request waits that long for a worker to come
-    migrate: bool = True  # running sequences, from workers that drain or run short of KV memory
-    max_migrations: int = 4  # away from one worker at a time
-    pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than to compute them
-    reconnect_s: float = 0.1  # then twice as long each time, up to
+    no_worker_wait_s: float = 30.0  # how long a request waits for a worker
+    migrate: bool = True  # move running sequences from workers that drain or run short of KV memory
+    max_migrations: int = 4  # from one worker at a time
+    pull_prefixes: bool = True  # cached by another worker, where that is faster than to compute them
+    reconnect_s: float = 0.1  # doubles after each failure, up to max_reconnect_s
     max_reconnect_s: float = 2.0
 
     def validate(self) -> None:
-        """Raise ConfigError, naming the setting, for what cannot work."""
+        """Raise ConfigError for an impossible value; the error names the setting."""
         for name in ("alone_below_tokens", "tokens_per_sequence"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -49,33 +51,38 @@ class RoutingConfig:
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    num_tokens: int  # whose KV is needed: prompt, and output so far
+    """What the policy needs to know of a request."""
+
+    num_tokens: int  # prompt and output so far: their KV is needed
     max_new_tokens: int
-    cached_tokens: Mapping[str, int]  # by worker: leading tokens that its prefix cache holds
-    excluded: frozenset[str] = frozenset()  # workers that failed this request; taken only when nobody else is left
-    failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink that could not hand this request off
+    cached_tokens: Mapping[str, int]  # by worker: number of leading tokens in its prefix cache
+    excluded: frozenset[str] = frozenset()  # workers that failed this request: chosen only where no other is left
+    failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink of failed hand-offs of this request
     may_hand_off: bool = True
-    group: str = ""  # of requests for one prompt
-    beside: "Route | None" = None  # where another of the group was sent
+    group: str = ""  # name of the group of requests for one prompt; empty: none
+    group_route: "Route | None" = None  # route of the first request of the group
 
     def num_blocks(self, worker: FleetWorker) -> int:
-        """Of that worker's size, with room for the next token."""
+        """Number of blocks of that worker's size, with room for the next token."""
         return -(-(self.num_tokens + 1) // worker.block_size)
 
     def uncached_tokens(self, worker: str) -> int:
-        """At least one: its logits are needed."""
+        """Number of tokens to compute there. At least one: its logits are needed."""
         return max(self.num_tokens - self.cached_tokens.get(worker, 0), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
+    """Worker whose prefix cache holds the beginning of the prompt."""
+
     holder: str  # incarnation
-    num_tokens: int  # leading ones, whole blocks of the holder
+    num_tokens: int  # leading tokens, in whole blocks of the holder
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Incarnations. `prefill` is None where one worker does all; `prefix` is for the one that computes the prompt."""
+    """Incarnations of the chosen workers. `prefill`: None where one worker does all. `prefix`: for the worker that
+    computes the prompt."""
 
     prefill: str | None
     decode: str
@@ -83,10 +90,10 @@ class Route:
 
 
 def choose(workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig) -> Route:
-    """Raises Unavailable where no worker could take the request."""
-    beside = _beside(workers, facts)
-    if beside is not None:
-        return beside  # what it computes or pulls is waited for there
+    """Choose a route. Raises Unavailable where no worker can take the request."""
+    group_route = _group_route(workers, facts)
+    if group_route is not None:
+        return group_route  # the worker computes or pulls the prompt once for both
     route = _choose_workers(workers, facts, config)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off):
         return route
@@ -94,7 +101,7 @@ def choose(workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingC
 
 
 def choose_prefix(workers: Sequence[FleetWorker], facts: RequestFacts, worker: str) -> PrefixSource | None:
-    """From where `worker` best pulls the prompt's beginning; None: it computes what it has not."""
+    """Best worker to pull the beginning of the prompt from; None: `worker` computes it."""
     sink = next(w for w in workers if w.incarnation == worker)
     num_held = facts.cached_tokens.get(worker, 0)
     best, best_saved_s = None, 0.0
@@ -111,17 +118,17 @@ def choose_prefix(workers: Sequence[FleetWorker], facts: RequestFacts, worker: s
 
 
 def _pullable_tokens(source: FleetWorker, facts: RequestFacts) -> int:
-    """Whole blocks that it holds; the last token's logits have to be computed."""
+    """Number of tokens in whole blocks that it holds. The last token's logits have to be computed."""
     num_tokens = min(facts.cached_tokens.get(source.incarnation, 0), facts.num_tokens - 1)
     return num_tokens // source.block_size * source.block_size
 
 
-def _beside(workers: Sequence[FleetWorker], facts: RequestFacts) -> Route | None:
-    """The way that another completion of the same prompt went, if it is open and has room: there the prompt is computed
-    once."""
-    if facts.beside is None:
+def _group_route(workers: Sequence[FleetWorker], facts: RequestFacts) -> Route | None:
+    """Route of another completion of the same prompt, if its workers are available and have room: the prompt is then
+    computed once."""
+    if facts.group_route is None:
         return None
-    source, sink = facts.beside.prefill, facts.beside.decode
+    source, sink = facts.group_route.prefill, facts.group_route.decode
     able = {w.incarnation: w for w in _able(workers, facts) if w.incarnation not in facts.excluded}
     if sink not in able or _is_full(able[sink], facts):
         return None
@@ -151,7 +158,7 @@ def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts, config:
 
 
 def choose_sink(workers: Iterable[FleetWorker], facts: RequestFacts, source: str) -> str | None:
-    """Another decode worker for a hand-off that `source` still offers; None where there is none."""
+    """Choose another decode worker for a hand-off that `source` still offers; None where there is none."""
     able = [w for w in _able(workers, facts) if w.role is not Role.PREFILL]
     barred = facts.excluded | {source} | {sink for peer, sink in facts.failed_pairs if peer == source}
     able = [w for w in able if w.incarnation not in barred]
@@ -172,7 +179,8 @@ def _unavailable(workers: Sequence[FleetWorker]) -> Unavailable:
 
 
 def _sinks_of(source: str, decoders: Sequence[FleetWorker]) -> Sequence[FleetWorker]:
-    """A mixed source keeps the sequence unless a decode worker has more room: mixed workers do not trade."""
+    """Possible sinks of `source`. A mixed source keeps the sequence unless a decode worker has more room: mixed workers
+    do not hand off to each other."""
     if any(w.incarnation == source for w in decoders):
         return [w for w in decoders if w.role is Role.DECODE or w.incarnation == source]
     return decoders

@@ -1,6 +1,6 @@
-"""Which worker holds which blocks, by name (workers/core/prefix_cache.py), as the workers' BlockEvents tell.
+"""Index of the KV blocks that each worker's prefix cache holds, by block name (workers/core/prefix_cache.py).
 
-It may lag behind by a message, and a wrong answer costs time, never tokens: the worker looks for itself.
+Workers send changes as BlockEvents. A late change costs time, never wrong tokens: the worker checks its own cache.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ class PrefixIndex:
         return any(self._names.values())
 
     def apply(self, worker: str, events: worker_pb2.BlockEvents, max_blocks: int) -> None:
-        """O(names told). Raises InternalError for names that cannot be, or more than `max_blocks` of them."""
+        """Apply one worker's changes. O(names sent). Raises InternalError for malformed names, or too many."""
         names = self._names.setdefault(worker, set())
         if events.cleared:
             names.clear()
@@ -33,7 +33,7 @@ class PrefixIndex:
         self._names.pop(worker, None)
 
     def cached_tokens(self, token_ids: Sequence[int], block_sizes: Iterable[int], salt: bytes) -> dict[str, int]:
-        """For each worker that holds any, how many of the leading tokens it holds. Blocks of different sizes have
+        """Number of leading tokens that each worker holds, of those that hold any. Blocks of different sizes have
         different names: a name is made of the block's tokens."""
         cached: dict[str, int] = {}
         for block_size in block_sizes:
@@ -42,7 +42,7 @@ class PrefixIndex:
         return cached
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """For each worker that holds any, how many of the leading `hashes` it holds. O(workers x log hashes): a worker
+        """Number of leading `hashes` that each worker holds, of those that hold any. O(workers x log hashes): a worker
         that holds a block holds all before it, because children are evicted first."""
         if not hashes:
             return {}
@@ -50,7 +50,7 @@ class PrefixIndex:
 
 
 def _num_leading(names: set[bytes], hashes: Sequence[bytes]) -> int:
-    """Bisect: everything below `low` is held, `high` is not. hashes[0] must be held."""
+    """Number of leading hashes in `names`, by bisection. hashes[0] must be in it."""
     low, high = 1, len(hashes)
     while low < high:
         middle = (low + high) // 2

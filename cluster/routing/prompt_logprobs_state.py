@@ -1,4 +1,4 @@
-"""The log-probabilities of a request's prompt, as far as they came: what a resumed request need not compute again."""
+"""Log-probabilities of a request's prompt that have come so far. A resumed request does not compute them again."""
 
 import sys
 
@@ -8,7 +8,7 @@ from ...workers.common.request import Request
 
 
 class PromptLogprobsState:
-    """`next`: position of the first token whose log-probability is missing. The first token has none."""
+    """Received log-probabilities. `next`: position of the first token without one. Token 0 never has one."""
 
     def __init__(self, request: Request) -> None:
         self._end = len(request.prompt_token_ids)
@@ -18,16 +18,16 @@ class PromptLogprobsState:
 
     @property
     def is_complete(self) -> bool:
-        """All are here that are wanted."""
+        """Whether all that were asked for have come."""
         return self._num_top is None or self.next >= self._end
 
     @property
     def max_cached(self) -> int:
-        """So many tokens need not be computed by a worker that has their KV."""
+        """Number of tokens that a worker with their KV need not compute."""
         return sys.maxsize if self.is_complete else self.next - 1
 
     def add(self, found: PromptLogprobs) -> None:
-        """What is here already is dropped. Raises InternalError for what cannot be."""
+        """Add what has come; drop repetitions. Raises InternalError for an impossible range."""
         num_top = found.top_ids.shape[1]
         is_next = 1 <= found.first <= self.next and found.end <= self._end
         if self._num_top is None or num_top > self._num_top or not is_next:
@@ -40,6 +40,6 @@ class PromptLogprobsState:
             self.next = found.end
 
     def take(self) -> tuple[PromptLogprobs, ...]:
-        """Those that came since the last call."""
+        """Log-probabilities that came since the last call."""
         parts, self._parts = self._parts, []
         return tuple(parts)

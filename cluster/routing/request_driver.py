@@ -45,7 +45,7 @@ from .submit_message import submit_message
 from .token_source import TokenDelta
 from .worker_link import WorkerLink
 
-MIN_TIMEOUT_S = 0.001  # of a worker request whose deadline has come
+MIN_TIMEOUT_S = 0.001  # time-out of a worker request at its deadline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,22 +61,22 @@ class RoutingContext:
 
 
 class RequestDriver:
-    """A RequestListener. `close` it, however it ends."""
+    """Driver of one request, and RequestListener of the links that it submits over. `close` it, however it ends."""
 
     def __init__(self, request: Request, context: RoutingContext) -> None:
         self.state = RequestState(request, context.config.max_attempts)
         self._context = context
         self._links: dict[int, WorkerLink] = {}  # by handle
-        self._facts: RequestFacts | None = None  # that the running attempt was chosen by
+        self._facts: RequestFacts | None = None  # of the running attempt
         self._loop = asyncio.get_running_loop()
         self.times = RequestTimes(self._loop.time())
-        self._moved_at = -math.inf  # when it was last told to migrate, and from where
+        self._moved_at = -math.inf  # time and source of its last migration
         self._moved_from = ""
         self._deadline = self.times.started_at + request.timeout_s
         self._timer = self._loop.call_at(self._deadline, self._expire)
         self._no_worker_timer: asyncio.TimerHandle | None = None  # while no worker can take the request
         self._waiter: asyncio.Future[None] | None = None
-        self._was_behind = False  # `next` could not give all that was there
+        self._was_behind = False  # `next` left tokens for the next call
 
     # -- attempts ---------------------------------------------------------------------------------------------------
 
@@ -99,12 +99,12 @@ class RequestDriver:
         self._do(self.state.begin(route, secrets.token_hex(16), context.handles, prefix_id=secrets.token_hex(16)))
 
     def on_worker(self) -> None:
-        """Begin an attempt where one waits for a worker: there may be one now."""
+        """Try again where the request waits for a worker: one has come."""
         if self._no_worker_timer is not None:
             self.route()
 
     def movable(self) -> MovableRequest | None:
-        """The worker request that may migrate now."""
+        """The worker request that may migrate now, if any."""
         state, worker_request = self.state, self.state.movable()
         if worker_request is None:
             return None
@@ -115,7 +115,7 @@ class RequestDriver:
             num_tokens=state.num_tokens,
             num_remaining=state.num_remaining,
             began_at=self.times.started_at,
-            barred=frozenset(failures.workers | {sink for source, sink in failures.pairs if source == worker}),
+            excluded=frozenset(failures.workers | {sink for source, sink in failures.pairs if source == worker}),
             moved_at=self._moved_at,
             moved_from=self._moved_from,
         )
@@ -131,11 +131,11 @@ class RequestDriver:
     # -- for the caller ---------------------------------------------------------------------------------------------
 
     async def next(self) -> TokenDelta:
-        """The tokens since the last call, at least one; with the request's timings where more than their total has
-        changed. Raises what ended the request."""
+        """Wait for the tokens since the last call, at least one. They carry timings where more than the total has
+        changed. Raises the error that ended the request."""
         state = self.state
         if self._was_behind:
-            await asyncio.sleep(0)  # for others: the client has much to catch up with
+            await asyncio.sleep(0)  # let other requests run: this client has many tokens to catch up with
         while True:
             delta = state.take(self._loop.time() - self.times.started_at)
             if delta is not None:
@@ -150,15 +150,16 @@ class RequestDriver:
             await self._waiter
 
     def timings(self) -> RequestTimings | None:
-        """Until the last token that `next` gave; None before the first."""
+        """Timings until the last token that `next` returned; None before the first."""
         last, state = self.times.last_token_at, self.state
         return None if last is None else self.times.timings(last, state.num_attempts, state.num_migrations)
 
     def fail(self, error: DiptychError) -> None:
+        """End the request with `error`, if it has not ended."""
         self._after(self.state.fail(error))
 
     def close(self) -> None:
-        """Idempotent: what still runs is aborted."""
+        """Abort what still runs. Idempotent."""
         self._timer.cancel()
         self._stop_waiting()
         self._context.group_routes.pop(self.state.request.group, None)
@@ -203,7 +204,7 @@ class RequestDriver:
                 case OfferPrefix():
                     self._context.links[action.worker].offer_prefix(self._offer_of(action))
                 case FirstToken(worker_request):
-                    if worker_request.part is Part.PREFILL:  # it computes nothing more
+                    if worker_request.part is Part.PREFILL:  # it computes nothing after it
                         self._context.fleet.remove_request(worker_request.handle)
                     else:
                         self._context.fleet.end_prefill(worker_request.handle)
@@ -234,12 +235,12 @@ class RequestDriver:
         return worker_pb2.OfferPrefix(handoff_id=offer.handoff_id, token_ids=tokens, cache_salt=request.cache_salt)
 
     def _close_request(self, handle: int) -> WorkerLink:
-        """Take it off its worker's load. Returns its link, which is to be told."""
+        """Take it off its worker's load. Returns its link, for the caller to notify."""
         self._context.fleet.remove_request(handle)
         return self._links.pop(handle)
 
     def _make_facts(self) -> RequestFacts:
-        """Raises Unavailable before the first worker is known."""
+        """Facts for the policy. Raises Unavailable before the first worker is known."""
         state, context = self.state, self._context
         context.fleet.model()
         tokens, group = state.all_token_ids(), state.request.group
@@ -256,7 +257,7 @@ class RequestDriver:
             failed_pairs=frozenset(state.failures.pairs),
             may_hand_off=state.failures.may_hand_off,
             group=group,
-            beside=context.group_routes.get(group),
+            group_route=context.group_routes.get(group),
         )
 
     # -- inside -----------------------------------------------------------------------------------------------------

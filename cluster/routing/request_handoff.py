@@ -13,7 +13,7 @@ from .actions import Part, WorkerRequest, WorkerToken
 
 
 class Gap(Exception):
-    """A token came before the one at `expected`."""
+    """Raised for a token that came before the one at `expected`."""
 
     def __init__(self, position: int, expected: int) -> None:
         super().__init__(position, expected)
@@ -26,12 +26,12 @@ class RequestHandoff:
     id: str
     source: WorkerRequest
     sink: WorkerRequest | None  # None: it failed
-    output_token_ids: tuple[int, ...]  # of the request when the offer was made: every sink is told these
+    output_token_ids: tuple[int, ...]  # of the request when the offer was made; sent to every sink
     end: int | None = None  # position after the source's last token; None: it runs on
-    is_sealed: bool = False  # the source's tokens are all in
+    is_sealed: bool = False  # all tokens of the source have come
     may_send_another_sink: bool = True
-    sink_error: DiptychError | None = None  # what ended the last sink
-    _early: list[WorkerToken] = field(default_factory=list[WorkerToken])  # of the sink
+    sink_error: DiptychError | None = None  # error of the last sink
+    _early: list[WorkerToken] = field(default_factory=list[WorkerToken])  # tokens of the sink that are held
 
     @property
     def is_live(self) -> bool:
@@ -39,11 +39,11 @@ class RequestHandoff:
 
     @property
     def runs_on(self) -> bool:
-        """The source does not need a sink."""
+        """Whether the source goes on without a sink."""
         return self.is_live and not self.is_sealed and not self._early
 
     def was_offered(self, worker_request: WorkerRequest, handoff_id: str) -> bool:
-        """It is the source of this migration, and an offer of its sequence had that id."""
+        """Whether it is the source of this migration, and was offered under that id."""
         return self.is_live and worker_request is self.source and handoff_id in worker_request.offers
 
     def check_source(self, token: WorkerToken) -> None:
@@ -52,7 +52,7 @@ class RequestHandoff:
             raise Gap(token.position, self.end)
 
     def hold(self, token: WorkerToken, num_tokens: int, max_tokens: int) -> None:
-        """Keep a sink's token; `num_tokens` are in. A token twice is dropped. Raises Gap."""
+        """Hold a sink's token; `num_tokens`: tokens of the request so far. Drops a repeated token. Raises Gap."""
         if self._early:
             expected = self._early[0].position + len(self._early)
         elif self.end is not None:
@@ -65,13 +65,13 @@ class RequestHandoff:
             self._early.append(token)
 
     def seal(self, num_tokens: int) -> None:
-        """All of the source's tokens are in, so many are there. Raises Gap where the sink began later than there."""
+        """Note that all of the source's tokens have come: `num_tokens`. Raises Gap where the sink began after them."""
         self.is_sealed, self.end = True, num_tokens
         if self._early and self._early[0].position > num_tokens:
             raise Gap(self._early[0].position, num_tokens)
 
     def is_joined(self, num_tokens: int) -> bool:
-        """The sink's tokens go on right after the `num_tokens` that are in."""
+        """Whether the sink's tokens follow the request's `num_tokens` without a gap."""
         return bool(self._early) and self._early[0].position == num_tokens
 
     def take_early(self) -> list[WorkerToken]:

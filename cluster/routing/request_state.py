@@ -1,5 +1,5 @@
-"""One request as its router knows it: prompt, tokens so far, and the worker requests that make the next
-tokens. Pure: events in, actions out; no clock, no socket.
+"""State machine of one request in its router: prompt, tokens so far, and the worker requests that make the next tokens.
+Pure: events in, actions out; no clock, no socket.
 
     start ─> CHOOSING ──begin──> RUNNING ──the last token──> FINISHED
                  ^                  │ └──deadline, bad request, too many failures, client gone──> FAILED
@@ -69,13 +69,13 @@ from .prompt_logprobs_state import PromptLogprobsState
 from .request_handoff import Gap, RequestHandoff
 from .token_source import TokenDelta, TokenLogprob
 
-MAX_DELTA_TOKENS = 128  # of a reader who is behind: with log-probabilities a token costs 0.1 ms to tell
-MAX_FAILED_MIGRATIONS = 3  # of a request; then it stays where it is
+MAX_DELTA_TOKENS = 128  # for a slow reader: a token with log-probabilities takes 0.1 ms to send
+MAX_FAILED_MIGRATIONS = 3  # of a request; after them it does not move again
 _NOTHING: Actions = ()
 
 
 class RequestState:
-    """Deliver what `take` returns; after every event, do the actions in order, then look at `error`."""
+    """State of one request. The caller carries out the actions of each event in order, then calls `take`."""
 
     def __init__(self, request: Request, max_attempts: int) -> None:
         self.request = request
@@ -83,16 +83,16 @@ class RequestState:
         self.finish: FinishReason | None = None
         self.error: DiptychError | None = None
         self.failures = RequestFailures(request.request_id, max_attempts)
-        self.num_attempts = 0  # begun, and offers that another sink was sent to
+        self.num_attempts = 0  # routes that were begun, and second sinks of one offer
         self.num_migrations = 0
         self.num_failed_migrations = 0
-        self.num_cached_tokens = 0  # of the prompt, by the first worker's word
-        self.timings: list[SequenceTimings | None] = []  # that came with the first two tokens
+        self.num_cached_tokens = 0  # prompt tokens from the first worker's prefix cache
+        self.timings: list[SequenceTimings | None] = []  # of the first two tokens
         self.prompt = PromptLogprobsState(request)
         self._max_tokens = request.sampling.max_tokens
-        self._logprobs: list[TokenLogprob] = []  # of tokens that were not taken
+        self._logprobs: list[TokenLogprob] = []  # of tokens that are not taken yet
         self._num_taken = 0
-        # Of the running attempt:
+        # The running attempt:
         self._worker_requests: dict[int, WorkerRequest] = {}
         self._handoff: RequestHandoff | None = None
 
@@ -102,11 +102,11 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """Number of tokens of the prompt and of the output so far."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def all_token_ids(self) -> list[int]:
-        """Of the prompt, and of the output so far."""
+        """Tokens of the prompt and of the output so far."""
         return [*self.request.prompt_token_ids, *self.token_ids]
 
     @property
@@ -117,7 +117,7 @@ class RequestState:
         return list(self._worker_requests.values())
 
     def movable(self) -> WorkerRequest | None:
-        """The worker request that may migrate now: it decodes, and is not on its way already."""
+        """Worker request that may migrate now: it decodes, and does not migrate already."""
         handoff = self._handoff
         if self.is_over or self.num_failed_migrations >= MAX_FAILED_MIGRATIONS:
             return None
@@ -126,12 +126,12 @@ class RequestState:
         return next((r for r in self._worker_requests.values() if r.has_token), None)
 
     def moving(self) -> WorkerRequest | None:
-        """The source of a migration that is under way."""
+        """Source of the running migration, if there is one."""
         handoff = self._handoff
         return handoff.source if handoff is not None and handoff.is_live and handoff.sink is not None else None
 
     def take(self, elapsed_s: float = 0.0) -> TokenDelta | None:
-        """The tokens since the last call, if any, up to MAX_DELTA_TOKENS; so long after receipt."""
+        """Tokens since the last call, at most MAX_DELTA_TOKENS; None: there are none. `elapsed_s`: since receipt."""
         first, num = self._num_taken, len(self.token_ids)
         if first == num:
             return None
@@ -149,8 +149,8 @@ class RequestState:
     # -- attempts ---------------------------------------------------------------------------------------------------
 
     def begin(self, route: Route, handoff_id: str, handles: Iterator[int], prefix_id: str = "") -> Actions:
-        """An attempt along `route`. `handoff_id` is used where the route has two workers, `prefix_id` where one of them
-        pulls a prefix; handles are never reused."""
+        """Begin an attempt along `route`. `handoff_id`: for a route of two workers; `prefix_id`: for one that pulls a
+        prefix. Handles are never reused."""
         assert not self._worker_requests and not self.is_over
         self.num_attempts += 1
         output = tuple(self.token_ids)
@@ -177,7 +177,7 @@ class RequestState:
         return [OfferSequence(source, handoff_id), self._submit_sink(self._handoff, sink)]
 
     def begin_sink(self, worker: str | None, handles: Iterator[int]) -> Actions:
-        """`worker` pulls the standing offer; None: nobody can."""
+        """Let `worker` pull the open offer; None: there is no other sink."""
         handoff = self._handoff
         assert handoff is not None and handoff.sink_error is not None
         if worker is None:
@@ -210,7 +210,7 @@ class RequestState:
         return [*first, *actions] if first else actions
 
     def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:
-        """The running worker request was sealed for that hand-off after so many tokens: none more comes from it."""
+        """The source of a migration was sealed after `num_output_tokens` tokens: no more come from it."""
         worker_request, handoff = self._worker_requests.get(handle), self._handoff
         if worker_request is None:
             return _NOTHING
@@ -222,16 +222,16 @@ class RequestState:
         if handoff_id != handoff.id:
             if not handoff.runs_on:
                 return self.fail(InternalError("a worker handed off a sequence twice"))
-            aborted = self._turn_back(handoff, handoff_id)
+            aborted = self._return_to_offer(handoff, handoff_id)
         try:
             handoff.seal(num_output_tokens)
         except Gap as gap:
             return [*aborted, *self._gap(gap)]
         return aborted if handoff.sink is not None else [*aborted, *self._another_sink(handoff)]
 
-    def _turn_back(self, handoff: RequestHandoff, handoff_id: str) -> Actions:
-        """The source was sealed for an earlier offer, whose sink had failed, before it heard of this one: what stands
-        is the earlier, and nothing will come of this one."""
+    def _return_to_offer(self, handoff: RequestHandoff, handoff_id: str) -> Actions:
+        """Return to an earlier offer, whose sink had failed: the source was sealed for it before it got the newer one,
+        which is void."""
         handoff.id = handoff_id
         sink, handoff.sink = handoff.sink, None
         if sink is None:
@@ -241,7 +241,7 @@ class RequestState:
         return [Abort(sink)]
 
     def _accept_in_handoff(self, handoff: RequestHandoff, worker_request: WorkerRequest, token: WorkerToken) -> Actions:
-        """Raises Gap."""
+        """Take a token of the source or of the sink. Raises Gap."""
         if worker_request is handoff.source:
             handoff.check_source(token)
             actions = self._accept(token)
@@ -258,7 +258,7 @@ class RequestState:
         return _NOTHING
 
     def _join(self, handoff: RequestHandoff) -> Actions:
-        """The sink has taken over."""
+        """End the hand-off: the sink's tokens follow the source's."""
         self._handoff = None
         self.num_migrations += handoff.is_live
         source = self._worker_requests.pop(handoff.source.handle, None)
@@ -292,7 +292,7 @@ class RequestState:
         return _NOTHING
 
     def _finish(self, finish: FinishReason) -> Actions:
-        """A sink that waits still needs to be told."""
+        """End the request. A sink that still waits for KV must be aborted."""
         self.finish = finish
         worker_requests, self._worker_requests = self._worker_requests, {}
         waiting = self._handoff.sink if self._handoff is not None else None
@@ -321,7 +321,7 @@ class RequestState:
         return [Forget(worker_request), *self._request_failed(worker_request, error, handoff)]
 
     def fail(self, error: DiptychError) -> Actions:
-        """End the request, if it has not ended: its deadline, no worker, or the client's going."""
+        """End the request with an error, if it has not ended: deadline, no worker, or a client that left."""
         if self.is_over:
             return _NOTHING
         self.error = error
@@ -348,7 +348,7 @@ class RequestState:
         return self._another_sink(handoff)
 
     def _another_sink(self, handoff: RequestHandoff) -> Actions:
-        """Once, and as often as sinks drain, while the source is there."""
+        """Ask for another sink, while the source lives: once, and again whenever a sink drains."""
         error = handoff.sink_error
         assert error is not None
         if handoff.may_send_another_sink and handoff.source.handle in self._worker_requests:
@@ -357,7 +357,7 @@ class RequestState:
         return self._resume_if_due(handoff, error)
 
     def _resume_if_due(self, handoff: RequestHandoff, error: DiptychError) -> Actions:
-        """Not while the source's last tokens are on their way: one may be the request's last."""
+        """Resume, but not before the source's last tokens have come: one may be the request's last."""
         return self._resume(error) if handoff.is_sealed else _NOTHING
 
     def _resume(self, error: DiptychError) -> Actions:

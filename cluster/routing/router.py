@@ -1,12 +1,12 @@
-"""One request's path: admit, route, submit, merge, resume.
+"""Router: admits requests, drives each to its end, and keeps the links to the workers.
 
     stream ── admit ── RequestDriver ── its RequestState decides ──> WorkerLink submits
                             ^                                            │
                             └─── tokens, failures, a lost worker ────────┘
 
-The Router admits requests, makes their drivers, and owns the links to the workers. It learns the fleet by
-`update_fleet`, and keeps the last list that it got. A worker that is not listed any more gets no new request; its link
-stays until its requests have ended or it breaks. Knows neither text nor Ray. Every method is called on one event loop.
+The router learns the fleet by `update_fleet`, and keeps the last list that it got. A worker that is not listed any
+more gets no new request; its link stays until its requests have ended or it breaks. Knows neither text nor
+Ray. Every method is called on one event loop.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ DURATION_WEIGHT = 0.1  # of the newest request in the running mean
 
 
 class Router:
-    """A TokenSource (token_source.py). `token` is the cluster's, for its workers."""
+    """TokenSource (token_source.py) over the workers of a cluster. `token`: shared secret of the cluster."""
 
     def __init__(self, config: RoutingConfig, token: str | None = None) -> None:
         config.validate()
@@ -47,12 +47,12 @@ class Router:
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Dial the workers that are known, and from now on those that come."""
+        """Connect to the known workers, and from now on to new ones."""
         self._is_running = True
         self._reconcile()
 
     async def stop(self) -> None:
-        """End every request with Unavailable and hang up. Idempotent."""
+        """End every request with Unavailable and close the links. Idempotent."""
         self._is_running = False
         for driver in list(self._drivers):
             driver.fail(Unavailable("the router is shutting down: send the request again"))
@@ -61,14 +61,14 @@ class Router:
         await asyncio.gather(*(link.close() for link in links), *self._closing)
 
     def update_fleet(self, workers: Iterable[WorkerInfo]) -> None:
-        """The workers that are, by the supervisor's word. Who is missing takes nothing new."""
+        """Take the supervisor's list of workers. A worker that is missing gets no new request."""
         self._fleet.update(workers)
         if self._is_running:
             self._reconcile()
             self._route_waiting()
 
     def workers(self) -> list[FleetWorker]:
-        """The workers that it knows, kept current."""
+        """Known workers, with their current state."""
         return self._fleet.views()
 
     # -- TokenSource ------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Router:
             )
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
-        """The completion's tokens; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""
+        """Tokens of the request; the last delta has the finish reason. Closing it aborts. Raises DiptychErrors."""
         driver = self._open(request)
         try:
             driver.route()
@@ -137,7 +137,7 @@ class Router:
     # -- LinkOwner --------------------------------------------------------------------------------------------------
 
     def on_hello(self, info: WorkerInfo, hello: worker_pb2.Hello) -> None:
-        self._fleet.welcome(info.incarnation, hello)
+        self._fleet.register(info.incarnation, hello)
 
     def on_up(self, info: WorkerInfo) -> None:
         self._route_waiting()
@@ -172,7 +172,7 @@ class Router:
                 self._links[view.incarnation] = WorkerLink(view.info, self._token, self._config, self)
 
     def _retire(self, worker: str) -> None:
-        """Hang up on a worker that is not listed any more, once nothing of ours drivers there."""
+        """Close the link to a worker that is not listed any more, once no request of this router runs there."""
         link = self._links.get(worker)
         if link is None or not link.is_idle:
             return
@@ -187,7 +187,7 @@ class Router:
 
 
 def _outcome(state: RequestState) -> str:
-    """The finish reason, or the error's code."""
+    """Finish reason or error code, for the metrics."""
     if state.finish is not None:
         return state.finish.value
     assert isinstance(state.error, DiptychError)

@@ -1,4 +1,4 @@
-"""Builds the message that submits a worker request."""
+"""Builds the protobuf message that submits a worker request."""
 
 from ...proto import worker_pb2
 from ...workers.common.wire import submit_from_request
@@ -8,12 +8,12 @@ from .request_state import RequestState
 
 
 def submit_message(submit: Submit, state: RequestState, fleet: Fleet, timeout_s: float) -> worker_pb2.Submit:
-    """`fleet` knows the addresses of the workers to pull from."""
+    """Message for `submit`. `fleet`: gives the addresses of the workers to pull from."""
     worker_request = submit.worker_request
     message = submit_from_request(worker_request.handle, state.request, list(submit.output_token_ids))
     message.timeout_s = timeout_s
     message.num_alone = state.failures.num_alone(len(submit.output_token_ids))
-    if worker_request.part is Part.DECODE or state.prompt.is_complete:  # its source computes the prompt
+    if worker_request.part is Part.DECODE or state.prompt.is_complete:  # the source computes the prompt
         message.sampling.ClearField("prompt_logprobs")
     message.first_prompt_logprob = state.prompt.next
     if submit.prefix is not None:

@@ -23,7 +23,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(slots=True)  # one a token: a frozen one takes three times as long to make
+@dataclass(slots=True)  # not frozen: there is one a token, and a frozen one takes three times as long to make
 class TokenDelta:
     """New tokens of one completion, as the router got them from a worker."""
 
@@ -31,14 +31,14 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()  # parallel to token_ids; empty unless asked for
     finish_reason: FinishReason | None = None  # set on the last delta
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache; set on the first delta
-    elapsed_s: float = field(default=0.0, compare=False)  # since the router got the request
+    elapsed_s: float = field(default=0.0, compare=False)  # seconds since the router got the request
     timings: RequestTimings | None = field(default=None, compare=False)  # with the first two tokens and the last delta
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # all that were asked for, in order; set on the first delta
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`ready`: a request sent now would be computed. A mixed worker counts in `num_mixed_workers` alone."""
+    """State of a router. `ready`: a request sent now would be computed. A mixed worker counts as mixed only."""
 
     ready: bool
     num_prefill_workers: int = 0
@@ -48,10 +48,10 @@ class Health:
 
 
 class TokenSource(Protocol):
-    """Computes requests; the Router is one."""
+    """Source of the tokens of requests. The Router is one."""
 
     def model(self) -> ModelInfo:
-        """The served model. Raises Unavailable before the first worker is known."""
+        """Served model. Raises Unavailable before the first worker is known."""
         ...
 
     def admit(self, num_sequences: int) -> None:
@@ -59,7 +59,7 @@ class TokenSource(Protocol):
         ...
 
     def stream(self, request: Request) -> AsyncGenerator[TokenDelta, None]:
-        """The completion's tokens, ending after the delta with a finish reason. Closing the generator (`aclose`) aborts
+        """Tokens of the request, ending after the delta with a finish reason. Closing the generator (`aclose`) aborts
         the request. Raises DiptychErrors."""
         ...
 

@@ -1,10 +1,10 @@
-"""The multiplexed stream to one worker: submits and aborts go down, tokens, loads and block names come up.
+"""Stream to one worker, shared by its requests: sends submits and aborts, receives tokens, loads and block names.
 
-    CONNECTING ──hello fits──> UP ──breaks, silent, nonsense──> waits ──> CONNECTING
+    CONNECTING ──hello fits──> UP ──breaks, silent, malformed──> waits ──> CONNECTING
          └──no hello, another process, another model──> waits ┘              close() ends it in any state
 
-When the stream breaks, every request on it is told so at once; nothing is kept for the next stream, for the worker has
-aborted it all by then. Messages are read and handed on by one task: a step's tokens cost one await, not one each.
+When the stream breaks, every request on it fails at once. Nothing is kept for the next stream: by then the worker has
+aborted all. One task reads messages and calls the requests: the tokens of a step cost one await together.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ from .fleet import WorkerInfo
 from .policy import RoutingConfig
 from .token_source import TokenLogprob
 
-HUNG_UP = "the router hung up"
-SILENCE_CHECKS = 4  # looks at a worker in worker_timeout_s
+LINK_CLOSED = "the router closed the stream"
+SILENCE_CHECKS = 4  # checks of a worker in worker_timeout_s
 
 log = logging.getLogger("diptych.router")
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # the class is generic in its stubs only
 
 
 class RequestListener(Protocol):
-    """One request; called on the event loop, must not block."""
+    """Receiver of the events of one request. Called on the event loop; must not block."""
 
     def on_prompt_logprobs(self, handle: int, found: PromptLogprobs) -> None: ...
     def on_token(self, handle: int, token: WorkerToken) -> None: ...
@@ -55,21 +55,21 @@ class RequestListener(Protocol):
 
 
 class LinkOwner(Protocol):
-    """The router. What the first three raise (DiptychErrors) ends the stream."""
+    """Owner of a link: the router. A DiptychError of the first three methods ends the stream."""
 
     def on_hello(self, info: WorkerInfo, hello: worker_pb2.Hello) -> None: ...
     def on_load(self, info: WorkerInfo, load: worker_pb2.LoadReport) -> None: ...
     def on_blocks(self, info: WorkerInfo, events: worker_pb2.BlockEvents) -> None: ...
     def on_up(self, info: WorkerInfo) -> None:
-        """From now on requests may be submitted."""
+        """Requests may be submitted from now on."""
         ...
 
     def on_down(self, info: WorkerInfo, reason: str) -> None:
-        """Called before the requests on it are told."""
+        """The link broke. Called before its requests fail."""
         ...
 
     def on_draining(self, info: WorkerInfo) -> None:
-        """A request was refused because the worker drains. Called before the request is told."""
+        """A request was refused because the worker drains. Called before the request fails."""
         ...
 
     def on_closed(self, info: WorkerInfo) -> None:
@@ -78,7 +78,7 @@ class LinkOwner(Protocol):
 
 
 class WorkerLink:
-    """Make it on a running event loop; `close` it."""
+    """Link to one worker, which reconnects until `close`. Made on a running event loop."""
 
     def __init__(self, info: WorkerInfo, token: str | None, config: RoutingConfig, owner: LinkOwner) -> None:
         self.info = info
@@ -87,12 +87,12 @@ class WorkerLink:
         self._owner = owner
         self._listeners: dict[int, RequestListener] = {}
         self._outbox: deque[worker_pb2.RouterMessage] = deque()
-        self._has_mail = asyncio.Event()
-        self._greeted = asyncio.Event()
+        self._has_messages = asyncio.Event()
+        self._has_hello = asyncio.Event()
         self._vocab_size = 0
-        self._answered = 0  # the ping that was answered last
-        self._knows_draining = False  # and has said so on this stream
-        self._is_done = False  # and has said so too: it drains, and no request of ours is there
+        self._answered = 0  # number of the last ping that was answered
+        self._knows_draining = False  # has told the worker on this stream that it knows that the worker drains
+        self._is_done = False  # has told the worker that no request of this router is left there
         self._is_up = False
         self._reason = ""
         self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
@@ -104,33 +104,33 @@ class WorkerLink:
         return not self._listeners
 
     def submit(self, submit: worker_pb2.Submit, listener: RequestListener) -> None:
-        """Only while the link is up. `listener` hears of it until its end, `abort` or `forget`."""
+        """Submit a request. Only while the link is up. `listener` gets its events until it is closed."""
         assert self._is_up, "a worker was chosen that is not there"
         self._listeners[submit.handle] = listener
         self._send(worker_pb2.RouterMessage(submit=submit))
 
     def abort(self, handle: int) -> None:
-        """Stop it, wherever it is. Idempotent."""
+        """Stop a request. Idempotent."""
         if self._is_up:
             self._send(worker_pb2.RouterMessage(abort=worker_pb2.Abort(handle=handle)))
         self._drop(handle)
         self._owner.on_closed(self.info)
 
     def offer(self, offer: worker_pb2.Offer) -> None:
-        """Hand a running request off. Only while the link is up."""
+        """Offer a running request to another worker. Only while the link is up."""
         self._send(worker_pb2.RouterMessage(offer=offer))
 
     def offer_prefix(self, offer: worker_pb2.OfferPrefix) -> None:
-        """Only while the link is up."""
+        """Offer cached KV to another worker. Only while the link is up."""
         self._send(worker_pb2.RouterMessage(offer_prefix=offer))
 
     def forget(self, handle: int) -> None:
-        """It has ended there already."""
+        """Drop a request that has ended at the worker."""
         self._drop(handle)
         self._owner.on_closed(self.info)
 
     async def close(self) -> None:
-        """Hang up: the worker aborts what is left. Idempotent."""
+        """Close the stream: the worker aborts what is left. Idempotent."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -143,25 +143,25 @@ class WorkerLink:
             try:
                 was_up = await self._connect()
             except Exception:
-                # The link's top loop: what went wrong is a bug of ours, and the worker is dialled again all the same.
+                # Top loop of the link: this is a bug of ours; connect again all the same.
                 log.exception("the link to %s failed", self.info.address)
             delay_s = self._config.reconnect_s if was_up else min(2 * delay_s, self._config.max_reconnect_s)
             await asyncio.sleep(delay_s)
 
     async def _connect(self) -> bool:
-        """One stream, from dialling to its end. Returns whether it ever was up."""
+        """Open one stream and serve it until its end. Returns whether it ever was up."""
         channel = open_channel(self.info.address)
         call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(self._token))
-        self._greeted = asyncio.Event()
+        self._has_hello = asyncio.Event()
         self._knows_draining = self._is_done = False
         tasks = [asyncio.create_task(t) for t in (self._read(call), self._write(call), self._watch())]
-        reason = HUNG_UP
+        reason = LINK_CLOSED
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = self._reason_of(done)
         finally:
             was_up = self._is_up
-            # The call first: a grpc.aio coroutine that is cancelled while it dials swallows that and goes on.
+            # Cancel the call first: a grpc.aio coroutine that is cancelled while it connects ignores that and goes on.
             call.cancel()
             for task in tasks:
                 task.cancel()
@@ -173,7 +173,7 @@ class WorkerLink:
         return was_up
 
     def _reason_of(self, ended: set[asyncio.Task[None]]) -> str:
-        """Why the stream is over, by the task that ended first."""
+        """Reason why the stream ended, from the task that ended first."""
         task = ended.pop()
         error = None if task.cancelled() else task.exception()
         match error:
@@ -188,8 +188,8 @@ class WorkerLink:
                 return f"the link failed ({type(error).__name__}), see the router's log"
 
     def _go_down(self, reason: str) -> None:
-        """Tells the owner, then every request."""
-        if reason not in (self._reason, HUNG_UP):
+        """Notify the owner, then fail every request."""
+        if reason not in (self._reason, LINK_CLOSED):
             self._reason = reason
             log.warning("no link to worker %s at %s: %s", self.info.incarnation, self.info.address, reason)
         self._is_up = False
@@ -228,8 +228,8 @@ class WorkerLink:
 
     async def _write(self, call: "Call") -> None:
         while True:
-            await self._has_mail.wait()
-            self._has_mail.clear()
+            await self._has_messages.wait()
+            self._has_messages.clear()
             while self._outbox:
                 try:
                     await call.write(self._outbox.popleft())
@@ -237,11 +237,11 @@ class WorkerLink:
                     raise WorkerLost(await _status(call)) from e
 
     async def _watch(self) -> None:
-        """Raises WorkerLost when the worker does not answer: it hangs, or one of the two directions is cut. Counts
-        looks, not seconds: when this whole process was stopped for a while, its workers are not to blame."""
+        """Ping the worker. Raises WorkerLost when it does not answer: it hangs, or one direction is cut. Counts checks,
+        not seconds, so that a pause of this whole process is not taken for a worker's silence."""
         try:
             async with asyncio.timeout(self._config.hello_timeout_s):
-                await self._greeted.wait()
+                await self._has_hello.wait()
         except TimeoutError as e:
             raise WorkerLost(f"no hello within {self._config.hello_timeout_s:g} s") from e
         answered, num_silent, number = -1, 0, 0
@@ -254,7 +254,7 @@ class WorkerLink:
 
     def _send(self, message: worker_pb2.RouterMessage) -> None:
         self._outbox.append(message)
-        self._has_mail.set()
+        self._has_messages.set()
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -269,19 +269,19 @@ class WorkerLink:
         self._owner.on_hello(self.info, hello)
         self._vocab_size = hello.model.vocab_size
         self._is_up, self._reason = True, ""
-        self._greeted.set()
+        self._has_hello.set()
         self._owner.on_up(self.info)
 
     def _on_load(self, load: worker_pb2.LoadReport) -> None:
         self._owner.on_load(self.info, load)
         if load.draining and not self._knows_draining:
-            # The owner chooses this worker no more: what was submitted before is on the stream already.
+            # From here on the owner submits nothing more here; what it submitted before is on the stream already.
             self._knows_draining = True
             self._is_done = self.is_idle
             self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=self._is_done)))
 
     def _drop(self, handle: int) -> RequestListener | None:
-        """Nothing more is waited for of this request; of a worker that drains, perhaps nothing at all any more."""
+        """Remove a request. If it was the last one on a worker that drains, tell the worker so."""
         listener = self._listeners.pop(handle, None)
         if self._is_up and self._knows_draining and self.is_idle and not self._is_done:
             self._is_done = True
@@ -289,7 +289,7 @@ class WorkerLink:
         return listener
 
     def _on_step(self, step: worker_pb2.StepEvents) -> None:
-        """Hands each token to its request. Raises InternalError for columns that do not fit together."""
+        """Pass each token to its request. Raises InternalError for columns that do not fit together."""
         ids, num = step.token_ids, len(step.handles)
         if not num == len(ids) == len(step.positions) == len(step.finish_reasons):
             raise InternalError("the columns of a step have different lengths")
@@ -318,7 +318,7 @@ class WorkerLink:
         return TokenLogprob(token_id, message.logprob, tuple(zip(ids, message.top_logprobs, strict=True)))
 
     def _on_prompt_logprobs(self, message: worker_pb2.PromptLogprobs) -> None:
-        """Raises InternalError for columns that do not fit together."""
+        """Pass them to their request. Raises InternalError for columns that do not fit together."""
         listener = self._listeners.get(message.handle)
         if listener is not None:
             listener.on_prompt_logprobs(message.handle, PromptLogprobs.from_proto(message, self._vocab_size))

@@ -37,7 +37,7 @@ def test_a_report_of_more_experts_than_a_model_has_is_refused(num_experts: int, 
     fleet.update([WorkerInfo("w", "w:1", "decode", "decode")])
     layout = KVLayout("float32", 4, num_layers=1, num_kv_heads=1, head_dim=1, model_id="fake")
     model = ModelInfo("fake", "FakeForCausalLM", 1000, 512, (0,), "float32")
-    fleet.welcome("w", worker_pb2.Hello(model=model.to_proto("0"), layout=layout.to_proto(), num_blocks=8))
+    fleet.register("w", worker_pb2.Hello(model=model.to_proto("0"), layout=layout.to_proto(), num_blocks=8))
     with pytest.raises(InternalError, match="a load report counts"):
         fleet.report("w", load)
 

@@ -37,11 +37,11 @@ def test_a_worker_is_available_while_listed_up_and_not_draining() -> None:
     assert fleet.update([info("a")]) == [info("a")]
     view = fleet.view("a")
     assert not view.is_available
-    fleet.welcome("a", hello())
+    fleet.register("a", hello())
     assert view.is_available
     fleet.down("a", "gone")
     assert (view.is_available, view.problem) == (False, "gone")
-    fleet.welcome("a", hello())
+    fleet.register("a", hello())
     assert (view.is_available, view.problem) == (True, "")
     assert fleet.update([]) == []
     assert not view.is_available
@@ -60,9 +60,9 @@ def test_the_model_is_the_first_workers_and_its_context_the_smallest() -> None:
     fleet.update([info("a"), info("b")])
     with pytest.raises(Unavailable, match="no worker has joined"):
         fleet.model()
-    fleet.welcome("a", hello())
+    fleet.register("a", hello())
     assert fleet.model() == MODEL
-    fleet.welcome("b", hello(replace(MODEL, max_context_tokens=100)))
+    fleet.register("b", hello(replace(MODEL, max_context_tokens=100)))
     assert fleet.model().max_context_tokens == 100
     fleet.down("b", "")
     assert fleet.model().max_context_tokens == 512
@@ -73,9 +73,9 @@ def test_the_model_is_the_first_workers_and_its_context_the_smallest() -> None:
 def test_workers_whose_kv_can_be_converted_are_welcome() -> None:
     fleet = Fleet()
     fleet.update([info("a"), info("b")])
-    fleet.welcome("a", hello())
+    fleet.register("a", hello())
     other = replace(LAYOUT, block_size=8, dtype="bfloat16", axis_order=LAYER_MAJOR)
-    fleet.welcome("b", hello(replace(MODEL, dtype="bfloat16"), layout=other))
+    fleet.register("b", hello(replace(MODEL, dtype="bfloat16"), layout=other))
     assert (fleet.view("a").block_size, fleet.view("b").block_size) == (4, 8)
     assert fleet.block_sizes() == {4, 8}
     assert fleet.model() == MODEL
@@ -85,27 +85,27 @@ def test_a_layout_that_cannot_be_is_refused_even_from_the_first() -> None:
     fleet = Fleet()
     fleet.update([info("a"), info("b")])
     with pytest.raises(LayoutMismatch, match="head_dim: 0 there is not in"):
-        fleet.welcome("a", hello(layout=replace(LAYOUT, head_dim=0)))
-    fleet.welcome("b", hello())
+        fleet.register("a", hello(layout=replace(LAYOUT, head_dim=0)))
+    fleet.register("b", hello())
 
 
 def test_another_model_or_layout_is_refused_side_by_side() -> None:
     fleet = Fleet()
     fleet.update([info("a"), info("b")])
-    fleet.welcome("a", hello())
+    fleet.register("a", hello())
     with pytest.raises(ConfigError, match="name: other, served: fake"):
-        fleet.welcome("b", hello(replace(MODEL, name="other")))
+        fleet.register("b", hello(replace(MODEL, name="other")))
     with pytest.raises(LayoutMismatch, match=r"num_layers: 1 here, 2 there.*block_size 4 \| 8"):
-        fleet.welcome("b", hello(layout=replace(LAYOUT, block_size=8, num_layers=2)))
+        fleet.register("b", hello(layout=replace(LAYOUT, block_size=8, num_layers=2)))
     with pytest.raises(ConfigError, match="count of 0"):
-        fleet.welcome("b", hello(num_blocks=0))
+        fleet.register("b", hello(num_blocks=0))
     assert not fleet.view("b").is_up
 
 
 def test_a_load_report_that_cannot_be_is_refused() -> None:
     fleet = Fleet()
     fleet.update([info("a")])
-    fleet.welcome("a", hello())
+    fleet.register("a", hello())
     for bad in (load(num_free=11), worker_pb2.LoadReport(num_blocks=11, num_free_blocks=1)):
         with pytest.raises(InternalError, match="load report"):
             fleet.report("a", bad)
@@ -119,7 +119,7 @@ def test_the_workers_own_word_on_its_role_counts() -> None:
     fleet = Fleet()
     fleet.update([info("a", "prefill")])
     assert fleet.view("a").role is Role.PREFILL
-    fleet.welcome("a", hello(role=Role.PREFILL))
+    fleet.register("a", hello(role=Role.PREFILL))
     fleet.report("a", load(role=worker_pb2.ROLE_DECODE))
     assert fleet.view("a").role is Role.DECODE
 
@@ -127,7 +127,7 @@ def test_the_workers_own_word_on_its_role_counts() -> None:
 def test_what_we_sent_counts_until_a_report_tells_more() -> None:
     fleet = Fleet()
     fleet.update([info("a")])
-    fleet.welcome("a", hello())
+    fleet.register("a", hello())
     view = fleet.view("a")
     for handle, tokens in ((1, 9), (2, 5)):
         fleet.add_request(handle, RequestLoad("a", num_tokens=tokens, num_blocks=3))
@@ -147,7 +147,7 @@ def test_health_counts_who_is_available_by_role() -> None:
     fleet.update([info(name, name) for name in ("prefill", "decode", "mixed")])
     assert not fleet.health(0).ready
     for role in Role:
-        fleet.welcome(role.value, hello(role=role))
+        fleet.register(role.value, hello(role=role))
     fleet.drains("mixed")
     health = fleet.health(7)
     assert health.ready

@@ -35,7 +35,7 @@ def request(handle: int, worker: str = "a", **fields: object) -> MovableRequest:
 def test_a_worker_that_drains_gives_its_legs_to_the_emptiest() -> None:
     workers = [worker("a", is_draining=True), worker("b", free=50), worker("c", free=60), worker("p", "prefill")]
     assert drain_move(workers, [request(1)], {}, 4, NOW) == Move(1, "c")
-    assert drain_move(workers, [request(1, barred=frozenset({"c"}))], {}, 4, NOW) == Move(1, "b")
+    assert drain_move(workers, [request(1, excluded=frozenset({"c"}))], {}, 4, NOW) == Move(1, "b")
     assert drain_move(workers, [request(1, "b"), request(2)], {}, 4, NOW) == Move(2, "c")
     assert drain_move(workers[1:], [request(1, "b")], {}, 4, NOW) is None
 

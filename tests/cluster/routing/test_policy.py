@@ -214,14 +214,14 @@ def test_any_fleet_gives_a_route_that_can_work() -> None:
 
 
 def test_completions_of_one_prompt_go_the_same_way_while_it_is_open() -> None:
-    busy, beside = worker("p2", "prefill", waiting=500), Route("p2", "d2")
-    assert choose([P1, busy, D1, D2], facts(beside=beside), CONFIG) == beside
+    busy, group_route = worker("p2", "prefill", waiting=500), Route("p2", "d2")
+    assert choose([P1, busy, D1, D2], facts(group_route=group_route), CONFIG) == group_route
     full = worker("d2", "decode", free=5)
     closed = (
-        ([P1, busy, D1, full], facts(beside=beside)),
-        ([P1, worker("p2", "prefill", is_draining=True), D1, D2], facts(beside=beside)),
-        ([P1, busy, D1, D2], facts(beside=beside, excluded=frozenset({"p2"}))),
-        ([P1, busy, D1, D2], facts(beside=beside, failed_pairs=frozenset({("p2", "d2")}))),
+        ([P1, busy, D1, full], facts(group_route=group_route)),
+        ([P1, worker("p2", "prefill", is_draining=True), D1, D2], facts(group_route=group_route)),
+        ([P1, busy, D1, D2], facts(group_route=group_route, excluded=frozenset({"p2"}))),
+        ([P1, busy, D1, D2], facts(group_route=group_route, failed_pairs=frozenset({("p2", "d2")}))),
     )
     for workers, given in closed:
         assert choose(workers, given, CONFIG) == Route("p1", "d1")

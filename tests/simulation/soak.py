@@ -10,8 +10,8 @@ import time
 import traceback
 from collections import Counter
 
-from .invariants import check_end
-from .violation import Violation
+from .checks.invariants import check_end
+from .checks.violation import Violation
 from .world import World, simulate
 
 SHOWN = 400  # lines of a schedule

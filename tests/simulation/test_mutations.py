@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from .bridge_mutations import BRIDGE_MUTATIONS
-from .mutations import MUTATIONS, Replacement, planted
-from .mutations_ahead import AHEAD
-from .mutations_giving_up import GIVING_UP
-from .mutations_routers import ROUTERS
-from .mutations_sampling import SAMPLING
-from .mutations_steps import STEPS
-from .mutations_supervisor import SUPERVISOR
-from .mutations_world import WORLD
-from .supervised import is_supervised
-from .violation import Violation
+from .checks.violation import Violation
+from .mutations.ahead import AHEAD
+from .mutations.bridge import BRIDGE_MUTATIONS
+from .mutations.giving_up import GIVING_UP
+from .mutations.mutations import MUTATIONS, Replacement, planted
+from .mutations.routers import ROUTERS
+from .mutations.sampling import SAMPLING
+from .mutations.steps import STEPS
+from .mutations.supervisor import SUPERVISOR
+from .mutations.world import WORLD
+from .processes.supervised import is_supervised
 from .world import simulate
 
 NUM_SEEDS = 600

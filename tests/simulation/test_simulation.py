@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .faults import CALM
-from .supervised import is_supervised
+from .faults.faults import CALM
+from .processes.supervised import is_supervised
 from .world import World, simulate
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,21 +20,21 @@ from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.handoff.machines import SourceState
 from diptych.workers.kv import bridge as kv_bridge
 
-from .clients import Client, forge_a_pull, plan_clients
-from .clock import Clock, ProcessLoop, dispose
-from .faults import Fault, Weather, choose_weather
-from .hosts import Host
-from .invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
-from .memory import PoisonedList
-from .network import Network
-from .reasons import WatchedState, fleet_of
-from .routers import RouterProcess, Routers, WatchedService
-from .scripted import Scripted
-from .seams import replaced
-from .step_faults import StepFaults
-from .supervised import Supervised, is_supervised
-from .violation import Crash, Hang, Violation, demand
-from .worker import Worker
+from .checks.invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held
+from .checks.reasons import WatchedState, fleet_of
+from .checks.violation import Crash, Hang, Violation, demand
+from .faults.faults import Fault, Weather, choose_weather
+from .faults.step_faults import StepFaults
+from .machines.clock import Clock, ProcessLoop, dispose
+from .machines.hosts import Host
+from .machines.memory import PoisonedList
+from .machines.network import Network
+from .machines.seams import replaced
+from .processes.clients import Client, forge_a_pull, plan_clients
+from .processes.routers import RouterProcess, Routers, WatchedService
+from .processes.scripted import Scripted
+from .processes.supervised import Supervised, is_supervised
+from .processes.worker import Worker
 
 CHECK_S = 0.25
 NUM_TOKENS = (72, 120)  # that a worker's KV memory holds

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from ..faults.faults import Weather
 from .clock import ProcessLoop, SimFuture, Timer
-from .faults import Weather
 from .network import Connection, Network
 
 LINK_BREAKS_S = 3.0  # after its start, at most, where a stream breaks

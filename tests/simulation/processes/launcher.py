@@ -12,11 +12,11 @@ from diptych.cluster.common.gang import gang_of
 from diptych.cluster.common.handles import RouterStarted, WorkerStarted
 from diptych.workers.common.errors import DiptychError, PeerLost, WorkerLost
 
-from .remote import NEWS_S, Actor
+from ..machines.remote import NEWS_S, Actor
 
 if TYPE_CHECKING:
+    from ..world import World
     from .worker import Worker
-    from .world import World
 
 STOP_S = 3.0  # for a worker to stop in good order
 PEER_S = 1.0  # until a gang's members notice that one of them is gone, at most

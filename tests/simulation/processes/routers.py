@@ -15,14 +15,14 @@ from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.workers.server.service import WorkerService
 
-from .clock import ProcessLoop
-from .faults import Fault
+from ..faults.faults import Fault
+from ..machines.clock import ProcessLoop
 
 if TYPE_CHECKING:
     from diptych.proto import worker_pb2
     from diptych.workers.server.router_links import RouterLink
 
-    from .world import Client, World
+    from ..world import Client, World
 
 LAST_DIGITS_OF_TWO = (5, 9)  # of the seeds whose worlds have two
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from typing import Any
 
-from .violation import Hang
+from ..checks.violation import Hang
 
 MAX_EVENTS = 200_000
 MAX_DRIFT = 0.003

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from diptych.workers.testing.fake_stream import FakeRow, FakeStep
 
-from .violation import demand
+from ..checks.violation import demand
 
 if TYPE_CHECKING:
-    from .world import World
+    from ..world import World
 
 SELF_TEST = "self-test"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from .world import World
+    from ..world import World
 
 
 @dataclass(frozen=True)

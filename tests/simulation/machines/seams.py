@@ -20,11 +20,11 @@ from diptych.workers.kv import bridge as kv_bridge
 from diptych.workers.server import service
 from diptych.workers.transport.grpc import GrpcTransport
 
+from ..processes.worker import SimEngineThread, SimRdma, WatchedBridge
 from .rpc import SimChannel, SimServer
-from .worker import SimEngineThread, SimRdma, WatchedBridge
 
 if TYPE_CHECKING:
-    from .world import World
+    from ..world import World
 
 LOAD_REPEAT_S = 1.0
 EPOCH_NS = 10**18

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..checks.reasons import Troubles
 from .clock import Clock, ProcessLoop
-from .reasons import Troubles
 
 if TYPE_CHECKING:
     from .rpc import SimServer

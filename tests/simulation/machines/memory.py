@@ -29,8 +29,8 @@ from diptych.workers.kv.staging import GRAIN_BYTES, Slice, Staging
 from diptych.workers.kv.wire import STORAGE, Numbers
 from diptych.workers.testing.fake_stream import FakeRow, FakeStep, FakeStream
 
-from .sampling import SALTS, VOCAB_SIZE, logprobs, next_token
-from .violation import Violation, demand
+from ..checks.sampling import SALTS, VOCAB_SIZE, logprobs, next_token
+from ..checks.violation import Violation, demand
 
 POISON = 300  # no number is
 MAX_CONTEXT = 512

@@ -12,9 +12,9 @@ from .sampling import logprobs
 from .violation import Violation, demand
 
 if TYPE_CHECKING:
-    from .routers import RouterProcess
-    from .worker import Worker
-    from .world import Client, World
+    from ..processes.routers import RouterProcess
+    from ..processes.worker import Worker
+    from ..world import Client, World
 
 SLACK_S = 0.5
 CALM_QUIET_S = 0.5

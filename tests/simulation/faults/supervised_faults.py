@@ -7,9 +7,9 @@ from . import faults
 from .faults import Fault, Kinds, Weather
 
 if TYPE_CHECKING:
-    from .routers import RouterProcess
-    from .supervised import Supervised
-    from .world import World
+    from ..processes.routers import RouterProcess
+    from ..processes.supervised import Supervised
+    from ..world import World
 
 HANGS_S = (16.0, 25.0)  # longer than a supervisor waits for a sign of life
 FOR_EVER_S = 1000.0
@@ -36,7 +36,7 @@ def _when(fault: Fault) -> int:
 
 
 def _of(world: "World") -> "Supervised":
-    from .supervised import Supervised
+    from ..processes.supervised import Supervised
 
     assert isinstance(world.supervision, Supervised)
     return world.supervision
@@ -65,7 +65,7 @@ def stall_supervisor(world: "World") -> None:
 
 def scale(world: "World") -> None:
     """Up, down, to nothing and back, as somebody wants it."""
-    from .supervised import plan_replicas
+    from ..processes.supervised import plan_replicas
 
     _of(world).scale(plan_replicas(world.rng))
 

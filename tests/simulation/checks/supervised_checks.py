@@ -14,11 +14,11 @@ from .reasons import length_of
 from .violation import demand
 
 if TYPE_CHECKING:
-    from .launcher import WorkerActor
-    from .routers import RouterProcess
-    from .supervised import Supervised
-    from .worker import Worker
-    from .world import World
+    from ..processes.launcher import WorkerActor
+    from ..processes.routers import RouterProcess
+    from ..processes.supervised import Supervised
+    from ..processes.worker import Worker
+    from ..world import World
 
 REACHED_S = 5.0  # after a trouble's end, until a stream to a worker is there again
 NOTICED_S = 2.0  # until a death is

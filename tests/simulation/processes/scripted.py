@@ -11,13 +11,13 @@ from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.workers.core.sequence import Sequence
 
-from . import faults
-from .faults import Fault, Kinds, Weather
-from .hosts import Hosts
-from .rpc import SimChannel
+from ..faults import faults
+from ..faults.faults import Fault, Kinds, Weather
+from ..machines.hosts import Hosts
+from ..machines.rpc import SimChannel
 
 if TYPE_CHECKING:
-    from .world import World
+    from ..world import World
 
 
 class Scripted:

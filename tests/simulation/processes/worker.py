@@ -19,14 +19,14 @@ from diptych.workers.kv.segment import Segment
 from diptych.workers.kv.staging import GRAIN_BYTES
 from diptych.workers.transport.base import KVReader, Source, Transport
 
-from .clock import ProcessLoop, SimFuture, Timer
-from .memory import CheckedRunner, CountedStaging, layer_sizes
-from .step_faults import StepFault
-from .violation import demand
+from ..checks.violation import demand
+from ..faults.step_faults import StepFault
+from ..machines.clock import ProcessLoop, SimFuture, Timer
+from ..machines.memory import CheckedRunner, CountedStaging, layer_sizes
 
 if TYPE_CHECKING:
+    from ..world import World
     from .routers import WatchedService
-    from .world import World
 
 MOMENT_S = 0.4
 

@@ -19,7 +19,7 @@ from diptych.workers.common.errors import DiptychError, WorkerDraining
 from .violation import demand
 
 if TYPE_CHECKING:
-    from .world import Client, World
+    from ..world import Client, World
 
 LINGER_S = 6.0  # after a trouble's end, until both sides have noticed, given up what was under way, and found back
 MOMENT_S = 1e-6  # a trouble is often what ends an attempt in the same instant

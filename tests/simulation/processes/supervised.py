@@ -18,16 +18,16 @@ from diptych.cluster.placement.fleet_watch import Watch, follow
 from diptych.cluster.routing.fleet import WorkerInfo
 from diptych.workers.common.errors import Unavailable, WorkerLost
 
-from .faults import Fault
-from .hosts import Hosts
+from ..checks.supervised_checks import CALM_LIMIT_S, LIMIT_S, Checks
+from ..faults.faults import Fault
+from ..faults.supervised_faults import plan_supervised
+from ..machines.hosts import Hosts
+from ..machines.remote import Actor
 from .launcher import Fate, SimLauncher, SimRay, WorkerActor, host_of
-from .remote import Actor
-from .supervised_checks import CALM_LIMIT_S, LIMIT_S, Checks
-from .supervised_faults import plan_supervised
 
 if TYPE_CHECKING:
+    from ..world import World
     from .routers import RouterProcess
-    from .world import World
 
 NAME = "supervisor"  # on the network
 SHARE = 0.25  # of all seeds

@@ -11,13 +11,13 @@ from diptych.proto import kv_pb2
 from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.request import FinishReason, Request
 
-from .faults import Weather
-from .rpc import ClientCall, SimChannel
-from .sampling import SALTS, VOCAB_SIZE, choose_sampling, expected_output
+from ..checks.sampling import SALTS, VOCAB_SIZE, choose_sampling, expected_output
+from ..faults.faults import Weather
+from ..machines.rpc import ClientCall, SimChannel
 
 if TYPE_CHECKING:
+    from ..world import World
     from .routers import RouterProcess
-    from .world import World
 
 SHORT_S = 0.5  # for a client that stops reading to meet its deadline
 TRAFFIC_S = 3.0  # in which the requests come

@@ -1,5 +1,6 @@
 """Engines over the FakeRunner, and what moves KV between two of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.workers.common.errors import DiptychError
@@ -14,6 +15,7 @@ from diptych.workers.handoff.types import (
     HandoffRefused,
     HandoffSealed,
     Reservation,
+    Seal,
     SegmentReady,
 )
 from diptych.workers.kv.segment import Segment
@@ -80,6 +82,15 @@ def copy_blocks(source: Engine, sink: Engine, segment: Segment, reservation: Res
             sink._runner._kv[reservation.block_ids[i]] = source._runner._kv[block]
 
 
+def make_seal(num_computed: int, output_token_ids: Sequence[int] = ()) -> Seal:
+    """Without a count of segments, which engines do not look at."""
+    return Seal(0, num_computed, tuple(output_token_ids))
+
+
+def seal_of(event: HandoffSealed) -> Seal:
+    return make_seal(event.num_computed, event.output_token_ids)
+
+
 def reserve(sink: Engine, key: str, num_tokens: int) -> Reservation | DiptychError | None:
     answers: list[Reservation | DiptychError] = []
     sink.incoming.reserve(key, num_tokens, answers.append)
@@ -133,7 +144,7 @@ class Move:
         """All is read, and the source is being asked whether the lease held."""
         self.read()
         assert self.sealed is not None
-        self.sink.begin(self.key, self.sealed.num_computed, list(self.sealed.output_token_ids))
+        self.sink.begin(self.key, seal_of(self.sealed))
         self.has_begun = True
 
     def commit(self) -> None:
@@ -141,4 +152,4 @@ class Move:
         self.read()
         assert self.sealed is not None
         self.source.end_lease(self.handoff_id)
-        self.sink.commit(self.key, self.sealed.num_computed, list(self.sealed.output_token_ids), PullTimes())
+        self.sink.commit(self.key, seal_of(self.sealed), PullTimes())

@@ -18,7 +18,7 @@ from diptych.workers.handoff.ports import EngineCommands
 from diptych.workers.handoff.segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings
 from diptych.workers.handoff.sink import HandoffSink
 from diptych.workers.handoff.source import HandoffSource
-from diptych.workers.handoff.types import HandoffSealed, Reservation, SegmentReady
+from diptych.workers.handoff.types import HandoffSealed, Reservation, Seal, SegmentReady
 from diptych.workers.kv.layout import KVLayout, Region, Runs
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.segment import Segment
@@ -118,12 +118,12 @@ class SinkEngine:
             raise self.reserve_error
         return Reservation(self.table, self.num_held * SMALL.block_size)
 
-    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
-        self.note(("begin", key, num_computed, output_token_ids))
+    def begin(self, key: str, seal: Seal) -> None:
+        self.note(("begin", key, seal.num_computed, list(seal.output_token_ids)))
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+    async def commit(self, key: str, seal: Seal, times: PullTimes) -> None:
         self.times = times
-        self.note(("commit", key, num_computed, output_token_ids))
+        self.note(("commit", key, seal.num_computed, list(seal.output_token_ids)))
         if self.commit_error is not None:
             raise self.commit_error
 

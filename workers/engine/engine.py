@@ -31,6 +31,7 @@ from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler, SchedulerConfig
 from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
+from ..handoff.types import Seal
 from .events import FailureEvent, StepOutput, TokenNote
 from .incoming import IncomingHandoffs
 from .load import EngineLoad
@@ -153,20 +154,20 @@ class Engine:
         else:
             self._seal(sequence)
 
-    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+    def begin(self, key: str, seal: Seal) -> None:
         """The KV for `key` was read, and its source is asked whether it had held it: compute its next token, and keep
         that, and the KV, to ourselves until `commit`. What is wrong with it is for `commit` to say."""
-        if self._knows(output_token_ids):
-            self.incoming.begin(key, num_computed, output_token_ids, self._clock())
+        if self._knows(seal.output_token_ids):
+            self.incoming.begin(key, seal, self._clock())
 
-    def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+    def commit(self, key: str, seal: Seal, times: PullTimes) -> None:
         """The KV for `key` is here: it runs. Raises where the request is gone, or differs from what was sealed."""
-        if not self._knows(output_token_ids):
+        if not self._knows(seal.output_token_ids):
             raise HandoffError("the source sealed tokens that are not in the vocabulary")
-        sequence = self.incoming.commit(key, num_computed, output_token_ids)
+        sequence = self.incoming.commit(key, seal)
         if sequence.provisional is not None:
             self._end_provisional(sequence, sequence.provisional, times)
-        elif output_token_ids:  # a sequence that is computed here but for its prefix queues since it came
+        elif seal.output_token_ids:  # a sequence that is computed here but for its prefix queues since it came
             now = self._clock()
             sequence.clock = SequenceClock(now, times.committed(now))
         if sequence.handoff_id is not None:

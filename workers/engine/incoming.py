@@ -19,7 +19,7 @@ from ..core.live_handoff import headroom_blocks
 from ..core.prefix_cache import PrefixCache
 from ..core.scheduler import Scheduler
 from ..core.sequence import Provisional, Sequence, SequenceStatus
-from ..handoff.types import Reservation
+from ..handoff.types import Reservation, Seal
 from ..kv.layout import blocks_for
 
 
@@ -113,31 +113,31 @@ class IncomingHandoffs:
                 del self._arriving[name]
         incoming.names = []
 
-    def begin(self, key: str, num_computed: int, output_token_ids: list[int], now: float) -> None:
+    def begin(self, key: str, seal: Seal, now: float) -> None:
         """All is read, and the release asked for: compute one token, if that can be, and no more until `commit`."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None or incoming.is_prefix:
             return
         sequence = incoming.sequence
-        num_missing = max(blocks_for(num_computed + 1, self._cache.block_size) - len(sequence.block_table), 0)
+        num_missing = max(blocks_for(seal.num_computed + 1, self._cache.block_size) - len(sequence.block_table), 0)
         may_begin = sequence.handoff_id is None and num_missing <= self._manager.num_free  # it is announced to nobody
-        if may_begin and self._take_all(incoming, num_computed, output_token_ids):
+        if may_begin and self._take_all(incoming, seal):
             sequence.block_table += self._manager.allocate(num_missing)
             sequence.provisional = Provisional()
             sequence.clock = SequenceClock(now)
             self._scheduler.add_running(sequence)
 
-    def commit(self, key: str, num_computed: int, output_token_ids: list[int]) -> Sequence:
+    def commit(self, key: str, seal: Seal) -> Sequence:
         """The KV is here: it runs on; who has begun is `provisional` still. Raises where it is gone or differs."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
             raise RequestAborted("the request ended while its KV was on the way")
         sequence = incoming.sequence
         if incoming.is_prefix:
-            self._take_prefix(incoming, num_computed, output_token_ids)
-        elif sequence.provisional is None and not self._take_all(incoming, num_computed, output_token_ids):
+            self._take_prefix(incoming, seal)
+        elif sequence.provisional is None and not self._take_all(incoming, seal):
             raise HandoffError(
-                f"the source sealed {num_computed} tokens and {len(output_token_ids)} outputs, and offered "
+                f"the source sealed {seal.num_computed} tokens and {len(seal.output_token_ids)} outputs, and offered "
                 f"{incoming.num_reserved}, of a prompt of {sequence.num_prompt} with {sequence.num_output} outputs"
             )
         del self._incoming[key]
@@ -151,9 +151,9 @@ class IncomingHandoffs:
         return sequence
 
     @staticmethod
-    def _take_all(incoming: _Incoming, num_computed: int, outputs: list[int]) -> bool:
+    def _take_all(incoming: _Incoming, seal: Seal) -> bool:
         """Whether it can be: the source may have made more tokens than were known when the request was sent here."""
-        sequence = incoming.sequence
+        sequence, num_computed, outputs = incoming.sequence, seal.num_computed, list(seal.output_token_ids)
         known, num_due = sequence.output_token_ids, sequence.num_prompt + len(outputs) - 1
         is_due = num_computed == num_due <= incoming.num_reserved
         if not (is_due and 0 < len(outputs) < sequence.request.sampling.max_tokens and outputs[: len(known)] == known):
@@ -169,10 +169,11 @@ class IncomingHandoffs:
             self._scheduler.detach(sequence)
             sequence.provisional, sequence.status = None, SequenceStatus.IMPORTING
 
-    def _take_prefix(self, incoming: _Incoming, num_computed: int, outputs: list[int]) -> None:
+    def _take_prefix(self, incoming: _Incoming, seal: Seal) -> None:
         """One token at least is computed here, for its logits are needed."""
-        if outputs or not 0 < num_computed <= incoming.num_reserved:
-            raise HandoffError(f"the source sealed a prefix of {num_computed} tokens and {len(outputs)} outputs")
+        num_computed, num_outputs = seal.num_computed, len(seal.output_token_ids)
+        if num_outputs or not 0 < num_computed <= incoming.num_reserved:
+            raise HandoffError(f"the source sealed a prefix of {num_computed} tokens and {num_outputs} outputs")
         sequence = incoming.sequence
         num_held = incoming.num_held * self._cache.block_size
         sequence.num_computed = sequence.num_cached = min(max(num_computed, num_held), sequence.max_cached)

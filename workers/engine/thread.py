@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ..common.cores import bind_this_thread
 from ..common.errors import DiptychError, InternalError, RankLost, Unavailable
 from ..common.timings import PullTimes
-from ..handoff.types import Reservation
+from ..handoff.types import Reservation, Seal
 from .engine import Engine
 from .events import StepOutput
 
@@ -103,11 +103,11 @@ class EngineThread:
         )
         return await granted
 
-    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
-        self.post(lambda engine: engine.begin(key, num_computed, output_token_ids))
+    def begin(self, key: str, seal: Seal) -> None:
+        self.post(lambda engine: engine.begin(key, seal))
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
-        await self.call(lambda engine: engine.commit(key, num_computed, output_token_ids, times))
+    async def commit(self, key: str, seal: Seal, times: PullTimes) -> None:
+        await self.call(lambda engine: engine.commit(key, seal, times))
 
     async def fail(self, key: str, quarantine: bool) -> None:
         with suppress(Unavailable):  # an engine that has ended holds no blocks

@@ -300,7 +300,7 @@ class SinkHandoff:
             return self.failed(LeaseLost("the lease lapsed before the last read was done: what was read is void"), now)
         assert self._seal is not None
         self.state = SinkState.COMMITTED
-        return [Commit(self._seal.num_computed, self._seal.output_token_ids)]
+        return [Commit(self._seal)]
 
     def stream_ended(self, now: float) -> list[SinkAction]:
         """The source ended its announcements in good order: after a release, whose answer may come later."""
@@ -393,7 +393,7 @@ class SinkHandoff:
         self.state = SinkState.PULLED
         self._heard(now)
         seal = self._seal
-        begin = [Begin(seal.num_computed, seal.output_token_ids)] if seal.output_token_ids else []  # a prefix waits
+        begin = [Begin(seal)] if seal.output_token_ids else []  # a prefix waits
         return [*begin, *self._ask(now)]
 
     def _refuse(self, what: str, now: float) -> list[SinkAction]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..common.timings import PullTimes
-from .types import HandoffSealed, Reservation
+from .types import HandoffSealed, Reservation, Seal
 
 
 class EngineCommands(Protocol):
@@ -45,11 +45,11 @@ class SinkPort(Protocol):
         """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
         ...
 
-    def begin(self, key: str, num_computed: int, output_token_ids: list[int]) -> None:
+    def begin(self, key: str, seal: Seal) -> None:
         """All is read: compute on, and let nothing of it be seen until `commit`; `fail` drops it. Must not block."""
         ...
 
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+    async def commit(self, key: str, seal: Seal, times: PullTimes) -> None:
         """The blocks hold the sequence's KV: it runs from here on. `fail` follows if it raises."""
         ...
 

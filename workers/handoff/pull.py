@@ -121,7 +121,7 @@ class Pull:
                 case Release():
                     self._start(self._release(), self._workers)
                 case Begin():
-                    self._context.port.begin(self._job.key, action.num_computed, list(action.output_token_ids))
+                    self._context.port.begin(self._job.key, action.seal)
                 case Commit():
                     self._start(self._commit(action), self._cleaners)
                 case Fail():
@@ -314,7 +314,7 @@ class Pull:
         port, key = self._context.port, self._job.key
         name = connected[0] if (connected := self._connected()) else "none"  # everything was held already
         try:
-            await port.commit(key, commit.num_computed, list(commit.output_token_ids), self._clock.times(name))
+            await port.commit(key, commit.seal, self._clock.times(name))
         except DiptychError as error:
             await port.fail(key, False)
             self.done.set_exception(error)

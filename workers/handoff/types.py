@@ -188,8 +188,7 @@ class Begin:
     """All is read, and the release asked for: the sequence may be computed on, but nothing that comes of it may be told
     or shared before `Commit`. `Fail` may follow instead."""
 
-    num_computed: int
-    output_token_ids: tuple[int, ...]
+    seal: Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +201,9 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The blocks hold the KV of `num_computed` tokens; the sequence continues after `output_token_ids`."""
+    """The blocks hold the KV of the sealed tokens, and the source had held it: the sequence continues here."""
 
-    num_computed: int
-    output_token_ids: tuple[int, ...]
+    seal: Seal
 
 
 @dataclass(frozen=True, slots=True)

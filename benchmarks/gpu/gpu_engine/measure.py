@@ -11,7 +11,7 @@ from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.common.timings import PullTimes
 from diptych.workers.engine.engine import Engine
-from diptych.workers.handoff.types import Reservation
+from diptych.workers.handoff.types import Reservation, Seal
 from diptych.workers.models.checkpoint.weights import DTYPES
 
 from ...common.roofline import ModelCost, Roofline
@@ -164,7 +164,7 @@ def _arrive(rig: Rig, case: DecodeCase, num_new: int) -> list[str]:
         granted: list[Reservation | DiptychError] = []
         engine.incoming.reserve(keys[-1], case.context, granted.append)
         assert granted and isinstance(granted[0], Reservation), granted
-        engine.commit(keys[-1], case.context, [prompt[0]], PullTimes())
+        engine.commit(keys[-1], Seal(0, case.context, (prompt[0],)), PullTimes())
     return keys
 
 

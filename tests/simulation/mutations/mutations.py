@@ -260,7 +260,7 @@ def a_silent_source_counts_as_a_release() -> list[Replacement]:
     def tick(self: SinkHandoff, now: float) -> Any:
         actions = real(self, now)
         is_late = self._seal is not None and actions and isinstance(actions[0], Fail) and not actions[0].quarantine
-        return [Commit(self._seal.num_computed, self._seal.output_token_ids)] if self._seal and is_late else actions
+        return [Commit(self._seal)] if self._seal and is_late else actions
 
     return [(SinkHandoff, "tick", tick)]
 
@@ -382,8 +382,8 @@ def handed_off_names_a_token_too_few() -> list[Replacement]:
 def a_prefix_counts_a_block_too_many() -> list[Replacement]:
     real = IncomingHandoffs._take_prefix
 
-    def take_prefix(self: IncomingHandoffs, incoming: Any, num_computed: int, outputs: Any) -> None:
-        real(self, incoming, num_computed, outputs)
+    def take_prefix(self: IncomingHandoffs, incoming: Any, seal: Any) -> None:
+        real(self, incoming, seal)
         sequence = incoming.sequence
         sequence.num_computed = min(sequence.num_computed + 1, sequence.num_tokens - 1)
 

@@ -8,7 +8,16 @@ from diptych.workers.handoff.types import Reservation
 from diptych.workers.kv.segment import Segment
 from diptych.workers.testing.fake_runner import fake_output
 
-from ...support.engines import Move, assert_clean, copy_blocks, make, reserve, run, tokens
+from ...support.engines import (
+    Move,
+    assert_clean,
+    copy_blocks,
+    make,
+    reserve,
+    run,
+    seal_of,
+    tokens,
+)
 from ...support.sequences import make_request
 
 KEYS = tuple(f"0/{i}" for i in range(5))
@@ -124,7 +133,7 @@ def test_n_completions_are_handed_off_and_their_prompt_travels_once() -> None:
         sealed = moves[key].sealed
         assert sealed is not None
         source.end_lease(key)
-        sink.commit(key, sealed.num_computed, list(sealed.output_token_ids), PullTimes())
+        sink.commit(key, seal_of(sealed), PullTimes())
         sink.incoming.grant_reservations()
     outputs += run(sink)
     for key in keys:

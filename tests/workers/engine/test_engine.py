@@ -16,7 +16,19 @@ from diptych.workers.engine.events import StepOutput
 from diptych.workers.handoff.types import HandoffEnded, HandoffSealed, Reservation, SegmentReady
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 
-from ...support.engines import HANDOFF, Clock, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens
+from ...support.engines import (
+    HANDOFF,
+    Clock,
+    assert_clean,
+    copy_blocks,
+    make,
+    make_seal,
+    make_slow,
+    reserve,
+    run,
+    seal_of,
+    tokens,
+)
 from ...support.sequences import make_request
 
 
@@ -164,7 +176,7 @@ def hand_off(source: Engine, sink: Engine, key: str, request: Request, resumed: 
             copy_blocks(source, sink, event.segment, reservation)
     sealed = events[-1]
     assert isinstance(sealed, HandoffSealed)
-    sink.incoming.commit(key, sealed.num_computed, list(sealed.output_token_ids))
+    sink.incoming.commit(key, seal_of(sealed))
     source.end_lease(HANDOFF)
     return outputs + run(sink)
 
@@ -185,7 +197,7 @@ def test_a_sinks_first_token_tells_of_its_pull() -> None:
     assert isinstance(reserve(sink, "0/1", 5), Reservation)
     clock.now += 7
     times = PullTimes(announce_to_pull_s=0.25, pull_s=3, last_segment_s=1, read_at=4, num_bytes=99, transport="grpc")
-    sink.commit("0/1", 5, [5], times)
+    sink.commit("0/1", make_seal(5, [5]), times)
     clock.now += 0.5
     events = tokens(run(sink), "0/1")
     handoff = HandoffTimings(0.25, 3, 1, release_s=3, num_bytes=99, transport="grpc")
@@ -282,7 +294,7 @@ def test_reserving_and_committing_check_what_the_source_says() -> None:
     assert isinstance(reserve(sink, "0/1", 5), Reservation)
     for num_computed, outputs in ((4, [7]), (5, []), (5, [7, 8])):
         with pytest.raises(DiptychError, match="the source sealed"):
-            sink.incoming.commit("0/1", num_computed, outputs)
+            sink.incoming.commit("0/1", make_seal(num_computed, outputs))
     sink.fail_import("0/1", quarantine=False)
     sink.fail_import("0/1", quarantine=False)
     assert_clean(sink)

@@ -16,7 +16,17 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.handoff.types import HandoffRefused, Reservation
 from diptych.workers.testing.fake_runner import fake_output
 
-from ...support.engines import HANDOFF, Clock, Move, assert_clean, make, reserve, run, tokens
+from ...support.engines import (
+    HANDOFF,
+    Clock,
+    Move,
+    assert_clean,
+    make,
+    make_seal,
+    reserve,
+    run,
+    tokens,
+)
 from ...support.sequences import make_request
 
 PROMPT = list(range(1, 23))  # five full blocks of four, and two tokens
@@ -127,11 +137,11 @@ def test_a_source_that_offers_or_seals_nonsense_costs_only_time() -> None:
         assert isinstance(reserve(sink, "0/1", num_tokens), HandoffError)
     for num_computed, outputs in ((20, []), (0, []), (20, [7])):
         with pytest.raises(HandoffError):
-            sink.commit("0/1", num_computed, outputs, PullTimes())  # nothing is reserved yet
+            sink.commit("0/1", make_seal(num_computed, outputs), PullTimes())  # nothing is reserved yet
     assert isinstance(reserve(sink, "0/1", 16), Reservation)
     for num_computed, outputs in ((20, []), (0, []), (16, [7]), (16, [1 << 31])):
         with pytest.raises(HandoffError):
-            sink.commit("0/1", num_computed, outputs, PullTimes())
+            sink.commit("0/1", make_seal(num_computed, outputs), PullTimes())
     sink.fail_import("0/1", quarantine=False)
     assert [e.token_id for e in tokens(run(sink), "0/1")] == fake_output(PROMPT, 5)
     assert_clean(sink)
@@ -176,7 +186,7 @@ def test_a_request_that_ends_while_its_prefix_is_on_the_way(reserved: bool) -> N
     assert [e.handoff_id for e in output.handoffs] == ["0/1", "0/2"]  # its own sinks hear of it
     for key in ("0/1", "0/2"):
         with pytest.raises(DiptychError):
-            sink.commit(key, 20, [], PullTimes())
+            sink.commit(key, make_seal(20, []), PullTimes())
         sink.fail_import(key, quarantine=False)
         sink.end_lease(key)
     assert not sink.scheduler.has_work

@@ -16,7 +16,18 @@ from diptych.workers.handoff.types import HandoffRefused, Reservation
 from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
-from ...support.engines import Clock, Move, assert_clean, copy_blocks, make, make_slow, reserve, run, tokens
+from ...support.engines import (
+    Clock,
+    Move,
+    assert_clean,
+    copy_blocks,
+    make,
+    make_seal,
+    make_slow,
+    reserve,
+    run,
+    tokens,
+)
 from ...support.sequences import make_request
 
 KEY = "0/1"
@@ -217,11 +228,11 @@ def test_the_token_that_was_kept_back_may_be_the_last(prompt: list[int], max_tok
 def test_what_the_source_gets_wrong_is_said_at_the_commit(num_computed: int, outputs: list[int]) -> None:
     sink = make()
     hand_over(sink, [1, 2, 3])
-    sink.begin("0/9", 3, [6])
-    sink.begin(KEY, num_computed, outputs)
+    sink.begin("0/9", make_seal(3, [6]))
+    sink.begin(KEY, make_seal(num_computed, outputs))
     assert not sink.scheduler.has_work
     with pytest.raises(HandoffError):
-        sink.commit(KEY, num_computed, outputs, PullTimes())
+        sink.commit(KEY, make_seal(num_computed, outputs), PullTimes())
     sink.fail_import(KEY, quarantine=False)
     assert_clean(sink)
 
@@ -230,7 +241,7 @@ def test_who_is_handed_on_at_once_begins_with_the_commit() -> None:
     sink, request = make(), make_request([1, 2, 3], MAX_TOKENS)
     sink.submit(KEY, request, [], importing=True, handoff_id="onward")
     assert isinstance(reserve(sink, KEY, 3), Reservation)
-    sink.begin(KEY, 3, [6])
+    sink.begin(KEY, make_seal(3, [6]))
     assert not sink.scheduler.has_work
 
 
@@ -267,11 +278,11 @@ def test_its_parts_sum_to_what_passed(answer_s: float) -> None:
     sink = make_slow(clock)
     hand_over(sink, [1, 2, 3])
     clock.now += 7
-    sink.begin(KEY, 3, [6])
+    sink.begin(KEY, make_seal(3, [6]))
     clock.now += 0.5
     sink.step()
     clock.now += answer_s
     times = PullTimes(announce_to_pull_s=0.25, pull_s=3, last_segment_s=1, read_at=4, num_bytes=99, transport="grpc")
-    sink.commit(KEY, 3, [6], times)
+    sink.commit(KEY, make_seal(3, [6]), times)
     handoff = HandoffTimings(0.25, 3, 1, release_s=3 + answer_s, num_bytes=99, transport="grpc")
     assert tokens([sink.step()], KEY)[0].timings == SequenceTimings(0.5, 2, handoff)

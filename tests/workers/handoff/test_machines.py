@@ -38,7 +38,7 @@ FIRST = Segment(0, (5, 6), (1, 1), 0, NUM_LAYERS)
 LAST = Segment(2, (9,), (4,), 0, NUM_LAYERS)
 SEAL = Seal(2, 11, (7,))
 TABLE = (30, 31, 32)
-BEGIN = Begin(11, (7,))
+BEGIN = Begin(SEAL)
 
 
 def source() -> SourceHandoff:
@@ -233,7 +233,7 @@ def test_a_pull_from_its_opening_to_its_commit() -> None:
     assert machine.read_done(1, 3.5) == machine.sealed(SEAL, 4.0) == []
     assert machine.read_done(0, 4.5) == [BEGIN, Release()]
     assert machine.state is SinkState.PULLED
-    assert machine.released(True, 5.0) == [Commit(11, (7,))]
+    assert machine.released(True, 5.0) == [Commit(SEAL)]
     assert machine.state is SinkState.COMMITTED and machine.wake_at is None
 
 
@@ -287,7 +287,7 @@ def test_a_prefix_does_not_begin_before_its_release_is_answered() -> None:
     machine.announced(LAST, 1.0)
     machine.sealed(Seal(2, 11, ()), 1.0)
     assert machine.reserved(TABLE, 12, 1.0) == [Release()]
-    assert machine.released(True, 2.0) == [Commit(11, ())]
+    assert machine.released(True, 2.0) == [Commit(Seal(2, 11, ()))]
 
 
 def test_what_has_begun_fails_like_anything_else() -> None:
@@ -320,7 +320,7 @@ def test_the_source_hanging_up_is_the_end_unless_the_release_is_under_way() -> N
     assert the_error(opened_sink().stream_ended(1.0))
     machine = pulled_sink()
     assert machine.stream_ended(1.0) == []
-    assert machine.released(True, 1.0) == [Commit(11, (7,))]
+    assert machine.released(True, 1.0) == [Commit(SEAL)]
 
 
 def test_failure_frees_or_quarantines() -> None:

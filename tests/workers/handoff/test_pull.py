@@ -7,6 +7,7 @@ import pytest
 from diptych.proto import kv_pb2
 from diptych.workers.common.errors import OutOfBlocks, RequestAborted, TransportError
 from diptych.workers.common.timings import PullTimes
+from diptych.workers.handoff.types import Seal
 from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
@@ -154,7 +155,7 @@ def test_a_commit_that_is_refused_gives_the_blocks_back() -> None:
 
 
 class Bug(SinkEngine):
-    async def commit(self, key: str, num_computed: int, output_token_ids: list[int], times: PullTimes) -> None:
+    async def commit(self, key: str, seal: Seal, times: PullTimes) -> None:
         raise ZeroDivisionError
 
 

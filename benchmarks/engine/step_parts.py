@@ -21,6 +21,7 @@ from diptych.kernels.cpu.layer import PARTS
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.engine.engine import Engine
+from diptych.workers.execution.common.host_backend import HostBackend
 from diptych.workers.execution.cpu.compiled_steps import CompiledSteps
 from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
 from diptych.workers.models.families.registry import load_spec
@@ -58,8 +59,9 @@ def weights_of(spec: ModelSpec) -> dict[str, int]:
 class Bench:
     def __init__(self, runner: ModelRunner) -> None:
         self._engine = Engine(runner, SchedulerConfig(), prefix_cache=False)
-        assert isinstance(runner.steps, CompiledSteps), "the compiled kernels do not compute here"
-        self._profile = runner.steps.profile().numpy()
+        steps = runner.backend.steps if isinstance(runner.backend, HostBackend) else None
+        assert isinstance(steps, CompiledSteps), "the compiled kernels do not compute here"
+        self._profile = steps.profile().numpy()
         self._vocab_size = runner.info.vocab_size
         self._numbers = itertools.count()
 

@@ -74,6 +74,11 @@ class Joining:
         return pool
 
 
+def granularity_of(shared: int | Joining) -> int:
+    """Bytes of which each rank's piece must be a multiple. shared: as KVCache takes it."""
+    return shared.memory.granularity if isinstance(shared, Joining) else 1
+
+
 def make_link() -> tuple[socket.socket, socket.socket]:
     """Rank 0's end and another rank's; whose end is nobody else's hears of it when the other is closed."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""A ModelRunner on a FakeDevice under a real Engine, and what it must give: the tokens of torch_steps.py."""
+"""A ModelRunner on a FakeDevice under a real Engine, and what it must give: the tokens of eager_steps.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from diptych.workers.device.device import Device
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
-from diptych.workers.execution import model_runner
+from diptych.workers.execution import factory
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
 from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
 
@@ -30,7 +30,7 @@ def load(path: Path, gpu: Device | None, **changes: Any) -> ModelRunner:
     config = ModelRunnerConfig(
         path, dtype="float32", kv_memory_bytes=4 << 20, max_context_tokens=512, cpu_isa="none", max_running=6
     )
-    with patch.object(model_runner, "GRAPH_TOKENS", GRAPH_TOKENS):  # what was to capture takes time
+    with patch.object(factory, "GRAPH_TOKENS", GRAPH_TOKENS):  # what was to capture takes time
         return ModelRunner.load(replace(config, **changes), gpu=gpu)
 
 
@@ -56,8 +56,8 @@ def assert_tokens(runner: ModelRunner, cases: Cases, config: dict[str, Any]) -> 
 
 
 def steps_of(runner: ModelRunner) -> GpuSteps:
-    assert isinstance(runner.steps, GpuSteps)
-    return runner.steps
+    assert isinstance(runner.backend, GpuSteps)
+    return runner.backend
 
 
 @dataclass

@@ -18,6 +18,7 @@ from diptych.workers.common.errors import CheckpointError, ConfigError, RankLost
 from diptych.workers.common.request import SamplingParams
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
+from diptych.workers.execution.common.host_backend import HostBackend
 from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
 
 from ...support.checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
@@ -151,13 +152,14 @@ def test_ranks_end_with_a_step_that_fails_between_their_sums(llama: Path, monkey
     def fails() -> list[SampledToken]:
         raise MemoryError("no room for a sum")
 
-    runner = load(llama)
+    backend = load(llama).backend
+    assert isinstance(backend, HostBackend)
     with pytest.raises(MemoryError):
-        runner._compute(fails)
-    monkeypatch.setattr(runner, "_ranks", Ranks())
+        backend.compute(fails)
+    monkeypatch.setattr(backend, "_ranks", Ranks())
     with pytest.raises(RankLost, match=r"all end: rank 0 failed in a step .no room for a sum."):
-        runner._compute(fails)
-    monkeypatch.setattr(runner, "_ranks", None)
+        backend.compute(fails)
+    monkeypatch.setattr(backend, "_ranks", None)
 
 
 def test_draws_do_not_depend_on_the_batch(llama: Path) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ....kernels.sampling.logsumexp import logsumexp_top_k
 from ...common.errors import ConfigError, InternalError, RankLost
 from ...common.prompt_logprobs import PromptLogprobs
+from ...common.request import SamplingParams
 from ...core.runner import LayerWatch
 from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
 from ...device.device import Event
@@ -32,6 +33,7 @@ from ...models.layers import mla
 from ...ranks.rank_processes import RankProcesses
 from ...sampling.prompt_rows import PromptRows
 from ...sampling.prompt_scorer import PromptScorer
+from ...sampling.sampler import is_plain
 from .device_sampler import DeviceSampler
 from .device_tables import ChangedTables
 from .expert_tokens import ExpertTokens
@@ -61,6 +63,8 @@ class _Rows:
 
 
 class GpuSteps:
+    """A Backend."""
+
     def __init__(self, own: RankSteps, sampler: DeviceSampler, ranks: RankProcesses | None = None) -> None:
         """own: rank 0's, which samples with `sampler`. ranks: the others."""
         self._own, self._device, self._sampler, self._ranks = own, own.device, sampler, ranks
@@ -83,6 +87,9 @@ class GpuSteps:
             run = self._own.run(plan, index, scorer)
         host = self._own.buffers.host[index]
         return LaunchedStep(self, self._sampler, host, index, plan.num_sampled, run, watch, batch.prompt_logprobs)
+
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
+        return is_plain(sampling)
 
     def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
         """See Runner.copy_blocks: in the order of steps. Raises as `launch` does."""
@@ -108,6 +115,8 @@ class GpuSteps:
                 raise
 
     def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
         self._settle()
         self._own.close()
 

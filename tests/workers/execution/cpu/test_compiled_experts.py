@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from diptych.kernels.cpu.library import library
+from diptych.workers.execution.common.host_backend import HostBackend
 from diptych.workers.execution.cpu.compiled_steps import CompiledSteps
+from diptych.workers.execution.eager.eager_steps import EagerSteps
 from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
-from diptych.workers.execution.torch_steps import TorchSteps
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import MoeSpec
 
@@ -37,12 +38,14 @@ def assert_counted(steps: CompiledSteps, path: Path, num_tokens: int) -> None:
 def test_the_tokens_of_torch(checkpoint: Path) -> None:
     prompts = random_prompts(3, [1, 17, 40, 290])
     found: list[list[list[int]]] = []
-    for isa, kind in (("auto", CompiledSteps), ("none", TorchSteps)):
+    for isa, kind in (("auto", CompiledSteps), ("none", EagerSteps)):
         runner = load(checkpoint, dtype="float32", cpu_isa=isa)
-        assert isinstance(runner.steps, kind)
+        assert isinstance(runner.backend, HostBackend) and isinstance(runner.backend.steps, kind)
         found.append([[token for token, _ in tokens] for tokens in tops(runner, prompts)])
-        if isinstance(runner.steps, CompiledSteps):
-            assert_counted(runner.steps, checkpoint, sum(map(len, prompts)) + len(prompts) * (len(found[0][0]) - 1))
+        if isinstance(runner.backend.steps, CompiledSteps):
+            assert_counted(
+                runner.backend.steps, checkpoint, sum(map(len, prompts)) + len(prompts) * (len(found[0][0]) - 1)
+            )
         runner.close()
     assert found[0] == found[1]
 

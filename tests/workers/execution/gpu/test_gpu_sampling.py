@@ -1,4 +1,4 @@
-"""What is not plain, on the CUDA engine with a fake device: the tokens and log-probabilities of torch_steps.py."""
+"""What is not plain, on the CUDA engine with a fake device: the tokens and log-probabilities of eager_steps.py."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The CUDA engine on a fake device: the same tokens as torch_steps.py, however late or early the device computes."""
+"""The CUDA engine on a fake device: the same tokens as eager_steps.py, however late or early the device computes."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """The CUDA engine where its kernels compute: interpreted on the fake device, and on a real one.
 
 Greedy tokens of prompts whose reference has no ties (tests/support/checkpoints.py), and draws, equal those that
-torch_steps.py gives on CPU.
+eager_steps.py gives on CPU.
 """
 
 import os

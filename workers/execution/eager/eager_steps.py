@@ -6,21 +6,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.runner import LayerWatch
-from ..core.sequence import Batch, SampledToken
-from ..core.step_executor import Compute
-from ..device.kv_cache import KVCache
-from ..models.layers.decoder import Decoder
-from ..models.layers.rope import Ropes
-from ..models.layers.step import Step
-from ..parallel.groups import Group
-from ..ranks.rank_processes import RankProcesses
-from ..sampling.prompt_rows import PromptRows
-from ..sampling.prompt_scorer import PromptScorer
-from ..sampling.sampler import Sampler
+from ...core.runner import LayerWatch
+from ...core.sequence import Batch, SampledToken
+from ...core.step_executor import Compute
+from ...device.kv_cache import KVCache
+from ...models.layers.decoder import Decoder
+from ...models.layers.rope import Ropes
+from ...models.layers.step import Step
+from ...parallel.groups import Group
+from ...ranks.rank_processes import RankProcesses
+from ...sampling.prompt_rows import PromptRows
+from ...sampling.prompt_scorer import PromptScorer
+from ...sampling.sampler import Sampler
 
 
-class TorchSteps:
+class EagerSteps:
     def __init__(
         self,
         decoder: Decoder,

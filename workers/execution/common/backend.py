@@ -1,0 +1,120 @@
+"""Interface of a backend: code that loads a model's weights and computes batches on one kind of hardware.
+
+    BackendLoader.load -> LoadedWeights   (the ranks join; KV memory is reserved)
+        rank 0    LoadedWeights.build -> Backend   launch a batch, wait for its tokens (InFlightStep) ... close
+        others    LoadedWeights.follow -> Follow   compute the step messages of rank 0
+
+Each backend has a folder beside this one. Only factory.py chooses among them: a new backend is a folder and a line
+there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...common.request import SamplingParams
+from ...core.runner import InFlightStep, LayerWatch
+from ...core.sequence import Batch
+from ...device.device import Device
+from ...device.joined_memory import Joining
+from ...device.kv_cache import KVCache
+from ...kv.layout import KVLayout
+from ...models.checkpoint.weights import Checkpoint, Progress
+from ...models.layers.rope import Ropes
+from ...models.layers.step import Int32s
+from ...models.plan.sharding import Share
+from ...parallel.groups import Group
+from ...parallel.rendezvous import PeerSockets
+from ...ranks.rank_processes import OnLoss, RankProcesses
+
+Follow = Callable[[Int32s], object]  # computes the step of one message, on a rank other than 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """Settings of one rank's backend."""
+
+    dtype: str
+    block_size: int
+    max_context_tokens: int
+    quantize: str | None = None
+    cores: tuple[int, ...] | None = None  # of this rank's threads; None: not bound
+    look_ahead: bool = False  # prepare a step while the previous one is computed, where that is an option
+    max_running: int = 1  # sequences in a batch, where buffers have a fixed size
+    graph_tokens: int | None = None  # see RankSteps
+
+
+@dataclass(frozen=True, slots=True)
+class StepResources:
+    """Resources that one rank's steps use, besides its weights."""
+
+    cache: KVCache
+    cos_sin: Ropes  # on the device that computes
+    group: Group
+    ranks: RankProcesses | None = None  # on rank 0: the other ranks
+    peer_sockets: PeerSockets | None = None  # of workers that share experts with this one
+    on_loss: OnLoss = lambda _error: None
+
+
+class Backend(Protocol):
+    """Computes the batches of a worker, on its rank 0. The methods are those of Runner."""
+
+    def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep: ...
+
+    def takes_input_from_previous(self, sampling: SamplingParams) -> bool: ...
+
+    def expert_tokens(self) -> npt.NDArray[np.int64] | None: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy KV blocks, in the order of launched steps."""
+        ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None:
+        """End the other ranks, the threads and the device work of this backend. Idempotent."""
+        ...
+
+
+class LoadedWeights(Protocol):
+    """One rank's weights, in the form that its backend computes with."""
+
+    def build(self, resources: StepResources) -> Backend: ...
+
+    def follow(self, resources: StepResources) -> Follow: ...
+
+
+class BackendLoader(Protocol):
+    """Loads one rank's weights and KV memory."""
+
+    @property
+    def packing(self) -> str:
+        """Packing of KV that the backend computes with, of kv/layout.py."""
+        ...
+
+    @property
+    def quantize(self) -> str | None:
+        """Quantised format in which weights stay in memory; None: the backend stores them at full size."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def gpu(self) -> Device | None:
+        """Device whose memory and groups the ranks use; None: those of the host."""
+        ...
+
+    def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> LoadedWeights: ...
+
+    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
+        """Reserve KV memory. shared: see KVCache."""
+        ...
+
+
+def no_progress(_done: int, _total: int) -> None:
+    """Report nothing."""

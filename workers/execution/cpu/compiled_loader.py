@@ -1,0 +1,82 @@
+"""Loads the backend that computes with the compiled CPU kernels."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ....kernels.cpu.library import Library, Team
+from ....kernels.cpu.sample import RowSampler
+from ...core.batch_tables import BatchTables
+from ...core.step_executor import ThreadExecutor
+from ...device.joined_memory import Joining
+from ...device.kv_cache import KVCache
+from ...device.upload import put_on
+from ...kv.layout import DOT, KVLayout
+from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
+from ...models.families.spec import ModelSpec
+from ...models.layers.step import Int32s, Step, StepLimits
+from ...models.plan.sharding import Share, spec_of
+from ...sampling.sampler import Sampler
+from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.host_backend import HostBackend
+from .compiled import CompiledDecoder, CompiledWeights, read_weights
+from .compiled_steps import CompiledSteps
+from .cpu_kernels import make_team
+
+
+class CompiledLoader:
+    """A BackendLoader."""
+
+    packing = DOT
+    gpu = None
+    torch_device = torch.device("cpu")
+
+    def __init__(self, config: BackendConfig, library: Library) -> None:
+        self._config, self._library = config, library
+        self.quantize = config.quantize
+
+    def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "PackedWeights":
+        config = self._config
+        team = make_team(self._library, torch.get_num_threads(), config.cores)
+        with put_on(None, config.quantize) as put:
+            dtype = DTYPES[config.dtype]
+            reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
+            return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader))
+
+    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
+        return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """LoadedWeights of the compiled backend."""
+
+    config: BackendConfig
+    spec: ModelSpec  # of the whole model
+    share: Share
+    team: Team
+    weights: CompiledWeights
+
+    def build(self, resources: StepResources) -> Backend:
+        config, cache, ranks = self.config, resources.cache, resources.ranks
+        num_blocks = cache.layout.num_blocks_for(len(resources.cos_sin[0]))
+        runs_ahead = config.look_ahead and ranks is None
+        tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
+        sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team))
+        steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks)
+        executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
+        return HostBackend(steps, cache, ranks, executor)
+
+    def follow(self, resources: StepResources) -> Follow:
+        config, cache = self.config, resources.cache
+        limits = StepLimits(config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size)
+        decoder = self._decoder(resources)
+
+        def compute(message: Int32s) -> None:
+            decoder.follow(Step.from_message(message, limits))
+
+        return compute
+
+    def _decoder(self, resources: StepResources) -> CompiledDecoder:
+        own = spec_of(self.spec, self.share)
+        return CompiledDecoder(own, self.weights, resources.cache, resources.cos_sin, self.team, resources.group)

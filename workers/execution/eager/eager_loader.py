@@ -1,0 +1,77 @@
+"""Loads the backend that computes with torch's own operators on CPU: the others' reference and fallback."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...device.joined_memory import Joining
+from ...device.kv_cache import KVCache
+from ...device.upload import put_on
+from ...kv.layout import ROWS, KVLayout
+from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
+from ...models.families.spec import ModelSpec
+from ...models.layers.decoder import Decoder
+from ...models.layers.step import Int32s, Step, StepLimits
+from ...models.plan.sharding import Share, spec_of
+from ...ranks.data_parallel import DataParallelLoop, join
+from ...sampling.sampler import Sampler
+from ..common.backend import Backend, BackendConfig, Follow, StepResources
+from ..common.host_backend import HostBackend
+from .eager_steps import EagerSteps
+
+
+class EagerLoader:
+    """A BackendLoader."""
+
+    packing = ROWS
+    quantize = None
+    gpu = None
+    torch_device = torch.device("cpu")
+
+    def __init__(self, config: BackendConfig) -> None:
+        self._config = config
+
+    def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "EagerWeights":
+        config = self._config
+        with put_on(None, config.quantize) as put:
+            dtype = DTYPES[config.dtype]
+            reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
+            return EagerWeights(config, checkpoint.spec, share, load_weights(reader))
+
+    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
+        return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerWeights:
+    """LoadedWeights of the eager backend."""
+
+    config: BackendConfig
+    spec: ModelSpec  # of the whole model
+    share: Share
+    weights: DecoderWeights
+
+    def build(self, resources: StepResources) -> Backend:
+        sockets = resources.peer_sockets
+        peers = join(sockets) if sockets is not None else None
+        decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
+        sampler, ranks = Sampler(self.spec.eos_token_ids), resources.ranks
+        steps = EagerSteps(decoder, resources.cache, resources.cos_sin, sampler, ranks, peers)
+        if sockets is None:
+            return HostBackend(steps, resources.cache, ranks)
+        loop = DataParallelLoop(sockets, steps, resources.on_loss, (self.config.cores or ())[:1])
+        return HostBackend(steps, resources.cache, ranks, loop)
+
+    def follow(self, resources: StepResources) -> Follow:
+        config, cache = self.config, resources.cache
+        limits = StepLimits(config.block_size, cache.num_blocks, config.max_context_tokens, self.spec.vocab_size)
+        decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts)
+
+        def compute(message: Int32s) -> None:
+            decoder.compute(Step.from_message(message, limits), cache, resources.cos_sin)
+
+        return compute
+
+    @property
+    def _own_spec(self) -> ModelSpec:
+        return spec_of(self.spec, self.share)

@@ -1,0 +1,80 @@
+"""Chooses the backend of a worker's ranks: the only file that knows which backends there are."""
+
+from dataclasses import dataclass
+
+from ...kernels.cpu.library import Library
+from ..common.cores import part_of
+from ..device.cuda_device import gpu_named
+from ..device.device import Device
+from ..models.families.spec import ModelSpec
+from ..models.plan.compiled_limits import why_torch
+from ..models.plan.rank_settings import RankSettings
+from .common.backend import BackendConfig, BackendLoader
+from .cpu.compiled_loader import CompiledLoader
+from .cpu.cpu_kernels import choose
+from .eager.eager_loader import EagerLoader
+from .gpu.gpu_loader import GpuLoader
+from .gpu.gpu_steps import check_known
+from .gpu.rank_steps import GRAPH_TOKENS
+from .model_runner_config import ModelRunnerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBackend:
+    """Rank 0's backend, and what the other ranks must know to choose the same."""
+
+    loader: BackendLoader
+    why: str  # one line for the log
+    config: BackendConfig
+    device: str = "cpu"
+    cpu_isa: str = "none"  # of the compiled kernels that compute
+    sums: Library | None = None  # compiled kernels by which several ranks add in shared memory
+
+
+def choose_backend(
+    config: ModelRunnerConfig, spec: ModelSpec, max_context_tokens: int, gpu: Device | None = None
+) -> ChosenBackend:
+    """gpu: computes instead of the device that `config` names. Raises ConfigError."""
+    gpu = gpu or gpu_named(config.device, num_ranks=config.tensor_parallel)
+    own = BackendConfig(
+        dtype=config.dtype,
+        block_size=config.block_size,
+        max_context_tokens=max_context_tokens,
+        quantize=config.quantize,
+        cores=part_of(config.cores, 0, config.tensor_parallel),
+        look_ahead=config.look_ahead,
+        max_running=config.max_running,
+        graph_tokens=GRAPH_TOKENS if config.cuda_graphs else None,
+    )
+    if gpu is not None:
+        check_known(spec)
+        loader = GpuLoader(own, gpu, samples=True)
+        return ChosenBackend(loader, f"Triton kernels compute, on {gpu.torch_device}", own, gpu.name)
+    sums = choose(config.cpu_isa).library if config.tensor_parallel > 1 else None
+    whole_experts = config.expert_parallel > 1 or config.peer_group is not None
+    why = why_torch(spec, config.block_size, config.tensor_parallel, whole_experts=whole_experts)
+    if why is not None:
+        return ChosenBackend(EagerLoader(own), f"torch computes, slower: {why}", own, sums=sums)
+    choice = choose(config.cpu_isa)
+    if choice.library is None:
+        return ChosenBackend(EagerLoader(own), choice.why, own, sums=sums)
+    loader = CompiledLoader(own, choice.library)
+    return ChosenBackend(loader, choice.why, own, cpu_isa=choice.library.isa, sums=sums)
+
+
+def backend_of_rank(settings: RankSettings) -> BackendLoader:
+    """The backend of a rank other than 0: the same as rank 0's."""
+    own = BackendConfig(
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        max_context_tokens=settings.max_context_tokens,
+        quantize=settings.quantize,
+        cores=part_of(settings.cores, settings.rank, settings.size),
+        max_running=settings.max_running,
+        graph_tokens=settings.graph_tokens,
+    )
+    gpu = gpu_named(settings.device, settings.rank)
+    if gpu is not None:
+        return GpuLoader(own, gpu, samples=False)
+    library = choose(settings.cpu_isa).library
+    return EagerLoader(own) if library is None else CompiledLoader(own, library)

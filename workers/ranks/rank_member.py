@@ -1,0 +1,89 @@
+"""A rank other than 0, as a member of its worker: its groups, its part of the KV memory, and rank 0's step messages.
+
+    join (made) -> num_blocks -> shared -> meet -> messages, until the process ends
+
+rank_processes.py is rank 0's side.
+"""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+
+from ...kernels.cpu.library import library
+from ..device.device import Device
+from ..device.device_group import device_rendezvous
+from ..device.joined_memory import Joining
+from ..device.kv_cache import available_bytes
+from ..device.virtual_memory import virtual_memory_of
+from ..models.layers.step import Int32s, receive_message
+from ..models.plan.rank_settings import RankSettings
+from ..parallel.groups import GlooGroup, Group
+
+CHECK_S = 1.0
+
+
+class RankMember:
+    def __init__(self, settings: RankSettings, link: socket.socket, gpu: Device | None) -> None:
+        """Join the other ranks, once all have read their weights. gpu: this rank's; None: it computes on the host.
+        Raises RankLost."""
+        self._settings, self._link, self._gpu = settings, link, gpu
+        rendezvous = Path(settings.rendezvous)
+        self._control_group = GlooGroup.join(settings.rank, settings.size, rendezvous)
+        self.group: Group = self._control_group  # the group of the step's sums
+        if settings.sums_fd is not None:
+            compiled = library()
+            assert compiled is not None  # rank 0 has it
+            self._control_group.share(compiled, settings.sums_fd)
+        if gpu is not None:
+            self.group = gpu.group(settings.rank, settings.size, device_rendezvous(rendezvous))
+            free = torch.tensor([available_bytes(gpu.torch_device)])
+            self._control_group.gather(free, [(1,)] * settings.size)
+
+    def num_blocks(self) -> int:
+        """Receive the number of KV blocks."""
+        [num_blocks] = receive_message(self._control_group).tolist()
+        return num_blocks
+
+    def shared(self) -> int | Joining:
+        """See RankProcesses.shared."""
+        memory = virtual_memory_of(self._gpu) if self._gpu is not None else None
+        return self._settings.memory_fd if memory is None else Joining(memory, [self._link])
+
+    def meet(self) -> None:
+        """Wait until all ranks are ready for steps."""
+        self._control_group.meet()
+
+    def messages(self) -> Iterator[Int32s]:
+        """Step messages of rank 0, without end. Raises RankLost, or the error of a GPU that is lost."""
+        return self._received() if self._gpu is None else self._received_ahead(self._gpu)
+
+    def _received(self) -> Iterator[Int32s]:
+        while True:
+            yield receive_message(self._control_group)
+
+    def _received_ahead(self, gpu: Device) -> Iterator[Int32s]:
+        """Receive on a thread of its own: rank 0 broadcasts a step before the previous one is computed, and does not
+        wait. While no message comes, check `gpu`, for other ranks may wait for it."""
+        received: SimpleQueue[Int32s | Exception] = SimpleQueue()
+
+        def listen() -> None:
+            try:
+                for each in self._received():
+                    received.put(each)
+            except Exception as e:  # noqa: BLE001 - raised by the consumer
+                received.put(e)
+
+        threading.Thread(target=listen, name="diptych-messages", daemon=True).start()
+        while True:
+            try:
+                each = received.get(timeout=CHECK_S)
+            except Empty:
+                gpu.check()
+                continue
+            if isinstance(each, Exception):
+                raise each
+            yield each

@@ -1,4 +1,4 @@
-"""`diptych bench`: settings -> sessions -> calls -> figures. Knows neither torch nor Ray; the server may be anyone's.
+"""Runs `diptych bench`: settings -> sessions -> calls -> figures. Knows neither torch nor Ray; any server will do.
 
 find the model  ──>  make the sessions  ──>  warm up  ──>  load  ──>  report, JSON, plot
 """
@@ -34,11 +34,11 @@ from .workloads import Lengths, arrivals, multi_turn_sessions, random_sessions, 
 
 DEFAULT_CONCURRENCY = 8
 FIND_S = 30.0  # for the server to name its model
-REFRESHES = 4  # of the progress bar, a second: drawing it must not cost what is measured
+REFRESHES = 4  # of the progress bar in a second: drawing it must not disturb the measurement
 
 
 def run(settings: BenchSettings, console: Console) -> bool:
-    """Measure, and tell what was found. Returns whether it was interrupted. Raises DiptychErrors."""
+    """Measure and report. Returns whether it was interrupted. Raises DiptychErrors."""
     check_output_files(settings)
     _allow_many_sockets()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
@@ -55,7 +55,7 @@ def run(settings: BenchSettings, console: Console) -> bool:
 
 
 def make_sessions(work: Work, source: TextSource, tokenizer: Tokenizer | None) -> list[Session]:
-    """Raises ConfigError, WorkloadError."""
+    """Make the sessions. Raises ConfigError, WorkloadError."""
     if work.name in FROM_FILES:
         return _from_file(work, source, tokenizer)
     rng = np.random.default_rng(work.seed)
@@ -91,7 +91,7 @@ def _from_file(work: Work, source: TextSource, tokenizer: Tokenizer | None) -> l
 
 
 def _allow_many_sockets() -> None:
-    """A socket a stream: as many files as the system lets this process open."""
+    """Raise the limit of open files: each stream has a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -120,14 +120,14 @@ def _endpoint(target: Target) -> ServerEndpoint:
 
 
 def _warm_sessions(first: Session, source: TextSource, seed: int, num: int) -> list[Session]:
-    """As long as the first one's first turn, of other tokens: no later prompt is found in the server's cache."""
+    """Sessions to warm up with: as long as the first turn, of other tokens, so that no later prompt is cached."""
     turn = first.turns[0]
     lengths = Lengths(turn.num_tokens, turn.num_tokens), Lengths(turn.max_tokens, turn.max_tokens)
     return random_sessions(num, *lengths, source, np.random.default_rng((seed, 2)))
 
 
 async def _warm_up(endpoint: ServerEndpoint, asking: Asking, sessions: Sequence[Session]) -> None:
-    """One after the other; a failure ends the measurement before it begins."""
+    """Run them one after the other. A failure ends the measurement before it begins."""
     load = Load(endpoint, asking, lambda _: None)
     for session in sessions:
         await load.run((session,), Pace(None, 1))
@@ -167,7 +167,7 @@ async def _load(
 
 
 async def _until_interrupted(work: Coroutine[None, None, None]) -> bool:
-    """Run to the end, or to Ctrl-C: returns whether it was that."""
+    """Run to the end or to Ctrl-C. Returns whether it was Ctrl-C."""
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(work)
     loop.add_signal_handler(signal.SIGINT, task.cancel)
@@ -183,7 +183,7 @@ async def _until_interrupted(work: Coroutine[None, None, None]) -> bool:
 
 
 def _progress(console: Console) -> Progress:
-    """A bar on a terminal, nothing elsewhere."""
+    """Progress bar on a terminal; nothing elsewhere."""
     return Progress(
         BarColumn(),
         MofNCompleteColumn(),

@@ -1,4 +1,4 @@
-"""The flags of `diptych bench`. What they mean is checked here; nothing heavy is imported before it is needed."""
+"""Flags of `diptych bench`, and their checks. Heavy modules are imported when they are needed."""
 
 import json
 import sys
@@ -160,7 +160,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def _shown(value: object) -> object:
-    """As JSON can hold it."""
+    """Value that JSON can hold."""
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value

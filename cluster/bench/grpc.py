@@ -1,4 +1,4 @@
-"""A Diptych gRPC endpoint to be measured: Inference.Generate."""
+"""Endpoint of a Diptych server over gRPC: Inference.Generate."""
 
 import time
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class GrpcEndpoint:
         return served
 
     async def ask(self, call: BenchRequest, asking: Asking) -> Reply:
-        """One call, to its end; what goes wrong is in the Reply."""
+        """Do one request to its end. An error is in the Reply."""
         reply = Reply(time.perf_counter(), num_input=call.num_tokens)
         try:
             await self._read(self._start(call, asking), reply)
@@ -50,7 +50,7 @@ class GrpcEndpoint:
         return reply
 
     def _start(self, call: BenchRequest, asking: Asking) -> Any:
-        """Raises InvalidRequest for fields that the service does not know."""
+        """Start a call. Raises InvalidRequest for fields that the service does not have."""
         options: Any = {"max_tokens": call.max_tokens, "model": asking.model, **asking.more}
         prompt: Any = call.prompt
         named = {"messages": prompt} if asking.is_chat else {"prompt": prompt}

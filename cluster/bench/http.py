@@ -1,7 +1,7 @@
-"""A lean HTTP/1.1 client for many streamed answers at once: one asyncio protocol a connection, httptools as its parser.
+"""HTTP/1.1 client for many streamed answers at once: one asyncio protocol for each connection, parsed by httptools.
 
-A body's bytes are handed on as they arrive, with the instant at which they did, so that a busy event loop does not
-count as the server's time more than it must. Connections are kept and used again, as clients of model servers do.
+Bytes of a body are passed on as they arrive, with the time of their arrival, so that little of the client's own delay
+counts as the server's. Connections are reused, as clients of model servers do.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ import httptools
 from ... import __version__
 
 MAX_ERROR_BYTES = 1 << 20
-OnBody = Callable[[bytes, float], None]  # a piece of the body and when it came, on time.perf_counter()
+OnBody = Callable[[bytes, float], None]  # part of a body, and time of its arrival by time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """`body`: empty where it was handed on."""
+    """Answer to a request. `body`: empty where its bytes were passed on."""
 
     status: int
     body: bytes
 
 
 class ClientConnection(asyncio.Protocol):
-    """One call at a time. Raises ConnectionError where the server ends it too early or does not speak HTTP."""
+    """Connection for one request at a time. Raises ConnectionError where the server closes it or sends no HTTP."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -39,14 +39,14 @@ class ClientConnection(asyncio.Protocol):
         self._collected = bytearray()
         self._now = 0.0
         self._is_framed = False
-        self.got_bytes = False  # of the call under way
+        self.got_bytes = False  # of the answer that is being read
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
     async def call(self, request: bytes, on_body: OnBody) -> Response:
-        """`on_body` gets the body of an answer of status 200; another's is in the Response."""
+        """`on_body` gets the body of an answer with status 200; another body is in the Response."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the server closed the connection")
         self._done = asyncio.get_running_loop().create_future()
@@ -66,13 +66,13 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is None or self._done.done():
             return
         if exc is None and self.got_bytes and not self._is_framed:
-            self.on_message_complete()  # the body that ends with the connection
+            self.on_message_complete()  # a body without a length ends with its connection
         else:
             reason = exc or ConnectionResetError("the server closed the connection before its answer ended")
             self._done.set_exception(reason)
@@ -99,7 +99,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200:  # 100 Continue: the answer is still to come
+        if status < 200:  # 100 Continue: the answer follows
             return
         if self._done is not None and not self._done.done():
             self._done.set_result(Response(status, bytes(self._collected)))
@@ -113,10 +113,10 @@ class ClientConnection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Calls of one server. `url`: scheme, host and port count."""
+    """HTTP client of one server. `url`: scheme, host and port are used."""
 
     def __init__(self, url: SplitResult, headers: Mapping[str, str]) -> None:
-        """Raises ValueError for a port that is none."""
+        """Raises ValueError for an invalid port."""
         self._host = url.hostname or "127.0.0.1"
         self._ssl = ssl.create_default_context() if url.scheme == "https" else None
         self._port = url.port or (443 if self._ssl else 80)
@@ -138,12 +138,12 @@ class HttpClient:
         return await self._call(head.encode() + body, on_body)
 
     async def _call(self, request: bytes, on_body: OnBody) -> Response:
-        """Raises OSError (ConnectionError, ssl.SSLError and name look-ups are among them)."""
+        """Send a request. Raises OSError (which includes ConnectionError, ssl.SSLError and failed name look-ups)."""
         while kept := self._kept():
             try:
                 return await self._over(kept, request, on_body)
             except ConnectionError:
-                # A server may close an idle connection just as it is used again. What began is not asked twice.
+                # A server may close an idle connection while it is reused. An answer that has begun is not retried.
                 if kept.got_bytes:
                     raise
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint to be measured: POST /v1/completions or /v1/chat/completions, streamed."""
+"""Endpoint of an OpenAI-compatible server: POST /v1/completions or /v1/chat/completions, streamed."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What is the same in every call. `more`: fields of the body besides (temperature and the like)."""
+    """Options that all requests share. `more`: further fields of the body, as temperature."""
 
     model: str
     is_chat: bool
@@ -35,7 +35,7 @@ class OpenAIEndpoint:
         self._shown = url.geturl()
 
     async def find_model(self, wanted: str | None, timeout_s: float) -> str:
-        """`wanted`, or the one model that is served. Raises Unavailable, Unauthenticated, UnknownModel."""
+        """The model's name: `wanted`, or the only served one. Raises Unavailable, Unauthenticated, UnknownModel."""
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._http.get(f"{self._base}/models")
@@ -58,7 +58,7 @@ class OpenAIEndpoint:
         return served[0]
 
     async def ask(self, call: BenchRequest, asking: Asking) -> Reply:
-        """One call, to its end; what goes wrong is in the Reply."""
+        """Do one request to its end. An error is in the Reply."""
         path = f"{self._base}/chat/completions" if asking.is_chat else f"{self._base}/completions"
         body = _body(call, asking)
         stream = EventReader(Reply(time.perf_counter(), num_input=call.num_tokens))
@@ -79,16 +79,16 @@ class OpenAIEndpoint:
 
 
 class EventReader:
-    """Server-sent events of one answer, as bytes come: when its tokens came, its text and its usage."""
+    """Reader of the server-sent events of one answer: times of its tokens, text and usage."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
         self._rest = b""
         self._texts: list[str] = []
-        self._num_counted: int | None = None  # the server's count of output tokens
+        self._num_counted: int | None = None  # output tokens as the server counts them
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises ValueError for what is no event."""
+        """Add bytes. Raises ValueError for a malformed event."""
         *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -134,7 +134,7 @@ class EventReader:
         else:
             text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
         self.reply.ended_at = now
-        # Without text it is a chat's opening, the last word, or a token that is not a whole character yet.
+        # An event without text begins a chat, ends an answer, or is a token that completes no character.
         is_token = text or (choice.get("finish_reason") is None and not (delta is not None and "role" in delta))
         if is_token:
             self.reply.token_at.append(now)
@@ -172,7 +172,7 @@ def _failure(response: Response) -> RequestFailure | None:
 
 
 def _named(kind: str, error: object) -> RequestFailure:
-    """Of OpenAI's error object, or of whatever came instead."""
+    """Failure from OpenAI's error object, or from any other answer."""
     if not isinstance(error, dict):
         return RequestFailure(kind, str(error)[:MAX_MESSAGE_CHARS])
     code = error.get("code") or error.get("type")
@@ -180,7 +180,7 @@ def _named(kind: str, error: object) -> RequestFailure:
 
 
 def _model_names(response: Response) -> list[str] | None:
-    """None where the endpoint keeps no such list."""
+    """Names of the served models; None where the endpoint has no list."""
     if response.status != 200:
         return None
     try:

@@ -1,5 +1,5 @@
-"""A measurement as a table for a person and as JSON for scripts. The JSON's names are those of `vllm bench serve` where
-it has one for the same thing; docs/benchmarking.md lists them."""
+"""Writes a measurement as a table and as JSON. Names in the JSON are those of `vllm bench serve` where it has the same
+value; docs/benchmarking.md lists them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _TITLES = {
     "itl": "inter-token latency",
     "e2el": "end to end",
 }
-BUSY = 0.7  # of a core: beyond it the client's own delays show in the figures
+BUSY = 0.7  # of a core: above it the client's own delays affect the figures
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`settings`: what was asked for, by flag; `began_at`: of the replies' clock; `client_cpu_s`: of this process."""
+    """Measurement. `settings`: by flag; `began_at`: on the clock of the replies; `client_cpu_s`: of this process."""
 
     settings: Mapping[str, Any]
     replies: Sequence[Reply]
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def client_cpu(self) -> float:
-        """Cores that this process kept busy."""
+        """Average number of cores that this process used."""
         return self.summary.per_s(self.client_cpu_s)
 
 

@@ -1,8 +1,8 @@
-"""Sends the sessions of a workload to an endpoint, and keeps what came of each call.
+"""Sends the sessions of a workload to an endpoint, and keeps the reply to each request.
 
 closed loop     `concurrency` clients, each with one session after the other
-open loop       a session starts at its instant, whatever became of those before it; `concurrency` bounds how many
-                run at once, and the time that a session waits for that is not measured (as in `vllm bench serve`)
+open loop       a session starts at its time, whether or not earlier ones have ended; `concurrency` bounds how many run
+                at once, and the wait for that is not measured (as in `vllm bench serve`)
 """
 
 import asyncio
@@ -25,8 +25,8 @@ class ServerEndpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`starts_s`: an instant for each session, in their order; None: a closed loop. `concurrency` 0: no bound.
-    `think_s`: between an answer and the next turn. `max_s`: when to start no more sessions; 0: never."""
+    """Times of a workload. `starts_s`: start of each session, in order; None: a closed loop. `concurrency`: 0 is
+    unbounded. `think_s`: between an answer and the next turn. `max_s`: last start of a session; 0: no limit."""
 
     starts_s: Sequence[float] | None
     concurrency: int
@@ -35,7 +35,7 @@ class Pace:
 
 
 class Load:
-    """`replies` grows as calls end; `on_reply` is told of each."""
+    """Load on an endpoint. `replies` grows as requests end; `on_reply` is called with each."""
 
     def __init__(self, endpoint: ServerEndpoint, asking: Asking, on_reply: Callable[[Reply], None]) -> None:
         self._endpoint = endpoint
@@ -44,7 +44,7 @@ class Load:
         self.replies: list[Reply] = []
 
     async def run(self, sessions: Sequence[Session], pace: Pace) -> None:
-        """Until every session has ended. Cancelling ends it at once: calls under way are in no figure."""
+        """Run all sessions. Cancelling ends it at once: requests under way are not counted."""
         if pace.starts_s is None:
             rest = self._in_time(sessions, pace)
             async with asyncio.TaskGroup() as group:
@@ -80,7 +80,7 @@ class Load:
             await self._talk(session, pace.think_s)
 
     async def _talk(self, session: Session, think_s: float) -> None:
-        """Turn by turn; a turn that fails ends the session."""
+        """Run the turns of a session in order. A turn that fails ends it."""
         history = History(self._asking.is_chat)
         for number, turn in enumerate(session.turns):
             if number:
@@ -94,7 +94,7 @@ class Load:
 
 
 class History:
-    """What a conversation holds so far, in the endpoint's form."""
+    """Conversation so far, in the endpoint's form."""
 
     def __init__(self, is_chat: bool) -> None:
         self._is_chat = is_chat

@@ -1,4 +1,4 @@
-"""What `diptych bench` was asked for, checked as far as it can be without the server."""
+"""Settings of `diptych bench`, checked as far as possible without the server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _SCHEMES = ("http", "https", "grpc", "grpcs")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`api`: one of APIS; `tokenizer`: a checkpoint's folder; `more`: fields of every call besides its prompt."""
+    """Server to measure. `api`: one of APIS; `tokenizer`: folder of a checkpoint; `more`: more fields of requests."""
 
     url: SplitResult
     api: str
@@ -37,7 +37,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to send. `file`: of the workloads that are read from one."""
+    """Workload to send. `file`: of workloads that are read from a file."""
 
     name: str
     file: Path | None
@@ -52,8 +52,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """`rate`: sessions a second; None: the trace's own times, or else a closed loop. `concurrency` None: the default.
-    `think_s`: between an answer and the next turn; `max_s`: when to start no more sessions, 0: never."""
+    """Times at which to send. `rate`: sessions per second; None: times of the trace, or a closed loop. `concurrency`:
+    None is the default. `think_s`: between an answer and the next turn; `max_s`: last start of a session, 0: none."""
 
     rate: float | None
     burstiness: float
@@ -64,7 +64,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """`levels`: seconds, by metric; `shown`: the flags, for the JSON's readers."""
+    """Settings of one measurement. `levels`: seconds, by metric; `shown`: the flags, for the JSON."""
 
     target: Target
     work: Work
@@ -81,7 +81,7 @@ def parse_url(text: str) -> SplitResult:
     url = urlsplit(text)
     try:
         is_one = url.scheme in _SCHEMES and bool(url.hostname) and (url.port is None or url.port > 0)
-    except ValueError:  # of the port
+    except ValueError:  # for a malformed port
         is_one = False
     if not is_one:
         raise ConfigError(
@@ -93,11 +93,11 @@ def parse_url(text: str) -> SplitResult:
 
 
 def choose_api(api: str | None, url: SplitResult, workload: str, *, has_tokenizer: bool) -> str:
-    """`api`, or what suits the workload: prompts are token ids unless there is a tokenizer. Raises ConfigError."""
+    """`api`, or the one for the workload: prompts are token ids unless there is a tokenizer. Raises ConfigError."""
     is_grpc, is_conversation = url.scheme.startswith("grpc"), workload in CONVERSATIONS
     if api is None:
         api = "chat" if is_conversation and (has_tokenizer or not is_grpc) else "completions"
-    # Over gRPC an answer comes as token ids too, to which the next turn's are added.
+    # Over gRPC an answer has token ids too, to which those of the next turn are added.
     if not has_tokenizer and (api == "chat" or (is_conversation and not is_grpc)):
         what = "conversations over HTTP are" if is_conversation and not is_grpc else "--api chat is"
         raise ConfigError(f"{what} sent as text: give --tokenizer, the folder of the model's checkpoint")
@@ -105,8 +105,8 @@ def choose_api(api: str | None, url: SplitResult, workload: str, *, has_tokenize
 
 
 def parse_level_words(named: Sequence[str], trailing: Sequence[str]) -> list[str]:
-    """--goodput may be repeated, hold several levels, or be followed by more: as `ttft:500 tpot:50`. `trailing`: what
-    stands on the command line without a flag. Raises ConfigError."""
+    """Levels of --goodput, which may be repeated, hold several levels, or be followed by more: `ttft:500 tpot:50`.
+    `trailing`: arguments without a flag. Raises ConfigError."""
     words = [word for text in named for word in text.replace(",", " ").split()]
     for word in trailing:
         if not named or ":" not in word:
@@ -115,7 +115,7 @@ def parse_level_words(named: Sequence[str], trailing: Sequence[str]) -> list[str
 
 
 def check_output_files(settings: BenchSettings) -> None:
-    """Raises ConfigError for a result that could not be kept."""
+    """Raise ConfigError for a file that cannot be written."""
     for file in (settings.json_file, settings.plot_file):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file.absolute().parent} is no folder: create it, or name another for {file.name}")

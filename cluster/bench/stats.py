@@ -1,10 +1,10 @@
-"""Replies -> figures, by the definitions of `vllm bench serve`. Pure.
+"""Computes figures from replies, by the definitions of `vllm bench serve`. Pure.
 
-    ttft   sending to the first token            tpot   (e2el - ttft) / (output tokens - 1), one a request
+    ttft   sending to the first token            tpot   (e2el - ttft) / (output tokens - 1), one for each request
     itl    gaps between streamed events,         e2el   sending to the last token
-           all requests' together
+           of all requests together
 
-Only answers that came to their end count, in throughputs too. Percentiles interpolate linearly.
+Only complete answers count, also for throughputs. Percentiles interpolate linearly.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ _LEVELS = {"ttft": "ttft", "tpot": "tpot", "e2el": "e2el", "e2e": "e2el"}
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one metric, in milliseconds. `percentiles`: by PERCENTILES."""
+    """Distribution of one metric, in milliseconds. `percentiles`: in the order of PERCENTILES."""
 
     mean: float
     std: float
@@ -31,7 +31,7 @@ class Spread:
 
     @classmethod
     def of(cls, values_s: Sequence[float]) -> "Spread":
-        """Of seconds; zeros where there are none."""
+        """Distribution of values in seconds; zeros where there are none."""
         if not values_s:
             return cls(0.0, 0.0, dict.fromkeys(PERCENTILES, 0.0))
         values_ms = np.asarray(values_s) * 1000
@@ -41,11 +41,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`good`: how many met the service level; None where none was given. Throughputs are per second."""
+    """Figures of a measurement. `good`: number that met the service level; None without one. Rates are per second."""
 
     duration_s: float
     completed: int
-    failures: Mapping[str, int]  # by kind, the most frequent first
+    failures: Mapping[str, int]  # number of each kind, the most frequent first
     num_input: int
     num_cached: int
     num_output: int
@@ -105,13 +105,13 @@ def values_s(done: Iterable[Reply], metric: str) -> list[float]:
 
 
 def is_good(reply: Reply, levels: Mapping[str, float]) -> bool:
-    """An answer of one token has no tpot, and so keeps any."""
+    """Whether a reply meets the levels. An answer of one token has no tpot, so it meets any."""
     return all((_value(reply, metric) or 0.0) <= level_s for metric, level_s in levels.items())
 
 
 def max_concurrent(replies: Iterable[Reply]) -> int:
-    """The most calls that were open at one time."""
-    # At one instant, an end comes before a start.
+    """Largest number of requests that were open at one time."""
+    # At the same time, an end counts before a start.
     edges = sorted([(r.sent_at, 1) for r in replies] + [(r.ended_at, -1) for r in replies])
     most = now = 0
     for _, step in edges:

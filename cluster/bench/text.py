@@ -1,4 +1,4 @@
-"""Made-up prompts of a given length: as token ids, or as text that a tokenizer cuts into as many tokens. Seeded."""
+"""Makes synthetic prompts of a given length, as token ids or as text of as many tokens. Seeded."""
 
 import re
 from array import array
@@ -10,14 +10,14 @@ from ...workers.common.errors import ConfigError
 from ..tokens.tokenizer import Tokenizer
 from .types import TOKEN_ID, Text
 
-FIRST_ID = 10  # special tokens have the first ids of many vocabularies
+FIRST_ID = 10  # the first ids of many vocabularies are special tokens
 MIN_WORDS = 64
 MAX_FITS = 8
 _WORD = re.compile(rb"[ ][A-Za-z]+")
 
 
 class TokenText:
-    """Token ids from [10, vocab_size), for endpoints that take them."""
+    """Source of token ids from [10, vocab_size), for endpoints that take token ids."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size <= FIRST_ID:
@@ -39,8 +39,8 @@ class TokenText:
 
 
 class WordText:
-    """Words of a tokenizer's vocabulary. A word with its leading space is one token whatever stands beside it, so a
-    text of n words has n tokens, and a text's beginning has the tokens of the whole text's beginning."""
+    """Source of texts of words of a tokenizer's vocabulary. A word with its leading space is always one token, so a
+    text of n words has n tokens, and its first words are its first tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class WordText:
         return whole
 
     def make(self, num_tokens: int, rng: np.random.Generator) -> Text:
-        """Special tokens that the server puts around a text are not counted."""
+        """Number of tokens of a text, without special tokens that the server adds."""
         words = self._words
         chosen = [words[i] for i in rng.integers(0, len(words), num_tokens)]
         for _ in range(MAX_FITS):
@@ -73,7 +73,7 @@ class WordText:
         return "".join(part for part in parts if isinstance(part, str))
 
     def cut(self, text: Text, num_tokens: int) -> Text:
-        """The first `num_tokens` words."""
+        """First `num_tokens` words of a text."""
         assert isinstance(text, str)
         return "".join(f" {word}" for word in text.split(" ")[1 : num_tokens + 1])
 

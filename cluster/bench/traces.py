@@ -1,10 +1,9 @@
-"""Workloads from files: request traces of two public formats, and conversations. Lines that are not as they should be
-are refused by file, line and field.
+"""Reads workloads from files: request traces in two public formats, conversations. Errors name file, line and field.
 
-    azure      CSV with the columns TIMESTAMP (ISO 8601), ContextTokens, GeneratedTokens
-    mooncake   JSON lines: timestamp (ms), input_length, output_length, hash_ids: one id for each 512 input tokens, the
-               last one's block cut to what is left; blocks of the same id hold the same tokens
-    sharegpt   a JSON array of objects whose `conversations` are a list of {"from": "human" | "gpt", "value": text}
+azure      CSV with the columns TIMESTAMP (ISO 8601), ContextTokens, GeneratedTokens
+mooncake   JSON lines: timestamp (ms), input_length, output_length, hash_ids: one id for each 512 input tokens, the
+           last one's block cut to what is left; blocks of the same id hold the same tokens
+sharegpt   a JSON array of objects whose `conversations` are a list of {"from": "human" | "gpt", "value": text}
 """
 
 import csv
@@ -31,8 +30,8 @@ _CLIENT, _SERVER = ("human", "user"), ("gpt", "chatgpt", "bard", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class TraceLimits:
-    """What of a file is used: its first `num` requests, gaps times `time_scale`, lengths times `length_scale` and then
-    cut to `max_input` and `max_output` tokens (0: not cut)."""
+    """Part of a file to use: its first `num` requests, gaps times `time_scale`, lengths times `length_scale`, cut to
+    `max_input` and `max_output` tokens (0: not cut)."""
 
     num: int
     time_scale: float = 1.0
@@ -65,7 +64,7 @@ def azure_sessions(path: Path, limits: TraceLimits, source: TextSource, rng: np.
 
 def mooncake_sessions(path: Path, limits: TraceLimits, source: TextSource, seed: int) -> list[Session]:
     """Raises WorkloadError."""
-    # A scaled trace keeps its sharing: blocks shrink as prompts do.
+    # A scaled trace keeps its shared prefixes: blocks are scaled like prompts.
     blocks = _Blocks(max(1, round(BLOCK_TOKENS * limits.length_scale)), source, seed)
     requests = [_mooncake_request(line, where) for line, where in _lines(path, limits.num)]
     first_s = min((request.at_s for request in requests), default=0.0)
@@ -78,8 +77,8 @@ def mooncake_sessions(path: Path, limits: TraceLimits, source: TextSource, seed:
 
 
 def sharegpt_sessions(path: Path, limits: TraceLimits, tokenizer: Tokenizer) -> list[Session]:
-    """What the clients said, and answers as long as the recorded ones; the conversation itself is had with the server.
-    A conversation ends where it would exceed `max_input`. Raises WorkloadError."""
+    """Sessions of the clients' messages, with answers as long as the recorded ones, made by the server. A conversation
+    ends where it would exceed `max_input`. Raises WorkloadError."""
     try:
         conversations = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -121,7 +120,7 @@ def _mooncake_request(line: str, where: str) -> _MooncakeRequest:
 
 
 class _Blocks:
-    """The text that stands for each hash id."""
+    """Text of each hash id."""
 
     def __init__(self, num_tokens: int, source: TextSource, seed: int) -> None:
         self.num_tokens = num_tokens
@@ -140,7 +139,7 @@ class _Blocks:
 
 
 def _said(conversation: object, where: str) -> list[tuple[str, str]]:
-    """(who, what) of each message, in order. Raises WorkloadError."""
+    """Speaker and text of each message, in order. Raises WorkloadError."""
     messages = conversation.get("conversations") if isinstance(conversation, dict) else None
     if not isinstance(messages, list):
         raise WorkloadError(f"{where}: no list named `conversations`")
@@ -154,7 +153,7 @@ def _said(conversation: object, where: str) -> list[tuple[str, str]]:
 
 
 def _turns(said: list[tuple[str, str]], limits: TraceLimits, tokenizer: Tokenizer) -> tuple[Turn, ...]:
-    """Of each client's message that an answer follows."""
+    """Turns: each message of the client that an answer follows."""
     turns: list[Turn] = []
     total = 0
     for (who, what), (next_who, answer) in pairwise(said):
@@ -177,7 +176,7 @@ def _opened(path: Path) -> Any:
 
 
 def _azure_rows(path: Path, num: int) -> Iterator[tuple[dict[str, str | None], str]]:
-    """The first `num` rows, and what to call each."""
+    """First `num` rows, each with its name for errors."""
     with _opened(path) as file:
         rows: csv.DictReader[str] = csv.DictReader(file)
         try:
@@ -191,7 +190,7 @@ def _azure_rows(path: Path, num: int) -> Iterator[tuple[dict[str, str | None], s
 
 
 def _lines(path: Path, num: int) -> Iterator[tuple[str, str]]:
-    """The first `num` lines that hold anything, and what to call each."""
+    """First `num` lines that are not empty, each with its name for errors."""
     with _opened(path) as file:
         try:
             filled = ((line, f"{path} line {number}") for number, line in enumerate(file, 1) if line.strip())
@@ -211,7 +210,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def _count(value: object, name: str, where: str, *, least: int = 1) -> int:
-    """Of a JSON number or a CSV field."""
+    """Count from a JSON number or a CSV field."""
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     # Mooncake's later traces write whole timestamps as 27000.0.

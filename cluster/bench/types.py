@@ -1,7 +1,7 @@
-"""The words of `diptych bench`: what is asked, in which order, and what came of it. No I/O.
+"""Types of `diptych bench`: requests, their order, and their replies. No I/O.
 
-A Session is one client's conversation: turns that follow one another, each asked with all that went before it. Most
-workloads are of sessions of one turn.
+A Session is one client's conversation: turns in order, each sent with all earlier ones. Most workloads have sessions of
+one turn.
 """
 
 from array import array
@@ -18,7 +18,7 @@ TOKEN_ID = "i"  # array typecode: int32
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a client adds: a text, or token ids. `num_tokens`: its length; `max_tokens`: of the answer."""
+    """Message of a client: a text or token ids. `num_tokens`: its length; `max_tokens`: of the answer."""
 
     text: Text
     num_tokens: int
@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`at_s`: when its first turn is sent, where the workload says so (seconds from the start)."""
+    """Conversation of one client. `at_s`: seconds from the start to its first turn, where the workload has times."""
 
     turns: tuple[Turn, ...]
     at_s: float | None = None
@@ -35,7 +35,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request. `num_tokens` of the prompt, as far as known: what the server says counts more."""
+    """One request. `num_tokens`: of the prompt, as far as known; the server's count replaces it."""
 
     prompt: Prompt
     num_tokens: int
@@ -44,7 +44,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """`kind` is what failures are counted by: "HTTP 429 rate_limit_exceeded"."""
+    """Failure of a request. `kind`: failures are counted by it, as "HTTP 429 rate_limit_exceeded"."""
 
     kind: str
     message: str
@@ -52,21 +52,21 @@ class RequestFailure:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of one call. Instants: seconds on one monotonic clock."""
+    """Reply to one request. Times are seconds on one monotonic clock."""
 
     sent_at: float
-    token_at: list[float] = field(default_factory=list[float])  # when each event came that held tokens
-    ended_at: float = 0.0  # the last token, or the failure
+    token_at: list[float] = field(default_factory=list[float])  # time of each event with tokens
+    ended_at: float = 0.0  # time of the last token or of the failure
     num_input: int = 0
     num_cached: int = 0  # input tokens that the server did not compute again
     num_output: int = 0
     failure: RequestFailure | None = None
     text: str = ""
-    token_ids: list[int] = field(default_factory=list[int])  # empty where the server tells none
+    token_ids: list[int] = field(default_factory=list[int])  # empty where the server sends none
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; of an answer without a token, to its end."""
+        """Time to first token; to the end, of an answer without a token."""
         return (self.token_at[0] if self.token_at else self.ended_at) - self.sent_at
 
     @property
@@ -76,10 +76,10 @@ class Reply:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first, (e2e - ttft) / (n - 1); None of an answer of fewer than two."""
+        """Time per output token after the first, (e2e - ttft) / (n - 1); None for fewer than two tokens."""
         return (self.e2e_s - self.ttft_s) / (self.num_output - 1) if self.num_output > 1 else None
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: the gaps between events that held tokens."""
+        """Inter-token latencies: gaps between events with tokens."""
         return [b - a for a, b in pairwise(self.token_at)]

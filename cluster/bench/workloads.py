@@ -1,5 +1,5 @@
-"""Made-up workloads: sessions with prompts of given lengths, and the instants at which they are sent. Pure and seeded:
-the same settings make the same prompts in the same order."""
+"""Makes synthetic workloads: sessions with prompts of given lengths, and the times to send them. Pure and seeded: the
+same settings give the same prompts in the same order."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens: `low` to `high`, both included, all equally likely."""
+    """Uniform distribution of lengths in tokens, from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -37,14 +37,14 @@ class Lengths:
 def random_sessions(
     num: int, inputs: Lengths, outputs: Lengths, source: TextSource, rng: np.random.Generator
 ) -> list[Session]:
-    """Prompts that share nothing."""
+    """Sessions with prompts that share no prefix."""
     return [Session((_turn(inputs, outputs, source, rng),)) for _ in range(num)]
 
 
 def shared_prefix_sessions(
     sessions: list[Session], num_prefixes: int, prefix_tokens: int, source: TextSource, rng: np.random.Generator
 ) -> list[Session]:
-    """Each session's first turn begins with one of `num_prefixes` common texts, as many with each; order shuffled."""
+    """Sessions that begin with one of `num_prefixes` common texts, equally many with each, in random order."""
     prefixes = [source.make(prefix_tokens, rng) for _ in range(num_prefixes)]
     order = rng.permutation(len(sessions))
     return [
@@ -56,14 +56,14 @@ def shared_prefix_sessions(
 def multi_turn_sessions(
     num: int, num_turns: Lengths, lengths: tuple[Lengths, Lengths], source: TextSource, rng: np.random.Generator
 ) -> list[Session]:
-    """Conversations. `lengths`: of what the client adds each turn, and of the answers."""
+    """Sessions of several turns. `lengths`: of the client's messages and of the answers."""
     inputs, outputs = lengths
     return [Session(tuple(_turn(inputs, outputs, source, rng) for _ in range(num_turns.draw(rng)))) for _ in range(num)]
 
 
 def arrivals(num: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """Instants in seconds, the first 0: gaps of a gamma distribution whose mean is 1 / rate and whose shape is
-    `burstiness`: 1 is a Poisson process, less comes in bursts, more is steadier."""
+    """Start times in seconds, the first 0. Gaps have a gamma distribution with mean 1 / rate and shape `burstiness`:
+    1 is a Poisson process, less comes in bursts, more is steadier."""
     gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), max(num - 1, 0))
     return [0.0, *np.cumsum(gaps).tolist()][:num]
 

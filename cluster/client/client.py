@@ -1,11 +1,11 @@
-"""The Python client: text in, text out, over gRPC; the same errors as on the server.
+"""Python client: text in, text out, over gRPC, with the same errors as on the server.
 
     with Client("127.0.0.1:50051") as client:
         print(client.generate("Once upon a time", max_tokens=32).text)
         for text in client.chat_stream([{"role": "user", "content": "Hello"}]):
             print(text, end="", flush=True)
 
-A TextStream that is closed, or left with `break` inside its `with` block, cancels its call, and the server forgets the
+A TextStream that is closed, or left with `break` inside its `with` block, cancels its call, and the server ends the
 request. Imports neither torch nor ray nor the server.
 """
 
@@ -22,12 +22,12 @@ from ..common.grpc_errors import error_from_rpc
 from .client_request import ChatMessages, Completion, Options, Prompt, ResponseCollector, build_request
 
 DEFAULT_TIMEOUT_S = 600.0
-TIMEOUT_MARGIN_S = 5.0  # after the server's own deadline, whose message says more
+TIMEOUT_MARGIN_S = 5.0  # added to the server's deadline, whose error says more
 _OPTIONS = (("grpc.max_receive_message_length", 64 << 20),)
 
 
 class TextStream(Iterator[str]):
-    """A completion's text as it comes; `completion` is the whole of it, once it has ended."""
+    """Text of a completion as it comes. `completion`: the whole of it, after its end."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -50,7 +50,7 @@ class TextStream(Iterator[str]):
         self.close()
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the call, if it still runs."""
         self._is_closed = True
         self._call.cancel()
 
@@ -60,7 +60,7 @@ class TextStream(Iterator[str]):
 
 
 class AsyncTextStream(AsyncIterator[str]):
-    """As TextStream, for `async for` and `async with`."""
+    """TextStream for `async for` and `async with`."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -86,7 +86,7 @@ class AsyncTextStream(AsyncIterator[str]):
         self.close()
 
     def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the call, if it still runs."""
         self._is_closed = True
         self._call.cancel()
 
@@ -96,7 +96,7 @@ class AsyncTextStream(AsyncIterator[str]):
 
 
 class Client:
-    """Raises the DiptychErrors of workers/common/errors.py. Threads may share it."""
+    """Client of a Diptych server. Raises the DiptychErrors of workers/common/errors.py. Threads may share it."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Client:
         tls: bool | bytes = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """`tls`: True trusts the system's certificates, bytes (PEM) those; `timeout_s`: of calls that name none."""
+        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls."""
         credentials = _credentials(tls)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, _OPTIONS)
@@ -126,7 +126,7 @@ class Client:
         self._channel.close()
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Complete a text, or token ids."""
+        """Complete a text or token ids."""
         return _read_all(self.stream(prompt, **options))
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> TextStream:
@@ -140,7 +140,7 @@ class Client:
         return self._start(build_request(options, messages=messages))
 
     def model(self) -> inference_pb2.ModelInfo:
-        """The served model."""
+        """Information on the served model."""
         try:
             return self._stub.GetModel(
                 inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
@@ -154,7 +154,7 @@ class Client:
 
 
 class AsyncClient:
-    """As Client, on an event loop."""
+    """Client for an event loop."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class AsyncClient:
         tls: bool | bytes = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """`tls`: True trusts the system's certificates, bytes (PEM) those; `timeout_s`: of calls that name none."""
+        """`tls`: True trusts the system's certificates; bytes: PEM certificates. `timeout_s`: default of calls."""
         credentials = _credentials(tls)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, _OPTIONS)
@@ -184,7 +184,7 @@ class AsyncClient:
         await self._channel.close()
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Complete a text, or token ids."""
+        """Complete a text or token ids."""
         return await _read_all_async(self.stream(prompt, **options))
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncTextStream:
@@ -198,7 +198,7 @@ class AsyncClient:
         return self._start(build_request(options, messages=messages))
 
     async def model(self) -> inference_pb2.ModelInfo:
-        """The served model."""
+        """Information on the served model."""
         try:
             return await self._stub.GetModel(
                 inference_pb2.GetModelRequest(), timeout=self._timeout_s, metadata=self._metadata
@@ -240,6 +240,6 @@ def _credentials(tls: bool | bytes) -> grpc.ChannelCredentials | None:
 
 
 def _typed(error: Any) -> DiptychError:
-    """Every error that a call raises is also the call, or looks like it."""
+    """DiptychError for an error of a call. `error` has the methods of a call."""
     metadata: Iterable[tuple[str, object]] = error.trailing_metadata() or ()
     return error_from_rpc(error.code(), error.details(), metadata)

@@ -1,4 +1,4 @@
-"""What a client sends and what it gets back, whichever way it calls: proto messages made and gathered."""
+"""Builds the messages of a request, and collects those of its answer, for both clients."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ChatMessages = Iterable[Mapping[str, str]]  # "role" and "content"
 
 
 class Options(TypedDict, total=False):
-    """What may be said about a completion; the server chooses what is left out."""
+    """Options of a completion. The server has defaults for all of them."""
 
     temperature: float
     top_k: int
@@ -40,15 +40,15 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str  # "stop" or "length"
-    stop_string: str | None  # the one that ended it
+    stop_string: str | None  # stop string that ended it
     usage: inference_pb2.Usage
     logprobs: tuple[inference_pb2.TokenLogprob, ...]  # one a token, where asked for
     request_id: str
-    timings: inference_pb2.Timings | None  # where the time went
+    timings: inference_pb2.Timings | None  # times of its phases
 
 
 class ResponseCollector:
-    """Gathers a call's messages."""
+    """Messages of one call so far."""
 
     def __init__(self) -> None:
         self._responses: list[inference_pb2.GenerateResponse] = []
@@ -78,7 +78,7 @@ class ResponseCollector:
 def build_request(
     options: Options, *, prompt: Prompt | None = None, messages: ChatMessages | None = None
 ) -> inference_pb2.GenerateRequest:
-    """Raises InvalidRequest for what protobuf cannot carry."""
+    """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
     sampling: dict[str, Any] = dict(options)
     stop = sampling.pop("stop", ())
     call = {name: sampling.pop(name) for name in ("timeout_s", "model", "cache_salt") if name in sampling}

@@ -1,16 +1,16 @@
-"""The key that clients of the front door show, as `Authorization: Bearer KEY`."""
+"""API key that clients send as `Authorization: Bearer KEY`."""
 
 import hmac
 
 
 class ApiKey:
-    """None: no key is asked for."""
+    """Key of the front door. None: no key is asked for."""
 
     def __init__(self, key: str | None) -> None:
         self._expected = None if key is None else key.encode()
 
     def accepts(self, header: bytes) -> bool:
-        """Whether the header's value shows the key; takes as long for a near miss as for any other."""
+        """Whether the header's value holds the key. Takes the same time for every wrong key."""
         if self._expected is None:
             return True
         scheme, _, given = header.partition(b" ")

@@ -1,4 +1,4 @@
-"""Bounds how long an answer may take to be sent, where sending waits for the client to read."""
+"""Bound on the time to send an answer, where sending waits for the client to read."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -7,12 +7,12 @@ from typing import Self
 
 from ...workers.common.errors import DeadlineExceeded
 
-GRACE_S = 1.0  # after a request's deadline, for the answer that tells it
+GRACE_S = 1.0  # after a request's deadline, to send the error
 
 
 class Delivery:
-    """While entered, one task sends: until a second after the request's deadline, and never `stall_s` at one message.
-    Raises DeadlineExceeded."""
+    """Context in which one task sends: until GRACE_S after the request's deadline, and at most `stall_s` for one
+    message. Raises DeadlineExceeded."""
 
     def __init__(self, timeout_s: float, stall_s: float) -> None:
         self._limit = asyncio.timeout(timeout_s + GRACE_S)

@@ -1,8 +1,8 @@
-"""From what a client asked for to a running Generation: the one path behind HTTP and gRPC.
+"""Turns a client's request into a running Generation: the path that HTTP and gRPC share.
 
     spec -> model, counts and time-out checked -> admitted or refused (429) -> tokenised once -> Requests -> Generation
 
-Here a request gets its seed, its deadline and the ids of its completions; what is received is bounded before it costs.
+Here a request gets its seed, its deadline and the ids of its completions. Sizes are checked before work is done.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ..tokens.tokenizer import Tokenizer
 from .generation import MIN_LARGE_SIZE, Generation
 from .text_completion import TextCompletion
 
-MAX_PROMPT_LOGPROBS = 1 << 17  # numbers, over the choices of a call
+MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
 _MASK = (1 << 64) - 1
 T = TypeVar("T")
 
@@ -31,52 +31,52 @@ T = TypeVar("T")
 class RequestLimits:
     """Limits of one call, and of the bodies and answers that are held for all calls."""
 
-    max_sequences: int = 128  # completions, over all its prompts
+    max_sequences: int = 128  # completions, over all prompts of a call
     max_stop_strings: int = 16
     max_stop_chars: int = 1024  # of one stop string
-    max_timeout_s: float = 600.0  # also the time-out of a call that names none
+    max_timeout_s: float = 600.0  # also the default of a call without a time-out
     max_body_bytes: int = 16 << 20
-    max_message_bytes: int = 2 << 20  # of gRPC, whose messages the event loop reads: some 25 ms at most
+    max_message_bytes: int = 2 << 20  # of gRPC: the event loop reads such a message in 25 ms at most
     max_held_body_bytes: int = 128 << 20  # of all bodies that are being read, beyond the first 64 KiB of each
-    max_answer_logprobs: int = 1 << 18  # in an answer that is sent in one piece
-    max_gathered_logprobs: int = 1 << 21  # in all such answers that are being gathered
-    strict: bool = False  # refuse fields that nobody knows
-    process: ProcessLimits = field(default_factory=ProcessLimits)  # of what encodes prompts
+    max_answer_logprobs: int = 1 << 18  # in an answer that is not streamed
+    max_gathered_logprobs: int = 1 << 21  # in all answers that are being collected
+    strict: bool = False  # refuse unknown fields
+    process: ProcessLimits = field(default_factory=ProcessLimits)  # of the process that encodes prompts
     body_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
-    """What a client asked for. None: not given."""
+    """Request of a client. None: not given."""
 
     prompts: Sequence[Prompt]
-    sampling: SamplingParams  # its seed and max_tokens are not read: the fields below stand for them
+    sampling: SamplingParams  # its seed and max_tokens are not used: see the fields below
     n: int = 1  # completions of each prompt
     stop: tuple[str, ...] = ()
     seed: int | None = None
     max_tokens: int | None = None
-    default_max_tokens: int | None = None  # where max_tokens is None; None: what the context still holds
+    default_max_tokens: int | None = None  # where max_tokens is None; None: the rest of the context
     timeout_s: float | None = None
     model: str | None = None
-    cache_salt: str = ""  # prefix-cache namespace: other salts never share blocks
-    waited_s: float = 0.0  # of the time-out: until its prompts were read
-    prompt_only: bool = False  # no token is wanted, whatever max_tokens: what is asked for is of the prompts
+    cache_salt: str = ""  # namespace of the prefix cache: different salts never share blocks
+    waited_s: float = 0.0  # part of the time-out that passed until its prompts were read
+    prompt_only: bool = False  # only log-probabilities of the prompts are wanted, no token
 
 
 class TimeLeft:
-    """Seconds of a call's time-out that are left."""
+    """Rest of a call's time-out, in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     def check(self) -> float:
-        """Raises DeadlineExceeded where there are none."""
+        """Seconds that are left. Raises DeadlineExceeded where there are none."""
         if self._seconds <= 0:
             raise _unread()
         return self._seconds
 
     async def spend(self, work: Awaitable[T]) -> T:
-        """What `work` gives. Raises DeadlineExceeded where it takes more than is left."""
+        """Result of `work`. Raises DeadlineExceeded where it takes longer than is left."""
         loop = asyncio.get_running_loop()
         began, deadline = loop.time(), asyncio.timeout(self._seconds)
         try:
@@ -91,6 +91,8 @@ class TimeLeft:
 
 
 class FrontDoor:
+    """Entry of all requests, whichever protocol they came by."""
+
     def __init__(self, source: TokenSource, tokenizer: Tokenizer, limits: RequestLimits | None = None) -> None:
         self.source = source
         self.tokenizer = tokenizer
@@ -98,7 +100,7 @@ class FrontDoor:
         self.encoder = PromptEncoder(tokenizer, self.limits.process)
 
     async def open(self) -> None:
-        """Start what the first call would wait for."""
+        """Start the process that encodes prompts, so that the first call does not wait for it."""
         await self.encoder.start()
 
     async def close(self) -> None:
@@ -106,15 +108,15 @@ class FrontDoor:
         await self.encoder.close()
 
     def model(self, name: str | None = None) -> ModelInfo:
-        """The served model. Raises UnknownModel where `name` is another, Unavailable before a worker is known."""
+        """Served model. Raises UnknownModel where `name` is another, Unavailable before a worker is known."""
         info = self.source.model()
         if name is not None and name != info.name:
             raise UnknownModel(f"the model {name[:200]!r} is not served here: ask for {info.name!r}", param="model")
         return info
 
     async def start(self, spec: GenerationSpec, request_id: str) -> Generation:
-        """Nothing runs before the generation's `batches` is read. Raises InvalidRequest, Overloaded, Unavailable,
-        DeadlineExceeded."""
+        """Check, admit and tokenise a request. Nothing runs before `batches` of the generation is read. Raises
+        InvalidRequest, Overloaded, Unavailable, DeadlineExceeded."""
         info = self.model(spec.model)
         self._check_counts(spec)
         self.source.admit(len(spec.prompts) * spec.n)
@@ -124,9 +126,9 @@ class FrontDoor:
             spec = replace(spec, timeout_s=left_s)
         stops = StopTable(spec.stop)
         completions: list[TextCompletion] = []
-        num_logprobs = 0  # of prompts
+        num_logprobs = 0  # of the prompts
         for token_ids in prompts:
-            # A seed that we draw is drawn for each prompt, so that a prompt sent twice is answered twice.
+            # Each prompt gets a random seed of its own, so that a prompt that is sent twice gets two answers.
             seed = secrets.randbits(64) if spec.seed is None else spec.seed & _MASK
             group = f"{request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
@@ -136,7 +138,9 @@ class FrontDoor:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n
                     _check_prompt_logprobs(num_logprobs)
-                elif request.sampling.prompt_logprobs is not None:  # the first one's are its siblings', too
+                elif (
+                    request.sampling.prompt_logprobs is not None
+                ):  # the first completion's are used for all of the prompt
                     request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
                 detokenizer = self.tokenizer.detokenizer(token_ids)
                 completion = TextCompletion(
@@ -144,7 +148,7 @@ class FrontDoor:
                 )
                 completions.append(completion)
             if completions[-1].request.size >= MIN_LARGE_SIZE:
-                await asyncio.sleep(0)  # for others: to check it took a while
+                await asyncio.sleep(0)  # let others run: the check took long
         return Generation(self.source, request_id, completions, spec.n, asked_s)
 
     def _check_counts(self, spec: GenerationSpec) -> None:
@@ -171,16 +175,16 @@ class FrontDoor:
     async def _encode_all(
         self, prompts: Sequence[Prompt], info: ModelInfo, left: "TimeLeft"
     ) -> tuple[list[tuple[int, ...]], float]:
-        """Their token ids, and the seconds that are left. Raises DeadlineExceeded."""
+        """Token ids of each prompt, and the seconds that are left. Raises DeadlineExceeded."""
         found: list[tuple[int, ...]] = []
         for prompt in prompts:
             found.append(await self._encode(prompt, info, left))
             if len(found[-1]) >= MIN_LARGE_SIZE:
-                await asyncio.sleep(0)  # for others: to encode it took a while
+                await asyncio.sleep(0)  # let others run: the encoding took long
         return found, left.check()
 
     async def _encode(self, prompt: Prompt, info: ModelInfo, left: "TimeLeft") -> tuple[int, ...]:
-        """What is encoded in a process may wait for it, which counts."""
+        """Token ids of one prompt. The time that a prompt waits for the encoding process counts."""
         most = info.max_context_tokens
         match prompt:
             case tuple():
@@ -207,7 +211,7 @@ class FrontDoor:
         default = room if spec.default_max_tokens is None else min(room, spec.default_max_tokens)
         max_tokens = default if spec.max_tokens is None else spec.max_tokens
         if spec.prompt_only:
-            max_tokens = 1  # what a worker makes at least
+            max_tokens = 1  # the least that a worker makes
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -239,8 +243,8 @@ def _check_prompt_logprobs(num: int) -> None:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of a call's completion `choice`: the call's own for the first, then SplitMix64's output (Steele, Lea and
-    Flood 2014) after `choice` steps from it. uint64."""
+    """Seed of completion `choice` of a call: the call's own for the first, then the output of SplitMix64 (Steele, Lea
+    and Flood 2014) after `choice` steps. uint64."""
     if choice == 0:
         return seed
     z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK

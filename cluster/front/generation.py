@@ -18,9 +18,9 @@ from .text_completion import TextCompletion, TextDelta
 
 T = TypeVar("T")
 
-MAX_UNREAD_DELTAS = 1024  # of a generation whose reader is slow
-MAX_BATCH_TOKENS = 256  # of a batch, and those of one delta more
-MIN_LARGE_SIZE = 2048  # of a request that others do not wait for
+MAX_UNREAD_DELTAS = 1024  # of a generation with a slow reader
+MAX_BATCH_TOKENS = 256  # in a batch, plus those of its last delta
+MIN_LARGE_SIZE = 2048  # of a request: work on larger ones is interrupted to let others run
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Usage:
 
 
 class Generation:
-    """The completions of one call: n for each prompt, those of a prompt side by side."""
+    """All completions of one call: n for each prompt; those of one prompt are adjacent."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Generation:
         n: int,
         asked_s: float | None = None,
     ) -> None:
-        """`asked_s`: the client's time-out, where a part of it has gone already."""
+        """`asked_s`: the client's whole time-out, where a part of it has passed already."""
         assert completions and len(completions) % n == 0
         self.request_id = request_id
         self.completions = completions
-        self.n = n  # those of one prompt follow each other
+        self.n = n  # completions of each prompt
         self._source = source
         self._firsts = completions[::n]
         self.timeout_s = completions[0].request.timeout_s
@@ -53,7 +53,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """So far. A prompt counts once however many completions it has."""
+        """Tokens used so far. A prompt counts once, whatever its number of completions."""
         return Usage(
             prompt_tokens=sum(len(c.request.prompt_token_ids) for c in self._firsts),
             completion_tokens=sum(c.num_tokens for c in self.completions),
@@ -62,12 +62,12 @@ class Generation:
 
     @property
     def timings(self) -> list[tuple[int, RequestTimings]]:
-        """Of each completion that has any, by its index."""
+        """Index and timings of each completion that has timings."""
         return [(c.index, c.timings) for c in self.completions if c.timings is not None]
 
     async def batches(self) -> AsyncGenerator[list[TextDelta], None]:
-        """All that is new, as soon as something is. Use it within `aclosing`: to close it aborts what still runs.
-        Raises DiptychErrors."""
+        """New deltas, as soon as there are any. Use it within `aclosing`: closing it aborts what still runs. Raises
+        DiptychErrors."""
         if len(self.completions) == 1:
             async with aclosing(self._alone(self.completions[0])) as batches:
                 async for batch in batches:
@@ -82,7 +82,7 @@ class Generation:
                 task.add_done_callback(queue.report)
                 tasks.append(task)
                 if completion.request.size >= MIN_LARGE_SIZE:
-                    await asyncio.sleep(0)  # for others: to submit it takes a while
+                    await asyncio.sleep(0)  # let others run: submitting takes long
             num_running = len(tasks)
             while num_running:
                 batch, error = await queue.take()
@@ -98,7 +98,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _alone(self, completion: TextCompletion) -> AsyncGenerator[list[TextDelta], None]:
-        """The same of a single completion, without a task beside the caller's."""
+        """New deltas of a single completion, without a second task."""
         try:
             async with (
                 aclosing(self._source.stream(completion.request)) as deltas,
@@ -139,8 +139,8 @@ class Generation:
 
 
 class _Deadline:
-    """asyncio.timeout over several awaits of one task, between which other code runs that it must not interrupt. That
-    may wait for a client who does not read: `end` is called for it when the deadline comes meanwhile."""
+    """Time-out over several awaits of one task, which does not interrupt the code between them. That code may wait for
+    a client who does not read: `end` is called if the deadline comes meanwhile."""
 
     def __init__(self, timeout_s: float, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
@@ -150,7 +150,7 @@ class _Deadline:
         self._ending: asyncio.Task[None] | None = None
 
     async def keep(self, awaitable: Awaitable[T]) -> T:
-        """What it gives. Raises TimeoutError if the deadline comes first."""
+        """Result of `awaitable`. Raises TimeoutError if the deadline comes first."""
         if self._has_expired:
             raise TimeoutError
         self._waiting = asyncio.current_task()
@@ -185,7 +185,7 @@ def _unfinished() -> InternalError:
 
 
 class _DeltaQueue:
-    """What the tasks of a Generation tell its reader: deltas, and the error that ends it."""
+    """Queue from the tasks of a Generation to its reader: deltas, and the error that ends it."""
 
     def __init__(self) -> None:
         self._deltas: list[TextDelta] = []
@@ -193,7 +193,7 @@ class _DeltaQueue:
         self._has_deltas, self._has_room = asyncio.Event(), asyncio.Event()
 
     async def put(self, delta: TextDelta) -> None:
-        """Waits while the reader has much to read: what a source has meanwhile, it gives in one piece."""
+        """Add a delta; wait while the queue is full. Meanwhile the source merges its tokens into one delta."""
         while len(self._deltas) >= MAX_UNREAD_DELTAS:
             self._has_room.clear()
             await self._has_room.wait()
@@ -205,13 +205,13 @@ class _DeltaQueue:
         self._has_deltas.set()
 
     def report(self, task: asyncio.Task[None]) -> None:
-        """How a task ended."""
+        """Take the outcome of a task."""
         error = _given_up() if task.cancelled() else task.exception()
         if error is not None:
             self.fail(error)
 
     async def take(self) -> tuple[list[TextDelta], BaseException | None]:
-        """What has come, up to a bound: one of the two at least."""
+        """Deltas that have come, at most MAX_BATCH_TOKENS, and the error. Waits for one of the two."""
         await self._has_deltas.wait()
         self._has_room.set()
         num_tokens, end = 0, 0
@@ -221,7 +221,7 @@ class _DeltaQueue:
                 break
         batch, self._deltas = self._deltas[:end], self._deltas[end:]
         if self._deltas:
-            await asyncio.sleep(0)  # for others: it is much that waits here
+            await asyncio.sleep(0)  # let others run: there are many deltas
             return batch, None
         self._has_deltas.clear()
         return batch, self._error

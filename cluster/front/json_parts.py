@@ -1,4 +1,4 @@
-"""Large answers as JSON, written in parts between which the event loop runs."""
+"""Writes large answers as JSON in parts, between which the event loop runs."""
 
 import asyncio
 import json
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-SLICE = 128  # items of a list that are written in one go
-DEPTH = 5  # of an answer, to the lists of its log-probabilities: choices, choice, logprobs, list
-MAX_PART_CHARS = 65_536  # that are written in one go
+SLICE = 128  # items of a list that are written at once
+DEPTH = 5  # levels down to the lists of log-probabilities: choices, choice, logprobs, list
+MAX_PART_CHARS = 65_536  # that are written at once
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A list of an answer, as JSON already: a million objects would hold up the loop when Python looks for garbage."""
+    """List of an answer that is JSON text already: a million objects would slow down Python's garbage collection."""
 
     parts: tuple[str, ...]  # without brackets, none of them empty
 
@@ -28,7 +28,7 @@ class Written:
 
 
 async def to_json(value: dict[str, Any]) -> bytes:
-    """Others run meanwhile."""
+    """JSON of `value`. The event loop runs between its parts."""
     parts: list[str] = []
     size = 0
     for part in _parts(value, DEPTH):
@@ -41,17 +41,17 @@ async def to_json(value: dict[str, Any]) -> bytes:
 
 
 def to_small_json(value: dict[str, Any]) -> bytes:
-    """The same of a small value, in one go. It holds nothing Written."""
+    """JSON of a small value, at once. It holds nothing Written."""
     return _dumps(value).encode()
 
 
 def to_text(value: dict[str, Any]) -> str:
-    """The JSON of `value` in one go: for what is Written already."""
+    """JSON of `value`, at once. It may hold parts that are Written."""
     return "".join(_parts(value, DEPTH))
 
 
 def _parts(value: Any, depth: int) -> Iterator[str]:
-    """The JSON of `value`, cut where it is long in its upper `depth` levels."""
+    """Parts of the JSON of `value`, which is cut where it is long in its upper `depth` levels."""
     if isinstance(value, Written):
         yield "["
         for i, part in enumerate(value.parts):

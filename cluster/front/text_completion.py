@@ -13,28 +13,26 @@ from ..tokens.stop_strings import StopStrings
 
 @dataclass(slots=True)
 class TextDelta:
-    """New text of completion `index`, and the tokens that came with it.
-
-    Text lags behind tokens while a character, or what may become a stop string, is unfinished.
-    """
+    """New text of completion `index`, and its tokens. Text is held back while a character or a possible stop string is
+    incomplete."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    offsets: tuple[int, ...] = ()  # parallel to logprobs: where each token begins in the completion's text, characters
+    offsets: tuple[int, ...] = ()  # parallel to logprobs: first character of each token in the completion's text
     finish_reason: FinishReason | None = None  # set on the last delta
     stop_string: str | None = None  # the stop string that ended it
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # TokenDelta's, of the first of a prompt's completions
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # as in TokenDelta; of the first completion of a prompt
 
 
 class TextCompletion:
-    """Turns one request's tokens into text."""
+    """Text of one request, made from its tokens."""
 
     def __init__(
         self, index: int, request: Request, detokenizer: Detokenizer, stops: StopStrings, *, prompt_only: bool = False
     ) -> None:
-        """prompt_only: of the request's tokens nothing is told."""
+        """`prompt_only`: the request's tokens are not returned."""
         self._prompt_only = prompt_only
         self.index = index
         self.request = request
@@ -43,10 +41,10 @@ class TextCompletion:
         self.timings: RequestTimings | None = None  # complete once it has ended
         self._detokenizer = detokenizer
         self._stops = stops
-        self._num_chars = 0  # of detokenised text, held back or not
+        self._num_chars = 0  # of detokenised text, including text that is held back
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """The delta's text. On a stop string the text ends before it, the tokens with the one that completed it."""
+        """Text of a delta. On a stop string, the text ends before it; the tokens end with the one that completed it."""
         if not self.num_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
         self.timings = delta.timings or self.timings
@@ -61,7 +59,7 @@ class TextCompletion:
         for i, token_id in enumerate(delta.token_ids, start=1):
             self.num_tokens += 1
             offsets.append(self._num_chars)
-            # The token that ended it (end of sequence, or a stop token) is not text.
+            # The token that ended it (end of sequence, or a stop token) has no text.
             is_end = delta.finish_reason is FinishReason.STOP and i == len(delta.token_ids)
             shown, stop = self._show("" if is_end else self._detokenizer.push(token_id))
             text.append(shown)
@@ -88,7 +86,7 @@ class TextCompletion:
 
     def _ended(self, delta: TokenDelta, text: str, offsets: list[int], stop: str | None) -> TextDelta:
         num = len(offsets)
-        # A stop string ends it here: the router does not know that this was the last delta.
+        # The router does not know of stop strings, nor that this delta was the last.
         self.timings = self.timings and replace(self.timings, total_s=delta.elapsed_s)
         return TextDelta(
             self.index,

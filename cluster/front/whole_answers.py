@@ -1,7 +1,7 @@
-"""Bounds for answers that are sent in one piece: what they may hold, and what all of them may hold meanwhile.
+"""Bounds on the log-probabilities of answers that are not streamed: of one answer, and of all that are being collected.
 
-A log-probability takes about 120 bytes until its answer is sent, and 5 microseconds to tell. So a call's are counted
-before it starts, and all of them while they come.
+A log-probability takes about 120 bytes until its answer is sent, and 5 microseconds to write. So those of a call are
+checked before it starts, and those of all calls while they come.
 """
 
 from collections.abc import AsyncIterable, Sequence
@@ -12,12 +12,12 @@ from ..common.quota import QuotaShare
 from .front_door import GenerationSpec
 from .text_completion import TextDelta
 
-MERGED_DELTAS = 8192  # that are made into one for each completion
+MERGED_DELTAS = 8192  # deltas of a completion that are merged into one
 
 
 def bounded(spec: GenerationSpec, max_logprobs: int) -> GenerationSpec:
-    """The same, with a default for max_tokens that keeps the answer within the bound. Raises InvalidRequest where
-    the max_tokens that it names does not."""
+    """`spec` with a default for max_tokens that keeps the answer within the bound. Raises InvalidRequest where its
+    own max_tokens does not."""
     if spec.sampling.logprobs is None:
         return spec
     a_token = len(spec.prompts) * spec.n * (spec.sampling.logprobs + 1)
@@ -35,7 +35,7 @@ def bounded(spec: GenerationSpec, max_logprobs: int) -> GenerationSpec:
 
 
 async def gather(batches: AsyncIterable[Sequence[TextDelta]], held: QuotaShare) -> list[TextDelta]:
-    """All deltas. `held` counts their log-probabilities. Raises Overloaded where there are too many."""
+    """All deltas of a generation. `held` counts their log-probabilities. Raises Overloaded where there are too many."""
     found: list[TextDelta] = []
     num_merged = 0
     async for batch in batches:
@@ -50,7 +50,7 @@ async def gather(batches: AsyncIterable[Sequence[TextDelta]], held: QuotaShare) 
 
 
 def _merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
-    """The same, with those of a completion in one; a delta with log-probabilities stays by itself."""
+    """`deltas` with those of each completion merged into one, except deltas with log-probabilities."""
     if any(delta.logprobs for delta in deltas):
         return list(deltas)
     own: dict[int, list[TextDelta]] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: messages in, prompt text out, as Hugging Face's `apply_chat_template` renders it.
+"""Renders a checkpoint's chat template: messages in, prompt text out, as Hugging Face's `apply_chat_template` does.
 
 Found in this order: `chat_template.jinja`, `chat_template.json`, `chat_template` in `tokenizer_config.json` (a text, or
 a list of named ones of which "default" is taken). A template is a program that came with the checkpoint: it runs in
@@ -19,13 +19,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...workers.common.errors import CheckpointError, InvalidRequest
 
-Message = Mapping[str, object]  # role, content, and what else the template knows
+Message = Mapping[str, object]  # role, content, and other keys that the template reads
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS})
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it renders its body."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it so
 
@@ -35,7 +35,7 @@ class _Generation(Extension):
 
 
 class _Refused(jinja2.TemplateError):
-    """The template's own `raise_exception`."""
+    """Raised by `raise_exception` of a template."""
 
 
 def _raise_exception(message: str) -> None:
@@ -49,7 +49,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes HTML, which no model was trained on.
+    # jinja2's own filter escapes HTML, which models are not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -62,7 +62,7 @@ _GLOBALS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens`: "bos_token" and the like, for the template to name. Raises CheckpointError."""
+        """`special_tokens`: "bos_token" and others that the template may name. Raises CheckpointError."""
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -82,9 +82,9 @@ class ChatTemplate:
         *,
         max_chars: int | None = None,
     ) -> str:
-        """The prompt that asks for the assistant's next words. `options` are the template's own switches
-        ("enable_thinking"), `tools` are shown to the model. Rendering stops where the text has more than `max_chars`.
-        Raises InvalidRequest with the template's own words, where it has some."""
+        """Prompt for the assistant's next message. `options`: the template's own switches ("enable_thinking"); `tools`:
+        shown to the model. Rendering stops where the text has more than `max_chars`. Raises InvalidRequest, with the
+        template's own message, if it has one."""
         if reserved := self._reserved & (options or {}).keys():
             raise InvalidRequest(f"chat_template_kwargs must not set {sorted(reserved)}", param="chat_template_kwargs")
         values = self._special_tokens | dict(options or {})
@@ -95,7 +95,7 @@ class ChatTemplate:
             return _join(pieces, max_chars)
         except _Refused as e:
             raise InvalidRequest(f"the model's chat template refused the messages: {e}", param="messages") from e
-        # A template is a program that came with the model: on messages it does not foresee it fails in its own ways.
+        # A template is a program of the model's authors: on unexpected messages it may raise anything.
         except (
             jinja2.TemplateError,
             TypeError,
@@ -122,7 +122,7 @@ def _join(pieces: Iterable[str], max_chars: int | None) -> str:
 
 
 def find_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's text, None where there is none. `config`: of tokenizer_config.json. Raises CheckpointError."""
+    """Text of the template, None where there is none. `config`: of tokenizer_config.json. Raises CheckpointError."""
     if (path := folder / "chat_template.jinja").is_file():
         return read_text(path)
     found: object = None
@@ -146,7 +146,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The file's object, {} where there is no file. Raises CheckpointError."""
+    """JSON object of the file, {} where there is no file. Raises CheckpointError."""
     if not path.is_file():
         return {}
     try:

@@ -1,8 +1,8 @@
-"""The process that converts a tokenizer: `python -m diptych.cluster.tokens.convert_tokenizer FROM TO`. See
+"""Process that converts a tokenizer: `python -m diptych.cluster.tokens.convert_tokenizer FROM TO`. See
 tokenizer_conversion.py. The only file that imports transformers; none imports it.
 
-FROM is a folder with a tokenizer's files and the checkpoint's config.json, TO a folder to be made. What fails is said
-in the last line on standard error. It ends when its standard input closes, so with its parent.
+FROM is a folder with a tokenizer's files and the checkpoint's config.json, TO a folder to make. An error is
+reported in the last line on standard error. It ends when its standard input closes, so with its parent.
 """
 
 import os
@@ -20,7 +20,7 @@ def convert(source: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json")
-    # Where transformers misses a file it may make an empty tokenizer.
+    # transformers may make an empty tokenizer where a file is missing.
     if not tokenizer.encode(_PROBE, add_special_tokens=False):
         raise ValueError(f"transformers made an empty {type(tokenizer).__name__} of it")
     tokenizer.save_pretrained(target)
@@ -28,7 +28,7 @@ def convert(source: Path, target: Path) -> None:
 
 def main() -> None:
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
-    # Its import takes five times as long as all the rest, and no tokenizer needs it.
+    # Its import takes five times as long as all others, and no tokenizer needs it.
     sys.modules["torch"] = None  # type: ignore[assignment]
     source, target = map(Path, sys.argv[1:])
     try:

@@ -1,7 +1,7 @@
-"""Incremental detokenisation: the pieces that `push` and the last `flush` return, joined, are the text of all tokens.
+"""Incremental detokenisation: the pieces that `push` and the last `flush` return join to the text of all tokens.
 
-A character that is split over tokens comes out whole, with its last token; U+FFFD comes out only where the bytes are no
-UTF-8, so that more tokens would not mend it.
+A character that is split over tokens is returned whole, with its last token. U+FFFD is returned only where the bytes
+are not UTF-8, whatever tokens follow.
 """
 
 import codecs
@@ -12,23 +12,23 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\ufffd"
-NUM_CONTEXT_TOKENS = 6  # of the prompt, for decoders that write a word's first space only after something
+NUM_CONTEXT_TOKENS = 6  # of the prompt, for decoders that drop a space at the beginning of the text
 MAX_CHARACTER_BYTES = 4
-MAX_HELD_TOKENS = 8  # a character has four bytes at most: a longer run that is no text will never become one
+MAX_HELD_TOKENS = 8  # a character has at most four bytes: a longer run that is no text never becomes text
 
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """The text that this token completes."""
+        """Add a token. Returns the text that it completes."""
         ...
 
     def flush(self) -> str:
-        """What is left once no token follows."""
+        """Text that is left when no token follows."""
         ...
 
 
 class ByteDetokenizer:
-    """Byte-level vocabularies: each token is some bytes, and the text is their UTF-8. Exact for any tokens."""
+    """Detokenizer for byte-level vocabularies: a token is some bytes, the text their UTF-8. Exact for any tokens."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -42,14 +42,14 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """All other vocabularies: the library's DecodeStream, begun anew after tokens that never become text."""
+    """Detokenizer for other vocabularies: the library's DecodeStream, restarted after tokens that never become text."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, prompt_token_ids: Sequence[int], *, skip_special: bool = True
     ) -> None:
         self._backend = backend
         self._skip_special = skip_special
-        # A context that begins within a character reads as none: up to three tokens more have its other bytes.
+        # A context that begins within a character is not decoded: up to three more tokens hold its other bytes.
         contexts = [list(prompt_token_ids[-NUM_CONTEXT_TOKENS - n :]) for n in range(MAX_CHARACTER_BYTES)]
         self._restart(next((c for c in contexts if not self._decode(c).endswith(REPLACEMENT)), []))
 
@@ -71,7 +71,7 @@ class StreamDetokenizer:
         return piece
 
     def _restart(self, context: list[int]) -> None:
-        # A stream that starts on an unfinished character would show it a second time.
+        # A stream that starts on an incomplete character would return it twice.
         self._context = [] if self._decode(context).endswith(REPLACEMENT) else context
         self._held: list[int] = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special)

@@ -1,10 +1,10 @@
-"""The router's side of prompt_process.py: prompts in, token ids out, without holding up the event loop.
+"""Encodes prompts in processes (prompt_process.py), so that the router's event loop goes on meanwhile.
 
     PromptEncoder   two processes, so that small tasks do not wait for large ones; short texts need none
-    PromptProcess   one such process: started when first asked, and again after it was ended
+    PromptProcess   one such process: started with its first task, and again after it was ended
 
-A task that takes more than its limits ends its process, and is refused by name; other tasks wait for the next process.
-A task whose caller no longer waits runs to its end.
+A task that exceeds its limits ends its process, and is refused; other tasks wait for the next process. A task whose
+caller no longer waits runs to its end.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from .prompt_frames import BODY, CHAT, SIZES, TEXT, Head, to_frame
 from .tokenizer import Tokenizer
 
 MAX_INLINE_CHARS = 16_384  # of text that the front door encodes itself: about 5 ms
-MAX_SMALL_BYTES = 65_536  # of a task for the process that answers small ones
-SLICE = 2048  # prompts and token ids that are read in one go
+MAX_SMALL_BYTES = 65_536  # of a task for the process of small tasks
+SLICE = 2048  # prompts and token ids that are read at once
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """What a task may take."""
+    """Limits of a task in processor time, time and memory."""
 
     cpu_s: float = 4.0  # processor time
-    cpu_s_per_mib: float = 1.0  # of the task; more than that for each
-    wall_factor: float = 5.0  # as long as its processor time: a loaded machine gives a process less than it asks for
+    cpu_s_per_mib: float = 1.0  # more for each MiB of the task
+    wall_factor: float = 5.0  # times its processor time: on a loaded machine a process waits for a core
     max_wait_s: float = 30.0  # behind other tasks
-    max_memory_bytes: int = 1 << 30  # beyond what the process holds once it is ready
+    max_memory_bytes: int = 1 << 30  # more than the process holds when it is ready
     start_s: float = 60.0
 
 
 class PromptEncoder:
-    """Use it on one event loop; `close` it there."""
+    """Encoder of prompts: texts and chats. Use and `close` it on one event loop."""
 
     def __init__(self, tokenizer: Tokenizer, limits: ProcessLimits) -> None:
         self._tokenizer = tokenizer
@@ -49,7 +49,7 @@ class PromptEncoder:
         self._large = PromptProcess(tokenizer.state, limits)
 
     async def start(self) -> None:
-        """Start the process that chats need, so that the first does not wait for it."""
+        """Start the process for chats, so that the first chat does not wait for it."""
         if self._tokenizer.has_chat_template:
             await self._small.start()
 
@@ -70,7 +70,7 @@ class PromptEncoder:
     async def read_body(
         self, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
     ) -> tuple[bytes, list[Encoded]]:
-        """See openai_calls.read_call. Raises InvalidRequest, PromptTooLong, Overloaded."""
+        """Read a body: see front/openai/calls.py. Raises InvalidRequest, PromptTooLong, Overloaded."""
         return await self._ask({"kind": BODY, "body": kind, "max_prompts": max_prompts}, body, max_context_tokens)
 
     async def _ask(self, task: Head, body: bytes, max_context_tokens: int) -> tuple[bytes, list[Encoded]]:
@@ -84,26 +84,26 @@ class PromptEncoder:
             start += max(num_text, 0)
             prompts.append(Encoded(tuple(ids), text))
             num_read += 1 + num_ids
-            if num_read >= SLICE:  # a million numbers take a while
+            if num_read >= SLICE:  # a million numbers take long
                 num_read = 0
                 await asyncio.sleep(0)
         return found[: head["call"]], prompts
 
 
 class PromptProcess:
-    """`state`: of the tokenizer that the process shall have."""
+    """`state`: of the tokenizer of the process."""
 
     def __init__(self, state: Callable[[], bytes], limits: ProcessLimits) -> None:
         self._state = state
         self._limits = limits
         self._turn = asyncio.Lock()
-        self._link: _Link | None = None
+        self._link: _RunningProcess | None = None
         self._under_way: asyncio.Task[tuple[Head, bytes]] | None = None
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """None: it does not run."""
+        """Id of the process; None: it does not run."""
         return self._link.process.pid if self._link else None
 
     async def start(self) -> None:
@@ -111,8 +111,8 @@ class PromptProcess:
             await self._linked()
 
     async def ask(self, task: Head, body: bytes) -> tuple[Head, bytes]:
-        """Its answer's head and body. Raises the error that it answers with; InvalidRequest where it took too much;
-        Overloaded where its turn does not come; Unavailable once it is closed."""
+        """Head and body of the answer to a task. Raises the error of the answer; InvalidRequest where the task exceeded
+        its limits; Overloaded where it waited too long; Unavailable after `close`."""
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
                 await self._turn.acquire()
@@ -131,7 +131,7 @@ class PromptProcess:
         return _checked(head), found
 
     async def close(self) -> None:
-        """End the process, and start none again. Idempotent."""
+        """End the process for good. Idempotent."""
         self._is_closed = True
         if self._under_way is not None:
             self._under_way.cancel()
@@ -155,13 +155,13 @@ class PromptProcess:
             await self._end()
             raise
 
-    async def _linked(self) -> "_Link":
+    async def _linked(self) -> "_RunningProcess":
         if self._link is not None and self._link.process.poll() is not None:
             await self._end()  # it was ended between two tasks
         if self._link is None:
             state = await asyncio.to_thread(self._state)
             limits = {"cpu_s": self._limits.cpu_s, "max_memory_bytes": self._limits.max_memory_bytes}
-            self._link = await _Link.open()
+            self._link = await _RunningProcess.open()
             try:
                 async with asyncio.timeout(self._limits.start_s):
                     head, _ = await self._link.exchange(limits, state)
@@ -183,8 +183,8 @@ class PromptProcess:
             await link.close()
 
 
-class _Link:
-    """A running process and the socket to it."""
+class _RunningProcess:
+    """Running process and the socket to it."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -194,7 +194,7 @@ class _Link:
         self._writer = writer
 
     @classmethod
-    async def open(cls) -> "_Link":
+    async def open(cls) -> "_RunningProcess":
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -219,12 +219,12 @@ class _Link:
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
-        # The kernel may take a while to free the memory of a process.
+        # The kernel may take long to free the memory of a process.
         await asyncio.to_thread(self.process.wait)
 
 
 def _checked(head: Head) -> Head:
-    """Raises the error that the head tells of."""
+    """Raise the error that the head describes, if any."""
     if "error" in head:
         error = from_wire(head["error"], head["message"])
         error.param = head["param"]
@@ -233,6 +233,6 @@ def _checked(head: Head) -> Head:
 
 
 def _look(task: "asyncio.Task[tuple[Head, bytes]]") -> None:
-    """Nobody may be left to hear its error."""
+    """Retrieve a task's error, for which no caller may wait any more."""
     if not task.cancelled():
         task.exception()

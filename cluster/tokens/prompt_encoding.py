@@ -1,4 +1,4 @@
-"""Prompts to token ids, bounded by the context. Synchronous: the caller chooses the process."""
+"""Encodes prompts as token ids, bounded by the context. Synchronous: the caller chooses the process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,24 +14,26 @@ MAX_MESSAGES = 8192
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """Conversation that the chat template turns into a prompt."""
+
     messages: Sequence[Message]
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    tools: Sequence[Mapping[str, object]] = ()  # that the template shows to the model
+    tools: Sequence[Mapping[str, object]] = ()  # shown to the model by the template
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt that was encoded before the front door got it."""
+    """Prompt that is token ids already."""
 
     token_ids: tuple[int, ...]
-    text: str | None = None  # that they were made of, where the answer repeats it
+    text: str | None = None  # of the prompt, where the answer repeats it
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt | Encoded
 
 
 def check_num_messages(num: int) -> None:
-    """Raise InvalidRequest."""
+    """Raise InvalidRequest for none or too many."""
     if not num:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     if num > MAX_MESSAGES:
@@ -39,7 +41,7 @@ def check_num_messages(num: int) -> None:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, special: bool = True) -> tuple[int, ...]:
-    """Raises InvalidRequest, PromptTooLong."""
+    """Token ids of a text. Raises InvalidRequest, PromptTooLong."""
     if not text:
         raise InvalidRequest("the prompt is empty: it must hold at least one token", param="prompt")
     if len(text) > max_context_tokens * tokenizer.max_token_chars:
@@ -52,9 +54,9 @@ def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, spe
 
 
 def encode_chat(tokenizer: Tokenizer, chat: ChatPrompt, max_context_tokens: int) -> tuple[int, ...]:
-    """Render and encode. Raises InvalidRequest, PromptTooLong."""
+    """Token ids of a chat, rendered by the template. Raises InvalidRequest, PromptTooLong."""
     check_num_messages(len(chat.messages))
     most = max_context_tokens * tokenizer.max_token_chars
     text = tokenizer.render_chat(chat.messages, chat.template_options, chat.tools, max_chars=most)
-    # It holds its special tokens already.
+    # The rendered text holds its special tokens already.
     return encode_text(tokenizer, text, max_context_tokens, special=False)

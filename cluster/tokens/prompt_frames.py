@@ -1,6 +1,6 @@
 """Messages between a router and its prompt_process.py: frames of a JSON head and a body.
 
-the bytes of both (two uint32), the head, the body
+A frame is the sizes of both in bytes (two uint32), the head, the body.
 """
 
 import json
@@ -8,7 +8,7 @@ import struct
 from typing import Any
 
 Head = dict[str, Any]
-Frame = tuple[bytes, bytes]  # what comes before the body, and the body, which is not copied
+Frame = tuple[bytes, bytes]  # sizes and head, and the body, which is not copied
 
 SIZES = struct.Struct("<II")
 CHAT, TEXT, BODY = "chat", "text", "body"  # kinds of task

@@ -1,18 +1,18 @@
-"""Stop strings over streamed text. Pure: text in, text that may be shown out.
+"""Matches stop strings in streamed text. Pure: text in, text that may be sent out.
 
-    StopTable     the strings and their automata: made once for a call, read by all its completions
-    StopStrings   where one completion's text stands in them
+    StopTable     the strings and their automata: made once for a call, used by all its completions
+    StopStrings   matching state of one completion's text
 
-What is shown does not depend on how the text was cut: the match that ends first wins, of those that end together the
-longest, and no part of it is shown. Each stop string is followed by a Knuth-Morris-Pratt automaton, so that a character
-costs the same however long the strings are.
+The result does not depend on how the text is split: the match that ends first counts, among those that end together the
+longest, and no part of it is sent. Each stop string has a Knuth-Morris-Pratt automaton, so that the cost of a character
+does not depend on the strings' lengths.
 """
 
 from collections.abc import Sequence
 
 
 class StopTable:
-    """Takes time and memory linear in the strings' characters."""
+    """Stop strings and their automata. Time and memory are linear in the strings' characters."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string matches everywhere"
@@ -24,11 +24,11 @@ class StopStrings:
     def __init__(self, table: StopTable) -> None:
         self._stops = table.stops
         self._failures = table.failures
-        self._matched = [0] * len(self._stops)  # characters of each that the text's end matches
-        self._held = ""  # the text's end that may be the start of a match
+        self._matched = [0] * len(self._stops)  # characters of each string that the end of the text matches
+        self._held = ""  # end of the text that may be the start of a match
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may now be shown, and the stop string that ended it."""
+        """Add text. Returns the text that may now be sent, and the stop string that ended it."""
         if not self._stops:
             return text, None
         known = len(self._held)
@@ -39,7 +39,7 @@ class StopStrings:
         return self._release(max(self._matched)), None
 
     def flush(self) -> str:
-        """The held text, once nothing follows it."""
+        """Text that was held back; called at the end."""
         return self._release(0)
 
     def _release(self, num_held: int) -> str:
@@ -60,7 +60,7 @@ class StopStrings:
 
 
 def _failures(stop: str) -> list[int]:
-    """For each prefix of `stop`: the length of its longest proper suffix that is also its prefix."""
+    """Length of the longest proper suffix that is also a prefix, for each prefix of `stop`."""
     table = [0] * len(stop)
     k = 0
     for i in range(1, len(stop)):

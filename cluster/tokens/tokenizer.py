@@ -1,4 +1,4 @@
-"""Text <-> token ids, from a checkpoint's `tokenizer.json`, or what is converted to it, and `tokenizer_config.json`.
+"""Converts text to token ids and back, by a `tokenizer.json` (or its conversion) and `tokenizer_config.json`.
 
 Encoding equals Hugging Face's fast tokenizers, without importing transformers (which would import torch). As there,
 `tokenizer.json` alone says which special tokens a text gets: add_bos_token of the config is not read.
@@ -23,7 +23,7 @@ _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 
 class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None) -> None:
-        """`config`: of tokenizer_config.json; `template`: the chat template's source, if any."""
+        """`config`: of tokenizer_config.json; `template`: source of the chat template, if any."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -33,7 +33,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._special = special
         self._template: ChatTemplate | None = None
-        # A text of more than n times as many characters has more than n tokens.
+        # A text with more than n times as many characters has more than n tokens.
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self._decoders = _decoder_types(backend)
         self._bytes_of = cache(self._find_bytes)
@@ -47,20 +47,20 @@ class Tokenizer:
 
     @classmethod
     def _read(cls, folder: Path, home: Path) -> "Tokenizer":
-        """`home`: where tokenizer.json is."""
+        """`home`: folder of tokenizer.json."""
         path = home / TOKENIZER_FILE
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises no narrower class
             raise CheckpointError(f"cannot read {path}: {e}. Download the checkpoint again") from e
-        # What the checkpoint says itself wins over what a conversion adds.
+        # Values of the checkpoint replace those that a conversion adds.
         settings = (place / name for place in dict.fromkeys((home, folder)) for name in _SETTINGS)
         config = {key: value for path in settings for key, value in read_json(path).items()}
         return cls(backend, config, find_source(folder, config))
 
     @classmethod
     def from_state(cls, state: bytes) -> "Tokenizer":
-        """What `state` wrote, in another process."""
+        """Tokenizer from the `state` that another process wrote."""
         given = json.loads(state)
         return cls(tokenizers.Tokenizer.from_str(given["backend"]), given["config"], given["template"])
 
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens have a name, added ones included; an id may be larger where ids have gaps."""
+        """Number of tokens with a name, added ones included. Ids may be larger where they have gaps."""
         return self._backend.get_vocab_size()
 
     @property
@@ -79,19 +79,19 @@ class Tokenizer:
         return self._source is not None
 
     def compile_template(self) -> None:
-        """Make the chat template, if any, ready to render. Takes what time and memory it takes: a hostile one may be
-        large, or hold constants that are. Raises CheckpointError."""
+        """Compile the chat template, if any. Time and memory are not bounded: a hostile template may be large, or have
+        large constants. Raises CheckpointError."""
         if self._template is None and self._source is not None:
             self._template = ChatTemplate(self._source, self._special)
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Token ids; `special` adds what the tokenizer's post-processor puts around a text (a first bos token, say)."""
-        # The batch call lets other threads run meanwhile, and keeps no offsets.
+        """Token ids of a text. `special`: add the tokens of the tokenizer's post-processor, as a first bos token."""
+        # The batch call lets other threads run, and keeps no offsets.
         return tuple(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of the tokens; special ones are left out unless `special`."""
-        # The batch call lets other threads run meanwhile.
+        """Text of the tokens, without special ones unless `special`."""
+        # The batch call lets other threads run.
         return self._backend.decode_batch([token_ids], skip_special_tokens=not special)[0]
 
     def render_chat(
@@ -102,23 +102,23 @@ class Tokenizer:
         *,
         max_chars: int | None = None,
     ) -> str:
-        """The prompt of a conversation; it already holds its special tokens. Takes what time and memory the template
-        does, and stops beyond `max_chars`. Raises InvalidRequest."""
+        """Prompt of a conversation, with its special tokens. Time and memory are the template's, but the text stops
+        beyond `max_chars`. Raises InvalidRequest."""
         self.compile_template()
         if self._template is None:
             raise InvalidRequest("the model has no chat template: send a plain prompt instead", param="messages")
         return self._template.render(messages, options, tools, max_chars=max_chars)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, a special one its name; b"" for an id that no token has."""
+        """Bytes of a token; of a special one, its name; b"" for an id without a token."""
         return self._bytes_of(token_id)
 
     def special_text(self, token_id: int) -> str:
-        """The name of a special token; "" for any other."""
+        """Name of a special token; "" for any other."""
         return self._bytes_of(token_id).decode() if token_id in self._special_ids else ""
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, special: bool = False) -> Detokenizer:
-        """For the tokens that follow a prompt. Special ones are left out unless `special`."""
+        """Detokenizer for the tokens after a prompt. Leaves out special ones unless `special`."""
         if "ByteLevel" in self._decoders:
             return ByteDetokenizer(self._bytes_of if special else self._shown_bytes_of)
         return StreamDetokenizer(self._backend, prompt_token_ids, skip_special=not special)
@@ -130,7 +130,7 @@ class Tokenizer:
         if token_id in self._special_ids:
             return token.encode()
         if "ByteLevel" in self._decoders:
-            # As the library's decoder: a token with a character outside the table stands for itself.
+            # As in the library's decoder, a token with a character outside the table is its own text.
             known = [_BYTE_OF.get(char) for char in token]
             return token.encode() if None in known else bytes(b for b in known if b is not None)
         if "ByteFallback" in self._decoders and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -141,7 +141,7 @@ class Tokenizer:
 
 
 def _byte_table() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest for U+0100 on (GPT-2)."""
+    """Map from character to byte in byte-level BPE: printable Latin-1 to itself, U+0100 and on to the rest (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -151,7 +151,7 @@ _BYTE_OF = _byte_table()
 
 
 def _content(token: object) -> str | None:
-    """A special token is written as a text or as {"content": text, …}."""
+    """Text of a special token, which is written as a text or as {"content": text, …}."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -167,7 +167,7 @@ def _extra_special(config: Mapping[str, Any]) -> list[str]:
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
-    """Make the named tokens special that the vocabulary has but tokenizer.json does not say so of."""
+    """Mark those named tokens of the vocabulary as special that tokenizer.json does not mark."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens([t for t in texts if t not in added and backend.token_to_id(t) is not None])
 

@@ -1,11 +1,11 @@
-"""A `tokenizer.json` for checkpoints that have none: converted once by transformers, and kept.
+"""Makes a `tokenizer.json` for checkpoints without one: transformers converts it once, and the result is cached.
 
 files found -> key of their content -> in the cache? else converted by a process of its own -> moved into the cache
 
-transformers takes seconds to import and reads files that others made: so it runs in a process that has a time limit and
-ends with this one, on copies of the tokenizer's files alone (no code of the checkpoint is there to be run). The cache
-is DIPTYCH_HOME/tokenizers, else XDG_CACHE_HOME/diptych/tokenizers: a folder a tokenizer, named after the checkpoint and
-the content of its files. Where it cannot be written nothing is kept.
+transformers takes seconds to import and reads files from strangers. So it runs in a process with a time limit that ends
+with this one, on copies of the tokenizer's files only (without any code of the checkpoint). The cache is
+DIPTYCH_HOME/tokenizers, else XDG_CACHE_HOME/diptych/tokenizers: one folder for each tokenizer, named after the
+checkpoint and the content of its files. Where it cannot be written, nothing is cached.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from ...workers.common.errors import CheckpointError, ConfigError
 from .tokenizer_files import SETTINGS_FILES, TIKTOKEN_FILE, TOKENIZER_FILE, find_sources
 
 LIMIT_S = 600.0
-CONVERTERS = ("transformers", "tokenizers", "sentencepiece", "tiktoken")  # another version may convert otherwise
+CONVERTERS = ("transformers", "tokenizers", "sentencepiece", "tiktoken")  # versions may convert differently
 _REMEDY = (
     "convert it where transformers can read it (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)) and put "
     f"the {TOKENIZER_FILE} into the checkpoint's folder"
@@ -35,15 +35,15 @@ log = logging.getLogger("diptych.tokenizer")
 
 
 def needs_conversion(folder: Path) -> bool:
-    """Whether the tokenizer of the checkpoint in `folder` is yet to be converted. Raises CheckpointError."""
+    """Whether the tokenizer of the checkpoint in `folder` has to be converted. Raises CheckpointError."""
     sources = find_sources(folder)
     return bool(sources) and not (_cache() / _name(folder, sources) / TOKENIZER_FILE).is_file()
 
 
 @contextmanager
 def tokenizer_folder(folder: Path, *, limit_s: float = LIMIT_S) -> Generator[Path]:
-    """Where the tokenizer.json of the checkpoint in `folder` is: there, or in the cache, after a conversion if need be.
-    Raises CheckpointError, ConfigError."""
+    """Folder with the tokenizer.json of the checkpoint in `folder`: itself, or one in the cache, after a conversion if
+    needed. Raises CheckpointError, ConfigError."""
     sources = find_sources(folder)
     if not sources:
         yield folder
@@ -60,7 +60,9 @@ def tokenizer_folder(folder: Path, *, limit_s: float = LIMIT_S) -> Generator[Pat
 
 
 def _kept(folder: Path, sources: Sequence[Path], kept: Path, limit_s: float) -> Path:
-    with _alone(kept.with_name(f"{kept.name}.lock")):  # routers of a machine start together: one converts, others wait
+    with _alone(
+        kept.with_name(f"{kept.name}.lock")
+    ):  # routers of a machine start together: one converts, the others wait
         if not (kept / TOKENIZER_FILE).is_file():
             _convert(folder, sources, kept, limit_s)
     return kept
@@ -71,7 +73,7 @@ def _convert(folder: Path, sources: Sequence[Path], kept: Path, limit_s: float) 
         stage, out = Path(temporary, "in"), Path(temporary, "out")
         stage.mkdir()
         for path in _all_files(folder, sources):
-            # transformers knows a tiktoken file by this name alone.
+            # transformers finds a tiktoken file by this name only.
             name = TIKTOKEN_FILE if path.suffix == ".tiktoken" else path.name
             shutil.copyfile(path, stage / name)
         _run(stage, out, " and ".join(str(p) for p in sources), limit_s)
@@ -81,14 +83,14 @@ def _convert(folder: Path, sources: Sequence[Path], kept: Path, limit_s: float) 
 
 
 def _run(stage: Path, out: Path, sources: str, limit_s: float) -> None:
-    """Raises CheckpointError with what the process said."""
+    """Run the conversion process. Raises CheckpointError with its error."""
     said = stage.parent / "stderr"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     module = "diptych.cluster.tokens.convert_tokenizer"
     with said.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(stage), str(out)],
-            stdin=subprocess.PIPE,  # it ends when this closes
+            stdin=subprocess.PIPE,  # the process ends when this closes
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             env=environment,
@@ -133,7 +135,7 @@ def _cache() -> Path:
 
 @contextmanager
 def _writable(root: Path) -> Generator[Path]:
-    """`root`, or a folder for this once where it cannot be written."""
+    """`root`, or a temporary folder where it cannot be written."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         why = "" if os.access(root, os.W_OK) else "it cannot be written"

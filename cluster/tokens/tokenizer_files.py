@@ -1,6 +1,6 @@
-"""Which files of a checkpoint hold its tokenizer. Reads no contents.
+"""Finds the files of a checkpoint that hold its tokenizer. Does not read them.
 
-`tokenizer.json` is read as it is. Where it is absent, one of these is converted to it (tokenizer_conversion.py):
+`tokenizer.json` is used as it is. Without it, one of these is converted to it (tokenizer_conversion.py):
 
     tokenizer.model                  sentencepiece, or tiktoken under that name
     vocab.json and merges.txt        byte-level BPE
@@ -15,13 +15,13 @@ TOKENIZER_FILE = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"
 BPE_FILES = ("vocab.json", "merges.txt")
 TIKTOKEN_FILE = "tiktoken.model"
-# What transformers reads beside these: which class it is, which tokens are special.
+# Files that transformers reads beside these: class of the tokenizer, special tokens.
 SETTINGS_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def find_sources(folder: Path) -> tuple[Path, ...]:
-    """The files to convert; none where tokenizer.json is there. Raises CheckpointError where there is nothing that
-    could be read or converted."""
+    """Files to convert; none where there is a tokenizer.json. Raises CheckpointError where there is nothing to read or
+    convert."""
     if (folder / TOKENIZER_FILE).is_file():
         return ()
     if (path := folder / MODEL_FILE).is_file():

@@ -1,4 +1,4 @@
-"""diptych.v1.Inference over a FrontDoor, with grpc.health.v1 and reflection.
+"""gRPC service diptych.v1.Inference over a FrontDoor, with grpc.health.v1 and reflection.
 
 Cancelling a call closes its token streams, which aborts its requests on the workers; so does a call's own deadline.
 """
@@ -34,16 +34,16 @@ from ..text_completion import TextDelta
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 1.0
 MIN_TIMEOUT_S = 0.001
-MAX_AGE_S = 3600.0  # of a connection: then its client is asked to open another one
-MAX_STREAMS = 1024  # calls that one connection may have open
-MAX_POSITIONS = 256  # of prompts, in a message: with the most alternatives about 8 ms to write
+MAX_AGE_S = 3600.0  # of a connection; then its client is asked to open another one
+MAX_STREAMS = 1024  # open calls of one connection
+MAX_POSITIONS = 256  # of prompts in a message: about 8 ms to write with the most alternatives
 
 if TYPE_CHECKING:  # the class is generic in its stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServer:
-    """`start` and `stop` on one running event loop. Where there is an `api_key`, all services but health ask for it."""
+    """gRPC server of a router. `start` and `stop` on one event loop. An `api_key` is checked by all but health."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class InferenceServer:
         options = [
             ("grpc.so_reuseport", int(reuse_port)),
             ("grpc.max_receive_message_length", door.limits.max_message_bytes),
-            # A call that its client does not read ends with its connection at last.
+            # A call that its client does not read ends with its connection at the latest.
             ("grpc.max_connection_age_ms", round(MAX_AGE_S * 1e3)),
             ("grpc.max_connection_age_grace_ms", round((door.limits.max_timeout_s + limits.send_timeout_s) * 1e3)),
             *_bounds(limits),
@@ -126,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                                 _conclude(response, generation)
                             await delivery.of(context.write(response))
         except DiptychError as e:
-            # Where the client does not read, this ends when it does, or when its connection is closed.
+            # With a client that does not read, this ends when it reads, or when its connection is closed.
             await _abort(context, e, request_id)
 
     async def GetModel(self, request: inference_pb2.GetModelRequest, context: "Context") -> inference_pb2.ModelInfo:
@@ -138,7 +138,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def _spec(self, request: inference_pb2.GenerateRequest, context: "Context") -> GenerationSpec:
         sampling = request.sampling
         timeout_s = request.timeout_s if request.HasField("timeout_s") else None
-        # The stubs deny that it is None where the call has no deadline.
+        # It is None where the call has no deadline, against the type stubs.
         remaining_s = cast("float | None", context.time_remaining())
         if timeout_s is None and remaining_s is not None:
             timeout_s = min(max(remaining_s, MIN_TIMEOUT_S), self._door.limits.max_timeout_s)
@@ -158,7 +158,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> Prompt:
-    """Counts first: to copy what cannot be served takes as long. Raises InvalidRequest."""
+    """Spec of a message. Checks counts before it copies anything. Raises InvalidRequest."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return request.text
@@ -192,7 +192,7 @@ def _response(request_id: str, delta: TextDelta, tokenizer: Tokenizer) -> infere
 def _prompt_logprobs(
     request_id: str, prompt: Sequence[int], delta: TextDelta, tokenizer: Tokenizer
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """In messages that clients take: by default they refuse more than 4 MiB."""
+    """Prompt log-probabilities in messages below 4 MiB: by default clients refuse larger ones."""
 
     def text(token_id: int) -> str:
         return tokenizer.token_bytes(token_id).decode(errors="replace")
@@ -209,7 +209,7 @@ def _prompt_logprobs(
 
 
 def _conclude(last: inference_pb2.GenerateResponse, generation: Generation) -> None:
-    """What the last message of a call tells besides."""
+    """Fields that only the last message of a call has."""
     usage = generation.usage
     last.usage.prompt_tokens = usage.prompt_tokens
     last.usage.completion_tokens = usage.completion_tokens
@@ -235,14 +235,14 @@ def _bounds(limits: ConnectionLimits) -> Sequence[tuple[str, Any]]:
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.max_metadata_size", limits.max_header_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
-        # For the TLS handshake and the client's settings; then without a call.
+        # First for the TLS handshake and the client's settings; second for a connection without a call.
         ("grpc.server_handshake_timeout_ms", round(limits.header_timeout_s * 1e3)),
         ("grpc.http2.settings_timeout", round(limits.header_timeout_s * 1e3)),
         ("grpc.max_connection_idle_ms", round(limits.idle_timeout_s * 1e3)),
-        # A client that is gone without a FIN (power, a cut cable) is noticed by these pings.
+        # These pings find a client that left without a FIN (power loss, a cut cable).
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # the least that clients may ping
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # shortest interval at which clients may ping
         ("grpc.http2.max_ping_strikes", 2),
     )

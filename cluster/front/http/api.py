@@ -3,7 +3,7 @@
     POST /v1/completions, /v1/chat/completions      GET /v1/models, /v1/models/{id}
     GET  /health (200 ready, 503 not), /metrics (Prometheus), /version
 
-Every call has an id of our making: in the header x-request-id, in the id of the answer, in every error. Every error is
+The server gives every call an id: in the header x-request-id, in the answer, in every error. Every error is
 OpenAI's object {"error": {message, type, param, code}} under the status of its class in workers/common/errors.py.
 """
 
@@ -40,11 +40,11 @@ from .errors import EXCEPTION_HANDLERS, call_id, error_object, request_id
 from .metrics import HttpMetrics
 from .stream import EventStream, while_connected
 
-MAX_INLINE_BYTES = 65_536  # of a body: what takes about 2 ms to read stays in the router
+MAX_INLINE_BYTES = 65_536  # of a body: smaller ones are read in the router, in about 2 ms
 
 
 def make_app(door: FrontDoor, access: AccessPolicy | None = None, metrics: HttpMetrics | None = None) -> ASGIApp:
-    """The API as an ASGI application. `metrics`: what its port counts beside it."""
+    """ASGI application of the API. `metrics`: those of its port."""
     metrics = metrics or HttpMetrics()
     api = HttpApi(door, metrics)
     app = Starlette(
@@ -117,7 +117,7 @@ class HttpApi:
         return JSONResponse({"version": __version__})
 
     async def _call(self, kind: type[Body], request: Request) -> ParsedRequest:
-        """Read what is asked for. Unknown fields are named in a header of whatever is answered."""
+        """Read a request's body. The answer names unknown fields in a header."""
         limits = self._door.limits
         with self._bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
@@ -157,7 +157,7 @@ class HttpApi:
                 return to_small_json(answer) if form.is_small else await to_json(answer)
 
     async def _echo(self, spec: GenerationSpec, generation: Generation) -> list[str]:
-        """The prompt's text, for each choice. Raises InvalidRequest."""
+        """Text of the prompt, for each choice. Raises InvalidRequest."""
         check_repeated(generation, "echo")
         texts: list[str] = []
         for prompt, completion in zip(spec.prompts, generation.completions[:: spec.n], strict=True):
@@ -189,6 +189,6 @@ async def _events(generation: Generation, form: AnswerFormat) -> AsyncGenerator[
 
 
 def _server_timing(generation: Generation) -> dict[str, str]:
-    """Of the completion that took longest, for that is what the client waited for."""
+    """Server-Timing header, of the completion that took longest: the client waited for it."""
     timings = max((t for _, t in generation.timings), key=lambda t: t.total_s, default=None)
     return {} if timings is None else {"server-timing": server_timing(timings)}

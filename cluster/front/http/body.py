@@ -1,4 +1,4 @@
-"""The body of an HTTP call: bounded in bytes, as sent and as inflated, and in time."""
+"""Reads the body of an HTTP call: bounded in bytes, as sent and as inflated, and in time."""
 
 import asyncio
 import zlib
@@ -9,13 +9,13 @@ from starlette.requests import ClientDisconnect, Request
 from ....workers.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, RequestAborted, UnsupportedEncoding
 from ...common.quota import QuotaShare
 
-STEP_BYTES = 256 << 10  # inflated at once, between two turns of the event loop: under a millisecond
-SMALL_BODY_BYTES = 65_536  # of each body, for which the number of connections is bound enough
+STEP_BYTES = 256 << 10  # inflated between two turns of the event loop: under a millisecond
+SMALL_BODY_BYTES = 65_536  # of each body: not counted, because the number of connections is bounded
 _GZIP_BITS = 16 + zlib.MAX_WBITS
 
 
 async def read_json(request: Request, max_bytes: int, timeout_s: float, held: QuotaShare) -> bytes:
-    """The body of a POST that says it is JSON, inflated where it is gzip. `held` counts its bytes beyond
+    """Body of a POST with JSON, inflated where it is gzip. `held` counts its bytes beyond
     SMALL_BODY_BYTES. Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedEncoding, Overloaded."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json":
@@ -48,7 +48,7 @@ def _body(encoding: str, max_bytes: int) -> "_BodyReader":
 
 
 class _BodyReader:
-    """What has come of a body."""
+    """Bytes of a body that have come so far."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -58,7 +58,7 @@ class _BodyReader:
         return len(self._body)
 
     def steps(self, piece: bytes) -> Iterable[None]:
-        """Take a piece, in steps between which others may run. Raises BodyTooLarge, InvalidRequest."""
+        """Add a piece, in steps between which the event loop may run. Raises BodyTooLarge, InvalidRequest."""
         self._add(piece)
         return ()
 
@@ -72,7 +72,7 @@ class _BodyReader:
 
 
 class _GzipBodyReader(_BodyReader):
-    """The same, inflated. A bomb is refused once it has given more than a body may have."""
+    """Inflated bytes of a gzip body so far. A body that inflates to more than the bound is refused."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes)
@@ -91,7 +91,7 @@ class _GzipBodyReader(_BodyReader):
             raise InvalidRequest("the body goes on after its gzip data: send one gzip member")
 
     def whole(self) -> bytes:
-        """Raises InvalidRequest where the end is missing."""
+        """The inflated body. Raises InvalidRequest where its end is missing."""
         self._add(self._inflater.flush())
         if not self._inflater.eof:
             raise InvalidRequest("the gzip body ends before its data does: send all of it")

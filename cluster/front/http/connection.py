@@ -1,11 +1,11 @@
-"""One HTTP connection: uvicorn's protocol, bounded in bytes and time before its client has shown a key.
+"""HTTP connection: uvicorn's protocol, bounded in bytes and time before its client has sent a key.
 
     opened ──first byte──> head ──complete──> body, answer ──answered──> idle ──first byte──> head ...
        │ header_timeout_s    │ header_timeout_s: 408                        │ idle_timeout_s
        └── closed            └── max_header_bytes: 431                      └── closed
 
-A client that takes nothing of what is sent to it for `send_timeout_s` is cut off. A request that is answered before its
-body has come whole is the connection's last: what still comes is thrown away.
+A client that reads nothing for `send_timeout_s` is disconnected. A request that is answered before its whole body has
+come is the last one of its connection: further data is dropped.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from uvicorn.server import ServerState
 
 from ..connection_limits import ConnectionLimits
 
-CUT = "cut"  # in a call's state: ends its connection at once, whatever is still to be sent
+CUT = "cut"  # in a call's state: ends its connection at once, with unsent data
 
 MAX_HEADERS = 100
-MAX_PIPELINED = 8  # requests that came before the one ahead of them was answered
-LINGER_S = 2.0  # how long what still comes is read, so that the client reads our answer and no reset
+MAX_PIPELINED = 8  # requests that came before an earlier one was answered
+LINGER_S = 2.0  # time in which further data is read, so that the client gets the answer and no reset
 LINGER_BYTES = 4 << 20
-HIGH_WATER_BYTES = 64 << 10  # beyond them the application waits for the client to read
-MIN_PROGRESS_BYTES = HIGH_WATER_BYTES  # that a client takes in send_timeout_s, where so many wait
+HIGH_WATER_BYTES = 64 << 10  # of unsent data, beyond which the application waits for the client
+MIN_PROGRESS_BYTES = HIGH_WATER_BYTES  # that a client must read in send_timeout_s, where so many wait
 
 _MESSAGES = {
     HTTPStatus.BAD_REQUEST: "this is not an HTTP/1.1 request: check the client, and whether it should speak TLS",
@@ -40,21 +40,21 @@ _MESSAGES = {
 
 
 class Slot(Protocol):
-    """A connection's entry in its listener."""
+    """Entry of a connection in its listener."""
 
     def wait(self) -> None:
-        """The connection waits for a request: it may be closed to make room."""
+        """The connection waits for a request: it may be closed for another one."""
         ...
 
     def work(self) -> None: ...
     def leave(self) -> None: ...
     def refused(self, status: int) -> None:
-        """An answer was given that no application knows of."""
+        """An answer was sent without the application."""
         ...
 
 
 class _Transport(asyncio.Transport):
-    """The transport as uvicorn sees it: `close` asks the connection, which closes within a bound."""
+    """Transport that uvicorn uses: `close` asks the connection, which closes within a bound."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Transport(asyncio.Transport):
 
 
 class _TooLarge(Exception):
-    """Raised in a parser's callback, which ends the parsing."""
+    """Raised in a callback of the parser, which ends the parsing."""
 
 
 class ServerConnection(HttpToolsProtocol):
@@ -86,12 +86,12 @@ class ServerConnection(HttpToolsProtocol):
         self._limits = limits
         self._slot = slot
         self._raw: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None  # of a head, or of the close
+        self._timer: asyncio.TimerHandle | None = None  # of the head, or of the closing
         self._stall: asyncio.TimerHandle | None = None  # while the client does not read
         self._in_head = self._in_body = self._is_lingering = False
         self._has_begun_head = False  # in the data that is parsed now
         self._num_head_bytes = 0  # of whole header fields
-        self._num_unused_bytes = 0  # fed to the parser since the last head or request was complete, less the body's
+        self._num_unused_bytes = 0  # parsed since the last complete head or request, without the body
         self._num_body_bytes = 0
         self._num_discarded = 0
 
@@ -131,13 +131,13 @@ class ServerConnection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(HTTPStatus.BAD_REQUEST)
         except httptools.HttpParserUpgrade:
-            self.cycle.keep_alive = False  # it is answered as if it had not asked; nothing behind it is parsed
+            self.cycle.keep_alive = False  # the connection closes after its answer; nothing behind it is parsed
         else:
             self._num_unused_bytes = max(self._num_unused_bytes, 0)
-            # In a body: sizes of chunks and trailers.
+            # Within a body: sizes of chunks, and trailers.
             if self._num_unused_bytes > self._limits.max_header_bytes + self._num_body_bytes:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-            elif self._has_begun_head and self._in_head:  # most come whole, and need no timer
+            elif self._has_begun_head and self._in_head:  # most heads come whole, and need no timer
                 self._arm(self._limits.header_timeout_s, self._on_late_head)
         self._has_begun_head = False
 
@@ -168,7 +168,7 @@ class ServerConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # a trailer: nobody asks for it
+            return  # a trailer, which is not used
         self._num_head_bytes += len(name) + len(value) + len(b": \r\n")
         if self._num_head_bytes > self._limits.max_header_bytes or len(self.headers) >= MAX_HEADERS:
             raise _TooLarge
@@ -205,7 +205,7 @@ class ServerConnection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def _on_late_head(self) -> None:
-        if self._is_answering:  # the next request's head, before this one's answer
+        if self._is_answering:  # head of the next request, before the answer to this one
             self._arm(self._limits.header_timeout_s, self._on_late_head)
         elif self._in_head or self._num_unused_bytes:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
@@ -217,12 +217,12 @@ class ServerConnection(HttpToolsProtocol):
             self.cut()
             return
         self._slot.refused(status)
-        self._in_head = True  # there may be more to come
+        self._in_head = True  # another head may follow
         self.transport.write(refusal(status))
         self.transport.close()
 
     def _leave(self) -> None:
-        """Send what waits to be sent, and close: at once, or after a moment in which what still comes is read."""
+        """Send the waiting data and close: at once, or after LINGER_S in which further data is read."""
         raw = self._raw
         if raw is None:
             return
@@ -247,7 +247,7 @@ class ServerConnection(HttpToolsProtocol):
             self._raw.pause_reading()
 
     def _watch_sending(self) -> None:
-        """Cut the client off when it takes too little of what waits to be sent."""
+        """Disconnect the client where it reads too little of the waiting data."""
         if self._stall is not None:
             self._stall.cancel()
         if self._raw is not None and (waiting := self._raw.get_write_buffer_size()):
@@ -272,7 +272,7 @@ class ServerConnection(HttpToolsProtocol):
 
 
 def refusal(status: HTTPStatus) -> bytes:
-    """An answer to a connection that closes."""
+    """Answer to a connection that is then closed."""
     kind = "rate_limit_error" if status == HTTPStatus.TOO_MANY_REQUESTS else "invalid_request_error"
     kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else kind
     error: dict[str, Any] = {"message": _MESSAGES[status], "type": kind, "param": None, "code": None}

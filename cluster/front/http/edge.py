@@ -1,6 +1,6 @@
-"""ASGI middleware of every HTTP call: its id, its count, CORS, and the check of its key, before its body is read.
+"""ASGI middleware of every HTTP call: id, count, CORS, and the check of its key before its body is read.
 
-Edge ── CORS, where it is configured: answers preflights, which carry no key ── KeyCheck ── the application
+CallId ── CORS, where it is configured: answers preflights, which carry no key ── KeyCheck ── the application
 """
 
 import uuid
@@ -17,16 +17,16 @@ from .errors import error_response, request_id
 from .metrics import HttpMetrics
 from .stream import SEND
 
-OPEN_PATHS = frozenset({"/health", "/version"})  # asked by orchestrators, which hold no key
+OPEN_PATHS = frozenset({"/health", "/version"})  # called by orchestrators, which have no key
 METRICS_PATH = "/metrics"
 ID_HEADER = "x-request-id"
-EXPOSED = (ID_HEADER, HEADER, "server-timing", "retry-after")  # headers that a page of another origin may read
-PREFLIGHT_S = 600  # how long a browser need not ask again
+EXPOSED = (ID_HEADER, HEADER, "server-timing", "retry-after")  # headers that pages of another origin may read
+PREFLIGHT_S = 600  # how long browsers may cache a preflight
 
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Who may call. `metrics_key` opens /metrics alone; without one `api_key` does. None: no key is asked for."""
+    """Keys and origins that may call. `metrics_key`: for /metrics; without it `api_key` is. None: no key is needed."""
 
     api_key: str | None = None
     metrics_key: str | None = None
@@ -40,15 +40,15 @@ def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics) -> ASGIAp
             inner,
             allow_origins=access.cors_origins,
             allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
+            allow_headers=("*",),  # OpenAI's browser client sends a dozen headers of its own
             expose_headers=EXPOSED,
             max_age=PREFLIGHT_S,
         )
-    return _Edge(inner, metrics)
+    return _CallId(inner, metrics)
 
 
-class _Edge:
-    """Gives every call its id, names its unknown fields, and counts its answer."""
+class _CallId:
+    """Middleware that gives every call an id, names its unknown fields, and counts its answer."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app

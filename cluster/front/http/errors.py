@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: OpenAI's object {"error": {message, type, param, code}} under the status of their class."""
+"""HTTP answers of errors: OpenAI's object {"error": {message, type, param, code}} and the status of its class."""
 
 import math
 from http import HTTPStatus
@@ -19,7 +19,7 @@ def request_id(request: Request) -> str:
 
 
 def error_object(error: DiptychError, its_id: str, status: int | None = None) -> dict[str, object]:
-    """OpenAI's error object."""
+    """OpenAI's error object for `error`."""
     status = error.status if status is None else status
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     return {

@@ -1,4 +1,4 @@
-"""Accepts the HTTP port's connections, in bounded numbers: in all, and from one address.
+"""Accepts connections to the HTTP port, in bounded numbers: in all, and from one address.
 
 Each has a slot. Where all are taken, the connection that has waited longest for its client's next request is closed,
 and the new one gets its slot. A refused connection is answered 429 or 503 where no TLS is spoken, and closed.
@@ -20,15 +20,15 @@ from ..connection_limits import ConnectionLimits
 from .connection import ServerConnection, refusal
 from .metrics import HttpMetrics
 
-# No descriptor, or no memory for a socket: for the moment.
+# No file descriptor or no memory for a socket at the moment.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-PAUSE_S = 0.1  # where there is none, and none can be closed
+PAUSE_S = 0.1  # between two tries, where no connection can be closed
 SPARE_DESCRIPTORS = 256  # for the links to workers, gRPC, files
-IPV6_HOST_BITS = 64  # an IPv6 client owns a network of so many bits, and all addresses in it
+IPV6_HOST_BITS = 64  # of the network that one IPv6 client has
 
 
 class Listener:
-    """Accepts from `sock` until `stop`; its connections live on."""
+    """Listener that accepts from `sock` until `stop`. Its connections stay open."""
 
     def __init__(
         self, sock: socket.socket, config: Config, state: ServerState, limits: ConnectionLimits, metrics: HttpMetrics
@@ -70,7 +70,7 @@ class Listener:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(0)  # open connections have a turn between any two new ones
+            await asyncio.sleep(0)  # let open connections run between two new ones
             try:
                 sock, address = await loop.sock_accept(self._sock)
             except OSError as e:
@@ -95,7 +95,7 @@ class Listener:
             slot.wait()
 
     async def _open(self, sock: socket.socket, slot: "_Slot") -> None:
-        """Shake hands, where TLS is spoken, and let the connection live."""
+        """Do the TLS handshake, if there is one, and start the connection."""
         connection = ServerConnection(self._config, self._state, self._limits, slot)
         loop = asyncio.get_running_loop()
         try:
@@ -131,7 +131,7 @@ class Listener:
 
 
 class _Slot:
-    """The Slot of one of a Listener's connections."""
+    """Slot of one connection of a Listener."""
 
     def __init__(self, listener: Listener, origin: str) -> None:
         self.origin = origin
@@ -159,7 +159,7 @@ class _Slot:
 
 
 def origin_of(address: str) -> str:
-    """Name under which an address's connections are counted: an IPv6 address's network."""
+    """Name under which connections of an address are counted; for IPv6, its network."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

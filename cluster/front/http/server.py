@@ -1,4 +1,4 @@
-"""The HTTP port: bound early, so that a port in use is known before anything starts; served in the running loop."""
+"""Server of the HTTP port. The port is bound early, so that a port in use is found before anything starts."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,9 @@ from .listener import Listener
 from .metrics import HttpMetrics
 
 BACKLOG = 2048
-SEND_BUFFER_BYTES = 256 << 10  # of the kernel, a connection: by itself it takes 4 MiB for a client that does not read
+SEND_BUFFER_BYTES = (
+    256 << 10
+)  # in the kernel, for each connection: its default is 4 MiB for a client that does not read
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -31,7 +33,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of what it accepts, too
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # inherited by accepted connections
         sock.bind(address)
         sock.listen(BACKLOG)
     except OSError as e:
@@ -46,7 +48,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which finishes open calls, over a Listener of ours."""
+    """uvicorn's server over a Listener. It finishes open calls when it stops."""
 
     def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, metrics: HttpMetrics) -> None:
         super().__init__(config)
@@ -55,11 +57,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        yield  # signals belong to the process, not to one of its listeners
+        yield  # signals are handled by the process, not by one of its listeners
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
-        self.servers = []  # uvicorn's own
+        self.servers = []  # of uvicorn
         (sock,) = sockets
         self._listener = Listener(sock, self.config, self.server_state, self._limits, self._metrics)
         self.started = True

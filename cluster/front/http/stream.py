@@ -1,7 +1,7 @@
-"""One HTTP call's answer, watching whether the client is still there.
+"""Sends the answer of one HTTP call, and watches whether the client is still there.
 
-A client that goes away is noticed at once, also while nothing is being sent to it: the work is cancelled, which closes
-the token streams, which aborts the requests on the workers.
+A client that leaves is noticed at once, even while nothing is being sent: the work is cancelled, which closes the token
+streams, which aborts the requests on the workers.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from .connection import CUT
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # or a proxy keeps the tokens until it has a page of them
+    (b"x-accel-buffering", b"no"),  # otherwise a proxy buffers the tokens
 ]
 
-SEND = "send"  # in a call's state: the server's own `send`, without what the application puts around it
+SEND = "send"  # in a call's state: the server's own `send`, without the middleware
 
 T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. Raises RequestAborted, having cancelled the work, when the client goes away before."""
-    # A task of its own: to resume it for a token does not pass through all that is around the application.
+    """Result of `work`. If the client leaves before, cancels the work and raises RequestAborted."""
+    # A task of its own: resuming it for a token does not pass through the middleware.
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_cancel_when_disconnected(receive, task))
     try:
-        return await task  # cancelled with this one
+        return await task  # cancelled together with this task
     except asyncio.CancelledError:
         caller = asyncio.current_task()
         if not gone.done() or (caller is not None and caller.cancelling()):
@@ -49,8 +49,8 @@ async def _cancel_when_disconnected(receive: Receive, task: "asyncio.Task[Any]")
 
 
 class EventStream:
-    """An answer of server-sent events. The status is sent with the first of them: an error before it has its own. A
-    client who has not read it all a moment after `timeout_s` is cut off."""
+    """Answer of server-sent events. The status is sent with the first event, so that an earlier error has its own
+    status. A client that has not read it all shortly after `timeout_s` is disconnected."""
 
     def __init__(
         self, events: AsyncGenerator[str, None], error_event: Callable[[DiptychError], str], timeout_s: float
@@ -63,7 +63,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         timer = asyncio.get_running_loop().call_later(self._timeout_s + GRACE_S, scope["state"][CUT])
         try:
-            # Whatever wraps `send` looks at the answer's start alone, and costs as much as the event for each of them.
+            # The middleware around `send` needs only the start of the answer, and costs as much as an event.
             await while_connected(receive, self._send_events(send, scope["state"].get(SEND, send)))
         except RequestAborted:
             if not self._started:

@@ -1,6 +1,6 @@
-"""A large request body, read in prompt_process.py: its prompts become token ids, all else comes back as JSON.
+"""Reads a large request body in prompt_process.py: prompts become token ids, and the other fields come back as JSON.
 
-So nothing of a body stays in the router but what it serves, however large the body was.
+The router thus keeps only what it serves, however large the body was.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from ...tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_chat, 
 from ...tokens.tokenizer import Tokenizer
 from .types import ChatBody, CompletionBody, ParsedRequest, parse
 
-MAX_REST_BYTES = 256 << 10  # of what is asked for, without its prompts
-MAX_PROMPT_TOKENS = 1 << 20  # of one call, over all its prompts; more where the context holds more
+MAX_REST_BYTES = 256 << 10  # of a call without its prompts
+MAX_PROMPT_TOKENS = 1 << 20  # of one call, over all prompts; more where the context holds more
 
 _CALL = TypeAdapter(ParsedRequest)
 
@@ -23,7 +23,7 @@ _CALL = TypeAdapter(ParsedRequest)
 def read_call(
     tokenizer: Tokenizer, kind: str, body: bytes, max_context_tokens: int, max_prompts: int
 ) -> tuple[bytes, list[Encoded]]:
-    """The call without its prompts as JSON, and its prompts. `kind`: a body's class name. Raises InvalidRequest."""
+    """Call without its prompts as JSON, and its prompts. `kind`: class name of the body. Raises InvalidRequest."""
     chat = kind == ChatBody.__name__
     call = parse(ChatBody, body).call() if chat else parse(CompletionBody, body).call()
     if (num := len(call.spec.prompts)) > max_prompts:
@@ -49,7 +49,7 @@ def read_call(
 
 
 def with_prompts(call: bytes, prompts: Sequence[Encoded]) -> ParsedRequest:
-    """What `read_call` has read."""
+    """Call that `read_call` has read."""
     found = _CALL.validate_json(call)
     return replace(found, spec=replace(found.spec, prompts=prompts))
 

@@ -1,13 +1,13 @@
-"""The rule for the fields of OpenAI's request bodies.
+"""Rule for the fields of OpenAI's request bodies.
 
     known and served        read by name in front/openai/types.py and front/openai/messages.py
-    known and not served    refused by name, unless the value asks for nothing (NOT_SERVED lists such values)
+    known and not served    refused by name, unless the value has no effect (NOT_SERVED lists such values)
     without effect here     accepted, whatever the value (NO_EFFECT)
     unknown                 served; named in the answer's header x-diptych-ignored and once in the log.
                             With `strict`: refused, with the field that was probably meant
 
 The known fields are those of OpenAI's, vLLM's and SGLang's APIs. Names of fields come from clients: they are escaped,
-cut and counted before they go anywhere.
+cut and counted before they are used.
 """
 
 import logging
@@ -20,7 +20,7 @@ from urllib.parse import quote
 from ....workers.common.errors import InvalidRequest
 
 HEADER = "x-diptych-ignored"
-MAX_NAMES = 16  # unknown fields of one call that are named
+MAX_NAMES = 16  # unknown fields of one call that the answer names
 MAX_NAME_CHARS = 64
 MAX_LOGGED = 256  # names that one router logs
 
@@ -33,7 +33,7 @@ _ON: Values = (True,)
 _EMPTY: Values = ("", [], {})
 _NONE: Values = ()
 
-# Fields of either body that are known and not served, with the values that ask for nothing. null asks for nothing in
+# Fields of either body that are known and not served, with the values without effect. null has no effect in
 # any field.
 NOT_SERVED: Mapping[str, Values] = {
     # OpenAI's
@@ -124,7 +124,7 @@ NOT_SERVED: Mapping[str, Values] = {
     "task": _NONE,
     "use_audio_in_video": _OFF,
 }
-# Labels, hints, and switches of what this server does not do in any case.
+# Labels, hints, and switches of features that this server does not have.
 NO_EFFECT = frozenset(
     {
         "custom_labels",
@@ -134,7 +134,7 @@ NO_EFFECT = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
-        "separate_reasoning",  # reasoning is not told from other text
+        "separate_reasoning",  # reasoning is not separated from other text
         "session_id",
         "spaces_between_special_tokens",  # special tokens are not shown
         "stream_reasoning",
@@ -146,7 +146,7 @@ NO_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The fields that one kind of object may have."""
+    """Fields that one kind of object may have."""
 
     served: Collection[str]
     not_served: Mapping[str, Values]
@@ -155,19 +155,19 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class UnknownField:
-    name: str  # "messages[].color", or "messages[].role=robot" where it is the value that is unknown
+    name: str  # "messages[].color", or "messages[].role=robot" for an unknown value
     param: str  # "messages[3].color", "messages[3].role"
     own: str  # "color", "robot"
-    served: tuple[str, ...]  # what might stand instead of `own`
+    served: tuple[str, ...]  # known names or values in its place
 
     @property
     def meant(self) -> str | None:
-        """The one of `served` that was probably meant."""
+        """Member of `served` that was probably meant."""
         return next(iter(get_close_matches(self.own, self.served, n=1, cutoff=0.6)), None)
 
 
 class FieldCheck:
-    """Checks the fields of one call that are not read by name, and gathers the unknown ones."""
+    """Check of the fields of one call that are not read by name. Collects the unknown ones."""
 
     def __init__(self) -> None:
         self._unknown: dict[str, UnknownField] = {}
@@ -177,7 +177,7 @@ class FieldCheck:
         return tuple(self._unknown.values())
 
     def check(self, given: Mapping[str, object], known: Known, where: str = "") -> None:
-        """Raise InvalidRequest for a field that is known and not served. `where` is the object's place in the body,
+        """Raise InvalidRequest for a field that is known and not served. `where`: place of the object in the body,
         with a dot at its end: "messages[3]."."""
         for name, value in given.items():
             if name in known.no_effect:
@@ -188,12 +188,12 @@ class FieldCheck:
                 raise InvalidRequest(f"{where}{name} is not supported: leave it out", param=f"{where}{name}")
 
     def add_word(self, word: str, words: Collection[str], param: str) -> None:
-        """Note that the value of the field `param` is none of the `words` known there."""
+        """Note that the value of the field `param` is none of the known `words`."""
         where, dot, name = param.rpartition(".")
         self._add(where + dot, name, word, words)
 
     def _add(self, where: str, name: str, word: str | None, served: Collection[str]) -> None:
-        if len(self._unknown) < MAX_NAMES:  # first: a body may have a million names
+        if len(self._unknown) < MAX_NAMES:  # checked first: a body may have a million names
             name = shorten(name)
             own = name if word is None else shorten(word)
             general = re.sub(r"\[\d+\]", "[]", where) + (name if word is None else f"{name}={own}")
@@ -201,14 +201,14 @@ class FieldCheck:
 
 
 class UnknownFields:
-    """What one router does about unknown fields."""
+    """Handling of unknown fields in one router: refuses them, or logs them once."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._logged: set[str] = set()
 
     def note(self, fields: Sequence[UnknownField]) -> None:
-        """Log names that are new. Raises InvalidRequest where unknown fields are refused."""
+        """Log new names. Raises InvalidRequest where unknown fields are refused."""
         if fields and self._strict:
             field = fields[0]
             remedy = f"did you mean {field.meant}?" if field.meant else "leave it out"
@@ -225,11 +225,11 @@ def header_value(fields: Iterable[UnknownField]) -> str:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """Up to MAX_NAMES of a client's names, for an error."""
+    """At most MAX_NAMES of a client's names, for an error."""
     shown = ", ".join(map(shorten, names[:MAX_NAMES]))
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
 
 def shorten(name: str) -> str:
-    """A client's name in printable ASCII without spaces and commas, cut to MAX_NAME_CHARS; never empty."""
+    """Client's name in printable ASCII without spaces and commas, cut to MAX_NAME_CHARS; never empty."""
     return quote(name[:MAX_NAME_CHARS], safe="[]", errors="replace")[:MAX_NAME_CHARS] or "%"

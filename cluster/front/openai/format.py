@@ -1,7 +1,6 @@
-"""OpenAI's answers: TextDelta -> JSON and server-sent events.
+"""Writes OpenAI's answers: TextDelta -> JSON and server-sent events.
 
-A streamed chunk differs from the one before it in its text alone: what surrounds the text is made once, and an event
-costs one JSON string.
+Streamed chunks differ only in their text: the JSON around the text is made once, and an event costs one JSON string.
 """
 
 import asyncio
@@ -22,25 +21,25 @@ from .tokens import Json, TokenNames, finite
 
 DONE = "data: [DONE]\n\n"
 MAX_REPEATED_TOKENS = 1 << 18  # of prompts, in one answer, over its choices
-MAX_SMALL_TOKENS = 2048  # of an answer that is written in one go, prompts included: a millisecond where each is long
+MAX_SMALL_TOKENS = 2048  # of an answer that is written at once, prompts included: about a millisecond
 _to_ascii = json.JSONEncoder(separators=(",", ":")).encode
-_TEXT = "\0"  # stands for the text in a chunk that is made once
+_TEXT = "\0"  # marks the place of the text in a chunk that is made once
 
 
 @dataclass(frozen=True, slots=True)
 class Include:
-    """What an answer tells besides, because it was asked for. A whole answer always has its usage."""
+    """Optional parts of an answer. An answer that is not streamed always has its usage."""
 
     usage: bool = False
-    continuous_usage: bool = False  # in every chunk: of its choice, so far
+    continuous_usage: bool = False  # in every chunk: usage of its choice so far
     timings: bool = False
     token_ids: bool = False  # of the prompt and of the answer
     tokens_as_ids: bool = False  # log-probabilities name tokens "token_id:5"
-    prompt_logprobs: int | None = None  # with so many alternatives, in a whole answer
+    prompt_logprobs: int | None = None  # number of alternatives, in an answer that is not streamed
 
 
 class AnswerFormat:
-    """One endpoint's answers to one call. `kind` and `chunk_kind` are OpenAI's names of the objects."""
+    """Writer of one endpoint's answers to one call. `kind`, `chunk_kind`: OpenAI's names of the objects."""
 
     kind: str
     chunk_kind: str
@@ -48,7 +47,7 @@ class AnswerFormat:
     def __init__(
         self, generation: Generation, tokenizer: Tokenizer, model: str, include: Include, echo: Sequence[str] = ()
     ) -> None:
-        """`echo`: the prompt's text for each choice, whose text begins with it (none: no echo). Raises InvalidRequest
+        """`echo`: text of the prompt for each choice, which begins with it (empty: no echo). Raises InvalidRequest
         where the answer would repeat too many tokens of prompts."""
         if include.token_ids:
             check_repeated(generation, "return_token_ids")
@@ -58,42 +57,42 @@ class AnswerFormat:
         self._include = include
         self._prompts = [c.request.prompt_token_ids for c in generation.completions]
         self._indices = range(len(self._prompts))
-        self._num_tokens = [0 for _ in self._indices]  # in the chunks so far
+        self._num_tokens = [0 for _ in self._indices]  # of each choice, in the chunks so far
         self._names = TokenNames(tokenizer, include.tokens_as_ids)
         self._wants_logprobs = generation.completions[0].request.sampling.logprobs is not None
         self._echoes_logprobs = bool(echo) and self._wants_logprobs
         self._prompt_logprobs = CallPrompts(
             generation, self._names, echo if self._wants_logprobs else (), num_listed=include.prompt_logprobs
         )
-        # Log-probabilities of prompts are to come: `prepare` each batch.
+        # Log-probabilities of prompts will come: `prepare` each batch.
         self.tells_of_prompts = self._prompt_logprobs.is_waiting
-        # Chunks differ in more than their text.
+        # Chunks differ in more than the text.
         self._varies = include.continuous_usage or include.token_ids
 
     @property
     def is_small(self) -> bool:
-        """A whole answer of few tokens, each with its text and id at most."""
+        """Whether the answer has few tokens, each with its text and id at most."""
         num_tokens = sum(len(c.request.prompt_token_ids) + c.num_tokens for c in self._generation.completions)
         return num_tokens <= MAX_SMALL_TOKENS and not (self._wants_logprobs or self.tells_of_prompts)
 
     async def prepare(self, batch: Sequence[TextDelta]) -> Sequence[TextDelta]:
-        """What can be told of it, and of batches before it. Others run meanwhile."""
+        """Deltas of this and earlier batches that can be written now. The event loop runs meanwhile."""
         return await self._prompt_logprobs.take(batch)
 
     def events(self, batch: Sequence[TextDelta]) -> str:
-        """Server-sent events of what is new: one for each delta, also where its text is held back or empty, so that a
-        client sees each token when it is made."""
+        """Server-sent events of new deltas: one for each, also where its text is held back or empty, so that a client
+        sees each token when it is made."""
         return "".join(map(self._event, batch))
 
     def last_events(self) -> str:
-        """What ends a stream."""
+        """Last events of a stream."""
         if not (self._include.usage or self._include.timings):
             return DONE
         usage: Json = {"usage": _usage(self._generation.usage)} if self._include.usage else {}
         return to_event(self._head(self.chunk_kind) | {"choices": []} | usage | self._timings()) + DONE
 
     async def whole(self, deltas: Sequence[TextDelta]) -> Json:
-        """The answer in one piece. Others run meanwhile."""
+        """Whole answer as JSON. The event loop runs meanwhile."""
         if self.tells_of_prompts:
             deltas = await self.prepare(deltas)
         own: list[list[TextDelta]] = [[] for _ in self._indices]
@@ -126,7 +125,7 @@ class AnswerFormat:
         return [token_id for delta in deltas for token_id in delta.token_ids]
 
     def _around_text(self, choice: Json) -> tuple[str, str]:
-        """The chunk's event before and after the JSON of its text, which `choice` marks with _TEXT."""
+        """Event of a chunk before and after the JSON of its text, which `choice` marks with _TEXT."""
         before, after = to_event(self._chunk(choice)).split(json.dumps(_TEXT))
         return before, after
 
@@ -135,11 +134,11 @@ class AnswerFormat:
 
     @abstractmethod
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
-        """A whole choice, of its deltas (one at least)."""
+        """Whole choice, from its deltas (at least one)."""
         ...
 
     async def _all_logprobs(self, of: "LogprobsOf", deltas: Sequence[TextDelta]) -> Json | None:
-        """`of` all deltas, a slice at a time. Its lists are Written."""
+        """Result of `of` for all deltas, made in slices. Its lists are Written."""
         if not self._wants_logprobs:
             return None
         found: Json = {}
@@ -151,8 +150,8 @@ class AnswerFormat:
 
 
 class CompletionFormat(AnswerFormat):
-    """/v1/completions. `echo`: what each choice's text begins with (none: no echo); its `logprobs` begin with those of
-    the prompt then, which the first of a prompt's choices has for all of them."""
+    """Answers of /v1/completions. With `echo`, text and `logprobs` of a choice begin with those of its prompt, which
+    the first choice of a prompt gets for all of them."""
 
     kind = chunk_kind = "text_completion"
 
@@ -162,7 +161,9 @@ class CompletionFormat(AnswerFormat):
         super().__init__(generation, tokenizer, model, include, echo)
         self._echo = list(echo) or [""] * len(self._indices)
         self._num_echoed = [len(text) for text in self._echo]
-        self._owes_prompt = [bool(echo) or include.token_ids for _ in self._indices]  # to its first chunk
+        self._owes_prompt = [
+            bool(echo) or include.token_ids for _ in self._indices
+        ]  # whether its first chunk still has to name the prompt
         plain: Json = {"text": _TEXT, "logprobs": None, "finish_reason": None}
         self._around = [self._around_text({"index": i} | plain) for i in self._indices]
 
@@ -180,12 +181,12 @@ class CompletionFormat(AnswerFormat):
             choice["token_ids"] = delta.token_ids
         self._num_tokens[index] += len(delta.token_ids)
         self._echo[index] = ""
-        if is_first:  # what its prompt has is Written
+        if is_first:  # the part of its prompt is Written
             return f"data: {to_text(self._chunk(choice))}\n\n"
         return to_event(self._chunk(choice))
 
     async def _whole_choice(self, index: int, deltas: Sequence[TextDelta]) -> Json:
-        asked = self._include.token_ids  # null where they are not asked for, as vLLM answers
+        asked = self._include.token_ids  # null where not asked for, as in vLLM
         num_echoed = self._num_echoed[index]
         logprobs = await self._all_logprobs(lambda names, part: _completion_logprobs(names, part, num_echoed), deltas)
         if logprobs is not None and self._echoes_logprobs:
@@ -214,7 +215,7 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """/v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -256,7 +257,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _slices(deltas: Sequence[TextDelta]) -> Iterator[Sequence[TextDelta]]:
-    """Of SLICE tokens each, and those of one delta more; one at least."""
+    """Slices of `deltas`, of SLICE tokens each plus those of one delta; at least one slice."""
     start = num_tokens = 0
     for end, delta in enumerate(deltas, start=1):
         num_tokens += len(delta.token_ids)
@@ -290,11 +291,11 @@ def _usage(usage: Usage) -> Json:
 
 
 def _completion_logprobs(names: TokenNames, deltas: Sequence[TextDelta], num_echoed: int) -> Json:
-    """num_echoed: characters before the completion's own."""
+    """`num_echoed`: characters before the completion's own."""
     entries = [entry for d in deltas for entry in d.logprobs]
 
     def top(entry: TokenLogprob) -> Json:
-        # The sampled token is always among them, as OpenAI has it, and the first, as vLLM has it: up to k + 1 entries.
+        # The sampled token is always included, as with OpenAI, and comes first, as with vLLM: up to k + 1 entries.
         both = ((entry.token_id, entry.logprob), *entry.top)
         return {names.legacy(token_id): finite(logprob) for token_id, logprob in both}
 

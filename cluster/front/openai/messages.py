@@ -1,6 +1,6 @@
-"""OpenAI's chat messages and tools -> what chat templates know.
+"""Converts OpenAI's chat messages and tools into the form that chat templates read.
 
-Tools are served as text alone: templates show their definitions, the calls of earlier turns and what came of them. The
+Tools are served as text only: templates show their definitions, the calls of earlier turns and their results. The
 model's own calls are not parsed, so `tools` needs `tool_choice: "none"`.
 """
 
@@ -15,7 +15,7 @@ from ...tokens.chat_template import Message
 from .fields import FieldCheck, Known
 
 T = TypeVar("T")
-# One error is reported, so a million are not collected.
+# Only one error is reported, so a million are not collected.
 Many = Annotated[list[T], Field(fail_fast=True)]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -60,7 +60,7 @@ class ToolCall(_MessagePart):
     function: FunctionCall
 
     def plain(self, where: str, fields: FieldCheck) -> Mapping[str, object]:
-        """Templates take the arguments as an object."""
+        """Call as templates read it: with its arguments as an object."""
         fields.check(self.extra, _CALL, f"{where}.")
         fields.check(self.function.extra, _FUNCTION_CALL, f"{where}.function.")
         arguments: object = self.function.arguments or {}
@@ -84,12 +84,12 @@ class ChatMessage(_MessagePart):
     reasoning_content: str | None = None
 
     def plain(self, where: str, fields: FieldCheck) -> Message:
-        """As chat templates know it. `where` names the message in errors."""
+        """Message as chat templates read it. `where`: names the message in errors."""
         if self.model_extra:
             fields.check(self.model_extra, _MESSAGE, f"{where}.")
         if self.role not in ROLES:
             fields.add_word(self.role, ROLES, f"{where}.role")
-        # "developer" is what OpenAI's newer models call "system"; templates know the older word.
+        # OpenAI's newer models call "system" "developer"; templates know only "system".
         role = "system" if self.role == "developer" else self.role
         plain: dict[str, object] = {"role": role, "content": self._text(where, fields)}
         if self.name:
@@ -104,7 +104,7 @@ class ChatMessage(_MessagePart):
             plain["tool_call_id"] = self.tool_call_id
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         if reasoning is not None:
-            plain["reasoning"] = plain["reasoning_content"] = reasoning  # templates know the one name or the other
+            plain["reasoning"] = plain["reasoning_content"] = reasoning  # templates use one name or the other
         return plain
 
     def _text(self, where: str, fields: FieldCheck) -> str:
@@ -140,6 +140,6 @@ def _known(model: type[BaseModel], not_served: Mapping[str, tuple[object, ...]],
 
 _TOOL = _known(Tool, {"defer_loading": (False,)})
 _DEFINITION = _known(FunctionDefinition, {"defer_loading": (False,)})
-_CALL = _known(ToolCall, {}, "index")  # position in a stream of the answer that it was taken from
+_CALL = _known(ToolCall, {}, "index")  # position in the streamed answer that it was copied from
 _FUNCTION_CALL = _known(FunctionCall, {})
 _MESSAGE = _known(ChatMessage, {"audio": (), "function_call": (), "refusal": _EMPTY, "tools": _EMPTY}, "annotations")

@@ -1,9 +1,9 @@
-"""Log-probabilities of prompts' tokens as OpenAI and vLLM write them: the first token has none.
+"""Writes log-probabilities of prompt tokens in OpenAI's and vLLM's form. The first token has none.
 
-    CallPrompts    those of one call, each prompt's written once for all its choices
-    PromptTokens   those of one prompt, as JSON
+    CallPrompts    of one call: written once for each prompt, for all its choices
+    PromptTokens   of one prompt, as JSON
 
-The first choice of a prompt receives them, with its first delta. They may be many, so they are written on a thread.
+The first choice of a prompt gets them with its first delta. They may be many, so a thread writes them.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from .tokens import Json, TokenNames, finite
 
 
 class CallPrompts:
-    """A prompt is known by the index of its first choice."""
+    """Log-probabilities of the prompts of one call. A prompt is identified by the index of its first choice."""
 
     def __init__(
         self, generation: Generation, names: TokenNames, echo: Sequence[str], *, num_listed: int | None
     ) -> None:
-        """`echo`: the prompt's text for each choice; write them as the beginning of `logprobs` (none: do not).
-        `num_listed`: write `prompt_logprobs` with so many alternatives."""
+        """`echo`: text of the prompt for each choice, whose `logprobs` begin with the prompt's (empty: they do not).
+        `num_listed`: number of alternatives in `prompt_logprobs`."""
         self._n = generation.n
         self._requests = [completion.request for completion in generation.completions]
         self._names = names
@@ -39,11 +39,11 @@ class CallPrompts:
 
     @property
     def is_waiting(self) -> bool:
-        """Some prompt's have not come yet."""
+        """Whether those of some prompt have not come yet."""
         return self._num_missing > 0
 
     async def take(self, deltas: Sequence[TextDelta]) -> list[TextDelta]:
-        """Write what came with `deltas`. Return those that can be told: no choice's before its prompt is known."""
+        """Write those that came with `deltas`. Return the deltas to send: none before its prompt is complete."""
         ready: list[TextDelta] = []
         for delta in deltas:
             first = delta.index - delta.index % self._n
@@ -59,11 +59,11 @@ class CallPrompts:
         return ready
 
     def echoed(self, index: int) -> dict[str, Written]:
-        """The beginning of choice `index`'s `logprobs`, by column."""
+        """Beginning of the `logprobs` of choice `index`, by column."""
         return self._echoed[index - index % self._n]
 
     def listed(self, index: int) -> Written | None:
-        """The `prompt_logprobs` of choice `index`; None where they were not asked for."""
+        """`prompt_logprobs` of choice `index`; None where they were not asked for."""
         return None if self._num_listed is None else self._listed[index - index % self._n]
 
     def _write(self, first: int, parts: Sequence[PromptLogprobs]) -> None:
@@ -76,10 +76,10 @@ class CallPrompts:
 
 
 class PromptTokens:
-    """A prompt's tokens and what was found of them."""
+    """Tokens of one prompt, and their log-probabilities."""
 
     def __init__(self, token_ids: Sequence[int], parts: Sequence[PromptLogprobs], names: TokenNames) -> None:
-        """parts: of all tokens but the first, in order."""
+        """`parts`: of all tokens but the first, in order."""
         self._ids = token_ids
         self._names = names
         self._logprobs: list[float] = []
@@ -93,7 +93,7 @@ class PromptTokens:
             self._top_logprobs += [list(map(finite, row)) for row in part.top_logprobs.tolist()]
 
     def echoed(self, text: str, num_top: int) -> dict[str, Written]:
-        """The columns of a completion's `logprobs`, before those of its own tokens. `text`: of the prompt."""
+        """Columns of a completion's `logprobs` before those of its own tokens. `text`: of the prompt."""
         return {
             "tokens": Written.of(map(self._names.legacy, self._ids)),
             "token_logprobs": Written.of(chain((None,), self._logprobs)),
@@ -102,7 +102,7 @@ class PromptTokens:
         }
 
     def listed(self, num_top: int) -> Written:
-        """vLLM's `prompt_logprobs`: the prompt's own token first, then the most likely ones."""
+        """`prompt_logprobs` as in vLLM: the prompt's own token first, then the most likely ones."""
         return Written.of(chain((None,), self._entries(num_top)))
 
     def _tops(self, num_top: int) -> Iterator[Json]:
@@ -127,8 +127,8 @@ class PromptTokens:
 
 
 def text_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Iterator[int]:
-    """Where each token begins in the prompt's text, in characters. That text may lack special tokens, which the
-    tokenizer puts around a text."""
+    """First character of each token in the prompt's text. The text may lack special tokens, which the tokenizer puts
+    around it."""
     detokenizer, num_chars = tokenizer.detokenizer(special=True), 0
     for token_id in token_ids:
         if special := tokenizer.special_text(token_id):

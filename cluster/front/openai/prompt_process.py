@@ -1,9 +1,9 @@
-"""A process of its own for what prompts make a router compute: templates rendered, texts encoded.
+"""Process that renders chat templates and encodes texts for a router.
 
     the tokenizer's state -> ready, or an error -> task -> token ids, or an error -> task ...
 
-A template is a program, and its input a stranger's: it may take any time and memory. Here that ends this process, not
-the router: one task has so many seconds of processor time (ITIMER_PROF), all of them so much memory (RLIMIT_DATA).
+A template is a program with input from strangers: it may take any time and memory. That ends this process, not the
+router: processor time of a task (ITIMER_PROF) and memory of the process (RLIMIT_DATA) are limited.
 
 The end of the socket ends the process, as does its parent's end. Imports no Ray, no torch.
 
@@ -27,7 +27,7 @@ from ...tokens.prompt_encoding import ChatPrompt, Encoded, encode_chat, encode_t
 from ...tokens.prompt_frames import BODY, CHAT, SIZES, TEXT, Frame, Head, to_frame
 from ...tokens.tokenizer import Tokenizer
 
-MAX_JOINED_BYTES = 65_536  # of a body that is copied behind its head
+MAX_JOINED_BYTES = 65_536  # of a body that is joined to its head
 
 log = logging.getLogger("diptych.prompts")
 
@@ -65,7 +65,7 @@ def _read(stream: BinaryIO) -> tuple[Head, bytes] | None:
 
 def _send(sock: socket.socket, frame: Frame) -> None:
     head, body = frame
-    if len(body) <= MAX_JOINED_BYTES:  # so that the router wakes up once
+    if len(body) <= MAX_JOINED_BYTES:  # so that the router is woken once
         sock.sendall(head + body)
     else:
         sock.sendall(head)
@@ -80,7 +80,7 @@ def _reply(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     except MemoryError:
         error = InvalidRequest("the prompt needs more memory to read than this server allows: send less")
     except Exception:
-        # The process's top loop: one task's bug is not the next one's.
+        # Top loop of the process: a bug in one task does not end the next one.
         log.exception("a prompt was not read")
         error = InternalError("the prompt could not be read: please report this")
     return _of_error(error)
@@ -98,7 +98,7 @@ def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
     if kind == TEXT:
         return _of_prompts([Encoded(encode_text(tokenizer, body.decode(), most))])
     assert kind == BODY
-    # Takes four times as long to import as all the rest, and a process for chats alone does without.
+    # Imported late: it takes four times as long as all other imports, and a process for chats needs none of it.
     from .calls import read_call
 
     call, prompts = read_call(tokenizer, task["body"], body, most, task["max_prompts"])
@@ -106,7 +106,7 @@ def _compute(tokenizer: Tokenizer, task: Head, body: bytes) -> Frame:
 
 
 def _of_prompts(prompts: Sequence[Encoded], call: bytes = b"") -> Frame:
-    """Body: the call, then of each prompt its token ids (uint32) and its text."""
+    """Answer of a call. Body: the call, then token ids (uint32) and text of each prompt."""
     parts = [call]
     sizes: list[tuple[int, int]] = []
     for prompt in prompts:
@@ -117,7 +117,7 @@ def _of_prompts(prompts: Sequence[Encoded], call: bytes = b"") -> Frame:
 
 
 def _bound_memory(more: int) -> None:
-    """Data that this process may hold: what it has now, and so many bytes."""
+    """Limit the data of this process to its present size and so many bytes more."""
     status = Path("/proc/self/status").read_text()
     held = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
     resource.setrlimit(resource.RLIMIT_DATA, (held + more, held + more))
@@ -125,7 +125,7 @@ def _bound_memory(more: int) -> None:
 
 def main() -> None:
     end_with_parent()
-    # A signal to the whole process group is for the router to act on, which then hangs up.
+    # The router handles signals to the whole process group, and then closes the socket.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=sys.stdin.fileno())

@@ -1,11 +1,11 @@
-"""Tokens and their log-probabilities as OpenAI's answers write them."""
+"""Writes tokens and their log-probabilities in the form of OpenAI's answers."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from ...tokens.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0  # OpenAI's number for "never": JSON has no infinity
+MIN_LOGPROB = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
 
 Json = dict[str, Any]
 
@@ -16,13 +16,13 @@ def finite(logprob: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """Names of tokens in log-probabilities: their texts, or their ids."""
+    """Names of tokens in log-probabilities: texts or ids."""
 
     tokenizer: Tokenizer
     as_ids: bool
 
     def legacy(self, token_id: int) -> str:
-        """A token's text; where it is none by itself, its bytes as OpenAI writes them: "bytes:\\xe2\\x82"."""
+        """Text of a token; where its bytes are no text, the bytes as OpenAI writes them: "bytes:\\xe2\\x82"."""
         if self.as_ids:
             return f"token_id:{token_id}"
         raw = self.tokenizer.token_bytes(token_id)

@@ -1,6 +1,6 @@
-"""OpenAI's request bodies: JSON -> ParsedRequest.
+"""Parses OpenAI's request bodies: JSON -> ParsedRequest.
 
-Fields that are not read here follow the rule of fields.py. vLLM's extra sampling parameters are understood.
+Fields that are not read here follow the rule of fields.py. vLLM's extra sampling parameters are read too.
 Every error is an InvalidRequest whose `param` names the field.
 """
 
@@ -20,7 +20,7 @@ from .messages import ChatMessage, Many, Tool
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
-# A union's own errors name its arms, not what the client should send.
+# Errors of a union name its members, not what the client should send.
 _EXPECTED = {
     "prompt": "a string, an array of strings, an array of token ids, or an array of arrays of token ids",
     "stop": "a string or an array of strings",
@@ -43,7 +43,7 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """One request as it was understood."""
+    """Request, checked, as the front door takes it."""
 
     spec: GenerationSpec
     include: Include
@@ -66,7 +66,7 @@ class ResponseFormat(BaseModel):
 
 
 class _RequestBody(BaseModel):
-    """What both endpoints take. None: not given."""
+    """Fields that both endpoints have. None: not given."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -90,13 +90,13 @@ class _RequestBody(BaseModel):
     min_tokens: int | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
-    cache_salt: str | None = None  # prefixes are shared among those who send the same
-    prompt_logprobs: int | None = None  # of the prompt's tokens, each with so many of the most likely
+    cache_salt: str | None = None  # requests with the same salt share cached prefixes
+    prompt_logprobs: int | None = None  # number of alternatives for each token of the prompt
     return_token_ids: bool | None = None  # of the prompt and of the answer
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens "token_id:5"
     # Diptych's
     timeout_s: float | None = None
-    timings: bool | None = None  # tell where the time went
+    timings: bool | None = None  # add timings to the answer
 
     @property
     def include(self) -> Include:
@@ -111,7 +111,7 @@ class _RequestBody(BaseModel):
         )
 
     def check(self, fields: FieldCheck) -> None:
-        """Raise InvalidRequest for what is known and not served, and for what contradicts itself."""
+        """Raise InvalidRequest for fields that are not served, and for contradictions."""
         fields.check(self.model_extra or {}, _KNOWN[type(self)])
         if (options := self.stream_options) is not None:
             if options.model_fields_set and not self.stream:
@@ -146,7 +146,7 @@ class _RequestBody(BaseModel):
 
 
 class CompletionBody(_RequestBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | Many[int] | Many[str] | Many[Many[int]]
     echo: bool | None = None
@@ -168,7 +168,7 @@ class CompletionBody(_RequestBody):
         return [entry if isinstance(entry, str) else _token_ids(entry) for entry in self.prompt]
 
     def call(self) -> ParsedRequest:
-        """Raises InvalidRequest."""
+        """Parsed request. Raises InvalidRequest."""
         fields = FieldCheck()
         self.check(fields)
         return ParsedRequest(self._spec(), self.include, bool(self.stream), bool(self.echo), fields.unknown)
@@ -192,7 +192,7 @@ class CompletionBody(_RequestBody):
 
 
 class ChatBody(_RequestBody):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Many[ChatMessage]
     max_completion_tokens: int | None = None
@@ -218,7 +218,7 @@ class ChatBody(_RequestBody):
             )
 
     def call(self) -> ParsedRequest:
-        """Raises InvalidRequest."""
+        """Parsed request. Raises InvalidRequest."""
         fields = FieldCheck()
         self.check(fields)
         return ParsedRequest(self._spec(fields), self.include, bool(self.stream), echo=False, unknown=fields.unknown)
@@ -242,7 +242,7 @@ class ChatBody(_RequestBody):
         options = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
             return options
-        # Templates know the effort, or only whether to think.
+        # Some templates read the effort, others only whether to think.
         thinks = {"enable_thinking": self.reasoning_effort != "none"}
         return thinks | options | {"reasoning_effort": self.reasoning_effort}
 
@@ -260,7 +260,7 @@ Body = TypeVar("Body", CompletionBody, ChatBody)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """A request body. Raises InvalidRequest."""
+    """Request body of that kind. Raises InvalidRequest."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
@@ -280,7 +280,7 @@ def _invalid(error: ValidationError) -> InvalidRequest:
     if param in _EXPECTED:
         return InvalidRequest(f"{param} must be {_EXPECTED[param]}", param=param)
     if param in ("messages", "tools", "stream_options", "response_format"):
-        # messages[2].role; what follows one of these names the arm of a union.
+        # As messages[2].role. What follows one of these names a member of a union.
         end = next((i + 1 for i, part in enumerate(loc) if part in ("content", "arguments")), len(loc))
         param += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[1:end])
     return InvalidRequest(f"{param}: {problem['msg']}", param=param)

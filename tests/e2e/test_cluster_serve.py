@@ -152,63 +152,53 @@ def test_a_second_cluster_of_the_same_name_is_refused(served: Served) -> None:
     assert "already runs" in run.stderr
 
 
-def test_pools_grow_and_shrink_under_load_and_no_request_fails(served: Served) -> None:
+async def test_pools_grow_and_shrink_under_load_and_no_request_fails(served: Served) -> None:
     """Nor is one resumed: a planned change takes nothing from anybody."""
     num_resumes = count(served, "diptych_request_resumes_total")
-
-    async def main() -> None:
-        async with load(served.grpc_address) as result:
-            await result.until_done(6)
-            grown = await command(served, "scale", "prefill=2", "decode=2")
-            assert grown.returncode == 0, grown.stderr
-            assert "prefill: 2 of 2 ready" in grown.stdout
-            status = await asyncio.to_thread(served.status)
-            before = {i: w["num_prefill_tokens"] + w["num_decode_tokens"] for i, w in workers(status).items()}
-            await result.until_done(24)
-            status = await asyncio.to_thread(served.status)
-            after = {i: w["num_prefill_tokens"] + w["num_decode_tokens"] for i, w in workers(status).items()}
-            assert set(before) == set(after)
-            assert all(after[i] > before[i] for i in after), "every worker takes its share"
-            shrunk = await command(served, "scale", "prefill=1", "decode=1")
-            assert shrunk.returncode == 0, shrunk.stderr
-            await result.until_done(12)
-        assert not result.errors
-
-    asyncio.run(main())
+    async with load(served.grpc_address) as result:
+        await result.until_done(6)
+        grown = await command(served, "scale", "prefill=2", "decode=2")
+        assert grown.returncode == 0, grown.stderr
+        assert "prefill: 2 of 2 ready" in grown.stdout
+        status = await asyncio.to_thread(served.status)
+        before = {i: w["num_prefill_tokens"] + w["num_decode_tokens"] for i, w in workers(status).items()}
+        await result.until_done(24)
+        status = await asyncio.to_thread(served.status)
+        after = {i: w["num_prefill_tokens"] + w["num_decode_tokens"] for i, w in workers(status).items()}
+        assert set(before) == set(after)
+        assert all(after[i] > before[i] for i in after), "every worker takes its share"
+        shrunk = await command(served, "scale", "prefill=1", "decode=1")
+        assert shrunk.returncode == 0, shrunk.stderr
+        await result.until_done(12)
+    assert not result.errors
     assert count(served, "diptych_request_resumes_total") == num_resumes
     assert len(workers(served.status())) == 2
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
-def test_a_killed_worker_is_replaced_and_no_request_fails(served: Served, pool: str) -> None:
-    async def main() -> None:
-        async with load(served.grpc_address) as result:
-            await result.until_done(6)
-            [victim] = workers(await asyncio.to_thread(served.status), pool).values()
-            os.kill(victim["pid"], signal.SIGKILL)
-            await result.until_done(18)
-            scaled = await command(served, "scale", f"{pool}=1")  # returns once the pool is there
-            assert scaled.returncode == 0, scaled.stderr
-            [successor] = workers(await asyncio.to_thread(served.status), pool).values()
-            assert successor["pid"] != victim["pid"]
-        assert not result.errors
-
-    asyncio.run(main())
+async def test_a_killed_worker_is_replaced_and_no_request_fails(served: Served, pool: str) -> None:
+    async with load(served.grpc_address) as result:
+        await result.until_done(6)
+        [victim] = workers(await asyncio.to_thread(served.status), pool).values()
+        os.kill(victim["pid"], signal.SIGKILL)
+        await result.until_done(18)
+        scaled = await command(served, "scale", f"{pool}=1")  # returns once the pool is there
+        assert scaled.returncode == 0, scaled.stderr
+        [successor] = workers(await asyncio.to_thread(served.status), pool).values()
+        assert successor["pid"] != victim["pid"]
+    assert not result.errors
 
 
-def test_the_supervisor_comes_back_and_requests_go_on_meanwhile(served: Served) -> None:
-    async def main() -> None:
-        status = await asyncio.to_thread(served.status)
-        async with load(served.grpc_address) as result:
-            await result.until_done(6)
-            os.kill(status["supervisor_pid"], signal.SIGKILL)
-            await result.until_done(12)
-            after = await asyncio.to_thread(served.status)
-            assert after["supervisor_pid"] != status["supervisor_pid"]
-            assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
-        assert not result.errors
-
-    asyncio.run(main())
+async def test_the_supervisor_comes_back_and_requests_go_on_meanwhile(served: Served) -> None:
+    status = await asyncio.to_thread(served.status)
+    async with load(served.grpc_address) as result:
+        await result.until_done(6)
+        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        await result.until_done(12)
+        after = await asyncio.to_thread(served.status)
+        assert after["supervisor_pid"] != status["supervisor_pid"]
+        assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
+    assert not result.errors
 
 
 def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
@@ -225,23 +215,19 @@ def test_a_killed_router_listens_again_where_it_did(served: Served) -> None:
     )
 
 
-def test_a_supervisor_that_hangs_is_started_again_and_ends_nothing(served: Served) -> None:
+async def test_a_supervisor_that_hangs_is_started_again_and_ends_nothing(served: Served) -> None:
     """The command stays, the workers stay, no request fails."""
-
-    async def main() -> None:
-        status = await asyncio.to_thread(served.status)
-        async with load(served.grpc_address) as result:
-            await result.until_done(6)
-            os.kill(status["supervisor_pid"], signal.SIGSTOP)
-            await asyncio.to_thread(served.wait_for, "it is started again; requests go on")
-            await result.until_done(6)
-            after = await asyncio.to_thread(served.status)
-            assert after["supervisor_pid"] != status["supervisor_pid"]
-            assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
-        assert not result.errors
-        assert not survivors(processes(status["supervisor_pid"]))
-
-    asyncio.run(main())
+    status = await asyncio.to_thread(served.status)
+    async with load(served.grpc_address) as result:
+        await result.until_done(6)
+        os.kill(status["supervisor_pid"], signal.SIGSTOP)
+        await asyncio.to_thread(served.wait_for, "it is started again; requests go on")
+        await result.until_done(6)
+        after = await asyncio.to_thread(served.status)
+        assert after["supervisor_pid"] != status["supervisor_pid"]
+        assert {w["pid"] for w in after["workers"]} == {w["pid"] for w in status["workers"]}
+    assert not result.errors
+    assert not survivors(processes(status["supervisor_pid"]))
     assert served.process.poll() is None
 
 

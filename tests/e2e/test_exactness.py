@@ -106,48 +106,36 @@ async def services(
 @pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
 @pytest.mark.parametrize(("topology", "transport"), PATHS)
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_greedy_equals_transformers(
+async def test_greedy_equals_transformers(
     checkpoints: Checkpoints, name: str, topology: str, transport: str, chunk_tokens: int
 ) -> None:
     path, cases = checkpoints(name)
-
-    async def test() -> None:
-        async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
-            await compare(router, cases)
-
-    asyncio.run(test())
+    async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
+        await compare(router, cases)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in ("llama", "qwen3")])
-def test_greedy_of_every_family_equals_transformers_through_two_workers(arch: str, tmp_path: Path) -> None:
+async def test_greedy_of_every_family_equals_transformers_through_two_workers(arch: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / arch, arch, seed=3)
     cases = untied_prompts(path, seed=11, lengths=(20, 90), max_tokens=8)
-
-    async def test() -> None:
-        async with services(path, TOPOLOGIES["1P1D"], "grpc", 32) as infos, routed(infos) as router:
-            calls = [answer(router, f"family-{i}", p, b"", num_tokens=8) for i, (p, _) in enumerate(cases)]
-            assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
-
-    asyncio.run(test())
+    async with services(path, TOPOLOGIES["1P1D"], "grpc", 32) as infos, routed(infos) as router:
+        calls = [answer(router, f"family-{i}", p, b"", num_tokens=8) for i, (p, _) in enumerate(cases)]
+        assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("transport", ["grpc", "nixl"])
-def test_greedy_equals_transformers_where_layers_go_in_groups(
+async def test_greedy_equals_transformers_where_layers_go_in_groups(
     checkpoints: Checkpoints, name: str, transport: str
 ) -> None:
     path, cases = checkpoints(name)
-
-    async def test() -> None:
-        async with (
-            services(path, TOPOLOGIES["1P1D"], transport, 64, layer_groups=3) as infos,
-            routed(infos) as router,
-        ):
-            few = cases[::3]
-            calls = [answer(router, f"groups-{i}", p, b"") for i, (p, _) in enumerate(few)]
-            assert await asyncio.gather(*calls) == [tokens for _, tokens in few]
-
-    asyncio.run(test())
+    async with (
+        services(path, TOPOLOGIES["1P1D"], transport, 64, layer_groups=3) as infos,
+        routed(infos) as router,
+    ):
+        few = cases[::3]
+        calls = [answer(router, f"groups-{i}", p, b"") for i, (p, _) in enumerate(few)]
+        assert await asyncio.gather(*calls) == [tokens for _, tokens in few]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -105,50 +105,46 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "nixl"])
-def test_every_fault_leaves_every_answer_exact(transport: str, checkpoint: tuple[Path, Cases]) -> None:
+async def test_every_fault_leaves_every_answer_exact(transport: str, checkpoint: tuple[Path, Cases]) -> None:
     path, cases = checkpoint
+    async with running(path, transport) as cluster:
 
-    async def test() -> None:
-        async with running(path, transport) as cluster:
+        async def cut(worker: Any, *directions: str) -> None:
+            """For longer than the lease and the router's patience."""
+            worker.proxy.cut(*directions)
+            while cluster.is_up(worker):
+                await asyncio.sleep(0.05)
+            worker.proxy.mend()
 
-            async def cut(worker: Any, *directions: str) -> None:
-                """For longer than the lease and the router's patience."""
-                worker.proxy.cut(*directions)
-                while cluster.is_up(worker):
-                    await asyncio.sleep(0.05)
-                worker.proxy.mend()
+        async def breaks(worker: Any) -> None:
+            worker.proxy.break_connections()
 
-            async def breaks(worker: Any) -> None:
-                worker.proxy.break_connections()
+        async def restart(worker: Any) -> None:
+            await worker.kill()
+            await worker.start()  # at the same address, as another incarnation
+            cluster.announce()
 
-            async def restart(worker: Any) -> None:
-                await worker.kill()
-                await worker.start()  # at the same address, as another incarnation
-                cluster.announce()
+        async def pause(worker: Any) -> None:
+            worker.send(signal.SIGSTOP)
+            while cluster.is_up(worker):
+                await asyncio.sleep(0.05)
+            worker.send(signal.SIGCONT)
 
-            async def pause(worker: Any) -> None:
-                worker.send(signal.SIGSTOP)
-                while cluster.is_up(worker):
-                    await asyncio.sleep(0.05)
-                worker.send(signal.SIGCONT)
-
-            moments = ((0, WHILE_PREFILLING), (2, WHILE_DECODING)) if transport == "grpc" else ((2, WHILE_PREFILLING),)
-            for victim, strike_at in moments:
-                worker = cluster.workers[victim]
-                for fault in (
-                    lambda w=worker: breaks(w),
-                    lambda w=worker: cut(w, "to"),
-                    lambda w=worker: cut(w, "from"),
-                    lambda w=worker: cut(w, "to", "from"),
-                    lambda w=worker: pause(w),
-                    lambda w=worker: restart(w),
-                ):
-                    await cluster.check(cases, fault, strike_at)
-                    await cluster.all_up()
-            await check_drain(cluster, cases)
-            assert await faults.leaked(cluster.workers) == {}
-
-    asyncio.run(test())
+        moments = ((0, WHILE_PREFILLING), (2, WHILE_DECODING)) if transport == "grpc" else ((2, WHILE_PREFILLING),)
+        for victim, strike_at in moments:
+            worker = cluster.workers[victim]
+            for fault in (
+                lambda w=worker: breaks(w),
+                lambda w=worker: cut(w, "to"),
+                lambda w=worker: cut(w, "from"),
+                lambda w=worker: cut(w, "to", "from"),
+                lambda w=worker: pause(w),
+                lambda w=worker: restart(w),
+            ):
+                await cluster.check(cases, fault, strike_at)
+                await cluster.all_up()
+        await check_drain(cluster, cases)
+        assert await faults.leaked(cluster.workers) == {}
 
 
 async def check_drain(cluster: Cluster, cases: Cases) -> None:

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from ..support.handoff_pair import LARGE, SinkEngine, make_memory, until_quiet
 pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 256  # 24 MiB
-TIMEOUT_S = 60.0
 TRANSPORTS = ["nixl", "grpc", "cuda_ipc"]  # the last by a fake device
 ROOT = Path(__file__).parent.parent.parent
 
@@ -100,74 +99,57 @@ async def outcome(pull: Awaitable[PullResult]) -> PullResult | DiptychError:
         return error
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(test(), TIMEOUT_S)
-
-    asyncio.run(limited())
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_every_byte_crosses_and_the_lease_ends(transport: str) -> None:
+    engine = SinkEngine(table=shuffled_table())
+    async with source_process(transport) as source, receive(transport, engine) as (sink, memory):
+        result = await sink.pull("k", source.named(), 30.0)
+        assert (result.transport, result.num_bytes) == (transport, memory.region.num_bytes)
+        check(memory, source, engine.table)
+        assert await source.next_end() == "h0"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_byte_crosses_and_the_lease_ends(transport: str) -> None:
-    async def test() -> None:
-        engine = SinkEngine(table=shuffled_table())
-        async with source_process(transport) as source, receive(transport, engine) as (sink, memory):
-            result = await sink.pull("k", source.named(), 30.0)
-            assert (result.transport, result.num_bytes) == (transport, memory.region.num_bytes)
-            check(memory, source, engine.table)
-            assert await source.next_end() == "h0"
-
-    run(test)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_source_fails_its_pulls_and_the_sink_lives_on(transport: str) -> None:
-    async def test() -> None:
-        engine = SinkEngine(table=shuffled_table())
-        async with receive(transport, engine) as (sink, memory):
-            async with source_process(transport, seed=1, num_handoffs=30) as source:
-                pulls = [asyncio.create_task(outcome(sink.pull(f"k{n}", source.named(n), 30.0))) for n in range(30)]
-                await asyncio.wait(pulls, return_when=asyncio.FIRST_COMPLETED)
-                source.signal(signal.SIGKILL)
-                outcomes = await asyncio.gather(*pulls)
-            assert isinstance(next(o for o in outcomes if not isinstance(o, DiptychError)), PullResult)
-            lost = [o for o in outcomes if isinstance(o, DiptychError)]
-            assert lost and all(isinstance(o, WorkerLost | TransportError) for o in lost), lost
-            await until_quiet(sink)
-            failed = {call[1]: call[2] for call in engine.calls if call[0] == "fail"}  # type: ignore[index,misc]
-            assert len(failed) == len(lost)
-            settled = {call[1] for call in engine.calls if call[0] == "settle"}  # type: ignore[index,misc]
-            assert settled == {key for key, is_quarantined in failed.items() if is_quarantined}
-            async with source_process(transport, seed=2) as another:
-                await sink.pull("again", another.named(), 30.0)
-                check(memory, another, engine.table)
-
-    run(test)
+async def test_a_killed_source_fails_its_pulls_and_the_sink_lives_on(transport: str) -> None:
+    engine = SinkEngine(table=shuffled_table())
+    async with receive(transport, engine) as (sink, memory):
+        async with source_process(transport, seed=1, num_handoffs=30) as source:
+            pulls = [asyncio.create_task(outcome(sink.pull(f"k{n}", source.named(n), 30.0))) for n in range(30)]
+            await asyncio.wait(pulls, return_when=asyncio.FIRST_COMPLETED)
+            source.signal(signal.SIGKILL)
+            outcomes = await asyncio.gather(*pulls)
+        assert isinstance(next(o for o in outcomes if not isinstance(o, DiptychError)), PullResult)
+        lost = [o for o in outcomes if isinstance(o, DiptychError)]
+        assert lost and all(isinstance(o, WorkerLost | TransportError) for o in lost), lost
+        await until_quiet(sink)
+        failed = {call[1]: call[2] for call in engine.calls if call[0] == "fail"}  # type: ignore[index,misc]
+        assert len(failed) == len(lost)
+        settled = {call[1] for call in engine.calls if call[0] == "settle"}  # type: ignore[index,misc]
+        assert settled == {key for key, is_quarantined in failed.items() if is_quarantined}
+        async with source_process(transport, seed=2) as another:
+            await sink.pull("again", another.named(), 30.0)
+            check(memory, another, engine.table)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stopped_source_is_noticed_by_its_lease_and_nothing_lands_later(transport: str) -> None:
+async def test_a_stopped_source_is_noticed_by_its_lease_and_nothing_lands_later(transport: str) -> None:
     """Stopped once the pull has begun. Its memory can still be read over NIXL: what counts is that nothing commits."""
-
-    async def test() -> None:
-        engine = SinkEngine(table=shuffled_table())
-        async with (
-            source_process(transport, lease_s=1, num_handoffs=1) as source,
-            receive(transport, engine) as (sink, memory),
-        ):
-            pull = asyncio.create_task(outcome(sink.pull("k", source.named(), 30.0)))
-            await engine.until("reserve")
-            source.signal(signal.SIGSTOP)
-            error = await pull
-            if isinstance(error, PullResult):
-                check(memory, source, engine.table)  # it was through before the signal came
-                return
-            assert isinstance(error, WorkerLost | TransportError | LeaseLost), error
-            await until_quiet(sink)
-            assert memory.region.view is not None
-            memory.region.view[:] = b"\0" * memory.region.num_bytes  # the blocks are another sequence's now
-            source.signal(signal.SIGCONT)
-            assert await source.next_end() == "h0"
-            assert memory.region.view == bytes(memory.region.num_bytes)
-
-    run(test)
+    engine = SinkEngine(table=shuffled_table())
+    async with (
+        source_process(transport, lease_s=1, num_handoffs=1) as source,
+        receive(transport, engine) as (sink, memory),
+    ):
+        pull = asyncio.create_task(outcome(sink.pull("k", source.named(), 30.0)))
+        await engine.until("reserve")
+        source.signal(signal.SIGSTOP)
+        error = await pull
+        if isinstance(error, PullResult):
+            check(memory, source, engine.table)  # it was through before the signal came
+            return
+        assert isinstance(error, WorkerLost | TransportError | LeaseLost), error
+        await until_quiet(sink)
+        assert memory.region.view is not None
+        memory.region.view[:] = b"\0" * memory.region.num_bytes  # the blocks are another sequence's now
+        source.signal(signal.SIGCONT)
+        assert await source.next_end() == "h0"
+        assert memory.region.view == bytes(memory.region.num_bytes)

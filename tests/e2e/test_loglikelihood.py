@@ -47,27 +47,23 @@ def assert_loglikelihoods(choices: list[dict[str, Any]], expected: list[torch.Te
 
 @pytest.mark.parametrize("chunk_tokens", [16, 0])
 @pytest.mark.parametrize("topology", ["alone", "1P1D"])
-def test_loglikelihoods_equal_transformers(topology: str, chunk_tokens: int) -> None:
+async def test_loglikelihoods_equal_transformers(topology: str, chunk_tokens: int) -> None:
     model = reference_model(TINY)
     with torch.inference_mode():
         expected = [model(torch.tensor([prompt])).logits[0, :-1].log_softmax(dim=-1) for prompt in PROMPTS]
-
-    async def test() -> None:
-        async with services(TINY, TOPOLOGIES[topology], "grpc", chunk_tokens) as infos, routed(infos) as router:
-            while not router.health().ready:
-                await asyncio.sleep(0.01)
-            door = FrontDoor(router, Tokenizer.load(TINY))
-            transport = httpx.ASGITransport(make_app(door))
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                for _ in ("cold", "warm"):
-                    for num_tokens in (0, 1, 8):
-                        choices = await ask(client, echo=True, logprobs=1, max_tokens=num_tokens)
-                        assert_loglikelihoods(choices, expected, num_tokens)
-                    choices = await ask(client, prompt_logprobs=2, max_tokens=2)
-                    for choice, prompt, logprobs in zip(choices, PROMPTS, expected, strict=True):
-                        listed = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
-                        own = torch.tensor([found[str(i)]["logprob"] for found, i in listed])
-                        torch.testing.assert_close(own, own_of(logprobs, prompt), atol=1e-4, rtol=0)
-            await door.close()
-
-    asyncio.run(test())
+    async with services(TINY, TOPOLOGIES[topology], "grpc", chunk_tokens) as infos, routed(infos) as router:
+        while not router.health().ready:
+            await asyncio.sleep(0.01)
+        door = FrontDoor(router, Tokenizer.load(TINY))
+        transport = httpx.ASGITransport(make_app(door))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for _ in ("cold", "warm"):
+                for num_tokens in (0, 1, 8):
+                    choices = await ask(client, echo=True, logprobs=1, max_tokens=num_tokens)
+                    assert_loglikelihoods(choices, expected, num_tokens)
+                choices = await ask(client, prompt_logprobs=2, max_tokens=2)
+                for choice, prompt, logprobs in zip(choices, PROMPTS, expected, strict=True):
+                    listed = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+                    own = torch.tensor([found[str(i)]["logprob"] for found, i in listed])
+                    torch.testing.assert_close(own, own_of(logprobs, prompt), atol=1e-4, rtol=0)
+        await door.close()

@@ -13,7 +13,7 @@ from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
 from ..support.handoff_pair import LARGE, make_memory
-from .test_handoff_processes import NUM_BLOCKS, SourceProcess, check, run, source_process
+from .test_handoff_processes import NUM_BLOCKS, SourceProcess, check, source_process
 
 pytestmark = pytest.mark.e2e
 
@@ -46,30 +46,28 @@ async def read_all(reader: KVReader) -> None:
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first seen when dead", "died while connected"])
-def test_stale_metadata_is_an_error_and_the_successor_is_read(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stale_metadata_is_an_error_and_the_successor_is_read(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("diptych.workers.transport.tracked_reader.READ_TIMEOUT_S", 2.0)
     monkeypatch.setattr("diptych.workers.transport.tracked_reader.SETTLE_S", 0.1)
-
-    async def test() -> None:
-        transport = NixlTransport([MEMORY.region])
-        reader: KVReader | None = None
-        try:
-            async with source_process("nixl", seed=1) as source:
-                opened = await opened_by(source)
-                if is_known:
-                    reader = await connect(transport, opened)
-                    await read_all(reader)
-                source.signal(signal.SIGKILL)
-            with pytest.raises(TransportError):
+    transport = NixlTransport([MEMORY.region])
+    reader: KVReader | None = None
+    try:
+        async with source_process("nixl", seed=1) as source:
+            opened = await opened_by(source)
+            if is_known:
                 reader = await connect(transport, opened)
                 await read_all(reader)
-            if reader is not None:
-                await reader.settled()
-            transport.forget(opened.source_incarnation)
-            async with source_process("nixl", seed=2) as successor:
-                await read_all(await connect(transport, await opened_by(successor)))
-                check(MEMORY, successor, tuple(range(NUM_BLOCKS)))
-        finally:
-            await transport.close()
-
-    run(test)
+            source.signal(signal.SIGKILL)
+        with pytest.raises(TransportError):
+            reader = await connect(transport, opened)
+            await read_all(reader)
+        if reader is not None:
+            await reader.settled()
+        transport.forget(opened.source_incarnation)
+        async with source_process("nixl", seed=2) as successor:
+            await read_all(await connect(transport, await opened_by(successor)))
+            check(MEMORY, successor, tuple(range(NUM_BLOCKS)))
+    finally:
+        await transport.close()

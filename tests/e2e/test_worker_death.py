@@ -92,48 +92,37 @@ async def under_load(router: Router, cases: Cases, salt: str, fault: Callable[[]
 
 @pytest.mark.parametrize("strike_at", [WHILE_PREFILLING, WHILE_DECODING])
 @pytest.mark.parametrize("victim", [0, 2], ids=["prefill", "decode"])
-def test_killed_under_load(checkpoint: tuple[Path, Cases], crew: Crew, victim: int, strike_at: int) -> None:
+async def test_killed_under_load(checkpoint: tuple[Path, Cases], crew: Crew, victim: int, strike_at: int) -> None:
     handles = crew.complete()
-
-    async def test() -> None:
-        async with routed(handles) as router:
-            fault = handles[victim].kill
-            await under_load(router, checkpoint[1], f"kill {victim} at {strike_at}", fault, strike_at=strike_at)
-            assert [s.is_up for s in router.workers()].count(False) == 1
-
-    asyncio.run(test())
+    async with routed(handles) as router:
+        fault = handles[victim].kill
+        await under_load(router, checkpoint[1], f"kill {victim} at {strike_at}", fault, strike_at=strike_at)
+        assert [s.is_up for s in router.workers()].count(False) == 1
     assert_nothing_leaked([h for i, h in enumerate(handles) if i != victim])
 
 
 @pytest.mark.parametrize("crew", ["nixl"], indirect=True)
-def test_both_sides_killed_at_once(checkpoint: tuple[Path, Cases], crew: Crew) -> None:
+async def test_both_sides_killed_at_once(checkpoint: tuple[Path, Cases], crew: Crew) -> None:
     handles = crew.complete()
 
-    async def test() -> None:
-        def kill_both() -> None:
-            handles[0].kill()
-            handles[2].kill()
+    def kill_both() -> None:
+        handles[0].kill()
+        handles[2].kill()
 
-        async with routed(handles) as router:
-            await under_load(router, checkpoint[1], "kill both", kill_both, strike_at=WHILE_PREFILLING)
-
-    asyncio.run(test())
+    async with routed(handles) as router:
+        await under_load(router, checkpoint[1], "kill both", kill_both, strike_at=WHILE_PREFILLING)
     assert_nothing_leaked([handles[1], handles[3]])
 
 
 @pytest.mark.parametrize("crew", ["nixl"], indirect=True)
-def test_a_stopped_worker_is_left_and_may_come_back(checkpoint: tuple[Path, Cases], crew: Crew) -> None:
+async def test_a_stopped_worker_is_left_and_may_come_back(checkpoint: tuple[Path, Cases], crew: Crew) -> None:
     handles = crew.complete()
-
-    async def test() -> None:
-        async with routed(handles) as router:
-            try:
-                await under_load(
-                    router, checkpoint[1], "stop", lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING
-                )
-            finally:
-                handles[2].send(signal.SIGCONT)  # or it would be alive, and silent, for the next test
-            await under_load(router, checkpoint[1], "go on", lambda: None, strike_at=WHILE_DECODING)
-
-    asyncio.run(test())
+    async with routed(handles) as router:
+        try:
+            await under_load(
+                router, checkpoint[1], "stop", lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING
+            )
+        finally:
+            handles[2].send(signal.SIGCONT)  # or it would be alive, and silent, for the next test
+        await under_load(router, checkpoint[1], "go on", lambda: None, strike_at=WHILE_DECODING)
     assert_nothing_leaked(handles)

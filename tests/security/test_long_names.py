@@ -1,8 +1,6 @@
 """Who holds the token sends ids and names without end: they are refused where they are received, and kept nowhere."""
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,12 +9,10 @@ import pytest
 
 from diptych.proto import kv_pb2, kv_pb2_grpc, worker_pb2
 from diptych.workers.common.channel import open_channel
-from diptych.workers.common.errors import HandoffError
 from diptych.workers.common.names import MAX_CHARS
-from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.testing.fake_runner import fake_output
 
-from ..support.handoff_pair import SMALL, TIMEOUT_S, SinkEngine, failure, receive, run, serve, start
+from ..support.handoff_pair import TIMEOUT_S, serve
 from ..support.sequences import make_request
 from ..workers.server.test_service import Router, worker
 
@@ -45,39 +41,33 @@ def with_source(part: str, name: str) -> dict[str, worker_pb2.HandoffSource]:
     ],
     ids=["request_id", "offer", *(f"{part}.{name}" for part in ("source", "prefix") for name in ("id", "at", "who"))],
 )
-def test_a_router_that_submits_a_long_name_is_refused_by_name(names: dict[str, Any]) -> None:
-    async def test() -> None:
-        async with worker() as (_, address):
-            router = Router(address)
-            await router.submit(1, make_request([3, 4], 2), **names)
-            failed = (await router.read("failed")).failed
-            assert (failed.error, failed.retryable, failed.handle) == ("InvalidRequest", False, 1)
-            assert TOO_LONG in failed.message
-            await router.submit(2, make_request([3, 4], 2))
-            assert [token for _, token in await router.tokens(2)] == fake_output([3, 4], 2)
-            await router.close()
-
-    run(test)
+async def test_a_router_that_submits_a_long_name_is_refused_by_name(names: dict[str, Any]) -> None:
+    async with worker() as (_, address):
+        router = Router(address)
+        await router.submit(1, make_request([3, 4], 2), **names)
+        failed = (await router.read("failed")).failed
+        assert (failed.error, failed.retryable, failed.handle) == ("InvalidRequest", False, 1)
+        assert TOO_LONG in failed.message
+        await router.submit(2, make_request([3, 4], 2))
+        assert [token for _, token in await router.tokens(2)] == fake_output([3, 4], 2)
+        await router.close()
 
 
-def test_a_router_that_offers_by_a_long_id_is_refused_and_its_request_runs_on() -> None:
-    async def test() -> None:
-        async with worker() as (service, address):
-            router = Router(address)
-            await router.submit(1, make_request([3, 4], 50))
-            await router.send(offer=worker_pb2.Offer(handle=1, handoff_id=LONG))
-            await router.send(offer_prefix=worker_pb2.OfferPrefix(handoff_id=LONG, token_ids=[3, 4]))
-            failed = (await router.read("failed")).failed
-            assert (failed.error, failed.handoff, failed.handle) == ("HandoffError", True, 1)
-            assert TOO_LONG in failed.message
-            await router.submit(2, make_request([3, 4], 2))
-            assert [token for _, token in await router.tokens(2)] == fake_output([3, 4], 2)
-            assert (await router.idle_state()).num_open_handoffs == 0
-            source = service._source
-            assert not any(len(handoff_id) > MAX_CHARS for handoff_id in (*source._open, *source._ended))
-            await router.close()
-
-    run(test)
+async def test_a_router_that_offers_by_a_long_id_is_refused_and_its_request_runs_on() -> None:
+    async with worker() as (service, address):
+        router = Router(address)
+        await router.submit(1, make_request([3, 4], 50))
+        await router.send(offer=worker_pb2.Offer(handle=1, handoff_id=LONG))
+        await router.send(offer_prefix=worker_pb2.OfferPrefix(handoff_id=LONG, token_ids=[3, 4]))
+        failed = (await router.read("failed")).failed
+        assert (failed.error, failed.handoff, failed.handle) == ("HandoffError", True, 1)
+        assert TOO_LONG in failed.message
+        await router.submit(2, make_request([3, 4], 2))
+        assert [token for _, token in await router.tokens(2)] == fake_output([3, 4], 2)
+        assert (await router.idle_state()).num_open_handoffs == 0
+        source = service._source
+        assert not any(len(handoff_id) > MAX_CHARS for handoff_id in (*source._open, *source._ended))
+        await router.close()
 
 
 Calls = kv_pb2_grpc.KVHandoffStub
@@ -95,8 +85,10 @@ SUBSCRIBE = {"handoff_id": "h", "source_incarnation": "s", "sink_incarnation": "
     ],
 )
 @pytest.mark.parametrize("name", ["handoff_id", "sink_incarnation"])
-def test_a_sink_with_a_long_id_is_refused_by_every_call(call: str, request_of: Callable[..., Any], name: str) -> None:
-    assert name in refusal(call, request_of(**{name: LONG}))
+async def test_a_sink_with_a_long_id_is_refused_by_every_call(
+    call: str, request_of: Callable[..., Any], name: str
+) -> None:
+    assert name in await refusal(call, request_of(**{name: LONG}))
 
 
 @pytest.mark.parametrize(
@@ -104,59 +96,23 @@ def test_a_sink_with_a_long_id_is_refused_by_every_call(call: str, request_of: C
     [{"source_incarnation": LONG}, {"wire_dtype": LONG}, {"machine": LONG}, {"transports": [LONG]}],
     ids=["source_incarnation", "wire_dtype", "machine", "transports"],
 )
-def test_a_subscription_with_a_long_name_is_refused(names: dict[str, Any]) -> None:
-    refusal("Subscribe", kv_pb2.SubscribeRequest(**{**SUBSCRIBE, **names}))
+async def test_a_subscription_with_a_long_name_is_refused(names: dict[str, Any]) -> None:
+    await refusal("Subscribe", kv_pb2.SubscribeRequest(**{**SUBSCRIBE, **names}))
 
 
-def test_a_subscription_with_many_names_is_refused() -> None:
+async def test_a_subscription_with_many_names_is_refused() -> None:
     request = kv_pb2.SubscribeRequest(**{**SUBSCRIBE, "transports": ["grpc"] * 1000})
-    refusal("Subscribe", request, "1,000 transports; at most 16")
+    await refusal("Subscribe", request, "1,000 transports; at most 16")
 
 
-def refusal(call: str, request: Any, reason: str = TOO_LONG) -> str:
+async def refusal(call: str, request: Any, reason: str = TOO_LONG) -> str:
     """What the source says, which is `reason`."""
-    said: list[str] = []
-
-    async def test() -> None:
-        async with serve() as served, open_channel(served.address) as channel:
-            method = getattr(kv_pb2_grpc.KVHandoffStub(channel), call)(request, timeout=TIMEOUT_S)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await (method.read() if call in ("Subscribe", "Pull") else method)
-            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            said.append(caught.value.details() or "")
-            assert served.source.num_open == 0 and not served.source._expected
-
-    run(test)
-    assert reason in said[0]
-    return said[0]
-
-
-def test_a_layout_with_a_long_name_is_told_shortened() -> None:
-    async def test() -> None:
-        async with serve() as served, open_channel(served.address) as channel:
-            layout = replace(SMALL, model_id=LONG, dtype=LONG).to_proto()
-            request = kv_pb2.SubscribeRequest(
-                **{**SUBSCRIBE, "source_incarnation": served.incarnation, "layout": layout}
-            )
-            with pytest.raises(grpc.aio.AioRpcError, match="KV cannot move between these two workers") as caught:
-                await kv_pb2_grpc.KVHandoffStub(channel).Subscribe(request, timeout=TIMEOUT_S).read()
-            assert len(caught.value.details() or "") < 4096
-
-    run(test)
-
-
-def test_a_source_with_a_long_name_is_refused_by_its_sink() -> None:
-    class Liar(HandoffSource):
-        def _opened(self, *args: Any) -> kv_pb2.Opened:
-            opened = super()._opened(*args)
-            opened.transport = LONG
-            return opened
-
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve(kind=Liar) as served, receive(engine) as (sink, _):
-            served.hand_off()
-            error = await failure(start(sink, served))
-            assert isinstance(error, HandoffError) and TOO_LONG in error.message
-
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+    async with serve() as served, open_channel(served.address) as channel:
+        method = getattr(kv_pb2_grpc.KVHandoffStub(channel), call)(request, timeout=TIMEOUT_S)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (method.read() if call in ("Subscribe", "Pull") else method)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert served.source.num_open == 0 and not served.source._expected
+    said = caught.value.details() or ""
+    assert reason in said
+    return said

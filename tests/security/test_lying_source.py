@@ -14,7 +14,7 @@ from diptych.workers.common.wire import request_from_submit
 from diptych.workers.handoff import source as handoff_source
 from diptych.workers.handoff.source import HandoffSource
 
-from ..support.handoff_pair import SMALL, SinkEngine, failure, receive, run, serve, start, until_quiet
+from ..support.handoff_pair import SMALL, SinkEngine, failure, receive, serve, start, until_quiet
 
 NUM_BLOCKS = 8
 NUM_NAMES = 1 << 20  # of blocks or tokens, in one message
@@ -22,27 +22,26 @@ POOL_TOKENS = NUM_BLOCKS * SMALL.block_size
 
 
 @pytest.mark.parametrize("num_tokens", [POOL_TOKENS + 1, 1 << 24, (1 << 32) - 1])
-def test_an_offer_of_more_tokens_than_the_pool_holds_is_refused_before_anything_is_made_of_it(num_tokens: int) -> None:
+async def test_an_offer_of_more_tokens_than_the_pool_holds_is_refused_before_anything_is_made_of_it(
+    num_tokens: int,
+) -> None:
     class Liar(HandoffSource):
         def _opened(self, *args: Any) -> kv_pb2.Opened:
             opened = super()._opened(*args)
             opened.num_tokens, opened.num_blocks = num_tokens, -(-num_tokens // SMALL.block_size)
             return opened
 
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve(kind=Liar) as served, receive(engine, num_blocks=NUM_BLOCKS) as (sink, _):
-            served.hand_off()
-            tracemalloc.start()
-            try:
-                error = await failure(start(sink, served))
-                assert tracemalloc.get_traced_memory()[1] < 8 << 20
-            finally:
-                tracemalloc.stop()
-            assert isinstance(error, HandoffError) and "whole pool" in error.message
-            assert [call[0] for call in engine.calls] == ["fail"]  # type: ignore[index]
-
-    run(test)
+    engine = SinkEngine()
+    async with serve(kind=Liar) as served, receive(engine, num_blocks=NUM_BLOCKS) as (sink, _):
+        served.hand_off()
+        tracemalloc.start()
+        try:
+            error = await failure(start(sink, served))
+            assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        finally:
+            tracemalloc.stop()
+        assert isinstance(error, HandoffError) and "whole pool" in error.message
+        assert [call[0] for call in engine.calls] == ["fail"]  # type: ignore[index]
 
 
 def _too_many_blocks(announcement: kv_pb2.Announcement) -> None:
@@ -65,7 +64,7 @@ def _too_many_outputs(announcement: kv_pb2.Announcement) -> None:
         ("sealed", _too_many_outputs, "11 tokens offered"),
     ],
 )
-def test_an_announcement_of_more_than_was_offered_is_refused_before_it_is_copied(
+async def test_an_announcement_of_more_than_was_offered_is_refused_before_it_is_copied(
     event: str, lie: Callable[[kv_pb2.Announcement], None], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth = handoff_source._announcement
@@ -77,27 +76,20 @@ def test_an_announcement_of_more_than_was_offered_is_refused_before_it_is_copied
         return announcement
 
     monkeypatch.setattr(handoff_source, "_announcement", lied)
-
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, _):
-            served.hand_off()
-            error = await failure(start(sink, served))
-            assert isinstance(error, HandoffError) and reason in error.message
-            await until_quiet(sink)
-
-    run(test)
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, _):
+        served.hand_off()
+        error = await failure(start(sink, served))
+        assert isinstance(error, HandoffError) and reason in error.message
+        await until_quiet(sink)
 
 
-def test_a_sink_that_pulls_more_blocks_than_there_are_is_refused_before_their_names_are_copied() -> None:
-    async def test() -> None:
-        async with serve(num_blocks=NUM_BLOCKS) as served, open_channel(served.address) as channel:
-            segment = kv_pb2.Segment(block_ids=range(NUM_NAMES), num_layers=1)
-            call = kv_pb2_grpc.KVHandoffStub(channel).Pull(kv_pb2.PullRequest(handoff_id="h", segment=segment))
-            with pytest.raises(grpc.aio.AioRpcError, match="1,048,576 blocks where there are 8"):
-                await call.read()
-
-    run(test)
+async def test_a_sink_that_pulls_more_blocks_than_there_are_is_refused_before_their_names_are_copied() -> None:
+    async with serve(num_blocks=NUM_BLOCKS) as served, open_channel(served.address) as channel:
+        segment = kv_pb2.Segment(block_ids=range(NUM_NAMES), num_layers=1)
+        call = kv_pb2_grpc.KVHandoffStub(channel).Pull(kv_pb2.PullRequest(handoff_id="h", segment=segment))
+        with pytest.raises(grpc.aio.AioRpcError, match="1,048,576 blocks where there are 8"):
+            await call.read()
 
 
 @pytest.mark.parametrize("column", ["prompt_token_ids", "output_token_ids"])

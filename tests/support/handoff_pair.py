@@ -223,13 +223,6 @@ async def receive(
         await sink.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(test(), TIMEOUT_S)
-
-    asyncio.run(limited())
-
-
 async def failure(pull: "asyncio.Future[object]") -> DiptychError:
     with pytest.raises(DiptychError) as caught:
         await pull

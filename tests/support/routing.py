@@ -1,7 +1,7 @@
 """A router over scripted workers on real sockets, for tests."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from diptych.cluster.routing.policy import RoutingConfig
@@ -11,17 +11,12 @@ from diptych.workers.common.request import Request, SamplingParams
 
 from .scripted_worker import ScriptedWorker
 
-TIMEOUT_S = 20.0
 PROMPT = tuple(range(1, 10))
 CONFIG = RoutingConfig(reconnect_s=0.01, max_reconnect_s=0.02)
 
 
 def request(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 4, timeout_s: float = 60.0) -> Request:
     return Request("request", prompt, SamplingParams(max_tokens=max_tokens, seed=7), timeout_s=timeout_s)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
 @asynccontextmanager

@@ -176,30 +176,26 @@ def test_tls(tmp_path: Path) -> None:
         assert httpx.post(url, json={"prompt": "hi"}, verify=trust).json()["choices"][0]["text"] == "hi"
 
 
-def test_the_asynchronous_client(server: Served) -> None:
+async def test_the_asynchronous_client(server: Served) -> None:
     source = server.source
-
-    async def main() -> None:
-        async with AsyncClient(server.address) as client:
-            assert (await client.generate("hé")).text == "hé"
-            assert (await client.chat(USER)).usage.completion_tokens == 3
-            assert (await client.model()).name == "echo"
-            stream = client.chat_stream(USER)
-            assert [text async for text in stream] == ["h", "i"]
-            assert stream.completion.text == "hi"
-            with pytest.raises(PromptTooLong):
-                await client.generate("x" * CONTEXT)
-            texts = await asyncio.gather(*(client.generate(f"text {i}") for i in range(50)))
-            assert [t.text for t in texts] == [f"text {i}" for i in range(50)]
-            source.laps = None
-            source.gate_after = 2
-            source.gate.clear()
-            async with client.stream("abc") as left:
-                assert await anext(left) == "a"
-            assert await asyncio.to_thread(source.all_closed.wait, 10)
-            assert [text async for text in left] == []
-
-    asyncio.run(main())
+    async with AsyncClient(server.address) as client:
+        assert (await client.generate("hé")).text == "hé"
+        assert (await client.chat(USER)).usage.completion_tokens == 3
+        assert (await client.model()).name == "echo"
+        stream = client.chat_stream(USER)
+        assert [text async for text in stream] == ["h", "i"]
+        assert stream.completion.text == "hi"
+        with pytest.raises(PromptTooLong):
+            await client.generate("x" * CONTEXT)
+        texts = await asyncio.gather(*(client.generate(f"text {i}") for i in range(50)))
+        assert [t.text for t in texts] == [f"text {i}" for i in range(50)]
+        source.laps = None
+        source.gate_after = 2
+        source.gate.clear()
+        async with client.stream("abc") as left:
+            assert await anext(left) == "a"
+        assert await asyncio.to_thread(source.all_closed.wait, 10)
+        assert [text async for text in left] == []
 
 
 def test_the_client_imports_neither_the_server_nor_torch() -> None:

@@ -25,28 +25,25 @@ def test_silence_is_of_looks_in_a_row_and_counts_anew_for_a_successor() -> None:
     assert [silence.look(has_answered=answer) for answer in answers] == [False] * 5 + [True] + [False] * 2 + [True]
 
 
-def test_a_heartbeat_asks_one_call_at_a_time_and_an_error_is_no_answer() -> None:
-    async def test() -> None:
-        num_asked, answer = 0, asyncio.Event()
+async def test_a_heartbeat_asks_one_call_at_a_time_and_an_error_is_no_answer() -> None:
+    num_asked, answer = 0, asyncio.Event()
 
-        async def ask() -> None:
-            nonlocal num_asked
-            num_asked += 1
-            await answer.wait()
-            if num_asked > 2:
-                raise WorkerLost("it says that it cannot serve")
+    async def ask() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await answer.wait()
+        if num_asked > 2:
+            raise WorkerLost("it says that it cannot serve")
 
-        heartbeat = Heartbeat(ask, 2)
+    heartbeat = Heartbeat(ask, 2)
+    await asyncio.sleep(0)
+    assert not heartbeat.look() and heartbeat.look() and num_asked == 1
+    answer.set()
+    for expected in (False, False, False, True):
         await asyncio.sleep(0)
-        assert not heartbeat.look() and heartbeat.look() and num_asked == 1
-        answer.set()
-        for expected in (False, False, False, True):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert heartbeat.look() is expected
-        heartbeat.close()
-
-    asyncio.run(test())
+        await asyncio.sleep(0)
+        assert heartbeat.look() is expected
+    heartbeat.close()
 
 
 class Answers:

@@ -1,7 +1,5 @@
 """Gangs as the supervisor keeps them: counted as one, scaled, lost, taken over and blamed as a whole."""
 
-import asyncio
-
 import pytest
 
 from diptych.cluster.control import worker_watch
@@ -79,24 +77,21 @@ def test_a_new_supervisor_takes_over_a_gang() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_new_supervisor_ends_what_is_left_of_a_gang(rank: int) -> None:
-    async def main() -> None:
-        launcher = FakeLauncher()
-        left = await launcher.worker(f"mixed-1.{rank}", "mixed")
-        await left.start()
-        world = World(launcher, {"pools": MIXED})
-        try:
-            status = await world.until(lambda s: s.is_settled and s.pools[2].num_ready == 1)
-            assert [w.worker_id for w in status.workers] == ["mixed-2.0", "mixed-2.1"]
-            assert status.pools[2].num_failures == 0
-            assert list(launcher.processes) == [f"mixed-1.{rank}", "mixed-2.0", "mixed-2.1"], "it was not completed"
-            assert left.is_dead
-            assert launcher.places == {"mixed-2"}
-        finally:
-            await world.leave()
-        assert not launcher.places
-
-    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+async def test_a_new_supervisor_ends_what_is_left_of_a_gang(rank: int) -> None:
+    launcher = FakeLauncher()
+    left = await launcher.worker(f"mixed-1.{rank}", "mixed")
+    await left.start()
+    world = World(launcher, {"pools": MIXED})
+    try:
+        status = await world.until(lambda s: s.is_settled and s.pools[2].num_ready == 1)
+        assert [w.worker_id for w in status.workers] == ["mixed-2.0", "mixed-2.1"]
+        assert status.pools[2].num_failures == 0
+        assert list(launcher.processes) == [f"mixed-1.{rank}", "mixed-2.0", "mixed-2.1"], "it was not completed"
+        assert left.is_dead
+        assert launcher.places == {"mixed-2"}
+    finally:
+        await world.leave()
+    assert not launcher.places
 
 
 def test_a_cause_is_told_instead_of_its_echo(monkeypatch: pytest.MonkeyPatch) -> None:

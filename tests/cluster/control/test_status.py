@@ -58,29 +58,26 @@ def test_links_are_json() -> None:
     assert last["bytes_per_s"] == 0
 
 
-def test_a_supervisor_hears_of_links_and_names_their_workers(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with scripted("decode") as (worker,):
-            control = WorkerControl(worker.info.address, None)
-            while not control.num_received:  # the hello
-                await asyncio.sleep(0.002)
-            started = WorkerStarted(worker.info.address, worker.incarnation, 1, "node")
-            record = WorkerRecord("decode-0", "decode", started=started, control=control)
-            assert record.transfers({}) == []
-            known = PeerLink(incarnation="uuid-1", transport="nixl", num_bytes=80, read_s=2, num_reads=3, num_failed=1)
-            worker.load(num_running=1, links=[known, PeerLink(incarnation="uuid-2")])
-            while not control.load.num_running:
-                await asyncio.sleep(0.002)
-            assert record.transfers({"uuid-1": "prefill-4"}) == [
-                TransferStatus("decode-0", "prefill-4", "nixl", 80, 2.0, 3, 1),
-                TransferStatus("decode-0", "uuid-2", "", 0, 0.0, 0, 0),
-            ]
-            num_received = control.num_received
-            worker.load(num_running=9, links=[PeerLink(incarnation="uuid-3", read_s=-1)])
-            while control.num_received == num_received:
-                await asyncio.sleep(0.002)
-            assert control.load.num_running == 1 and len(record.transfers({})) == 2
-            await control.close()
-
-    asyncio.run(asyncio.wait_for(test(), 20))
+async def test_a_supervisor_hears_of_links_and_names_their_workers(caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted("decode") as (worker,):
+        control = WorkerControl(worker.info.address, None)
+        while not control.num_received:  # the hello
+            await asyncio.sleep(0.002)
+        started = WorkerStarted(worker.info.address, worker.incarnation, 1, "node")
+        record = WorkerRecord("decode-0", "decode", started=started, control=control)
+        assert record.transfers({}) == []
+        known = PeerLink(incarnation="uuid-1", transport="nixl", num_bytes=80, read_s=2, num_reads=3, num_failed=1)
+        worker.load(num_running=1, links=[known, PeerLink(incarnation="uuid-2")])
+        while not control.load.num_running:
+            await asyncio.sleep(0.002)
+        assert record.transfers({"uuid-1": "prefill-4"}) == [
+            TransferStatus("decode-0", "prefill-4", "nixl", 80, 2.0, 3, 1),
+            TransferStatus("decode-0", "uuid-2", "", 0, 0.0, 0, 0),
+        ]
+        num_received = control.num_received
+        worker.load(num_running=9, links=[PeerLink(incarnation="uuid-3", read_s=-1)])
+        while control.num_received == num_received:
+            await asyncio.sleep(0.002)
+        assert control.load.num_running == 1 and len(record.transfers({})) == 2
+        await control.close()
     assert "is dropped" in caplog.text

@@ -282,7 +282,7 @@ def test_a_new_supervisor_goes_on_draining_what_the_last_one_drained() -> None:
     run(test, FakeLauncher(step_s=0.02), mixed={"replicas": 2})
 
 
-def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
     monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
     launcher = FakeLauncher()
@@ -293,16 +293,13 @@ def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pyte
         assert [w.worker_id for w in status.workers] == ["mixed-2"]
         assert world.launcher.processes["mixed-1"].is_dead
 
-    async def main() -> None:
-        (await launcher.worker("mixed-1", "mixed")).is_stopped = True
-        async with asyncio.timeout(TIMEOUT_S):
-            world = World(launcher, {"pools": {"mixed": {"replicas": 1}}})
-            try:
-                await test(world)
-            finally:
-                await world.leave()
-
-    asyncio.run(main())
+    (await launcher.worker("mixed-1", "mixed")).is_stopped = True
+    async with asyncio.timeout(TIMEOUT_S):
+        world = World(launcher, {"pools": {"mixed": {"replicas": 1}}})
+        try:
+            await test(world)
+        finally:
+            await world.leave()
 
 
 def test_a_router_whose_start_raises_what_nobody_foresaw_is_started_again() -> None:

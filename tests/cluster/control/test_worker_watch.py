@@ -84,21 +84,17 @@ def test_a_worker_that_reports_no_more_hangs(monkeypatch: pytest.MonkeyPatch) ->
     assert control.num_told == 4 * worker_watch.SILENT_TICKS
 
 
-def test_the_supervisor_knows_a_worker_once_it_knows_whether_it_drains() -> None:
+async def test_the_supervisor_knows_a_worker_once_it_knows_whether_it_drains() -> None:
     """Else it would count one that an earlier supervisor drained, and drain another in its place."""
-
-    async def test() -> None:
-        async with scripted("decode") as [worker]:
-            control = WorkerControl(worker.info.address, None)
-            while not control.num_received:  # the hello
-                await asyncio.sleep(0.002)
-            assert not control._is_known.is_set()
-            worker.load(draining=True)
-            await control._is_known.wait()
-            assert control.load.draining
-            await control.close()
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    async with scripted("decode") as [worker]:
+        control = WorkerControl(worker.info.address, None)
+        while not control.num_received:  # the hello
+            await asyncio.sleep(0.002)
+        assert not control._is_known.is_set()
+        worker.load(draining=True)
+        await control._is_known.wait()
+        assert control.load.draining
+        await control.close()
 
 
 class Silent(Control):
@@ -130,18 +126,14 @@ def test_a_worker_whose_books_are_wrong_is_not_asked_again() -> None:
     assert wrong.num_asked == 1
 
 
-def test_a_drain_is_over_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drain_is_over_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "DRAIN_POLL_S", 0.001)
     gone = Silent(1 << 30, WorkerLost("UNAVAILABLE"))
-
-    async def main() -> None:
-        draining = asyncio.create_task(drain([gone.record], 60.0))
-        while gone.num_asked < 2:
-            await asyncio.sleep(0)
-        gone.record.enter(Phase.STOPPING)
-        await draining
-
-    asyncio.run(main())
+    draining = asyncio.create_task(drain([gone.record], 60.0))
+    while gone.num_asked < 2:
+        await asyncio.sleep(0)
+    gone.record.enter(Phase.STOPPING)
+    await draining
 
 
 class Ended:

@@ -127,20 +127,16 @@ def test_a_stop_string_closes_the_token_stream_and_leaves_the_others() -> None:
     assert source.closed == ["r-0", "r-1"]
 
 
-def test_closing_early_closes_every_stream() -> None:
+async def test_closing_early_closes_every_stream() -> None:
     source = Echo()
-
-    async def main() -> None:
-        source.gate.clear()
-        source.gate_after = 1
-        generation = Generation(source, "r", [completion(index=i) for i in range(3)], n=3)
-        async with aclosing(generation.batches()) as batches:
-            assert await anext(batches)
-            assert source.closed == []
-        assert sorted(source.closed) == ["r-0", "r-1", "r-2"]
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+    source.gate.clear()
+    source.gate_after = 1
+    generation = Generation(source, "r", [completion(index=i) for i in range(3)], n=3)
+    async with aclosing(generation.batches()) as batches:
+        assert await anext(batches)
+        assert source.closed == []
+    assert sorted(source.closed) == ["r-0", "r-1", "r-2"]
+    assert len(asyncio.all_tasks()) == 1
 
 
 def test_the_first_error_ends_all_after_what_came_before_it() -> None:
@@ -161,15 +157,11 @@ def test_the_first_error_ends_all_after_what_came_before_it() -> None:
     assert sorted(source.closed) == ["r-0", "r-1"]
 
 
-def test_a_request_that_outlives_its_deadline_is_aborted() -> None:
+async def test_a_request_that_outlives_its_deadline_is_aborted() -> None:
     source = Echo()
-
-    async def main() -> None:
-        source.gate.clear()
-        with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
-            await read(Generation(source, "r", [completion(timeout_s=0.01)], n=1))
-
-    asyncio.run(main())
+    source.gate.clear()
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
+        await read(Generation(source, "r", [completion(timeout_s=0.01)], n=1))
     assert source.closed == ["r-0"]
 
 
@@ -202,23 +194,19 @@ def test_odd_endings_are_errors(source: Odd, error: type[DiptychError]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_deadline_closes_streams_that_nobody_reads(n: int) -> None:
+async def test_the_deadline_closes_streams_that_nobody_reads(n: int) -> None:
     source = Echo()
     source.gate_after = 3
     source.gate.clear()
-
-    async def main() -> None:
-        completions = [completion(index=i, timeout_s=0.05, max_tokens=100) for i in range(n)]
-        generation = Generation(source, "r", completions, n)
-        async with aclosing(generation.batches()) as batches:
-            assert await anext(batches)
-            while len(source.closed) < n:  # while the reader is elsewhere
-                await asyncio.sleep(0.001)
-            with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
-                while True:
-                    await anext(batches)
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+    completions = [completion(index=i, timeout_s=0.05, max_tokens=100) for i in range(n)]
+    generation = Generation(source, "r", completions, n)
+    async with aclosing(generation.batches()) as batches:
+        assert await anext(batches)
+        while len(source.closed) < n:  # while the reader is elsewhere
+            await asyncio.sleep(0.001)
+        with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
+            while True:
+                await anext(batches)
 
 
 def test_what_waits_for_a_slow_reader_is_bounded() -> None:

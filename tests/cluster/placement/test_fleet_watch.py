@@ -17,7 +17,7 @@ class Away(Exception):
     """No supervisor answers."""
 
 
-def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_watch, "RETRY_S", 0.0)
     asked: list[int] = []
     seen: list[list[WorkerInfo]] = []
@@ -44,13 +44,10 @@ def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(monkeypa
             await asyncio.Event().wait()
         return 9, SECOND
 
-    async def main() -> None:
-        following = asyncio.create_task(follow(find, seen.append, (Away, Unavailable)))
-        await is_over.wait()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-
-    asyncio.run(main())
+    following = asyncio.create_task(follow(find, seen.append, (Away, Unavailable)))
+    await is_over.wait()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
     assert seen == [FIRST, SECOND]
     assert asked == [0, 7, 7, 9]
 

@@ -23,7 +23,6 @@ from .test_router_with_workers import (
     cluster,
     prompts,
     request,
-    run,
     start_worker,
 )
 
@@ -104,92 +103,76 @@ async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int, num
 
 
 @pytest.mark.parametrize("roles", [("prefill", "decode", "decode"), ("mixed", "mixed")], ids="+".join)
-def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_twice(roles: tuple[str, ...]) -> None:
-    async def test() -> None:
-        async with cluster(*roles, **PATIENT) as running:
-            asked = prompts(12, 30, seed=1)
-            audience = Audience(running, asked)
-            leaving = running.workers[-1]
-            await runs(leaving, 4)
-            await drain(leaving)
-            await leaving.settled_state()
-            await audience.leave()
-            assert count(running, "diptych_request_migrations_total") > 3
-            assert count(running, "diptych_request_resumes_total") == 0
-            reports = await loads(running.workers)
-            assert sum(load.num_preemptions for load in reports) == 0
-            assert sum(load.num_prefill_tokens for load in reports) <= sum(map(len, asked))
-            assert reports[-1].num_migrated_out == count(running, "diptych_request_migrations_total")
-
-    run(test)
+async def test_a_worker_that_drains_is_emptied_and_nothing_is_computed_twice(roles: tuple[str, ...]) -> None:
+    async with cluster(*roles, **PATIENT) as running:
+        asked = prompts(12, 30, seed=1)
+        audience = Audience(running, asked)
+        leaving = running.workers[-1]
+        await runs(leaving, 4)
+        await drain(leaving)
+        await leaving.settled_state()
+        await audience.leave()
+        assert count(running, "diptych_request_migrations_total") > 3
+        assert count(running, "diptych_request_resumes_total") == 0
+        reports = await loads(running.workers)
+        assert sum(load.num_preemptions for load in reports) == 0
+        assert sum(load.num_prefill_tokens for load in reports) <= sum(map(len, asked))
+        assert reports[-1].num_migrated_out == count(running, "diptych_request_migrations_total")
 
 
-def test_workers_drain_one_after_the_other_under_load() -> None:
+async def test_workers_drain_one_after_the_other_under_load() -> None:
     """A sequence moves more than once."""
-
-    async def test() -> None:
-        roles = ("prefill", "decode", "decode", "decode")
-        async with cluster(*roles, **PATIENT) as running:
-            audience = Audience(running, prompts(9, 30, seed=2))
-            for worker in running.of("decode")[:2]:
-                await runs(worker, 1)
-                await drain(worker)
-                await worker.settled_state()
-            await audience.leave()
-            reports = await loads(running.workers)
-            assert all(load.num_migrated_out for load in reports[1:3])
-            assert count(running, "diptych_request_resumes_total") == 0
-
-    run(test)
+    roles = ("prefill", "decode", "decode", "decode")
+    async with cluster(*roles, **PATIENT) as running:
+        audience = Audience(running, prompts(9, 30, seed=2))
+        for worker in running.of("decode")[:2]:
+            await runs(worker, 1)
+            await drain(worker)
+            await worker.settled_state()
+        await audience.leave()
+        reports = await loads(running.workers)
+        assert all(load.num_migrated_out for load in reports[1:3])
+        assert count(running, "diptych_request_resumes_total") == 0
 
 
 @pytest.mark.parametrize("victim", ["source", "sink"])
-def test_a_worker_killed_while_sequences_move_costs_no_token(victim: str) -> None:
-    async def test() -> None:
-        async with cluster("prefill", "decode", "decode", "decode", **ROOMY) as running:
-            audience = Audience(running, prompts(20, 30, seed=3))
-            source, sink, _ = running.of("decode")
-            await running.busy(source)
-            drained = asyncio.create_task(drain(source))
-            while not any(driver.state.moving() for driver in running.router._drivers):
-                await asyncio.sleep(0)
-            await running.lose(source if victim == "source" else sink)
-            await asyncio.gather(drained, return_exceptions=True)  # its stream may break with the worker
-            await audience.leave()
-
-    run(test)
+async def test_a_worker_killed_while_sequences_move_costs_no_token(victim: str) -> None:
+    async with cluster("prefill", "decode", "decode", "decode", **ROOMY) as running:
+        audience = Audience(running, prompts(20, 30, seed=3))
+        source, sink, _ = running.of("decode")
+        await running.busy(source)
+        drained = asyncio.create_task(drain(source))
+        while not any(driver.state.moving() for driver in running.router._drivers):
+            await asyncio.sleep(0)
+        await running.lose(source if victim == "source" else sink)
+        await asyncio.gather(drained, return_exceptions=True)  # its stream may break with the worker
+        await audience.leave()
 
 
-def test_a_worker_short_of_blocks_gives_sequences_away_instead_of_preempting_them() -> None:
-    async def test() -> None:
-        # From being short of blocks to being without any it is eight steps: long enough for a loaded machine too.
-        async with cluster("mixed", step_s=0.08, num_blocks=96) as running:
-            spare = await start_worker("mixed", 0.08)
-            asked = [[7 + i] * (70 + i) for i in range(4)]  # 96 blocks hold 384 tokens; they grow to 446
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=40))
-            await busy_with(running, running.workers[0], 4, num_tokens=16)
-            running.workers.append(spare)
-            running.announce()
-            await answers
-            reports = await loads(running.workers)
-            assert 1 <= reports[0].num_migrated_out <= 2
-            assert [load.num_preemptions for load in reports] == [0, 0]
-            assert count(running, "diptych_request_resumes_total") == 0
-
-    run(test)
+async def test_a_worker_short_of_blocks_gives_sequences_away_instead_of_preempting_them() -> None:
+    # From being short of blocks to being without any it is eight steps: long enough for a loaded machine too.
+    async with cluster("mixed", step_s=0.08, num_blocks=96) as running:
+        spare = await start_worker("mixed", 0.08)
+        asked = [[7 + i] * (70 + i) for i in range(4)]  # 96 blocks hold 384 tokens; they grow to 446
+        answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=40))
+        await busy_with(running, running.workers[0], 4, num_tokens=16)
+        running.workers.append(spare)
+        running.announce()
+        await answers
+        reports = await loads(running.workers)
+        assert 1 <= reports[0].num_migrated_out <= 2
+        assert [load.num_preemptions for load in reports] == [0, 0]
+        assert count(running, "diptych_request_resumes_total") == 0
 
 
-def test_the_next_turn_pulls_what_the_decode_worker_wrote() -> None:
-    async def test() -> None:
-        async with cluster("prefill", "decode", step_s=0.02) as running:
-            prompt = [5, 6, 7] * 90
-            said = await answer(running.router, prompt, 40)
-            assert said == fake_output(prompt, 40)
-            await loads(running.workers)
-            turn = [*prompt, *said, 8, 9]
-            assert await answer(running.router, turn, 5) == fake_output(turn, 5)
-            reports = await loads(running.workers)
-            assert reports[0].num_prefixes_pulled == 1
-            assert reports[0].num_prefill_tokens < len(prompt) + 40
-
-    run(test)
+async def test_the_next_turn_pulls_what_the_decode_worker_wrote() -> None:
+    async with cluster("prefill", "decode", step_s=0.02) as running:
+        prompt = [5, 6, 7] * 90
+        said = await answer(running.router, prompt, 40)
+        assert said == fake_output(prompt, 40)
+        await loads(running.workers)
+        turn = [*prompt, *said, 8, 9]
+        assert await answer(running.router, turn, 5) == fake_output(turn, 5)
+        reports = await loads(running.workers)
+        assert reports[0].num_prefixes_pulled == 1
+        assert reports[0].num_prefill_tokens < len(prompt) + 40

@@ -18,150 +18,126 @@ from diptych.workers.common.errors import (
 from diptych.workers.common.request import FinishReason
 
 from ...support.front import byte_tokenizer
-from ...support.routing import CONFIG, reading, request, routing, run, settled
+from ...support.routing import CONFIG, reading, request, routing, settled
 from ...support.scripted_worker import scripted
 
 
-def test_a_client_that_leaves_stops_both_workers() -> None:
-    async def test() -> None:
-        async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
-            async with aclosing(router.stream(request())) as stream:
-                first = asyncio.create_task(anext(stream))
-                source, sink = await prefill.submitted(), await decode.submitted()
-                prefill.tokens(source.handle, [50])
-                await first
-            assert await prefill.aborted() == source.handle
-            assert await decode.aborted() == sink.handle
-            waiting = asyncio.create_task(anext(router.stream(request())))
+async def test_a_client_that_leaves_stops_both_workers() -> None:
+    async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
+        async with aclosing(router.stream(request())) as stream:
+            first = asyncio.create_task(anext(stream))
             source, sink = await prefill.submitted(), await decode.submitted()
-            waiting.cancel()
-            assert await prefill.aborted() == source.handle
-            assert await decode.aborted() == sink.handle
-
-    run(test)
-
-
-def test_the_deadline_stops_both_workers() -> None:
-    async def test() -> None:
-        async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
-            answer = reading(router.stream(request(timeout_s=0.05)))
-            with pytest.raises(DeadlineExceeded, match=r"within its 0\.05 s"):
-                await answer
-            assert (await prefill.submitted()).handle == await prefill.aborted()
-            assert (await decode.submitted()).handle == await decode.aborted()
-
-    run(test)
+            prefill.tokens(source.handle, [50])
+            await first
+        assert await prefill.aborted() == source.handle
+        assert await decode.aborted() == sink.handle
+        waiting = asyncio.create_task(anext(router.stream(request())))
+        source, sink = await prefill.submitted(), await decode.submitted()
+        waiting.cancel()
+        assert await prefill.aborted() == source.handle
+        assert await decode.aborted() == sink.handle
 
 
-def test_a_client_that_does_not_read_neither_stops_a_resume_nor_the_deadline() -> None:
-    async def test() -> None:
-        async with scripted("mixed", "mixed") as (first, second), routing(first, second) as router:
-            stream = router.stream(request(timeout_s=0.5))
-            reader = asyncio.create_task(anext(stream))
-            first.tokens((await first.submitted()).handle, [50])
-            assert (await reader).token_ids == (50,)
-            await first.kill()
-            again = await second.submitted()
-            second.tokens(again.handle, [51], start=1)
-            assert await second.aborted() == again.handle
-            assert (await anext(stream)).token_ids == (51,)
-            with pytest.raises(DeadlineExceeded):
-                await anext(stream)
-
-    run(test)
+async def test_the_deadline_stops_both_workers() -> None:
+    async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
+        answer = reading(router.stream(request(timeout_s=0.05)))
+        with pytest.raises(DeadlineExceeded, match=r"within its 0\.05 s"):
+            await answer
+        assert (await prefill.submitted()).handle == await prefill.aborted()
+        assert (await decode.submitted()).handle == await decode.aborted()
 
 
-def test_a_request_waits_for_a_worker_to_come() -> None:
-    async def test() -> None:
-        async with scripted("mixed", "mixed") as (first, second), routing(first) as router:
-            answer = reading(router.stream(request()))
-            first.tokens((await first.submitted()).handle, [50])
-            await settled(router, lambda: b"generation_tokens_total 1.0" in router.metrics())
-            await first.kill()
-            await settled(router, lambda: not router.health().ready)
-            router.update_fleet([second.info])
-            again = await second.submitted()
-            assert list(again.output_token_ids) == [50]
-            second.tokens(again.handle, [51], start=1, finish=FinishReason.STOP)
-            assert await answer == [50, 51]
-
-    run(test)
-
-
-def test_no_worker_comes() -> None:
-    async def test() -> None:
-        router = Router(replace(CONFIG, no_worker_wait_s=0.05))
-        await router.start()
-        with pytest.raises(Unavailable, match="no worker has joined"):
-            router.model()
-        with pytest.raises(Unavailable, match="no worker has joined"):
-            await reading(router.stream(request()))
+async def test_a_client_that_does_not_read_neither_stops_a_resume_nor_the_deadline() -> None:
+    async with scripted("mixed", "mixed") as (first, second), routing(first, second) as router:
+        stream = router.stream(request(timeout_s=0.5))
+        reader = asyncio.create_task(anext(stream))
+        first.tokens((await first.submitted()).handle, [50])
+        assert (await reader).token_ids == (50,)
+        await first.kill()
+        again = await second.submitted()
+        second.tokens(again.handle, [51], start=1)
+        assert await second.aborted() == again.handle
+        assert (await anext(stream)).token_ids == (51,)
         with pytest.raises(DeadlineExceeded):
-            await reading(router.stream(request(timeout_s=0.01)))
-        assert router.health().num_requests == 0
-        await router.stop()
-
-    run(test)
+            await anext(stream)
 
 
-def test_overload_is_refused_at_the_door() -> None:
-    async def test() -> None:
-        config = replace(CONFIG, max_in_flight=2)
-        async with scripted("mixed") as (worker,), routing(worker, config=config) as router:
-            router.admit(2)
-            answers = [reading(router.stream(request())) for _ in range(2)]
-            handles = [(await worker.submitted()).handle for _ in answers]
-            with pytest.raises(Overloaded) as caught:
-                router.admit(1)
-            assert 1.0 <= caught.value.retry_after_s <= 60.0
+async def test_a_request_waits_for_a_worker_to_come() -> None:
+    async with scripted("mixed", "mixed") as (first, second), routing(first) as router:
+        answer = reading(router.stream(request()))
+        first.tokens((await first.submitted()).handle, [50])
+        await settled(router, lambda: b"generation_tokens_total 1.0" in router.metrics())
+        await first.kill()
+        await settled(router, lambda: not router.health().ready)
+        router.update_fleet([second.info])
+        again = await second.submitted()
+        assert list(again.output_token_ids) == [50]
+        second.tokens(again.handle, [51], start=1, finish=FinishReason.STOP)
+        assert await answer == [50, 51]
+
+
+async def test_no_worker_comes() -> None:
+    router = Router(replace(CONFIG, no_worker_wait_s=0.05))
+    await router.start()
+    with pytest.raises(Unavailable, match="no worker has joined"):
+        router.model()
+    with pytest.raises(Unavailable, match="no worker has joined"):
+        await reading(router.stream(request()))
+    with pytest.raises(DeadlineExceeded):
+        await reading(router.stream(request(timeout_s=0.01)))
+    assert router.health().num_requests == 0
+    await router.stop()
+
+
+async def test_overload_is_refused_at_the_door() -> None:
+    config = replace(CONFIG, max_in_flight=2)
+    async with scripted("mixed") as (worker,), routing(worker, config=config) as router:
+        router.admit(2)
+        answers = [reading(router.stream(request())) for _ in range(2)]
+        handles = [(await worker.submitted()).handle for _ in answers]
+        with pytest.raises(Overloaded) as caught:
+            router.admit(1)
+        assert 1.0 <= caught.value.retry_after_s <= 60.0
+        with pytest.raises(Overloaded):
+            await reading(router.stream(request()))
+        for handle in handles:
+            worker.tokens(handle, [50], finish=FinishReason.STOP)
+        assert await asyncio.gather(*answers) == [[50], [50]]
+        router.admit(2)
+
+
+async def test_the_slot_of_an_answer_that_is_not_read_is_free_at_its_deadline() -> None:
+    config = replace(CONFIG, max_in_flight=1)
+    async with scripted("mixed") as (worker,), routing(worker, config=config) as router:
+        tokenizer = byte_tokenizer()
+        completion = TextCompletion(
+            0,
+            request(timeout_s=0.2),
+            tokenizer.detokenizer(),
+            StopStrings(StopTable(())),
+        )
+        async with aclosing(Generation(router, "r", [completion], 1).batches()) as batches:
+            first = asyncio.create_task(anext(batches))
+            worker.tokens((await worker.submitted()).handle, [50])
+            assert (await first)[0].token_ids == (50,)
             with pytest.raises(Overloaded):
-                await reading(router.stream(request()))
-            for handle in handles:
-                worker.tokens(handle, [50], finish=FinishReason.STOP)
-            assert await asyncio.gather(*answers) == [[50], [50]]
-            router.admit(2)
-
-    run(test)
-
-
-def test_the_slot_of_an_answer_that_is_not_read_is_free_at_its_deadline() -> None:
-    async def test() -> None:
-        config = replace(CONFIG, max_in_flight=1)
-        async with scripted("mixed") as (worker,), routing(worker, config=config) as router:
-            tokenizer = byte_tokenizer()
-            completion = TextCompletion(
-                0,
-                request(timeout_s=0.2),
-                tokenizer.detokenizer(),
-                StopStrings(StopTable(())),
-            )
-            async with aclosing(Generation(router, "r", [completion], 1).batches()) as batches:
-                first = asyncio.create_task(anext(batches))
-                worker.tokens((await worker.submitted()).handle, [50])
-                assert (await first)[0].token_ids == (50,)
-                with pytest.raises(Overloaded):
-                    router.admit(1)
-                await settled(router, lambda: router.health().num_requests == 0)  # and nobody reads
                 router.admit(1)
+            await settled(router, lambda: router.health().num_requests == 0)  # and nobody reads
+            router.admit(1)
 
-    run(test)
 
-
-def test_stopping_ends_every_request_and_hangs_up() -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            router = Router(CONFIG)
-            with pytest.raises(Unavailable, match="not running"):
-                await anext(router.stream(request()))
-            await router.start()
-            router.update_fleet([worker.info])
-            answer = reading(router.stream(request()))
-            await worker.submitted()
-            await router.stop()
-            with pytest.raises(Unavailable, match="shutting down"):
-                await answer
-            assert await worker.ended.get() == 1
-            with pytest.raises(Unavailable):
-                await anext(router.stream(request()))
-
-    run(test)
+async def test_stopping_ends_every_request_and_hangs_up() -> None:
+    async with scripted("mixed") as (worker,):
+        router = Router(CONFIG)
+        with pytest.raises(Unavailable, match="not running"):
+            await anext(router.stream(request()))
+        await router.start()
+        router.update_fleet([worker.info])
+        answer = reading(router.stream(request()))
+        await worker.submitted()
+        await router.stop()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await answer
+        assert await worker.ended.get() == 1
+        with pytest.raises(Unavailable):
+            await anext(router.stream(request()))

@@ -13,104 +13,86 @@ from diptych.workers.common.errors import (
 )
 from diptych.workers.common.request import FinishReason
 
-from ...support.routing import CONFIG, reading, request, routing, run, settled
+from ...support.routing import CONFIG, reading, request, routing, settled
 from ...support.scripted_worker import scripted
 
 
-def test_a_decode_worker_killed_mid_stream_is_replaced() -> None:
-    async def test() -> None:
-        async with (
-            scripted("prefill", "decode", "decode") as (prefill, first, second),
-            routing(prefill, first, second) as router,
-        ):
+async def test_a_decode_worker_killed_mid_stream_is_replaced() -> None:
+    async with (
+        scripted("prefill", "decode", "decode") as (prefill, first, second),
+        routing(prefill, first, second) as router,
+    ):
+        answer = reading(router.stream(request()))
+        prefill.tokens((await prefill.submitted()).handle, [50])
+        first.tokens((await first.submitted()).handle, [51], start=1)
+        await settled(router, lambda: b"generation_tokens_total 2.0" in router.metrics())
+        await first.kill()
+        again, rest = await prefill.submitted(), await second.submitted()
+        assert list(again.output_token_ids) == list(rest.output_token_ids) == [50, 51]
+        assert rest.source.handoff_id == again.offer.handoff_id
+        prefill.tokens(again.handle, [52], start=2)
+        second.tokens(rest.handle, [53], start=3, finish=FinishReason.LENGTH)
+        assert await answer == [50, 51, 52, 53]
+        assert b"diptych_request_resumes_total 1.0" in router.metrics()
+
+
+async def test_a_sink_lost_before_its_pull_is_replaced_at_the_same_offer() -> None:
+    async with (
+        scripted("prefill", "decode", "decode") as (prefill, first, second),
+        routing(prefill, first, second) as router,
+    ):
+        answer = reading(router.stream(request()))
+        source = await prefill.submitted()
+        await first.submitted()
+        await first.kill()
+        sink = await second.submitted()
+        assert sink.source.handoff_id == source.offer.handoff_id
+        prefill.tokens(source.handle, [50])
+        second.tokens(sink.handle, [51], start=1, finish=FinishReason.STOP)
+        assert await answer == [50, 51]
+
+
+async def test_without_another_worker_the_one_left_does_it_all() -> None:
+    async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
+        answer = reading(router.stream(request()))
+        source, sink = await prefill.submitted(), await decode.submitted()
+        decode.fail(sink.handle, TransportError("the pull failed"), handoff=True)
+        prefill.tokens(source.handle, [50])
+        assert await prefill.aborted() == source.handle
+        alone = await prefill.submitted()
+        assert list(alone.output_token_ids) == [50]
+        assert not (alone.HasField("offer") or alone.HasField("source"))
+        prefill.tokens(alone.handle, [51], start=1, finish=FinishReason.STOP)
+        assert await answer == [50, 51]
+
+
+async def test_a_draining_worker_is_left_before_its_report_says_so() -> None:
+    async with scripted("mixed", "mixed", "mixed", "mixed", "mixed") as workers:
+        config = replace(CONFIG, max_attempts=1)
+        async with routing(*workers, config=config) as router:
             answer = reading(router.stream(request()))
-            prefill.tokens((await prefill.submitted()).handle, [50])
-            first.tokens((await first.submitted()).handle, [51], start=1)
-            await settled(router, lambda: b"generation_tokens_total 2.0" in router.metrics())
-            await first.kill()
-            again, rest = await prefill.submitted(), await second.submitted()
-            assert list(again.output_token_ids) == list(rest.output_token_ids) == [50, 51]
-            assert rest.source.handoff_id == again.offer.handoff_id
-            prefill.tokens(again.handle, [52], start=2)
-            second.tokens(rest.handle, [53], start=3, finish=FinishReason.LENGTH)
-            assert await answer == [50, 51, 52, 53]
-            assert b"diptych_request_resumes_total 1.0" in router.metrics()
-
-    run(test)
+            for worker in workers[:4]:
+                worker.fail((await worker.submitted()).handle, WorkerDraining("draining"))
+            workers[4].tokens((await workers[4].submitted()).handle, [50], finish=FinishReason.STOP)
+            assert await answer == [50]
+            assert [w.is_draining for w in router.workers()] == [True] * 4 + [False]
 
 
-def test_a_sink_lost_before_its_pull_is_replaced_at_the_same_offer() -> None:
-    async def test() -> None:
-        async with (
-            scripted("prefill", "decode", "decode") as (prefill, first, second),
-            routing(prefill, first, second) as router,
-        ):
-            answer = reading(router.stream(request()))
-            source = await prefill.submitted()
-            await first.submitted()
-            await first.kill()
-            sink = await second.submitted()
-            assert sink.source.handoff_id == source.offer.handoff_id
-            prefill.tokens(source.handle, [50])
-            second.tokens(sink.handle, [51], start=1, finish=FinishReason.STOP)
-            assert await answer == [50, 51]
-
-    run(test)
+async def test_failures_are_bounded() -> None:
+    async with scripted("mixed") as (worker,), routing(worker) as router:
+        answer = reading(router.stream(request()))
+        for _ in range(3):
+            worker.fail((await worker.submitted()).handle, OutOfBlocks("full"))
+        with pytest.raises(Unavailable, match=r"3 attempts.*OutOfBlocks: full"):
+            await answer
 
 
-def test_without_another_worker_the_one_left_does_it_all() -> None:
-    async def test() -> None:
-        async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
-            answer = reading(router.stream(request()))
-            source, sink = await prefill.submitted(), await decode.submitted()
-            decode.fail(sink.handle, TransportError("the pull failed"), handoff=True)
-            prefill.tokens(source.handle, [50])
-            assert await prefill.aborted() == source.handle
-            alone = await prefill.submitted()
-            assert list(alone.output_token_ids) == [50]
-            assert not (alone.HasField("offer") or alone.HasField("source"))
-            prefill.tokens(alone.handle, [51], start=1, finish=FinishReason.STOP)
-            assert await answer == [50, 51]
-
-    run(test)
-
-
-def test_a_draining_worker_is_left_before_its_report_says_so() -> None:
-    async def test() -> None:
-        async with scripted("mixed", "mixed", "mixed", "mixed", "mixed") as workers:
-            config = replace(CONFIG, max_attempts=1)
-            async with routing(*workers, config=config) as router:
-                answer = reading(router.stream(request()))
-                for worker in workers[:4]:
-                    worker.fail((await worker.submitted()).handle, WorkerDraining("draining"))
-                workers[4].tokens((await workers[4].submitted()).handle, [50], finish=FinishReason.STOP)
-                assert await answer == [50]
-                assert [w.is_draining for w in router.workers()] == [True] * 4 + [False]
-
-    run(test)
-
-
-def test_failures_are_bounded() -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,), routing(worker) as router:
-            answer = reading(router.stream(request()))
-            for _ in range(3):
-                worker.fail((await worker.submitted()).handle, OutOfBlocks("full"))
-            with pytest.raises(Unavailable, match=r"3 attempts.*OutOfBlocks: full"):
-                await answer
-
-    run(test)
-
-
-def test_an_error_of_the_client_is_told_as_it_is() -> None:
-    async def test() -> None:
-        async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
-            answer = reading(router.stream(request()))
-            sink = await decode.submitted()
-            prefill.fail((await prefill.submitted()).handle, InvalidRequest("bad"))
-            with pytest.raises(InvalidRequest, match="bad"):
-                await answer
-            assert await decode.aborted() == sink.handle
-            assert b'diptych_requests_total{outcome="invalid_request_error"} 1.0' in router.metrics()
-
-    run(test)
+async def test_an_error_of_the_client_is_told_as_it_is() -> None:
+    async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
+        answer = reading(router.stream(request()))
+        sink = await decode.submitted()
+        prefill.fail((await prefill.submitted()).handle, InvalidRequest("bad"))
+        with pytest.raises(InvalidRequest, match="bad"):
+            await answer
+        assert await decode.aborted() == sink.handle
+        assert b'diptych_requests_total{outcome="invalid_request_error"} 1.0' in router.metrics()

@@ -5,7 +5,7 @@ A token is the sum of what is read back from the KV memory, so KV that was lost,
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,10 +138,6 @@ async def check_answers(router: Router, asked: list[list[int]], max_tokens: int)
     assert found == [fake_output(prompt, max_tokens) for prompt in asked]
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
-
-
 @pytest.mark.parametrize(
     "roles",
     [
@@ -154,89 +150,70 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     ],
     ids="+".join,
 )
-def test_every_shape_of_fleet_gives_the_same_tokens(roles: tuple[str, ...]) -> None:
-    async def test() -> None:
-        async with cluster(*roles) as running:
-            await check_answers(running.router, prompts(12, 60, seed=1), max_tokens=12)
-            await check_answers(running.router, prompts(12, 60, seed=1), max_tokens=12)  # now with warm caches
-            if "prefill" in roles and "decode" in roles:
-                loads = [(await w.settled_state()).load for w in running.of("decode")]
-                assert sum(load.num_handoffs_received for load in loads) >= 20
-                assert sum(load.num_handoffs_failed for load in loads) == 0
-
-    run(test)
+async def test_every_shape_of_fleet_gives_the_same_tokens(roles: tuple[str, ...]) -> None:
+    async with cluster(*roles) as running:
+        await check_answers(running.router, prompts(12, 60, seed=1), max_tokens=12)
+        await check_answers(running.router, prompts(12, 60, seed=1), max_tokens=12)  # now with warm caches
+        if "prefill" in roles and "decode" in roles:
+            loads = [(await w.settled_state()).load for w in running.of("decode")]
+            assert sum(load.num_handoffs_received for load in loads) >= 20
+            assert sum(load.num_handoffs_failed for load in loads) == 0
 
 
-def test_two_hundred_requests_at_once() -> None:
-    async def test() -> None:
-        async with cluster("prefill", "prefill", "decode", "decode") as running:
-            await check_answers(running.router, prompts(200, 40, seed=2), max_tokens=10)
-
-    run(test)
+async def test_two_hundred_requests_at_once() -> None:
+    async with cluster("prefill", "prefill", "decode", "decode") as running:
+        await check_answers(running.router, prompts(200, 40, seed=2), max_tokens=10)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_killed_under_load_costs_no_token(role: str) -> None:
-    async def test() -> None:
-        async with cluster("prefill", "prefill", "decode", "decode", step_s=0.002) as running:
-            asked = prompts(40, 60, seed=3)
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=40))
-            victim = running.of(role)[0]
+async def test_a_worker_killed_under_load_costs_no_token(role: str) -> None:
+    async with cluster("prefill", "prefill", "decode", "decode", step_s=0.002) as running:
+        asked = prompts(40, 60, seed=3)
+        answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=40))
+        victim = running.of(role)[0]
+        await running.busy(victim)
+        await running.lose(victim)
+        await answers
+        assert b"diptych_request_resumes_total 0.0" not in running.router.metrics()
+
+
+async def test_a_pool_that_dies_and_comes_back() -> None:
+    """1P1D: first its decode worker goes, then its prefill worker; new ones come later."""
+    async with cluster("prefill", "decode", step_s=0.002) as running:
+        asked = prompts(20, 60, seed=4)
+        answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=60))
+        for role in ("decode", "prefill"):
+            (victim,) = running.of(role)
             await running.busy(victim)
             await running.lose(victim)
-            await answers
-            assert b"diptych_request_resumes_total 0.0" not in running.router.metrics()
-
-    run(test)
-
-
-def test_a_pool_that_dies_and_comes_back() -> None:
-    """1P1D: first its decode worker goes, then its prefill worker; new ones come later."""
-
-    async def test() -> None:
-        async with cluster("prefill", "decode", step_s=0.002) as running:
-            asked = prompts(20, 60, seed=4)
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=60))
-            for role in ("decode", "prefill"):
-                (victim,) = running.of(role)
-                await running.busy(victim)
-                await running.lose(victim)
-                running.workers.append(await start_worker(role, 0.002))
-                running.announce()
-            await answers
-
-    run(test)
+            running.workers.append(await start_worker(role, 0.002))
+            running.announce()
+        await answers
 
 
-def test_clients_that_leave_free_their_blocks() -> None:
-    async def test() -> None:
-        async with cluster("prefill", "decode", step_s=0.002) as running:
+async def test_clients_that_leave_free_their_blocks() -> None:
+    async with cluster("prefill", "decode", step_s=0.002) as running:
 
-            async def leave_after(prompt: list[int], num_tokens: int) -> None:
-                seen = 0
-                async with aclosing(running.router.stream(request(prompt, 100))) as stream:
-                    async for delta in stream:
-                        seen += len(delta.token_ids)
-                        if seen >= num_tokens:
-                            return
+        async def leave_after(prompt: list[int], num_tokens: int) -> None:
+            seen = 0
+            async with aclosing(running.router.stream(request(prompt, 100))) as stream:
+                async for delta in stream:
+                    seen += len(delta.token_ids)
+                    if seen >= num_tokens:
+                        return
 
-            asked = [[7 + i] * 50 for i in range(30)]
-            await asyncio.gather(*(leave_after(prompt, i % 4) for i, prompt in enumerate(asked)))
-            await check_answers(running.router, asked[:3], max_tokens=5)
-
-    run(test)
+        asked = [[7 + i] * 50 for i in range(30)]
+        await asyncio.gather(*(leave_after(prompt, i % 4) for i, prompt in enumerate(asked)))
+        await check_answers(running.router, asked[:3], max_tokens=5)
 
 
-def test_a_worker_that_leaves_finishes_its_requests() -> None:
-    async def test() -> None:
-        async with cluster("mixed", "mixed", step_s=0.002) as running:
-            asked = prompts(20, 30, seed=6)
-            answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=30))
-            leaving = running.workers[0]
-            await running.busy(leaving)
-            running.router.update_fleet([running.workers[1].info])
-            await answers
-            assert b"diptych_request_resumes_total 0.0" in running.router.metrics()
-            assert (await leaving.settled_state()).load.num_decode_tokens > 0
-
-    run(test)
+async def test_a_worker_that_leaves_finishes_its_requests() -> None:
+    async with cluster("mixed", "mixed", step_s=0.002) as running:
+        asked = prompts(20, 30, seed=6)
+        answers = asyncio.create_task(check_answers(running.router, asked, max_tokens=30))
+        leaving = running.workers[0]
+        await running.busy(leaving)
+        running.router.update_fleet([running.workers[1].info])
+        await answers
+        assert b"diptych_request_resumes_total 0.0" in running.router.metrics()
+        assert (await leaving.settled_state()).load.num_decode_tokens > 0

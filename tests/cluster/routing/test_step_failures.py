@@ -14,7 +14,7 @@ from diptych.workers.testing.fake_runner import FakeRunner, fake_output
 from diptych.workers.testing.fake_stream import FakeStep
 
 from ...support.state_harness import StateHarness
-from .test_router_with_workers import Cluster, answer, cluster, prompts, run
+from .test_router_with_workers import Cluster, answer, cluster, prompts
 
 BAD = 999
 COMPANY, ALONE = StepFailed("a step failed"), StepFailedAlone("a step failed")
@@ -128,71 +128,57 @@ async def num_failed_steps(running: Cluster) -> list[int]:
 @pytest.mark.parametrize(
     "roles", [("mixed",), ("mixed",) * 3, ("prefill", "decode"), ("prefill",) * 2 + ("decode",) * 3], ids="+".join
 )
-def test_one_raise_in_a_step_costs_no_request(roles: tuple[str, ...]) -> None:
-    async def test() -> None:
-        async with cluster(*roles, step_s=0.001) as running:
-            failed = [
-                fail_when(w.runner, lambda step: len(step.rows) > 3 and not any_failed()) for w in running.workers
-            ]
+async def test_one_raise_in_a_step_costs_no_request(roles: tuple[str, ...]) -> None:
+    async with cluster(*roles, step_s=0.001) as running:
+        failed = [fail_when(w.runner, lambda step: len(step.rows) > 3 and not any_failed()) for w in running.workers]
 
-            def any_failed() -> bool:
-                return any(failed)
+        def any_failed() -> bool:
+            return any(failed)
 
-            asked = prompts(16, 40, seed=5)
-            found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
-            assert found == [fake_output(prompt, 12) for prompt in asked]
-            assert sum(await num_failed_steps(running)) == 1
-            assert b"diptych_request_resumes_total 0.0" not in running.router.metrics()
-
-    run(test)
+        asked = prompts(16, 40, seed=5)
+        found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
+        assert found == [fake_output(prompt, 12) for prompt in asked]
+        assert sum(await num_failed_steps(running)) == 1
+        assert b"diptych_request_resumes_total 0.0" not in running.router.metrics()
 
 
 @pytest.mark.parametrize(
     "roles", [("mixed",), ("mixed",) * 3, ("prefill", "decode"), ("prefill",) * 2 + ("decode",) * 3], ids="+".join
 )
-def test_a_poison_request_ends_by_name_after_two_steps_and_its_neighbours_do_not(roles: tuple[str, ...]) -> None:
-    async def test() -> None:
-        async with cluster(*roles, step_s=0.001) as running:
-            for worker in running.workers:
-                fail_when(worker.runner, holds_bad_token)
-            asked = prompts(15, 40, seed=6)
-            asked = [[token for token in prompt if token != BAD] or [1] for prompt in asked]
-            poison = [1, 2, BAD, 3]
-            asked.insert(7, poison)
-            found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
-            for prompt, got in zip(asked, found, strict=True):
-                if prompt is poison:
-                    assert isinstance(got, RequestFailsSteps) and "request-1" in got.message
-                else:
-                    assert got == fake_output(prompt, 12)
-            assert sum(await num_failed_steps(running)) == 2, "it walked through the fleet"
-
-    run(test)
+async def test_a_poison_request_ends_by_name_after_two_steps_and_its_neighbours_do_not(roles: tuple[str, ...]) -> None:
+    async with cluster(*roles, step_s=0.001) as running:
+        for worker in running.workers:
+            fail_when(worker.runner, holds_bad_token)
+        asked = prompts(15, 40, seed=6)
+        asked = [[token for token in prompt if token != BAD] or [1] for prompt in asked]
+        poison = [1, 2, BAD, 3]
+        asked.insert(7, poison)
+        found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
+        for prompt, got in zip(asked, found, strict=True):
+            if prompt is poison:
+                assert isinstance(got, RequestFailsSteps) and "request-1" in got.message
+            else:
+                assert got == fake_output(prompt, 12)
+        assert sum(await num_failed_steps(running)) == 2, "it walked through the fleet"
 
 
-def test_many_poison_requests_at_once_end_and_nobody_else_does() -> None:
-    async def test() -> None:
-        async with cluster("prefill", "prefill", "decode", "decode", step_s=0.001) as running:
-            for worker in running.workers:
-                fail_when(worker.runner, holds_bad_token)
-            asked = [prompt if i % 4 else [BAD, i + 1] for i, prompt in enumerate(prompts(32, 40, seed=7))]
-            found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
-            for prompt, got in zip(asked, found, strict=True):
-                assert isinstance(got, RequestFailsSteps) if BAD in prompt else got == fake_output(prompt, 12)
-
-    run(test)
+async def test_many_poison_requests_at_once_end_and_nobody_else_does() -> None:
+    async with cluster("prefill", "prefill", "decode", "decode", step_s=0.001) as running:
+        for worker in running.workers:
+            fail_when(worker.runner, holds_bad_token)
+        asked = [prompt if i % 4 else [BAD, i + 1] for i, prompt in enumerate(prompts(32, 40, seed=7))]
+        found = await asyncio.gather(*(outcome(running.router, prompt, 12) for prompt in asked))
+        for prompt, got in zip(asked, found, strict=True):
+            assert isinstance(got, RequestFailsSteps) if BAD in prompt else got == fake_output(prompt, 12)
 
 
-def test_a_worker_whose_every_step_fails_takes_no_request_with_it() -> None:
-    async def test() -> None:
-        async with cluster("mixed", "mixed", step_s=0.001) as running:
-            broken = running.workers[0]
-            fail_when(broken.runner, lambda _: True)
-            asked = prompts(12, 40, seed=8)
-            answers = [asyncio.create_task(outcome(running.router, prompt, 12)) for prompt in asked]
-            with pytest.raises(DiptychError, match="does not like it"):
-                await broken.service.run(asyncio.Event())  # as its process does, which ends with that
-            await running.lose(broken)
-            assert await asyncio.gather(*answers) == [fake_output(prompt, 12) for prompt in asked]
-
-    run(test)
+async def test_a_worker_whose_every_step_fails_takes_no_request_with_it() -> None:
+    async with cluster("mixed", "mixed", step_s=0.001) as running:
+        broken = running.workers[0]
+        fail_when(broken.runner, lambda _: True)
+        asked = prompts(12, 40, seed=8)
+        answers = [asyncio.create_task(outcome(running.router, prompt, 12)) for prompt in asked]
+        with pytest.raises(DiptychError, match="does not like it"):
+            await broken.service.run(asyncio.Event())  # as its process does, which ends with that
+        await running.lose(broken)
+        assert await asyncio.gather(*answers) == [fake_output(prompt, 12) for prompt in asked]

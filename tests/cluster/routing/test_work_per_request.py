@@ -12,7 +12,7 @@ from types import FrameType
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.request import FinishReason
 
-from ...support.routing import CONFIG, request, routing, run
+from ...support.routing import CONFIG, request, routing
 from ...support.scripted_worker import ScriptedWorker, scripted
 
 CLUSTER = str(Path(__file__).parents[3] / "cluster")
@@ -53,15 +53,12 @@ async def answered(router: Router, prefill: ScriptedWorker, decode: ScriptedWork
     assert await anext(stream, None) is None
 
 
-def test_a_request_and_a_token_cost_few_calls() -> None:
-    async def test() -> None:
-        async with scripted("prefill", "decode") as workers, routing(*workers, config=QUIET) as router:
+async def test_a_request_and_a_token_cost_few_calls() -> None:
+    async with scripted("prefill", "decode") as workers, routing(*workers, config=QUIET) as router:
+        await answered(router, *workers, 2)
+        with Calls() as short:
             await answered(router, *workers, 2)
-            with Calls() as short:
-                await answered(router, *workers, 2)
-            with Calls() as long:
-                await answered(router, *workers, 2 + NUM_TOKENS)
-        assert 0 < short.num <= MOST_A_REQUEST
-        assert 0 < (long.num - short.num) / NUM_TOKENS <= MOST_A_TOKEN
-
-    run(test)
+        with Calls() as long:
+            await answered(router, *workers, 2 + NUM_TOKENS)
+    assert 0 < short.num <= MOST_A_REQUEST
+    assert 0 < (long.num - short.num) / NUM_TOKENS <= MOST_A_TOKEN

@@ -1,7 +1,7 @@
 """One link against a scripted worker on a real socket."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from diptych.workers.common.timings import SequenceTimings
 
 from ...support.scripted_worker import ScriptedWorker, scripted
 
-TIMEOUT_S = 20.0
 CONFIG = RoutingConfig(reconnect_s=0.01, max_reconnect_s=0.02)
 
 
@@ -79,10 +78,6 @@ class Listener:
                 return event[1:]
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
-
-
 async def connected(
     worker: ScriptedWorker, config: RoutingConfig = CONFIG, token: str | None = None
 ) -> tuple[WorkerLink, Listener]:
@@ -92,122 +87,109 @@ async def connected(
     return link, listener
 
 
-def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
-    async def test() -> None:
-        async with scripted("mixed", token="secret") as (worker,):
-            link, listener = await connected(worker, token="secret")
-            other = Listener()
-            link.submit(worker_pb2.Submit(handle=1), listener)
-            link.submit(worker_pb2.Submit(handle=2), other)
-            assert [(await worker.submitted()).handle for _ in range(2)] == [1, 2]
-            step = worker_pb2.StepEvents(
-                handles=[1, 2, 9, 1],
-                token_ids=[5, 6, 7, 8],
-                positions=[0, 3, 0, 1],
-                finish_reasons=[0, 0, 0, 2],
-                logprobs=[worker_pb2.TokenLogprobs(entry=1, logprob=-1.5, top_token_ids=[6], top_logprobs=[-1.5])],
-                cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4)],
-                timings=[SequenceTimings(0.5, 2).to_proto(3)],
-            )
-            worker.send(step=step)
-            assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, 4))
-            assert await listener.hears("token") == (
-                1,
-                WorkerToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2)),
-            )
-            logprob = TokenLogprob(6, -1.5, ((6, -1.5),))
-            assert await other.hears("token") == (2, WorkerToken(3, 6, None, logprob))
-            worker.load(num_running=3)
-            assert await listener.hears("load") == (3,)
-            worker.send(blocks=worker_pb2.BlockEvents(stored=[b"name"]))
-            assert await listener.hears("blocks") == ([b"name"],)
-            worker.fail(2, OutOfBlocks("full"), handoff=True)
-            handle, error, handoff = await other.hears("failed")
-            assert (handle, type(error), error.message, error.retryable, handoff) == (
-                2,
-                OutOfBlocks,
-                "full",
-                True,
-                True,
-            )
-            worker.fail(2, OutOfBlocks("again"))
-            link.forget(1)
-            assert link.is_idle
-            worker.tokens(1, [1], start=2)
-            worker.load()
-            assert await listener.hears("load") == (0,)
-            assert other.heard.empty()
-            await link.close()
-            assert await worker.ended.get() == 1
-
-    run(test)
+async def test_tokens_failures_loads_and_blocks_find_their_listener() -> None:
+    async with scripted("mixed", token="secret") as (worker,):
+        link, listener = await connected(worker, token="secret")
+        other = Listener()
+        link.submit(worker_pb2.Submit(handle=1), listener)
+        link.submit(worker_pb2.Submit(handle=2), other)
+        assert [(await worker.submitted()).handle for _ in range(2)] == [1, 2]
+        step = worker_pb2.StepEvents(
+            handles=[1, 2, 9, 1],
+            token_ids=[5, 6, 7, 8],
+            positions=[0, 3, 0, 1],
+            finish_reasons=[0, 0, 0, 2],
+            logprobs=[worker_pb2.TokenLogprobs(entry=1, logprob=-1.5, top_token_ids=[6], top_logprobs=[-1.5])],
+            cached=[worker_pb2.CachedTokens(entry=0, num_tokens=4)],
+            timings=[SequenceTimings(0.5, 2).to_proto(3)],
+        )
+        worker.send(step=step)
+        assert await listener.hears("token") == (1, WorkerToken(0, 5, None, None, 4))
+        assert await listener.hears("token") == (
+            1,
+            WorkerToken(1, 8, FinishReason.LENGTH, timings=SequenceTimings(0.5, 2)),
+        )
+        logprob = TokenLogprob(6, -1.5, ((6, -1.5),))
+        assert await other.hears("token") == (2, WorkerToken(3, 6, None, logprob))
+        worker.load(num_running=3)
+        assert await listener.hears("load") == (3,)
+        worker.send(blocks=worker_pb2.BlockEvents(stored=[b"name"]))
+        assert await listener.hears("blocks") == ([b"name"],)
+        worker.fail(2, OutOfBlocks("full"), handoff=True)
+        handle, error, handoff = await other.hears("failed")
+        assert (handle, type(error), error.message, error.retryable, handoff) == (
+            2,
+            OutOfBlocks,
+            "full",
+            True,
+            True,
+        )
+        worker.fail(2, OutOfBlocks("again"))
+        link.forget(1)
+        assert link.is_idle
+        worker.tokens(1, [1], start=2)
+        worker.load()
+        assert await listener.hears("load") == (0,)
+        assert other.heard.empty()
+        await link.close()
+        assert await worker.ended.get() == 1
 
 
-def test_an_abort_reaches_the_worker_and_silences_the_request() -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            link, listener = await connected(worker)
-            link.submit(worker_pb2.Submit(handle=1), listener)
-            link.abort(1)
-            assert (await worker.submitted()).handle == 1
-            assert await worker.aborted() == 1
-            worker.tokens(1, [5])
-            worker.load()
-            await listener.hears("load")
-            await link.close()
-            link.abort(2)  # nobody to tell
-
-    run(test)
+async def test_an_abort_reaches_the_worker_and_silences_the_request() -> None:
+    async with scripted("mixed") as (worker,):
+        link, listener = await connected(worker)
+        link.submit(worker_pb2.Submit(handle=1), listener)
+        link.abort(1)
+        assert (await worker.submitted()).handle == 1
+        assert await worker.aborted() == 1
+        worker.tokens(1, [5])
+        worker.load()
+        await listener.hears("load")
+        await link.close()
+        link.abort(2)  # nobody to tell
 
 
 @pytest.mark.parametrize("how", ["kill", "end"])
-def test_a_broken_stream_is_told_to_all_and_dialled_again(how: str) -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            link, listener = await connected(worker)
-            for handle in (1, 2):
-                link.submit(worker_pb2.Submit(handle=handle), listener)
-                await worker.submitted()
-            if how == "kill":
-                await worker.kill()
-            else:
-                worker.end_stream()
-            await listener.hears("down")
-            for handle in (1, 2):
-                lost, error, handoff = await listener.hears("failed")
-                assert (lost, type(error), handoff) == (handle, WorkerLost, False)
-                assert worker.incarnation in error.message
-            assert link.is_idle
-            if how == "kill":
-                await worker.start(worker.port)
-            await listener.hears_at_last("up")
-            link.submit(worker_pb2.Submit(handle=3), listener)
-            assert (await worker.submitted()).handle == 3
-            await link.close()
-
-    run(test)
+async def test_a_broken_stream_is_told_to_all_and_dialled_again(how: str) -> None:
+    async with scripted("mixed") as (worker,):
+        link, listener = await connected(worker)
+        for handle in (1, 2):
+            link.submit(worker_pb2.Submit(handle=handle), listener)
+            await worker.submitted()
+        if how == "kill":
+            await worker.kill()
+        else:
+            worker.end_stream()
+        await listener.hears("down")
+        for handle in (1, 2):
+            lost, error, handoff = await listener.hears("failed")
+            assert (lost, type(error), handoff) == (handle, WorkerLost, False)
+            assert worker.incarnation in error.message
+        assert link.is_idle
+        if how == "kill":
+            await worker.start(worker.port)
+        await listener.hears_at_last("up")
+        link.submit(worker_pb2.Submit(handle=3), listener)
+        assert (await worker.submitted()).handle == 3
+        await link.close()
 
 
-def test_a_worker_that_does_not_answer_is_lost_even_if_it_speaks() -> None:
+async def test_a_worker_that_does_not_answer_is_lost_even_if_it_speaks() -> None:
     """It answers for a while; then it is not heard, or does not hear us and goes on reporting."""
-
-    async def test() -> None:
-        config = replace(CONFIG, worker_timeout_s=0.4)
-        async with scripted("mixed") as (worker,):
-            link, listener = await connected(worker, config)
-            link.submit(worker_pb2.Submit(handle=1), listener)
-            for _ in range(20):
-                await asyncio.sleep(0.05)
-                worker.load()
-                await listener.hears("load")
-            worker.answers_pings = False
+    config = replace(CONFIG, worker_timeout_s=0.4)
+    async with scripted("mixed") as (worker,):
+        link, listener = await connected(worker, config)
+        link.submit(worker_pb2.Submit(handle=1), listener)
+        for _ in range(20):
+            await asyncio.sleep(0.05)
             worker.load()
             await listener.hears("load")
-            assert (await listener.hears("down")) == ("silent for 0.4 s",)
-            assert isinstance((await listener.hears("failed"))[1], WorkerLost)
-            await link.close()
-
-    run(test)
+        worker.answers_pings = False
+        worker.load()
+        await listener.hears("load")
+        assert (await listener.hears("down")) == ("silent for 0.4 s",)
+        assert isinstance((await listener.hears("failed"))[1], WorkerLost)
+        await link.close()
 
 
 def _other_incarnation(hello: worker_pb2.Hello) -> None:
@@ -221,61 +203,51 @@ def _other_version(hello: worker_pb2.Hello) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"), [(_other_incarnation, "another process answers"), (_other_version, "protocol version 99")]
 )
-def test_who_is_not_the_worker_is_not_taken_for_it(change: Callable[[worker_pb2.Hello], None], reason: str) -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            assert worker.hello is not None
-            change(worker.hello)
-            listener = Listener()
-            link = WorkerLink(worker.info, None, CONFIG, listener)
-            for _ in range(2):
-                assert reason in (await listener.hears("down"))[0]
-            await link.close()
-
-    run(test)
-
-
-def test_a_worker_that_its_owner_refuses_stays_down() -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            listener = Listener()
-            listener.refusal = ConfigError("another model")
-            link = WorkerLink(worker.info, None, CONFIG, listener)
-            for _ in range(2):
-                assert (await listener.hears("down")) == ("another model",)
-            listener.refusal = None
-            await listener.hears_at_last("up")
-            await link.close()
-
-    run(test)
-
-
-def test_no_hello_and_no_token() -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (silent,), scripted("mixed", token="secret") as (guarded,):
-            silent.hello = None
-            hasty = replace(CONFIG, hello_timeout_s=0.05)
-            for worker, config, reason in (
-                (silent, hasty, "no hello within 0.05 s"),
-                (guarded, CONFIG, "UNAUTHENTICATED"),
-            ):
-                listener = Listener()
-                link = WorkerLink(worker.info, None, config, listener)
-                assert reason in (await listener.hears("down"))[0]
-                await link.close()
-
-    run(test)
-
-
-def test_nobody_there() -> None:
-    async def test() -> None:
+async def test_who_is_not_the_worker_is_not_taken_for_it(
+    change: Callable[[worker_pb2.Hello], None], reason: str
+) -> None:
+    async with scripted("mixed") as (worker,):
+        assert worker.hello is not None
+        change(worker.hello)
         listener = Listener()
-        link = WorkerLink(WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed"), None, CONFIG, listener)
-        for _ in range(3):
-            assert "UNAVAILABLE" in (await listener.hears("down"))[0]
+        link = WorkerLink(worker.info, None, CONFIG, listener)
+        for _ in range(2):
+            assert reason in (await listener.hears("down"))[0]
         await link.close()
 
-    run(test)
+
+async def test_a_worker_that_its_owner_refuses_stays_down() -> None:
+    async with scripted("mixed") as (worker,):
+        listener = Listener()
+        listener.refusal = ConfigError("another model")
+        link = WorkerLink(worker.info, None, CONFIG, listener)
+        for _ in range(2):
+            assert (await listener.hears("down")) == ("another model",)
+        listener.refusal = None
+        await listener.hears_at_last("up")
+        await link.close()
+
+
+async def test_no_hello_and_no_token() -> None:
+    async with scripted("mixed") as (silent,), scripted("mixed", token="secret") as (guarded,):
+        silent.hello = None
+        hasty = replace(CONFIG, hello_timeout_s=0.05)
+        for worker, config, reason in (
+            (silent, hasty, "no hello within 0.05 s"),
+            (guarded, CONFIG, "UNAUTHENTICATED"),
+        ):
+            listener = Listener()
+            link = WorkerLink(worker.info, None, config, listener)
+            assert reason in (await listener.hears("down"))[0]
+            await link.close()
+
+
+async def test_nobody_there() -> None:
+    listener = Listener()
+    link = WorkerLink(WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed"), None, CONFIG, listener)
+    for _ in range(3):
+        assert "UNAVAILABLE" in (await listener.hears("down"))[0]
+    await link.close()
 
 
 Step = worker_pb2.StepEvents
@@ -307,75 +279,62 @@ BAD_MESSAGES = {
 }
 
 
-def test_offers_go_down_and_hand_offs_come_up_in_order_with_tokens() -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            link, listener = await connected(worker)
-            link.submit(worker_pb2.Submit(handle=1), listener)
-            link.offer(worker_pb2.Offer(handle=1, handoff_id="secret"))
-            link.offer_prefix(worker_pb2.OfferPrefix(handoff_id="other", token_ids=[1, 2]))
-            assert (await worker.submitted()).handle == 1
-            assert (await worker.received.get()).offer.handoff_id == "secret"
-            assert (await worker.received.get()).offer_prefix.token_ids == [1, 2]
-            worker.tokens(1, [50])
-            worker.send(handed_off=worker_pb2.HandedOff(handle=1, num_output_tokens=1, handoff_id="secret"))
-            worker.send(handed_off=worker_pb2.HandedOff(handle=2, num_output_tokens=9))
-            await listener.hears("token")
-            assert await listener.hears("handed off") == (1, 1, "secret")
-            await link.close()
-
-    run(test)
+async def test_offers_go_down_and_hand_offs_come_up_in_order_with_tokens() -> None:
+    async with scripted("mixed") as (worker,):
+        link, listener = await connected(worker)
+        link.submit(worker_pb2.Submit(handle=1), listener)
+        link.offer(worker_pb2.Offer(handle=1, handoff_id="secret"))
+        link.offer_prefix(worker_pb2.OfferPrefix(handoff_id="other", token_ids=[1, 2]))
+        assert (await worker.submitted()).handle == 1
+        assert (await worker.received.get()).offer.handoff_id == "secret"
+        assert (await worker.received.get()).offer_prefix.token_ids == [1, 2]
+        worker.tokens(1, [50])
+        worker.send(handed_off=worker_pb2.HandedOff(handle=1, num_output_tokens=1, handoff_id="secret"))
+        worker.send(handed_off=worker_pb2.HandedOff(handle=2, num_output_tokens=9))
+        await listener.hears("token")
+        assert await listener.hears("handed off") == (1, 1, "secret")
+        await link.close()
 
 
 @pytest.mark.parametrize("reason", BAD_MESSAGES)
-def test_nonsense_ends_the_stream_and_loses_no_request(reason: str) -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            link, listener = await connected(worker)
-            link.submit(worker_pb2.Submit(handle=1), listener)
-            worker.send(**BAD_MESSAGES[reason])
-            await listener.hears("down")
-            _, error, _ = await listener.hears("failed")
-            with pytest.raises(WorkerLost, match=reason):
-                raise error
-            await link.close()
-
-    run(test)
+async def test_nonsense_ends_the_stream_and_loses_no_request(reason: str) -> None:
+    async with scripted("mixed") as (worker,):
+        link, listener = await connected(worker)
+        link.submit(worker_pb2.Submit(handle=1), listener)
+        worker.send(**BAD_MESSAGES[reason])
+        await listener.hears("down")
+        _, error, _ = await listener.hears("failed")
+        with pytest.raises(WorkerLost, match=reason):
+            raise error
+        await link.close()
 
 
-def test_a_bug_in_a_handler_costs_the_stream_and_not_the_router() -> None:
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            link, listener = await connected(worker)
+async def test_a_bug_in_a_handler_costs_the_stream_and_not_the_router() -> None:
+    async with scripted("mixed") as (worker,):
+        link, listener = await connected(worker)
 
-            def fail(info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
-                raise InternalError("a bug") if load.num_running else ZeroDivisionError("a bug")
+        def fail(info: WorkerInfo, load: worker_pb2.LoadReport) -> None:
+            raise InternalError("a bug") if load.num_running else ZeroDivisionError("a bug")
 
-            listener.on_load = fail  # type: ignore[method-assign]
-            worker.load()
-            assert "see the router's log" in (await listener.hears("down"))[0]
-            await listener.hears_at_last("up")
-            worker.load(num_running=1)
-            assert (await listener.hears("down")) == ("a bug",)
-            await link.close()
-
-    run(test)
+        listener.on_load = fail  # type: ignore[method-assign]
+        worker.load()
+        assert "see the router's log" in (await listener.hears("down"))[0]
+        await listener.hears_at_last("up")
+        worker.load(num_running=1)
+        assert (await listener.hears("down")) == ("a bug",)
+        await link.close()
 
 
-def test_hanging_up_works_at_any_moment() -> None:
+async def test_hanging_up_works_at_any_moment() -> None:
     """Also in the turn in which a dial fails, where a cancelled grpc.aio coroutine goes on as if nothing had been."""
+    async with scripted("mixed") as (worker,):
+        nobody = WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed")
 
-    async def test() -> None:
-        async with scripted("mixed") as (worker,):
-            nobody = WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed")
+        async def hang_up_after(info: WorkerInfo, num_turns: int) -> None:
+            link = WorkerLink(info, None, replace(CONFIG, reconnect_s=0.001), Listener())
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await link.close()
 
-            async def hang_up_after(info: WorkerInfo, num_turns: int) -> None:
-                link = WorkerLink(info, None, replace(CONFIG, reconnect_s=0.001), Listener())
-                for _ in range(num_turns):
-                    await asyncio.sleep(0)
-                await link.close()
-
-            for info in (nobody, worker.info):
-                await asyncio.gather(*(hang_up_after(info, num_turns) for num_turns in range(400)))
-
-    run(test)
+        for info in (nobody, worker.info):
+            await asyncio.gather(*(hang_up_after(info, num_turns) for num_turns in range(400)))

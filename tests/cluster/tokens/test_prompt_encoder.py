@@ -15,20 +15,16 @@ ENDLESS = LOOP * 3 + "{% endfor %}" * 3
 CHAT = ChatPrompt([{"role": "user", "content": "hi"}])
 
 
-def test_no_process_starts_for_a_chat_that_waits_while_the_encoder_is_closed() -> None:
+async def test_no_process_starts_for_a_chat_that_waits_while_the_encoder_is_closed() -> None:
     children = psutil.Process().children
-
-    async def main() -> None:
-        before = len(children())
-        encoder = PromptEncoder(byte_tokenizer(ENDLESS), ProcessLimits())
-        await encoder.start()
-        asks = [asyncio.create_task(encoder.encode_chat(CHAT, CONTEXT)) for _ in range(2)]
-        for _ in range(10):  # the first is under way, the second waits for it
-            await asyncio.sleep(0)
-        await encoder.close()
-        first, second = await asyncio.gather(*asks, return_exceptions=True)
-        assert isinstance(first, asyncio.CancelledError)
-        assert isinstance(second, Unavailable)
-        assert len(children()) == before
-
-    asyncio.run(main())
+    before = len(children())
+    encoder = PromptEncoder(byte_tokenizer(ENDLESS), ProcessLimits())
+    await encoder.start()
+    asks = [asyncio.create_task(encoder.encode_chat(CHAT, CONTEXT)) for _ in range(2)]
+    for _ in range(10):  # the first is under way, the second waits for it
+        await asyncio.sleep(0)
+    await encoder.close()
+    first, second = await asyncio.gather(*asks, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert isinstance(second, Unavailable)
+    assert len(children()) == before

@@ -21,7 +21,6 @@ from ...support.handoff_pair import (
     SinkEngine,
     failure,
     receive,
-    run,
     seal_event,
     serve,
     start,
@@ -72,76 +71,61 @@ async def mapped_pair(cuda: SlowCopies) -> AsyncIterator[tuple[Served, HandoffSi
     assert not cuda.opened
 
 
-def test_blocks_are_quarantined_while_the_device_may_write_them() -> None:
-    async def test() -> None:
-        cuda = SlowCopies()
-        async with mapped_pair(cuda) as (served, sink, engine):
-            pull = start(sink, served)
-            await until_begun(cuda)
-            served.source.abort("h", HandoffError("given up"))
-            await failure(pull)
-            await engine.until("fail")
-            assert ("fail", "k", True) in engine.calls and cuda.opened
-            assert ("settle", "k") not in engine.calls
-            cuda.may_end.set()
-            await until_quiet(sink)
-            assert engine.calls[-1] == ("settle", "k")
-
-    run(test)
+async def test_blocks_are_quarantined_while_the_device_may_write_them() -> None:
+    cuda = SlowCopies()
+    async with mapped_pair(cuda) as (served, sink, engine):
+        pull = start(sink, served)
+        await until_begun(cuda)
+        served.source.abort("h", HandoffError("given up"))
+        await failure(pull)
+        await engine.until("fail")
+        assert ("fail", "k", True) in engine.calls and cuda.opened
+        assert ("settle", "k") not in engine.calls
+        cuda.may_end.set()
+        await until_quiet(sink)
+        assert engine.calls[-1] == ("settle", "k")
 
 
-def test_a_source_lost_in_a_read_is_unmapped_when_the_read_ends() -> None:
-    async def test() -> None:
-        cuda = SlowCopies()
-        async with mapped_pair(cuda) as (served, sink, engine):
-            pull = start(sink, served)
-            await until_begun(cuda)
-            await served.stop()
-            assert isinstance(await failure(pull), WorkerLost)
-            assert cuda.opened  # it is being read
-            cuda.may_end.set()
-            await until_quiet(sink)
-            assert engine.calls[-1] == ("settle", "k")
-
-    run(test)
+async def test_a_source_lost_in_a_read_is_unmapped_when_the_read_ends() -> None:
+    cuda = SlowCopies()
+    async with mapped_pair(cuda) as (served, sink, engine):
+        pull = start(sink, served)
+        await until_begun(cuda)
+        await served.stop()
+        assert isinstance(await failure(pull), WorkerLost)
+        assert cuda.opened  # it is being read
+        cuda.may_end.set()
+        await until_quiet(sink)
+        assert engine.calls[-1] == ("settle", "k")
 
 
-def test_another_incarnation_is_refused() -> None:
-    async def test() -> None:
-        async with mapped_pair(SlowCopies()) as (served, sink, _):
-            error = await failure(start(sink, served, incarnation="the one before"))
-            assert isinstance(error, WorkerLost) and "another process" in error.message
-
-    run(test)
+async def test_another_incarnation_is_refused() -> None:
+    async with mapped_pair(SlowCopies()) as (served, sink, _):
+        error = await failure(start(sink, served, incarnation="the one before"))
+        assert isinstance(error, WorkerLost) and "another process" in error.message
 
 
-def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.workers.transport.cuda_ipc.IDLE_S", 0.0)
-    closed = asyncio.Event()
+    closed, loop = asyncio.Event(), asyncio.get_running_loop()
 
     class Watched(SlowCopies):
         def close(self, address: int) -> None:
             super().close(address)
             loop.call_soon_threadsafe(closed.set)
 
-    async def test() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        cuda = Watched()
-        cuda.may_end.set()
-        async with mapped_pair(cuda) as (served, sink, _):
-            pull = start(sink, served)
-            await closed.wait()
-            served.announce(BLOCKS[3:], 3, layout=LAYOUT)
-            served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
-            await pull
-            assert cuda.num_opens > 1
-
-    loop: asyncio.AbstractEventLoop
-    run(test)
+    cuda = Watched()
+    cuda.may_end.set()
+    async with mapped_pair(cuda) as (served, sink, _):
+        pull = start(sink, served)
+        await closed.wait()
+        served.announce(BLOCKS[3:], 3, layout=LAYOUT)
+        served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
+        await pull
+        assert cuda.num_opens > 1
 
 
-def test_what_is_read_for_long_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_read_for_long_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time after which it would be unmapped begins anew as often as it is over, until the read is."""
     start_use, drop_idle = CudaIpcTransport.start, CudaIpcTransport._drop_idle
     used: list[tuple[CudaIpcTransport, Any]] = []
@@ -157,22 +141,18 @@ def test_what_is_read_for_long_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(CudaIpcTransport, "start", started)
     monkeypatch.setattr(CudaIpcTransport, "_drop_idle", dropped)
-
-    async def test() -> None:
-        cuda = SlowCopies()
-        async with mapped_pair(cuda) as (served, sink, _):
-            pull = start(sink, served)
-            await until_begun(cuda)
-            monkeypatch.setattr("diptych.workers.transport.cuda_ipc.IDLE_S", 0.0)
-            transport, peer = used[-1]
-            transport._rest(peer)  # another use of it ends
-            assert [await asked.get() for _ in range(3)] == [1, 1, 1]
-            assert cuda.opened and cuda.num_opens == 1
-            served.announce(BLOCKS[3:], 3, layout=LAYOUT)
-            served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
-            cuda.may_end.set()
-            await pull
-            while await asked.get():
-                pass
-
-    run(test)
+    cuda = SlowCopies()
+    async with mapped_pair(cuda) as (served, sink, _):
+        pull = start(sink, served)
+        await until_begun(cuda)
+        monkeypatch.setattr("diptych.workers.transport.cuda_ipc.IDLE_S", 0.0)
+        transport, peer = used[-1]
+        transport._rest(peer)  # another use of it ends
+        assert [await asked.get() for _ in range(3)] == [1, 1, 1]
+        assert cuda.opened and cuda.num_opens == 1
+        served.announce(BLOCKS[3:], 3, layout=LAYOUT)
+        served.source.on_event(seal_event("h", NUM_TOKENS, [7]))
+        cuda.may_end.set()
+        await pull
+        while await asked.get():
+            pass

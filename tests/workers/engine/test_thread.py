@@ -27,28 +27,25 @@ def make() -> tuple[EngineThread, "list[InternalError]", threading.Event]:
     return EngineThread(Engine(FakeRunner(), SchedulerConfig()), lambda _: None, on_broken), errors, broken
 
 
-def test_a_command_runs_though_its_caller_is_gone() -> None:
-    async def test() -> None:
-        thread, errors, _ = make()
-        thread.start()
-        held, ran = threading.Event(), threading.Event()
-        thread.post(lambda _: held.wait())
-        for moment in ("waiting", "running"):
-            call = asyncio.create_task(thread.call(lambda _: ran.set()))
-            await asyncio.sleep(0)
-            if moment == "running":
-                thread.post(lambda _: held.wait())
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            held.set()
-            await asyncio.to_thread(ran.wait)
-            ran.clear()
-        assert await thread.call(lambda engine: engine.check_integrity().num_unaccounted_blocks) == 0
-        await asyncio.to_thread(thread.stop)
-        assert errors == []
-
-    asyncio.run(test())
+async def test_a_command_runs_though_its_caller_is_gone() -> None:
+    thread, errors, _ = make()
+    thread.start()
+    held, ran = threading.Event(), threading.Event()
+    thread.post(lambda _: held.wait())
+    for moment in ("waiting", "running"):
+        call = asyncio.create_task(thread.call(lambda _: ran.set()))
+        await asyncio.sleep(0)
+        if moment == "running":
+            thread.post(lambda _: held.wait())
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        held.set()
+        await asyncio.to_thread(ran.wait)
+        ran.clear()
+    assert await thread.call(lambda engine: engine.check_integrity().num_unaccounted_blocks) == 0
+    await asyncio.to_thread(thread.stop)
+    assert errors == []
 
 
 def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
@@ -62,34 +59,28 @@ def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
         asyncio.run(thread.call(lambda engine: engine.check_integrity()))
 
 
-def test_a_call_that_the_thread_does_not_reach_is_refused() -> None:
-    async def test() -> None:
-        thread, errors, broken = make()
-        thread.start()
-        held = threading.Event()
-        thread.post(lambda _: held.wait())
-        thread.post(lambda _: {}["no such key"])  # type: ignore[index]
-        call = asyncio.create_task(thread.call(lambda engine: engine.check_integrity()))
-        await asyncio.sleep(0)
-        held.set()
-        with pytest.raises(Unavailable):
-            await call
-        await asyncio.to_thread(broken.wait)
-        assert len(errors) == 1
-        thread.stop()
-
-    asyncio.run(test())
+async def test_a_call_that_the_thread_does_not_reach_is_refused() -> None:
+    thread, errors, broken = make()
+    thread.start()
+    held = threading.Event()
+    thread.post(lambda _: held.wait())
+    thread.post(lambda _: {}["no such key"])  # type: ignore[index]
+    call = asyncio.create_task(thread.call(lambda engine: engine.check_integrity()))
+    await asyncio.sleep(0)
+    held.set()
+    with pytest.raises(Unavailable):
+        await call
+    await asyncio.to_thread(broken.wait)
+    assert len(errors) == 1
+    thread.stop()
 
 
-def test_a_pull_that_ends_after_the_engine_has_nothing_to_free() -> None:
-    async def test() -> None:
-        thread, _, _ = make()
-        thread.start()
-        await asyncio.to_thread(thread.stop)
-        await thread.fail("key", quarantine=True)
-        await thread.settle("key")
-
-    asyncio.run(test())
+async def test_a_pull_that_ends_after_the_engine_has_nothing_to_free() -> None:
+    thread, _, _ = make()
+    thread.start()
+    await asyncio.to_thread(thread.stop)
+    await thread.fail("key", quarantine=True)
+    await thread.settle("key")
 
 
 def test_commands_that_came_during_the_last_step_are_run() -> None:

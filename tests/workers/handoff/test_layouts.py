@@ -26,7 +26,6 @@ from ...support.handoff_pair import (
     failure,
     make_memory,
     receive,
-    run,
     seal_event,
     serve,
     start,
@@ -143,67 +142,52 @@ async def hand_over(
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("kind", ["grpc", "nixl", "loopback"])
-def test_tokens_arrive_whatever_the_layout(kind: str, pair: str, verify: bool) -> None:
-    async def test() -> None:
-        ours = make_memory(PAIRS[pair], 20)
-        result, theirs, _, engine = await hand_over(ours, kind=kind, settings=PullSettings(verify=verify))
-        assert isinstance(result, PullResult) and result.transport == kind
-        assert np.array_equal(tokens(ours, engine.table), tokens(theirs, BLOCKS))
-
-    run(test)
+async def test_tokens_arrive_whatever_the_layout(kind: str, pair: str, verify: bool) -> None:
+    ours = make_memory(PAIRS[pair], 20)
+    result, theirs, _, engine = await hand_over(ours, kind=kind, settings=PullSettings(verify=verify))
+    assert isinstance(result, PullResult) and result.transport == kind
+    assert np.array_equal(tokens(ours, engine.table), tokens(theirs, BLOCKS))
 
 
 @pytest.mark.parametrize("pair", UNLIKE)
 @pytest.mark.parametrize(("kind", "wire"), [("grpc", ""), ("nixl", ""), ("grpc", "int8")])
-def test_tokens_arrive_where_layers_are_unlike(kind: str, wire: str, pair: str) -> None:
-    async def test() -> None:
-        ours, settings = make_memory(UNLIKE[pair], 20), PullSettings(wire, verify=True)
-        result, theirs, _, engine = await hand_over(ours, kind=kind, settings=settings, layout=UNLIKE["equal"])
-        assert isinstance(result, PullResult) and result.transport == kind
-        exact, found = tokens(theirs, BLOCKS), tokens(ours, engine.table)
-        assert exact.shape == (NUM_TOKENS, 2 * (4 * 8 + 24 + 4 * 8))
-        assert np.linalg.norm(found - exact) <= (0.01 if wire else 0) * np.linalg.norm(exact)
-
-    run(test)
+async def test_tokens_arrive_where_layers_are_unlike(kind: str, wire: str, pair: str) -> None:
+    ours, settings = make_memory(UNLIKE[pair], 20), PullSettings(wire, verify=True)
+    result, theirs, _, engine = await hand_over(ours, kind=kind, settings=settings, layout=UNLIKE["equal"])
+    assert isinstance(result, PullResult) and result.transport == kind
+    exact, found = tokens(theirs, BLOCKS), tokens(ours, engine.table)
+    assert exact.shape == (NUM_TOKENS, 2 * (4 * 8 + 24 + 4 * 8))
+    assert np.linalg.norm(found - exact) <= (0.01 if wire else 0) * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (8 + 4) / 32)])
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_narrower_wire_carries_less_and_nearly_the_same(wire: str, share: float, verify: bool) -> None:
-    async def test() -> None:
-        ours = make_memory(THEIRS, 8)
-        result, theirs, _, engine = await hand_over(ours, settings=PullSettings(wire, verify))
-        assert isinstance(result, PullResult)
-        assert result.num_bytes == share * len(BLOCKS) * THEIRS.block_bytes
-        exact, found = tokens(theirs, BLOCKS), tokens(ours, engine.table)
-        assert np.linalg.norm(found - exact) <= 0.01 * np.linalg.norm(exact)
-
-    run(test)
+async def test_a_narrower_wire_carries_less_and_nearly_the_same(wire: str, share: float, verify: bool) -> None:
+    ours = make_memory(THEIRS, 8)
+    result, theirs, _, engine = await hand_over(ours, settings=PullSettings(wire, verify))
+    assert isinstance(result, PullResult)
+    assert result.num_bytes == share * len(BLOCKS) * THEIRS.block_bytes
+    exact, found = tokens(theirs, BLOCKS), tokens(ours, engine.table)
+    assert np.linalg.norm(found - exact) <= 0.01 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("transports", [{"nixl"}, {"loopback", "nixl"}])
-def test_a_narrower_wire_needs_grpc_on_both_sides(transports: set[str]) -> None:
-    async def test() -> None:
-        both: dict[str, Transport] = {name: LoopbackTransport({}) for name in transports}
-        async with (
-            serve(transports=both | {"grpc": GrpcTransport()}) as served,
-            receive(SinkEngine(), transports=both, settings=PullSettings("int8")) as (sink, _),
-        ):
-            served.hand_off()
-            error = await failure(start(sink, served))
-            assert isinstance(error, TransportError) and "over gRPC alone" in error.message
-
-    run(test)
+async def test_a_narrower_wire_needs_grpc_on_both_sides(transports: set[str]) -> None:
+    both: dict[str, Transport] = {name: LoopbackTransport({}) for name in transports}
+    async with (
+        serve(transports=both | {"grpc": GrpcTransport()}) as served,
+        receive(SinkEngine(), transports=both, settings=PullSettings("int8")) as (sink, _),
+    ):
+        served.hand_off()
+        error = await failure(start(sink, served))
+        assert isinstance(error, TransportError) and "over gRPC alone" in error.message
 
 
-def test_a_wire_dtype_that_nobody_knows_is_refused() -> None:
-    async def test() -> None:
-        async with serve() as served, receive(SinkEngine(), settings=PullSettings("int4")) as (sink, _):
-            served.hand_off()
-            error = await failure(start(sink, served))
-            assert isinstance(error, LayoutMismatch) and "'int4' is unknown" in error.message
-
-    run(test)
+async def test_a_wire_dtype_that_nobody_knows_is_refused() -> None:
+    async with serve() as served, receive(SinkEngine(), settings=PullSettings("int4")) as (sink, _):
+        served.hand_off()
+        error = await failure(start(sink, served))
+        assert isinstance(error, LayoutMismatch) and "'int4' is unknown" in error.message
 
 
 class Forgetful(HandoffSource):
@@ -219,16 +203,13 @@ class Forgetful(HandoffSource):
 
 @pytest.mark.parametrize("wire", ["", "int8"])
 @pytest.mark.parametrize("pair", ["equal", "smaller blocks"])
-def test_other_bytes_than_were_named_fail_the_pull_and_are_counted(pair: str, wire: str) -> None:
-    async def test() -> None:
-        ours = make_memory(PAIRS[pair], 20)
-        settings = PullSettings(wire, verify=True)
-        result, _, _, engine = await hand_over(ours, settings=settings, source=Loud if wire else Forgetful)
-        assert isinstance(result, ChecksumMismatch)
-        assert "block 7 (position 1, layers 0..2)" in result.message or "block 3 (position 4" in result.message
-        assert [call for call in engine.calls if call[0] == "commit"] == []  # type: ignore[index]
-
-    run(test)
+async def test_other_bytes_than_were_named_fail_the_pull_and_are_counted(pair: str, wire: str) -> None:
+    ours = make_memory(PAIRS[pair], 20)
+    settings = PullSettings(wire, verify=True)
+    result, _, _, engine = await hand_over(ours, settings=settings, source=Loud if wire else Forgetful)
+    assert isinstance(result, ChecksumMismatch)
+    assert "block 7 (position 1, layers 0..2)" in result.message or "block 3 (position 4" in result.message
+    assert [call for call in engine.calls if call[0] == "commit"] == []  # type: ignore[index]
 
 
 class Loud(Forgetful):
@@ -248,13 +229,10 @@ class Silent(HandoffSource):
         return b""
 
 
-def test_a_source_that_names_nothing_is_not_believed() -> None:
-    async def test() -> None:
-        ours = make_memory(THEIRS, 8)
-        result, _, _, _ = await hand_over(ours, settings=PullSettings(verify=True), source=Silent)
-        assert isinstance(result, TransportError) and "without the checksums" in result.message
-
-    run(test)
+async def test_a_source_that_names_nothing_is_not_believed() -> None:
+    ours = make_memory(THEIRS, 8)
+    result, _, _, _ = await hand_over(ours, settings=PullSettings(verify=True), source=Silent)
+    assert isinstance(result, TransportError) and "without the checksums" in result.message
 
 
 class Stuck(Transport):
@@ -281,49 +259,43 @@ class StuckReader(KVReader):
         await self._transport.is_quiet.wait()
 
 
-def test_a_slice_comes_back_only_when_nothing_can_land_in_it() -> None:
-    async def test() -> None:
-        stuck, staging, engine = Stuck(), Staging(1 << 20), SinkEngine(table=tuple(range(18)))
-        ours = make_memory(PAIRS["smaller blocks"], 20)
-        theirs = make_memory(THEIRS, 8)
-        async with (
-            serve(memory=theirs) as served,
-            receive(engine, memory=ours, transports={"grpc": stuck}, staging=staging) as (sink, _),
-        ):
-            served.hand_off(BLOCKS, NUM_TOKENS)
-            pull = start(sink, served)
-            await stuck.is_reading.wait()
-            pull.cancel()
-            await engine.until("fail")
-            assert ("fail", "k", True) in engine.calls
-            assert staging.num_free < staging.region.num_bytes
-            stuck.is_quiet.set()
-            await until_quiet(sink)
-            assert ("settle", "k") in engine.calls
-            assert staging.num_free == staging.region.num_bytes
-
-    run(test)
+async def test_a_slice_comes_back_only_when_nothing_can_land_in_it() -> None:
+    stuck, staging, engine = Stuck(), Staging(1 << 20), SinkEngine(table=tuple(range(18)))
+    ours = make_memory(PAIRS["smaller blocks"], 20)
+    theirs = make_memory(THEIRS, 8)
+    async with (
+        serve(memory=theirs) as served,
+        receive(engine, memory=ours, transports={"grpc": stuck}, staging=staging) as (sink, _),
+    ):
+        served.hand_off(BLOCKS, NUM_TOKENS)
+        pull = start(sink, served)
+        await stuck.is_reading.wait()
+        pull.cancel()
+        await engine.until("fail")
+        assert ("fail", "k", True) in engine.calls
+        assert staging.num_free < staging.region.num_bytes
+        stuck.is_quiet.set()
+        await until_quiet(sink)
+        assert ("settle", "k") in engine.calls
+        assert staging.num_free == staging.region.num_bytes
 
 
-def test_slices_are_handed_out_in_turn() -> None:
-    async def test() -> None:
-        staging = Staging(4 * GRAIN_BYTES)
-        first, second = await staging.take(1), await staging.take(2 * GRAIN_BYTES)
-        large = asyncio.create_task(staging.take(3 * GRAIN_BYTES))
-        small = asyncio.create_task(staging.take(1))
-        gone = asyncio.create_task(staging.take(1))
-        await asyncio.sleep(0)
-        assert not large.done() and not small.done(), "a small one does not overtake"
-        gone.cancel()
-        staging.give_back(first)
-        staging.give_back(second)
-        slices = await large, await small
-        assert [s.num_bytes for s in slices] == [3 * GRAIN_BYTES, GRAIN_BYTES] and staging.num_free == 0
-        for piece in slices:
-            staging.give_back(piece)
-        assert (await staging.take(4 * GRAIN_BYTES)).start == 0
-        with pytest.raises(TransportError, match="lower the source's block_size"):
-            await staging.take(4 * GRAIN_BYTES + 1)
-        assert Staging().region.num_bytes >= PART_BYTES
-
-    run(test)
+async def test_slices_are_handed_out_in_turn() -> None:
+    staging = Staging(4 * GRAIN_BYTES)
+    first, second = await staging.take(1), await staging.take(2 * GRAIN_BYTES)
+    large = asyncio.create_task(staging.take(3 * GRAIN_BYTES))
+    small = asyncio.create_task(staging.take(1))
+    gone = asyncio.create_task(staging.take(1))
+    await asyncio.sleep(0)
+    assert not large.done() and not small.done(), "a small one does not overtake"
+    gone.cancel()
+    staging.give_back(first)
+    staging.give_back(second)
+    slices = await large, await small
+    assert [s.num_bytes for s in slices] == [3 * GRAIN_BYTES, GRAIN_BYTES] and staging.num_free == 0
+    for piece in slices:
+        staging.give_back(piece)
+    assert (await staging.take(4 * GRAIN_BYTES)).start == 0
+    with pytest.raises(TransportError, match="lower the source's block_size"):
+        await staging.take(4 * GRAIN_BYTES + 1)
+    assert Staging().region.num_bytes >= PART_BYTES

@@ -33,7 +33,6 @@ from ...support.handoff_pair import (
     failure,
     piece,
     receive,
-    run,
     seal_event,
     segment_event,
     serve,
@@ -42,124 +41,99 @@ from ...support.handoff_pair import (
 )
 
 
-def test_a_pull_brings_every_byte_and_commits() -> None:
-    async def test() -> None:
-        engine = SinkEngine(table=(7, 3, 0))
-        async with serve() as served, receive(engine) as (sink, memory):
-            served.hand_off([5, 6, 2])
-            result = await sink.pull("k", served.named(), 15.0)
-            assert engine.calls == [RESERVE, BEGIN, COMMIT]
-            assert [piece(memory, b) for b in (7, 3, 0)] == [piece(served.memory, b) for b in (5, 6, 2)]
-            assert (result.num_bytes, result.transport) == (3 * SMALL.block_bytes, "grpc")
-            assert result.waited_s > 0
-            times = engine.times
-            assert times is not None and (times.num_bytes, times.transport) == (3 * SMALL.block_bytes, "grpc")
-            assert 0 < times.pull_s < result.waited_s and 0 <= times.last_segment_s < result.waited_s
-            assert served.engine.ended == ["h"]
-            [(num_bytes, seconds)] = served.engine.reads  # told with the release
-            assert num_bytes == 3 * SMALL.block_bytes and 0 < seconds <= times.pull_s
-
-    run(test)
+async def test_a_pull_brings_every_byte_and_commits() -> None:
+    engine = SinkEngine(table=(7, 3, 0))
+    async with serve() as served, receive(engine) as (sink, memory):
+        served.hand_off([5, 6, 2])
+        result = await sink.pull("k", served.named(), 15.0)
+        assert engine.calls == [RESERVE, BEGIN, COMMIT]
+        assert [piece(memory, b) for b in (7, 3, 0)] == [piece(served.memory, b) for b in (5, 6, 2)]
+        assert (result.num_bytes, result.transport) == (3 * SMALL.block_bytes, "grpc")
+        assert result.waited_s > 0
+        times = engine.times
+        assert times is not None and (times.num_bytes, times.transport) == (3 * SMALL.block_bytes, "grpc")
+        assert 0 < times.pull_s < result.waited_s and 0 <= times.last_segment_s < result.waited_s
+        assert served.engine.ended == ["h"]
+        [(num_bytes, seconds)] = served.engine.reads  # told with the release
+        assert num_bytes == 3 * SMALL.block_bytes and 0 < seconds <= times.pull_s
 
 
-def test_segments_are_pulled_while_the_source_still_computes() -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, memory):
-            pull = start(sink, served)
-            served.source.offer("h", 11)
-            served.announce([5])
-            await engine.until("reserve")
-            while piece(memory, 0) != piece(served.memory, 5):
-                await asyncio.sleep(0)
-            served.announce([6, 2], first_block=1)
-            served.source.on_event(seal_event("h", 11, [7]))
-            await pull
-            assert engine.calls == [RESERVE, BEGIN, COMMIT]
-            assert piece(memory, 2) == piece(served.memory, 2)
-
-    run(test)
+async def test_segments_are_pulled_while_the_source_still_computes() -> None:
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, memory):
+        pull = start(sink, served)
+        served.source.offer("h", 11)
+        served.announce([5])
+        await engine.until("reserve")
+        while piece(memory, 0) != piece(served.memory, 5):
+            await asyncio.sleep(0)
+        served.announce([6, 2], first_block=1)
+        served.source.on_event(seal_event("h", 11, [7]))
+        await pull
+        assert engine.calls == [RESERVE, BEGIN, COMMIT]
+        assert piece(memory, 2) == piece(served.memory, 2)
 
 
 @pytest.mark.parametrize("num_held", [1, 3])
-def test_what_the_prefix_cache_holds_is_left_alone(num_held: int) -> None:
-    async def test() -> None:
-        engine = SinkEngine(num_held=num_held)
-        async with serve() as served, receive(engine) as (sink, memory):
-            served.hand_off([5, 6, 2])
-            result = await sink.pull("k", served.named(), 15.0)
-            assert result.num_bytes == (3 - num_held) * SMALL.block_bytes
-            for position, block in enumerate([5, 6, 2]):
-                expected = bytes(SMALL.block_bytes) if position < num_held else piece(served.memory, block)
-                assert piece(memory, position) == expected
-
-    run(test)
+async def test_what_the_prefix_cache_holds_is_left_alone(num_held: int) -> None:
+    engine = SinkEngine(num_held=num_held)
+    async with serve() as served, receive(engine) as (sink, memory):
+        served.hand_off([5, 6, 2])
+        result = await sink.pull("k", served.named(), 15.0)
+        assert result.num_bytes == (3 - num_held) * SMALL.block_bytes
+        for position, block in enumerate([5, 6, 2]):
+            expected = bytes(SMALL.block_bytes) if position < num_held else piece(served.memory, block)
+            assert piece(memory, position) == expected
 
 
-def test_many_pulls_at_once_share_a_channel() -> None:
-    async def test() -> None:
-        engine = SinkEngine(table=(0,))
-        async with serve() as served, receive(engine) as (sink, _):
-            for number in range(20):
-                served.source.offer(f"h{number}", 4)
-                served.source.on_event(segment_event(f"h{number}", 0, [number % 8], [1], 0, 3))
-                served.source.on_event(seal_event(f"h{number}", 4, [7]))
-            await asyncio.gather(*(sink.pull(f"k{n}", served.named(f"h{n}"), 15.0) for n in range(20)))
-            assert len(sink._channels._channels) == 1  # pyright: ignore[reportPrivateUsage]
-            assert sum(call[0] == "commit" for call in engine.calls) == 20  # type: ignore[index]
-
-    run(test)
+async def test_many_pulls_at_once_share_a_channel() -> None:
+    engine = SinkEngine(table=(0,))
+    async with serve() as served, receive(engine) as (sink, _):
+        for number in range(20):
+            served.source.offer(f"h{number}", 4)
+            served.source.on_event(segment_event(f"h{number}", 0, [number % 8], [1], 0, 3))
+            served.source.on_event(seal_event(f"h{number}", 4, [7]))
+        await asyncio.gather(*(sink.pull(f"k{n}", served.named(f"h{n}"), 15.0) for n in range(20)))
+        assert len(sink._channels._channels) == 1  # pyright: ignore[reportPrivateUsage]
+        assert sum(call[0] == "commit" for call in engine.calls) == 20  # type: ignore[index]
 
 
 # What the source answers
 
 
-def test_a_source_that_was_not_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_source_that_was_not_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff_pull, "WAIT_FOR_OFFER_S", 0.05)
-
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, _):
-            assert isinstance(await failure(start(sink, served)), UnknownHandoff)
-            assert engine.calls == [("fail", "k", False)]
-
-    run(test)
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, _):
+        assert isinstance(await failure(start(sink, served)), UnknownHandoff)
+        assert engine.calls == [("fail", "k", False)]
 
 
-def test_another_process_at_the_address_is_a_lost_worker() -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, _):
-            served.hand_off()
-            error = await failure(start(sink, served, incarnation="an earlier process"))
-            assert isinstance(error, WorkerLost) and "another process" in error.message
-            assert engine.calls == [("fail", "k", False)]
-
-    run(test)
+async def test_another_process_at_the_address_is_a_lost_worker() -> None:
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, _):
+        served.hand_off()
+        error = await failure(start(sink, served, incarnation="an earlier process"))
+        assert isinstance(error, WorkerLost) and "another process" in error.message
+        assert engine.calls == [("fail", "k", False)]
 
 
-def test_an_address_where_nobody_listens_is_a_lost_worker() -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, _):
-            await served.stop()
-            assert isinstance(await failure(start(sink, served)), WorkerLost)
-            assert not sink._channels._channels, "the next pull dials anew"  # pyright: ignore[reportPrivateUsage]
-
-    run(test)
+async def test_an_address_where_nobody_listens_is_a_lost_worker() -> None:
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, _):
+        await served.stop()
+        assert isinstance(await failure(start(sink, served)), WorkerLost)
+        assert not sink._channels._channels, "the next pull dials anew"  # pyright: ignore[reportPrivateUsage]
 
 
-def test_another_layout_is_told() -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        other = KVLayout("float32", 8, 4, 2, 8, "m")
-        async with serve() as served, receive(engine, layout=other) as (sink, _):
-            served.hand_off()
-            error = await failure(start(sink, served))
-            assert isinstance(error, LayoutMismatch) and "num_layers: 3 here, 4 there" in error.message
-            assert engine.calls == [("fail", "k", False)]
-
-    run(test)
+async def test_another_layout_is_told() -> None:
+    engine = SinkEngine()
+    other = KVLayout("float32", 8, 4, 2, 8, "m")
+    async with serve() as served, receive(engine, layout=other) as (sink, _):
+        served.hand_off()
+        error = await failure(start(sink, served))
+        assert isinstance(error, LayoutMismatch) and "num_layers: 3 here, 4 there" in error.message
+        assert engine.calls == [("fail", "k", False)]
 
 
 class Liar(HandoffSource):
@@ -198,20 +172,16 @@ def no_tokens(opened: kv_pb2.Opened) -> None:
         (no_tokens, HandoffError),
     ],
 )
-def test_the_opening_is_checked_before_anything_is_reserved(
+async def test_the_opening_is_checked_before_anything_is_reserved(
     lie: Callable[[kv_pb2.Opened], None], kind: type[DiptychError]
 ) -> None:
     Liar.lie = staticmethod(lie)
-
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve(kind=Liar) as served, receive(engine) as (sink, _):
-            served.hand_off()
-            assert isinstance(await failure(start(sink, served)), kind)
-            await until_quiet(sink)
-            assert engine.calls == [("fail", "k", False)]
-
-    run(test)
+    engine = SinkEngine()
+    async with serve(kind=Liar) as served, receive(engine) as (sink, _):
+        served.hand_off()
+        assert isinstance(await failure(start(sink, served)), kind)
+        await until_quiet(sink)
+        assert engine.calls == [("fail", "k", False)]
 
 
 @pytest.mark.parametrize(
@@ -223,64 +193,54 @@ def test_the_opening_is_checked_before_anything_is_reserved(
         (LeaseLost("x"), LeaseLost),
     ],
 )
-def test_an_abort_of_the_source_is_passed_on(error: DiptychError, kind: type[DiptychError]) -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, _):
-            served.source.offer("h", 11)
-            pull = start(sink, served)
-            served.announce([5])
-            await engine.until("reserve")
-            served.source.abort("h", error)
-            failed = await failure(pull)
-            assert type(failed) is kind and error.message in failed.message
-            await until_quiet(sink)
-            assert engine.calls[-1][:2] in [("fail", "k"), ("settle", "k")]  # type: ignore[index]
-
-    run(test)
+async def test_an_abort_of_the_source_is_passed_on(error: DiptychError, kind: type[DiptychError]) -> None:
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, _):
+        served.source.offer("h", 11)
+        pull = start(sink, served)
+        served.announce([5])
+        await engine.until("reserve")
+        served.source.abort("h", error)
+        failed = await failure(pull)
+        assert type(failed) is kind and error.message in failed.message
+        await until_quiet(sink)
+        assert engine.calls[-1][:2] in [("fail", "k"), ("settle", "k")]  # type: ignore[index]
 
 
-def test_traffic_is_counted_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_traffic_is_counted_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff_sink, "MAX_PEERS", 2)
-
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, _):
-            for number in range(2):
-                served.source.offer(f"h{number}", 5)
-                served.source.on_event(segment_event(f"h{number}", 0, [5, 6], [1, 1], 0, SMALL.num_layers))
-                served.source.on_event(seal_event(f"h{number}", 5, [7]))
-                await sink.pull("k", served.named(f"h{number}"), 15.0)
-            assert isinstance(await failure(start(sink, served, incarnation="other")), WorkerLost)
-            mine, other = sink.transfer_stats()
-            assert (mine.incarnation, mine.transport) == (served.incarnation, "grpc")
-            assert (mine.num_bytes, mine.num_reads, mine.num_failed) == (4 * SMALL.block_bytes, 2, 0)
-            assert mine.read_s > 0
-            assert other == worker_pb2.PeerLink(incarnation="other", num_failed=1)
-            await failure(start(sink, served, incarnation="third"))
-            await failure(start(sink, served, incarnation="x" * 65))
-            assert [link.incarnation for link in sink.transfer_stats()] == ["other", "third"]
-            await until_quiet(sink)
-
-    run(test)
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, _):
+        for number in range(2):
+            served.source.offer(f"h{number}", 5)
+            served.source.on_event(segment_event(f"h{number}", 0, [5, 6], [1, 1], 0, SMALL.num_layers))
+            served.source.on_event(seal_event(f"h{number}", 5, [7]))
+            await sink.pull("k", served.named(f"h{number}"), 15.0)
+        assert isinstance(await failure(start(sink, served, incarnation="other")), WorkerLost)
+        mine, other = sink.transfer_stats()
+        assert (mine.incarnation, mine.transport) == (served.incarnation, "grpc")
+        assert (mine.num_bytes, mine.num_reads, mine.num_failed) == (4 * SMALL.block_bytes, 2, 0)
+        assert mine.read_s > 0
+        assert other == worker_pb2.PeerLink(incarnation="other", num_failed=1)
+        await failure(start(sink, served, incarnation="third"))
+        await failure(start(sink, served, incarnation="x" * 65))
+        assert [link.incarnation for link in sink.transfer_stats()] == ["other", "third"]
+        await until_quiet(sink)
 
 
 # Losses on the way
 
 
-def test_a_source_that_dies_is_noticed_at_once() -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve() as served, receive(engine) as (sink, _):
-            served.source.offer("h", 11)
-            pull = start(sink, served)
-            served.announce([5])
-            await engine.until("reserve")
-            await served.stop()
-            assert isinstance(await failure(pull), WorkerLost)
-            await until_quiet(sink)
-
-    run(test)
+async def test_a_source_that_dies_is_noticed_at_once() -> None:
+    engine = SinkEngine()
+    async with serve() as served, receive(engine) as (sink, _):
+        served.source.offer("h", 11)
+        pull = start(sink, served)
+        served.announce([5])
+        await engine.until("reserve")
+        await served.stop()
+        assert isinstance(await failure(pull), WorkerLost)
+        await until_quiet(sink)
 
 
 class Mute(HandoffSource):
@@ -296,22 +256,19 @@ class Mute(HandoffSource):
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_source_that_falls_silent_is_noticed_by_its_lease(is_sealed: bool) -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve(kind=Mute, lease_s=0.5) as served, receive(engine) as (sink, _):
-            served.source.offer("h", 11)
-            pull = start(sink, served)
-            served.announce([5, 6, 2])
-            if is_sealed:
-                served.source.on_event(seal_event("h", 11, [7]))
-            error = await failure(pull)
-            # The source's own lapse may be told first where this machine is slow; without it, silence is what is left.
-            assert isinstance(error, WorkerLost | LeaseLost)
-            await until_quiet(sink)
-            assert not any(call[0] == "commit" for call in engine.calls)  # type: ignore[index]
-
-    run(test)
+async def test_a_source_that_falls_silent_is_noticed_by_its_lease(is_sealed: bool) -> None:
+    engine = SinkEngine()
+    async with serve(kind=Mute, lease_s=0.5) as served, receive(engine) as (sink, _):
+        served.source.offer("h", 11)
+        pull = start(sink, served)
+        served.announce([5, 6, 2])
+        if is_sealed:
+            served.source.on_event(seal_event("h", 11, [7]))
+        error = await failure(pull)
+        # The source's own lapse may be told first where this machine is slow; without it, silence is what is left.
+        assert isinstance(error, WorkerLost | LeaseLost)
+        await until_quiet(sink)
+        assert not any(call[0] == "commit" for call in engine.calls)  # type: ignore[index]
 
 
 class Forgetful(HandoffSource):
@@ -319,52 +276,40 @@ class Forgetful(HandoffSource):
         return kv_pb2.ReleaseResponse(held=False)
 
 
-def test_without_a_positive_release_nothing_is_committed() -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with serve(kind=Forgetful) as served, receive(engine) as (sink, _):
-            served.hand_off()
-            assert isinstance(await failure(start(sink, served)), LeaseLost)
-            assert engine.calls == [RESERVE, BEGIN, ("fail", "k", False)]
-
-    run(test)
+async def test_without_a_positive_release_nothing_is_committed() -> None:
+    engine = SinkEngine()
+    async with serve(kind=Forgetful) as served, receive(engine) as (sink, _):
+        served.hand_off()
+        assert isinstance(await failure(start(sink, served)), LeaseLost)
+        assert engine.calls == [RESERVE, BEGIN, ("fail", "k", False)]
 
 
-def test_the_whole_ends_in_time() -> None:
-    async def test() -> None:
-        engine = SinkEngine(never_reserves=True)
-        async with serve() as served, receive(engine) as (sink, _):
-            served.hand_off()
-            assert isinstance(await failure(start(sink, served, timeout_s=0.3)), DeadlineExceeded)
-            await until_quiet(sink)
-            assert engine.calls == [RESERVE, ("fail", "k", False)]
-
-    run(test)
+async def test_the_whole_ends_in_time() -> None:
+    engine = SinkEngine(never_reserves=True)
+    async with serve() as served, receive(engine) as (sink, _):
+        served.hand_off()
+        assert isinstance(await failure(start(sink, served, timeout_s=0.3)), DeadlineExceeded)
+        await until_quiet(sink)
+        assert engine.calls == [RESERVE, ("fail", "k", False)]
 
 
-def test_closing_gives_up_what_is_under_way() -> None:
-    async def test() -> None:
-        engine = SinkEngine(never_reserves=True)
-        async with serve() as served, receive(engine) as (sink, _):
-            served.hand_off()
-            pull = start(sink, served)
-            await engine.until("reserve")
-            await sink.close()
-            assert isinstance(await failure(pull), Unavailable)
-            assert engine.calls[-1] == ("fail", "k", False)
-            assert isinstance(await failure(start(sink, served)), Unavailable), "nothing begins after it"
-            await until_quiet(sink)
-
-    run(test)
+async def test_closing_gives_up_what_is_under_way() -> None:
+    engine = SinkEngine(never_reserves=True)
+    async with serve() as served, receive(engine) as (sink, _):
+        served.hand_off()
+        pull = start(sink, served)
+        await engine.until("reserve")
+        await sink.close()
+        assert isinstance(await failure(pull), Unavailable)
+        assert engine.calls[-1] == ("fail", "k", False)
+        assert isinstance(await failure(start(sink, served)), Unavailable), "nothing begins after it"
+        await until_quiet(sink)
 
 
-def test_a_malformed_address_is_an_error() -> None:
-    async def test() -> None:
-        engine = SinkEngine()
-        async with receive(engine) as (sink, _):
-            for address in ["", "nowhere", "127.0.0.1:99999", "no.such.host.invalid:1"]:
-                source = worker_pb2.HandoffSource(handoff_id="h", address=address, incarnation="i")
-                with pytest.raises(DiptychError):
-                    await sink.pull("k", source, 10.0)
-
-    run(test)
+async def test_a_malformed_address_is_an_error() -> None:
+    engine = SinkEngine()
+    async with receive(engine) as (sink, _):
+        for address in ["", "nowhere", "127.0.0.1:99999", "no.such.host.invalid:1"]:
+            source = worker_pb2.HandoffSource(handoff_id="h", address=address, incarnation="i")
+            with pytest.raises(DiptychError):
+                await sink.pull("k", source, 10.0)

@@ -1,7 +1,7 @@
 """A worker's gRPC service over the FakeRunner: real sockets, real engine threads, hand-computable tokens."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
@@ -83,244 +83,201 @@ class Router:
         await self._channel.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
-
-
 def assert_clean(state: worker_pb2.WorkerState) -> None:
     assert state.num_unaccounted_blocks == 0
     assert state.load.num_free_blocks == state.load.num_blocks
     assert state.load.num_quarantined_blocks == 0
 
 
-def test_says_hello_and_answers_requests() -> None:
-    async def test() -> None:
-        async with worker(role="prefill") as (service, address):
-            router = Router(address)
-            hello = (await router.read("hello")).hello
-            assert hello.incarnation == service.incarnation
-            assert hello.role == worker_pb2.ROLE_PREFILL
-            assert (hello.model.name, hello.num_blocks, hello.layout.block_size) == ("fake", 256, 4)
-            assert (await router.read("blocks")).blocks.cleared
-            prompts = {i: [i] * (i + 3) for i in range(1, 9)}
-            for handle, prompt in prompts.items():
-                await router.submit(handle, make_request(prompt, 6))
-            got: dict[int, list[int]] = {handle: [] for handle in prompts}
-            num_finished = 0
-            while num_finished < len(prompts):
-                step = (await router.read("step")).step
-                for handle, token, reason in zip(step.handles, step.token_ids, step.finish_reasons, strict=True):
-                    got[handle].append(token)
-                    num_finished += reason != inference_pb2.FINISH_REASON_UNSPECIFIED
-            assert got == {handle: fake_output(prompt, 6) for handle, prompt in prompts.items()}
-            assert_clean(await router.idle_state())
-            await router.close()
-
-    run(test)
+async def test_says_hello_and_answers_requests() -> None:
+    async with worker(role="prefill") as (service, address):
+        router = Router(address)
+        hello = (await router.read("hello")).hello
+        assert hello.incarnation == service.incarnation
+        assert hello.role == worker_pb2.ROLE_PREFILL
+        assert (hello.model.name, hello.num_blocks, hello.layout.block_size) == ("fake", 256, 4)
+        assert (await router.read("blocks")).blocks.cleared
+        prompts = {i: [i] * (i + 3) for i in range(1, 9)}
+        for handle, prompt in prompts.items():
+            await router.submit(handle, make_request(prompt, 6))
+        got: dict[int, list[int]] = {handle: [] for handle in prompts}
+        num_finished = 0
+        while num_finished < len(prompts):
+            step = (await router.read("step")).step
+            for handle, token, reason in zip(step.handles, step.token_ids, step.finish_reasons, strict=True):
+                got[handle].append(token)
+                num_finished += reason != inference_pb2.FINISH_REASON_UNSPECIFIED
+        assert got == {handle: fake_output(prompt, 6) for handle, prompt in prompts.items()}
+        assert_clean(await router.idle_state())
+        await router.close()
 
 
-def test_tells_which_blocks_it_holds() -> None:
-    async def test() -> None:
-        async with worker() as (_, address):
-            first = Router(address)
-            await first.submit(1, make_request(list(range(1, 12)), 3))
-            assert len((await first.read("blocks")).blocks.stored) == 0
-            stored = list((await first.read("blocks")).blocks.stored)
-            second = Router(address)
-            snapshot = (await second.read("blocks")).blocks
-            assert snapshot.cleared
-            assert set(snapshot.stored) >= set(stored)
-            assert stored
-            await first.close()
-            await second.close()
-
-    run(test)
+async def test_tells_which_blocks_it_holds() -> None:
+    async with worker() as (_, address):
+        first = Router(address)
+        await first.submit(1, make_request(list(range(1, 12)), 3))
+        assert len((await first.read("blocks")).blocks.stored) == 0
+        stored = list((await first.read("blocks")).blocks.stored)
+        second = Router(address)
+        snapshot = (await second.read("blocks")).blocks
+        assert snapshot.cleared
+        assert set(snapshot.stored) >= set(stored)
+        assert stored
+        await first.close()
+        await second.close()
 
 
-def test_bad_requests_and_draining_are_told_by_name() -> None:
-    async def test() -> None:
-        async with worker() as (_, address):
-            router = Router(address)
-            await router.submit(1, make_request([], 3))
-            failed = (await router.read("failed")).failed
-            assert (failed.handle, failed.error, failed.retryable) == (1, "InvalidRequest", False)
-            await router.send(drain=worker_pb2.Drain())
-            await router.submit(2, make_request([1], 3))
-            failed = (await router.read("failed")).failed
-            assert (failed.handle, failed.error, failed.retryable) == (2, "WorkerDraining", True)
-            await router.close()
-
-    run(test)
+async def test_bad_requests_and_draining_are_told_by_name() -> None:
+    async with worker() as (_, address):
+        router = Router(address)
+        await router.submit(1, make_request([], 3))
+        failed = (await router.read("failed")).failed
+        assert (failed.handle, failed.error, failed.retryable) == (1, "InvalidRequest", False)
+        await router.send(drain=worker_pb2.Drain())
+        await router.submit(2, make_request([1], 3))
+        failed = (await router.read("failed")).failed
+        assert (failed.handle, failed.error, failed.retryable) == (2, "WorkerDraining", True)
+        await router.close()
 
 
-def test_a_drain_refuses_nothing_from_a_router_that_has_not_heard_of_it() -> None:
+async def test_a_drain_refuses_nothing_from_a_router_that_has_not_heard_of_it() -> None:
     """What such a router sends is served. The worker can be drained for good once it says that it knows, and then that
     it has heard the end of all that it sent."""
-
-    async def test() -> None:
-        async with worker() as (_, address):
-            router, supervisor = Router(address), Router(address)
-            await router.read("load")
-            await supervisor.send(drain=worker_pb2.Drain())
-            while not (await router.read("load")).load.draining:
-                pass
-            assert (await router.idle_state()).num_unfinished_links == 1
-            await router.submit(1, make_request([1, 2], 3))
-            assert [token for _, token in await router.tokens(1)] == fake_output([1, 2], 3)
-            await router.send(drain_seen=worker_pb2.DrainSeen())
-            await router.submit(2, make_request([1], 3))
-            failed = (await router.read("failed")).failed
-            assert (failed.handle, failed.error) == (2, "WorkerDraining")
-            assert (await router.idle_state()).num_unfinished_links == 1
-            await router.send(drain_seen=worker_pb2.DrainSeen(is_done=True))
-            await router.submit(3, make_request([1], 3))
-            await router.read("failed")
-            assert (await router.idle_state()).num_unfinished_links == 0
-            await router.close()
-            await supervisor.close()
-
-    run(test)
+    async with worker() as (_, address):
+        router, supervisor = Router(address), Router(address)
+        await router.read("load")
+        await supervisor.send(drain=worker_pb2.Drain())
+        while not (await router.read("load")).load.draining:
+            pass
+        assert (await router.idle_state()).num_unfinished_links == 1
+        await router.submit(1, make_request([1, 2], 3))
+        assert [token for _, token in await router.tokens(1)] == fake_output([1, 2], 3)
+        await router.send(drain_seen=worker_pb2.DrainSeen())
+        await router.submit(2, make_request([1], 3))
+        failed = (await router.read("failed")).failed
+        assert (failed.handle, failed.error) == (2, "WorkerDraining")
+        assert (await router.idle_state()).num_unfinished_links == 1
+        await router.send(drain_seen=worker_pb2.DrainSeen(is_done=True))
+        await router.submit(3, make_request([1], 3))
+        await router.read("failed")
+        assert (await router.idle_state()).num_unfinished_links == 0
+        await router.close()
+        await supervisor.close()
 
 
-def test_abort_and_a_broken_link_free_the_blocks() -> None:
-    async def test() -> None:
-        async with worker(step_s=0.002) as (_, address):
-            first, second = Router(address), Router(address)
-            for handle in (1, 2):
-                await first.submit(handle, make_request([5] * 9, 400, ignore_eos=True))
-                await first.tokens(handle, until_finished=False)
-            await first.send(abort=worker_pb2.Abort(handle=1))
-            await first.tokens(2, until_finished=False)
-            await first.close()
-            assert_clean(await second.idle_state())
-            await second.close()
-
-    run(test)
+async def test_abort_and_a_broken_link_free_the_blocks() -> None:
+    async with worker(step_s=0.002) as (_, address):
+        first, second = Router(address), Router(address)
+        for handle in (1, 2):
+            await first.submit(handle, make_request([5] * 9, 400, ignore_eos=True))
+            await first.tokens(handle, until_finished=False)
+        await first.send(abort=worker_pb2.Abort(handle=1))
+        await first.tokens(2, until_finished=False)
+        await first.close()
+        assert_clean(await second.idle_state())
+        await second.close()
 
 
-def test_an_abort_right_behind_its_submit_leaves_nothing_behind() -> None:
+async def test_an_abort_right_behind_its_submit_leaves_nothing_behind() -> None:
     """Both may be read in one go, before the pull's task has begun."""
-
-    async def test() -> None:
-        async with worker(role="decode") as (service, address):
-            link = service._links.open()  # pyright: ignore[reportPrivateUsage]
-            submit = submit_from_request(1, make_request([5] * 9, 4), [])
-            submit.source.handoff_id, submit.source.address = "secret", address
-            service._submit(link, submit)  # pyright: ignore[reportPrivateUsage]
-            service._abort(link, link.key(1))  # pyright: ignore[reportPrivateUsage]
-            router = Router(address)
-            assert_clean(await router.idle_state())
-            await router.close()
-
-    run(test)
+    async with worker(role="decode") as (service, address):
+        link = service._links.open()  # pyright: ignore[reportPrivateUsage]
+        submit = submit_from_request(1, make_request([5] * 9, 4), [])
+        submit.source.handoff_id, submit.source.address = "secret", address
+        service._submit(link, submit)  # pyright: ignore[reportPrivateUsage]
+        service._abort(link, link.key(1))  # pyright: ignore[reportPrivateUsage]
+        router = Router(address)
+        assert_clean(await router.idle_state())
+        await router.close()
 
 
-def test_hand_off_between_two_workers() -> None:
-    async def test() -> None:
-        async with worker(role="prefill", chunk_tokens=7) as (source, source_at), worker(role="decode") as (_, sink_at):
-            prefill, decode = Router(source_at), Router(sink_at)
-            for handle, resumed in ((1, 0), (2, 0), (3, 2)):
-                prompt = [handle] * 30
-                expected = list(enumerate(fake_output(prompt, 10)))
-                handoff_id = f"secret-{handle}"
-                outputs = [t for _, t in expected[:resumed]]
-                request = make_request(prompt, 10)
-                where = worker_pb2.HandoffSource(
-                    handoff_id=handoff_id, address=source_at, incarnation=source.incarnation
-                )
-                await decode.submit(handle, request, outputs, source=where)
-                await prefill.submit(handle, request, outputs, offer=worker_pb2.HandoffOffer(handoff_id=handoff_id))
-                assert await prefill.tokens(handle, until_finished=False) == [expected[resumed]]
-                assert await decode.tokens(handle) == expected[resumed + 1 :]
-            source_state, sink_state = await prefill.idle_state(), await decode.idle_state()
-            assert_clean(source_state)
-            assert_clean(sink_state)
-            assert (source_state.load.num_handoffs_sent, sink_state.load.num_handoffs_received) == (3, 3)
-            assert sink_state.load.handoff_bytes > 0
-            await prefill.close()
-            await decode.close()
-
-    run(test)
+async def test_hand_off_between_two_workers() -> None:
+    async with worker(role="prefill", chunk_tokens=7) as (source, source_at), worker(role="decode") as (_, sink_at):
+        prefill, decode = Router(source_at), Router(sink_at)
+        for handle, resumed in ((1, 0), (2, 0), (3, 2)):
+            prompt = [handle] * 30
+            expected = list(enumerate(fake_output(prompt, 10)))
+            handoff_id = f"secret-{handle}"
+            outputs = [t for _, t in expected[:resumed]]
+            request = make_request(prompt, 10)
+            where = worker_pb2.HandoffSource(handoff_id=handoff_id, address=source_at, incarnation=source.incarnation)
+            await decode.submit(handle, request, outputs, source=where)
+            await prefill.submit(handle, request, outputs, offer=worker_pb2.HandoffOffer(handoff_id=handoff_id))
+            assert await prefill.tokens(handle, until_finished=False) == [expected[resumed]]
+            assert await decode.tokens(handle) == expected[resumed + 1 :]
+        source_state, sink_state = await prefill.idle_state(), await decode.idle_state()
+        assert_clean(source_state)
+        assert_clean(sink_state)
+        assert (source_state.load.num_handoffs_sent, sink_state.load.num_handoffs_received) == (3, 3)
+        assert sink_state.load.handoff_bytes > 0
+        await prefill.close()
+        await decode.close()
 
 
-def test_a_hand_off_tells_where_its_time_went() -> None:
-    async def test() -> None:
-        async with worker(role="prefill") as (source, source_at), worker(role="decode") as (_, sink_at):
-            prefill, decode = Router(source_at), Router(sink_at)
-            offer = worker_pb2.HandoffOffer(handoff_id="h")
-            where = worker_pb2.HandoffSource(handoff_id="h", address=source_at, incarnation=source.incarnation)
-            await decode.submit(1, make_request([1] * 30, 3), source=where)
-            await prefill.submit(1, make_request([1] * 30, 3), offer=offer)
-            first = (await prefill.read("step")).step
-            second = (await decode.read("step")).step
-            third = (await decode.read("step")).step
-            (of_first,), (of_second,) = first.timings, second.timings
-            assert not third.timings
-            assert of_first.entry == of_second.entry == 0
-            assert of_first.queue_s >= 0 and of_first.compute_s > 0 and not of_first.HasField("handoff")
-            handoff = of_second.handoff
-            assert (handoff.num_bytes, handoff.transport) == (8 * FakeRunner().layout.block_bytes, "grpc")
-            assert handoff.pull_s > 0 and handoff.last_segment_s >= 0 and handoff.release_s > 0
-            (link,) = (await decode.idle_state()).load.links
-            assert (link.incarnation, link.transport, link.num_failed) == (source.incarnation, "grpc", 0)
-            assert (link.num_bytes, link.num_reads) == (handoff.num_bytes, 1)
-            (told,) = (await decode.read("load")).load.links
-            assert told.incarnation == source.incarnation
-            await prefill.close()
-            await decode.close()
-
-    run(test)
+async def test_a_hand_off_tells_where_its_time_went() -> None:
+    async with worker(role="prefill") as (source, source_at), worker(role="decode") as (_, sink_at):
+        prefill, decode = Router(source_at), Router(sink_at)
+        offer = worker_pb2.HandoffOffer(handoff_id="h")
+        where = worker_pb2.HandoffSource(handoff_id="h", address=source_at, incarnation=source.incarnation)
+        await decode.submit(1, make_request([1] * 30, 3), source=where)
+        await prefill.submit(1, make_request([1] * 30, 3), offer=offer)
+        first = (await prefill.read("step")).step
+        second = (await decode.read("step")).step
+        third = (await decode.read("step")).step
+        (of_first,), (of_second,) = first.timings, second.timings
+        assert not third.timings
+        assert of_first.entry == of_second.entry == 0
+        assert of_first.queue_s >= 0 and of_first.compute_s > 0 and not of_first.HasField("handoff")
+        handoff = of_second.handoff
+        assert (handoff.num_bytes, handoff.transport) == (8 * FakeRunner().layout.block_bytes, "grpc")
+        assert handoff.pull_s > 0 and handoff.last_segment_s >= 0 and handoff.release_s > 0
+        (link,) = (await decode.idle_state()).load.links
+        assert (link.incarnation, link.transport, link.num_failed) == (source.incarnation, "grpc", 0)
+        assert (link.num_bytes, link.num_reads) == (handoff.num_bytes, 1)
+        (told,) = (await decode.read("load")).load.links
+        assert told.incarnation == source.incarnation
+        await prefill.close()
+        await decode.close()
 
 
-def test_a_source_that_does_not_exist_is_a_typed_retryable_failure() -> None:
-    async def test() -> None:
-        async with worker() as (_, address):
-            router = Router(address)
-            where = worker_pb2.HandoffSource(handoff_id="x", address="127.0.0.1:1", incarnation="nobody")
-            await router.submit(1, make_request([1] * 9, 5), source=where)
-            failed = (await router.read("failed")).failed
-            assert (failed.handle, failed.retryable, failed.handoff) == (1, True, True)
-            assert_clean(await router.idle_state())
-            await router.close()
-
-    run(test)
+async def test_a_source_that_does_not_exist_is_a_typed_retryable_failure() -> None:
+    async with worker() as (_, address):
+        router = Router(address)
+        where = worker_pb2.HandoffSource(handoff_id="x", address="127.0.0.1:1", incarnation="nobody")
+        await router.submit(1, make_request([1] * 9, 5), source=where)
+        failed = (await router.read("failed")).failed
+        assert (failed.handle, failed.retryable, failed.handoff) == (1, True, True)
+        assert_clean(await router.idle_state())
+        await router.close()
 
 
-def test_aborting_either_side_of_a_handoff_leaves_nothing_behind() -> None:
-    async def test() -> None:
-        async with worker(step_s=0.005, chunk_tokens=4) as (source, source_at), worker() as (_, sink_at):
-            prefill, decode = Router(source_at), Router(sink_at)
-            for handle, victim in ((1, prefill), (2, decode)):
-                request = make_request([handle] * 200, 50)
-                where = worker_pb2.HandoffSource(
-                    handoff_id=f"h{handle}", address=source_at, incarnation=source.incarnation
-                )
-                await decode.submit(handle, request, source=where)
-                await prefill.submit(handle, request, offer=worker_pb2.HandoffOffer(handoff_id=f"h{handle}"))
-                await prefill.read("blocks")
-                await victim.send(abort=worker_pb2.Abort(handle=handle))
-                if victim is decode:
-                    await prefill.send(abort=worker_pb2.Abort(handle=handle))
-                else:
-                    assert (await decode.read("failed")).failed.handoff
-                assert_clean(await prefill.idle_state())
-                assert_clean(await decode.idle_state())
-            await prefill.close()
-            await decode.close()
-
-    run(test)
+async def test_aborting_either_side_of_a_handoff_leaves_nothing_behind() -> None:
+    async with worker(step_s=0.005, chunk_tokens=4) as (source, source_at), worker() as (_, sink_at):
+        prefill, decode = Router(source_at), Router(sink_at)
+        for handle, victim in ((1, prefill), (2, decode)):
+            request = make_request([handle] * 200, 50)
+            where = worker_pb2.HandoffSource(handoff_id=f"h{handle}", address=source_at, incarnation=source.incarnation)
+            await decode.submit(handle, request, source=where)
+            await prefill.submit(handle, request, offer=worker_pb2.HandoffOffer(handoff_id=f"h{handle}"))
+            await prefill.read("blocks")
+            await victim.send(abort=worker_pb2.Abort(handle=handle))
+            if victim is decode:
+                await prefill.send(abort=worker_pb2.Abort(handle=handle))
+            else:
+                assert (await decode.read("failed")).failed.handoff
+            assert_clean(await prefill.idle_state())
+            assert_clean(await decode.idle_state())
+        await prefill.close()
+        await decode.close()
 
 
-def test_a_worker_whose_engine_breaks_ends() -> None:
-    async def test() -> None:
-        async with worker() as (service, _):
-            serving = asyncio.create_task(service.run(asyncio.Event()))
-            await asyncio.sleep(0)
-            service._engine.post(lambda _: {}["no such key"])  # type: ignore[index]
-            with pytest.raises(InternalError, match="KeyError"):
-                await serving
-
-    run(test)
+async def test_a_worker_whose_engine_breaks_ends() -> None:
+    async with worker() as (service, _):
+        serving = asyncio.create_task(service.run(asyncio.Event()))
+        await asyncio.sleep(0)
+        service._engine.post(lambda _: {}["no such key"])  # type: ignore[index]
+        with pytest.raises(InternalError, match="KeyError"):
+            await serving
 
 
 def test_an_engine_whose_loop_was_closed_says_nothing() -> None:
@@ -337,50 +294,41 @@ def test_an_engine_whose_loop_was_closed_says_nothing() -> None:
     assert not service._broken.done()
 
 
-def test_the_token_guards_everything_but_health() -> None:
-    async def test() -> None:
-        async with worker(auth_token="secret") as (_, address):
-            for token, allowed in (("secret", True), ("wrong", False), (None, False)):
-                async with open_channel(address) as channel:
-                    health = health_pb2_grpc.HealthStub(channel)
-                    answer = await health.Check(health_pb2.HealthCheckRequest(service="diptych.v1.Worker"))
-                    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-                    metadata, stub = auth_metadata(token), worker_pb2_grpc.WorkerStub(channel)
-                    state = stub.GetState(worker_pb2.GetStateRequest(), metadata=metadata)
-                    link = stub.Link(metadata=metadata)
-                    if allowed:
-                        await state
-                        assert (await link.read()).WhichOneof("message") == "hello"
-                        link.cancel()
-                        continue
-                    for call in (state, link.read()):
-                        with pytest.raises(grpc.aio.AioRpcError) as caught:
-                            await call
-                        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-    run(test)
+async def test_the_token_guards_everything_but_health() -> None:
+    async with worker(auth_token="secret") as (_, address):
+        for token, allowed in (("secret", True), ("wrong", False), (None, False)):
+            async with open_channel(address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                answer = await health.Check(health_pb2.HealthCheckRequest(service="diptych.v1.Worker"))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                metadata, stub = auth_metadata(token), worker_pb2_grpc.WorkerStub(channel)
+                state = stub.GetState(worker_pb2.GetStateRequest(), metadata=metadata)
+                link = stub.Link(metadata=metadata)
+                if allowed:
+                    await state
+                    assert (await link.read()).WhichOneof("message") == "hello"
+                    link.cancel()
+                    continue
+                for call in (state, link.read()):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await call
+                    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_reflection_lists_the_services() -> None:
-    async def test() -> None:
-        async with worker() as (_, address), open_channel(address) as channel:
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-            answer = await call.read()
-            names = {s.name for s in answer.list_services_response.service}
-            assert {"diptych.v1.Worker", "diptych.v1.KVHandoff", "grpc.health.v1.Health"} <= names
-
-    run(test)
+async def test_reflection_lists_the_services() -> None:
+    async with worker() as (_, address), open_channel(address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await call.read()
+        names = {s.name for s in answer.list_services_response.service}
+        assert {"diptych.v1.Worker", "diptych.v1.KVHandoff", "grpc.health.v1.Health"} <= names
 
 
-def test_bad_settings_and_ports_are_named() -> None:
-    async def test() -> None:
-        with pytest.raises(ConfigError, match="needs an auth_token"):
-            async with worker(host="0.0.0.0"):
+async def test_bad_settings_and_ports_are_named() -> None:
+    with pytest.raises(ConfigError, match="needs an auth_token"):
+        async with worker(host="0.0.0.0"):
+            pass
+    async with worker() as (_, address):
+        with pytest.raises(PortInUse, match="Choose another port"):
+            async with worker(port=int(address.rpartition(":")[2])):
                 pass
-        async with worker() as (_, address):
-            with pytest.raises(PortInUse, match="Choose another port"):
-                async with worker(port=int(address.rpartition(":")[2])):
-                    pass
-
-    run(test)

@@ -19,7 +19,7 @@ from diptych.workers.transport.loopback import LoopbackTransport
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
-from ...support.handoff_pair import LARGE, SMALL, Served, make_memory, piece, run, serve
+from ...support.handoff_pair import LARGE, SMALL, Served, make_memory, piece, serve
 
 NAMES = ["loopback", "grpc", "nixl"]
 POISON = 0xA5
@@ -117,112 +117,88 @@ async def pair(name: str, layout: KVLayout = SMALL, num_blocks: int = 16) -> Asy
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_contents_are_exact_whatever_the_blocks(name: str) -> None:
-    async def test() -> None:
-        async with pair(name) as it:
-            for theirs, ours in [([8], [3]), ([9, 10, 11], [9, 10, 11]), ([14, 15, 0, 1], [7, 6, 0, 15])]:
-                it.poison()
-                assert await it.read(it.segment(theirs), ours) == len(ours) * SMALL.block_bytes
-                it.check(theirs, ours)
-
-    run(test)
+async def test_contents_are_exact_whatever_the_blocks(name: str) -> None:
+    async with pair(name) as it:
+        for theirs, ours in [([8], [3]), ([9, 10, 11], [9, 10, 11]), ([14, 15, 0, 1], [7, 6, 0, 15])]:
+            it.poison()
+            assert await it.read(it.segment(theirs), ours) == len(ours) * SMALL.block_bytes
+            it.check(theirs, ours)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_come_alone(name: str) -> None:
-    async def test() -> None:
-        async with pair(name) as it:
-            for layers in [(0, 1), (1, 2), (2, 1)]:
-                it.poison()
-                num_bytes = await it.read(it.segment([8, 9, 10], *layers), [1, 0, 5])
-                assert num_bytes == 3 * layers[1] * SMALL.layer_bytes
-                it.check([8, 9, 10], [1, 0, 5], *layers)
-
-    run(test)
+async def test_layers_come_alone(name: str) -> None:
+    async with pair(name) as it:
+        for layers in [(0, 1), (1, 2), (2, 1)]:
+            it.poison()
+            num_bytes = await it.read(it.segment([8, 9, 10], *layers), [1, 0, 5])
+            assert num_bytes == 3 * layers[1] * SMALL.layer_bytes
+            it.check([8, 9, 10], [1, 0, 5], *layers)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_many_blocks_come_in_several_pieces(name: str, shuffled: bool) -> None:
-    async def test() -> None:
-        async with pair(name, LARGE, num_blocks=256) as it:  # 24 MiB
-            ours = list(range(256))
-            if shuffled:
-                random.Random(5).shuffle(ours)
-            assert await it.read(it.segment(it.order), ours) == it.ours.region.num_bytes
-            it.check(it.order, ours)
-
-    run(test)
+async def test_many_blocks_come_in_several_pieces(name: str, shuffled: bool) -> None:
+    async with pair(name, LARGE, num_blocks=256) as it:  # 24 MiB
+        ours = list(range(256))
+        if shuffled:
+            random.Random(5).shuffle(ours)
+        assert await it.read(it.segment(it.order), ours) == it.ours.region.num_bytes
+        it.check(it.order, ours)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reads_run_at_once(name: str) -> None:
-    async def test() -> None:
-        async with pair(name, num_blocks=64) as it:
-            chunks = [it.order[start : start + 4] for start in range(0, 64, 4)]
-            await asyncio.gather(*(it.read(it.segment(c), c) for c in chunks))
-            it.check(it.order, it.order)
-
-    run(test)
+async def test_reads_run_at_once(name: str) -> None:
+    async with pair(name, num_blocks=64) as it:
+        chunks = [it.order[start : start + 4] for start in range(0, 64, 4)]
+        await asyncio.gather(*(it.read(it.segment(c), c) for c in chunks))
+        it.check(it.order, it.order)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_block_that_the_source_does_not_have_is_an_error(name: str) -> None:
-    async def test() -> None:
-        async with pair(name) as it:
-            bad = kv_pb2.Segment(first_block=0, block_ids=[16], generations=[1], first_layer=0, num_layers=3)
-            with pytest.raises(TransportError) as caught:
-                await it.read(bad, [0])
-            assert not caught.value.may_still_land
-            it.check([], [])
-            await it.read(it.segment([8]), [0])
-            it.check([8], [0])
-
-    run(test)
+async def test_a_block_that_the_source_does_not_have_is_an_error(name: str) -> None:
+    async with pair(name) as it:
+        bad = kv_pb2.Segment(first_block=0, block_ids=[16], generations=[1], first_layer=0, num_layers=3)
+        with pytest.raises(TransportError) as caught:
+            await it.read(bad, [0])
+        assert not caught.value.may_still_land
+        it.check([], [])
+        await it.read(it.segment([8]), [0])
+        it.check([8], [0])
 
 
 # NIXL reads memory, not an agent: its source is dead when its process is, in tests/e2e/test_handoff_processes.py.
 @pytest.mark.parametrize("name", ["loopback", "grpc"])
-def test_a_dead_source_is_an_error_and_nothing_lands_later(name: str) -> None:
-    async def test() -> None:
-        async with pair(name) as it:
-            await it.read(it.segment([8]), [0])
-            it.registry.clear()
-            await it.served.stop()
-            await it.far.close()
-            it.poison()
-            with pytest.raises((TransportError, WorkerLost)):
-                await it.read(it.segment([9, 10]), [1, 2])
-            await it.reader.settled()
-            it.check([], [])
-
-    run(test)
+async def test_a_dead_source_is_an_error_and_nothing_lands_later(name: str) -> None:
+    async with pair(name) as it:
+        await it.read(it.segment([8]), [0])
+        it.registry.clear()
+        await it.served.stop()
+        await it.far.close()
+        it.poison()
+        with pytest.raises((TransportError, WorkerLost)):
+            await it.read(it.segment([9, 10]), [1, 2])
+        await it.reader.settled()
+        it.check([], [])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cancelled_read_settles(name: str) -> None:
-    async def test() -> None:
-        async with pair(name, LARGE, num_blocks=96) as it:
-            read = asyncio.create_task(it.read(it.segment(it.order), list(range(96))))
-            await asyncio.sleep(0)
-            read.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await read
-            await it.reader.settled()
-            it.poison()
-            await it.read(it.segment([50]), [50])
-            it.check([50], [50])
-
-    run(test)
+async def test_a_cancelled_read_settles(name: str) -> None:
+    async with pair(name, LARGE, num_blocks=96) as it:
+        read = asyncio.create_task(it.read(it.segment(it.order), list(range(96))))
+        await asyncio.sleep(0)
+        read.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        await it.reader.settled()
+        it.poison()
+        await it.read(it.segment([50]), [50])
+        it.check([50], [50])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_source_forgotten_by_mistake_is_found_again(name: str) -> None:
-    async def test() -> None:
-        async with pair(name) as it:
-            it.near.forget(it.served.incarnation)
-            it.reader = await it.near.connect(it.source)
-            await it.read(it.segment([8]), [0])
-            it.check([8], [0])
-
-    run(test)
+async def test_a_source_forgotten_by_mistake_is_found_again(name: str) -> None:
+    async with pair(name) as it:
+        it.near.forget(it.served.incarnation)
+        it.reader = await it.near.connect(it.source)
+        await it.read(it.segment([8]), [0])
+        it.check([8], [0])

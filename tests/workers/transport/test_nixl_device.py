@@ -14,8 +14,6 @@ from diptych.workers.transport.base import Source
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
 
-from ...support.handoff_pair import run
-
 POOL = Region(0x7F0000000000, 1 << 20, None, device_id=3)
 STAGING = Region(0x10000, 1 << 16, memoryview(bytearray(1 << 16)))
 STAGING_ON_DEVICE = Region(0x7F1000000000, 1 << 16, None, device_id=3)
@@ -85,33 +83,31 @@ def test_each_region_is_registered_as_what_it_is(agent: type[NotedAgent]) -> Non
 
 @pytest.mark.parametrize("into", [POOL, STAGING, STAGING_ON_DEVICE], ids=["pool", "host", "device"])
 @pytest.mark.parametrize(("memory", "device_id"), [("VRAM", 5), ("DRAM", 0)])
-def test_descriptors_name_both_ends_memory(agent: type[NotedAgent], into: Region, memory: str, device_id: int) -> None:
+async def test_descriptors_name_both_ends_memory(
+    agent: type[NotedAgent], into: Region, memory: str, device_id: int
+) -> None:
     """A source on device 5 of its own, or in host memory."""
-
-    async def test() -> None:
-        transport = NixlTransport([POOL, STAGING, STAGING_ON_DEVICE])
-        try:
-            endpoint = kv_pb2.NixlEndpoint(
-                agent_name="the source",
-                metadata=b"m",
-                base_address=0x5000,
-                num_bytes=4096,
-                device_id=device_id,
-                memory=memory,
-            )
-            opened = kv_pb2.Opened(source_incarnation="s", transport="nixl", nixl=endpoint)
-            reader = await transport.connect(Source("h", "sink/1", opened, stub=None))  # type: ignore[arg-type]
-            assert reader.lands_on_device == (memory == "VRAM")
-            copies = Copies(np.array([0, 512]), np.array([128, 0]), np.array([64, 32]))
-            await reader.read(kv_pb2.Segment(), copies, into)
-        finally:
-            await transport.close()
-        kind, own_id = ("DRAM", 0) if into is STAGING else ("VRAM", 3)
-        local = [[into.address + 128, 64, own_id], [into.address, 32, own_id]], kind
-        remote = [[0x5000, 64, device_id], [0x5200, 32, device_id]], memory
-        assert agent.transfers == [("READ", local, remote, "the source")]
-
-    run(test)
+    transport = NixlTransport([POOL, STAGING, STAGING_ON_DEVICE])
+    try:
+        endpoint = kv_pb2.NixlEndpoint(
+            agent_name="the source",
+            metadata=b"m",
+            base_address=0x5000,
+            num_bytes=4096,
+            device_id=device_id,
+            memory=memory,
+        )
+        opened = kv_pb2.Opened(source_incarnation="s", transport="nixl", nixl=endpoint)
+        reader = await transport.connect(Source("h", "sink/1", opened, stub=None))  # type: ignore[arg-type]
+        assert reader.lands_on_device == (memory == "VRAM")
+        copies = Copies(np.array([0, 512]), np.array([128, 0]), np.array([64, 32]))
+        await reader.read(kv_pb2.Segment(), copies, into)
+    finally:
+        await transport.close()
+    kind, own_id = ("DRAM", 0) if into is STAGING else ("VRAM", 3)
+    local = [[into.address + 128, 64, own_id], [into.address, 32, own_id]], kind
+    remote = [[0x5000, 64, device_id], [0x5200, 32, device_id]], memory
+    assert agent.transfers == [("READ", local, remote, "the source")]
 
 
 def test_a_neighbour_in_host_memory_reads_a_device_otherwise(agent: type[NotedAgent]) -> None:

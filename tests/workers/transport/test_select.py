@@ -14,7 +14,7 @@ from diptych.workers.transport import select
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.select import make_transports
 
-from ...support.handoff_pair import SMALL, make_memory, run
+from ...support.handoff_pair import SMALL, make_memory
 
 
 class Absent:
@@ -27,20 +27,17 @@ class Broken:
         raise TransportError("NIXL does not work on this machine")
 
 
-def test_the_order_is_the_callers() -> None:
-    async def test() -> None:
-        regions = [make_memory(SMALL, 2).region]
-        for names, expected in [
-            ("auto", ["nixl", "grpc"]),
-            (("grpc",), ["grpc"]),
-            (("grpc", "nixl"), ["grpc", "nixl"]),
-        ]:
-            made = make_transports(names, regions)
-            assert list(made) == expected and [t.name for t in made.values()] == expected
-            for transport in made.values():
-                await transport.close()
-
-    run(test)
+async def test_the_order_is_the_callers() -> None:
+    regions = [make_memory(SMALL, 2).region]
+    for names, expected in [
+        ("auto", ["nixl", "grpc"]),
+        (("grpc",), ["grpc"]),
+        (("grpc", "nixl"), ["grpc", "nixl"]),
+    ]:
+        made = make_transports(names, regions)
+        assert list(made) == expected and [t.name for t in made.values()] == expected
+        for transport in made.values():
+            await transport.close()
 
 
 @pytest.mark.parametrize("kind", [Absent, Broken])
@@ -79,20 +76,17 @@ def test_rdma_is_used_where_it_is_asked_for_alone(has_rdma: bool, monkeypatch: p
 
 
 @pytest.mark.parametrize(("has_rdma", "expected"), [(False, ["grpc"]), (True, ["nixl", "grpc"])])
-def test_between_machines_kv_goes_over_grpc_unless_an_rdma_fabric_is_trusted(
+async def test_between_machines_kv_goes_over_grpc_unless_an_rdma_fabric_is_trusted(
     has_rdma: bool, expected: list[str]
 ) -> None:
-    async def test() -> None:
-        made = make_transports("auto", [make_memory(SMALL, 2).region], has_rdma=has_rdma)
-        try:
-            for machine, names in [(this_machine(), ["nixl", "grpc"]), ("another", expected), ("", expected)]:
-                request = kv_pb2.SubscribeRequest(machine=machine)
-                assert [name for name, transport in made.items() if transport.suits(request)] == names
-        finally:
-            for transport in made.values():
-                await transport.close()
-
-    run(test)
+    made = make_transports("auto", [make_memory(SMALL, 2).region], has_rdma=has_rdma)
+    try:
+        for machine, names in [(this_machine(), ["nixl", "grpc"]), ("another", expected), ("", expected)]:
+            request = kv_pb2.SubscribeRequest(machine=machine)
+            assert [name for name, transport in made.items() if transport.suits(request)] == names
+    finally:
+        for transport in made.values():
+            await transport.close()
 
 
 def test_ucx_is_told_to_do_without_tcp_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

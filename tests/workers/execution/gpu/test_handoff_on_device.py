@@ -24,7 +24,6 @@ from ....support.handoff_pair import (
     SinkEngine,
     make_memory,
     receive,
-    run,
     seal_event,
     serve,
     start,
@@ -209,52 +208,42 @@ WAYS = [("grpc", name) for name in PAIRS] + [("cuda_ipc", name) for name, pair i
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(("transport", "name"), WAYS)
-def test_tokens_arrive_whatever_the_layout(transport: str, name: str, verify: bool) -> None:
-    async def test() -> None:
-        case = Case(*PAIRS[name], transport, PullSettings(verify=verify))
-        result, memory, engine = await hand_over(case)
-        assert isinstance(result, PullResult) and result.transport == transport, result
-        assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
-
-    run(test)
+async def test_tokens_arrive_whatever_the_layout(transport: str, name: str, verify: bool) -> None:
+    case = Case(*PAIRS[name], transport, PullSettings(verify=verify))
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult) and result.transport == transport, result
+    assert np.array_equal(load(memory, engine.table), known_rows(case.ours))
 
 
 @pytest.mark.parametrize("name", ["equal", "smaller blocks, bfloat16", "dot onto a device"])
-def test_a_device_that_does_everything_at_once_gives_the_same(name: str) -> None:
-    async def test() -> None:
-        case = Case(*PAIRS[name], "grpc", is_late=False)
-        result, memory, engine = await hand_over(case)
-        assert isinstance(result, PullResult)
-        assert np.array_equal(load(memory, engine.table), known_rows())
-
-    run(test)
+async def test_a_device_that_does_everything_at_once_gives_the_same(name: str) -> None:
+    case = Case(*PAIRS[name], "grpc", is_late=False)
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult)
+    assert np.array_equal(load(memory, engine.table), known_rows())
 
 
 @pytest.mark.parametrize(("wire", "share"), [("bfloat16", 0.5), ("int8", (16 + 4) / 64)])
 @pytest.mark.parametrize(("source_on_device", "sink_on_device"), [(True, True), (True, False), (False, True)])
-def test_a_narrower_wire_goes_over_grpc(wire: str, share: float, source_on_device: bool, sink_on_device: bool) -> None:
-    async def test() -> None:
-        settings = PullSettings(wire, verify=True)
-        case = Case(LAYOUT, replace(LAYOUT, block_size=4), source_on_device, sink_on_device, "grpc", settings)
-        result, memory, engine = await hand_over(case)
-        assert isinstance(result, PullResult) and result.transport == "grpc"
-        assert result.num_bytes == share * 5 * LAYOUT.block_bytes
-        error = load(memory, engine.table) - known_rows()
-        assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows())
+async def test_a_narrower_wire_goes_over_grpc(
+    wire: str, share: float, source_on_device: bool, sink_on_device: bool
+) -> None:
+    settings = PullSettings(wire, verify=True)
+    case = Case(LAYOUT, replace(LAYOUT, block_size=4), source_on_device, sink_on_device, "grpc", settings)
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult) and result.transport == "grpc"
+    assert result.num_bytes == share * 5 * LAYOUT.block_bytes
+    error = load(memory, engine.table) - known_rows()
+    assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows())
 
-    run(test)
 
-
-def test_a_narrower_wire_of_unlike_layers() -> None:
-    async def test() -> None:
-        settings = PullSettings("int8", verify=True)
-        case = Case(UNLIKE, UNLIKE, transport="grpc", settings=settings)
-        result, memory, engine = await hand_over(case)
-        assert isinstance(result, PullResult)
-        error = load(memory, engine.table) - known_rows(UNLIKE)
-        assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows(UNLIKE))
-
-    run(test)
+async def test_a_narrower_wire_of_unlike_layers() -> None:
+    settings = PullSettings("int8", verify=True)
+    case = Case(UNLIKE, UNLIKE, transport="grpc", settings=settings)
+    result, memory, engine = await hand_over(case)
+    assert isinstance(result, PullResult)
+    error = load(memory, engine.table) - known_rows(UNLIKE)
+    assert np.linalg.norm(error) <= 0.01 * np.linalg.norm(known_rows(UNLIKE))
 
 
 def flip_a_number(memory: KVMemory) -> None:
@@ -264,14 +253,11 @@ def flip_a_number(memory: KVMemory) -> None:
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
-def test_what_differs_from_its_checksum_is_never_committed(transport: str) -> None:
-    async def test() -> None:
-        case = Case(*EQUAL, transport=transport, settings=PullSettings(verify=True))
-        result, _, engine = await hand_over(case, flip_a_number)
-        assert isinstance(result, ChecksumMismatch), result
-        assert not any(call[0] == "commit" for call in engine.calls)  # type: ignore[index]
-
-    run(test)
+async def test_what_differs_from_its_checksum_is_never_committed(transport: str) -> None:
+    case = Case(*EQUAL, transport=transport, settings=PullSettings(verify=True))
+    result, _, engine = await hand_over(case, flip_a_number)
+    assert isinstance(result, ChecksumMismatch), result
+    assert not any(call[0] == "commit" for call in engine.calls)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -282,15 +268,12 @@ def test_what_differs_from_its_checksum_is_never_committed(transport: str) -> No
     ],
     ids=["out of reach", "malformed uuid"],
 )
-def test_a_device_that_cannot_be_read_is_read_over_grpc(
+async def test_a_device_that_cannot_be_read_is_read_over_grpc(
     source: FakeCuda, sink: FakeCuda, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        result, memory, engine = await hand_over(Case(*EQUAL, source_cuda=source, sink_cuda=sink))
-        assert isinstance(result, PullResult) and result.transport == "grpc"
-        assert np.array_equal(load(memory, engine.table), known_rows())
-
-    run(test)
+    result, memory, engine = await hand_over(Case(*EQUAL, source_cuda=source, sink_cuda=sink))
+    assert isinstance(result, PullResult) and result.transport == "grpc"
+    assert np.array_equal(load(memory, engine.table), known_rows())
     assert "cannot be read over cuda_ipc" in caplog.text
 
 
@@ -308,13 +291,12 @@ class SmallAllocations(FakeCuda):
 
 
 @pytest.mark.parametrize("kind", [BadHandles, SmallAllocations])
-def test_a_handle_that_cannot_be_mapped_is_not_read(kind: type[FakeCuda], caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        result, memory, engine = await hand_over(Case(*EQUAL, source_cuda=kind()))
-        assert isinstance(result, PullResult) and result.transport == "grpc"
-        assert np.array_equal(load(memory, engine.table), known_rows())
-
-    run(test)
+async def test_a_handle_that_cannot_be_mapped_is_not_read(
+    kind: type[FakeCuda], caplog: pytest.LogCaptureFixture
+) -> None:
+    result, memory, engine = await hand_over(Case(*EQUAL, source_cuda=kind()))
+    assert isinstance(result, PullResult) and result.transport == "grpc"
+    assert np.array_equal(load(memory, engine.table), known_rows())
     assert "cannot be read over cuda_ipc" in caplog.text
 
 
@@ -334,17 +316,14 @@ def test_host_memory_has_no_cuda_ipc() -> None:
         make_transports(("cuda_ipc", "grpc"), [make_memory(LAYOUT, 4).region])
 
 
-def test_auto_prefers_cuda_ipc_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_auto_prefers_cuda_ipc_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object, **__: object) -> None:
         raise ImportError("no nixl")
 
-    async def test() -> None:
-        monkeypatch.setattr("diptych.workers.transport.select.NixlTransport", absent)
-        for kind, expected in ((FakeCuda, ["cuda_ipc", "grpc"]), (Unshared, ["grpc"])):
-            memory = make_device_memory(LAYOUT, 4, driver=kind())
-            made = make_transports("auto", [memory.region], device=memory.device)
-            assert list(made) == expected
-            for transport in made.values():
-                await transport.close()
-
-    run(test)
+    monkeypatch.setattr("diptych.workers.transport.select.NixlTransport", absent)
+    for kind, expected in ((FakeCuda, ["cuda_ipc", "grpc"]), (Unshared, ["grpc"])):
+        memory = make_device_memory(LAYOUT, 4, driver=kind())
+        made = make_transports("auto", [memory.region], device=memory.device)
+        assert list(made) == expected
+        for transport in made.values():
+            await transport.close()

@@ -1,0 +1,27 @@
+"""What holds for all tests: a coroutine runs in an event loop of its own (pytest-asyncio), and ends in time."""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+LIMIT_S = 60.0
+E2E_LIMIT_S = 600.0
+
+
+def limited(test: Callable[..., Awaitable[None]], limit_s: float) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(test)
+    async def run(*args: Any, **kwargs: Any) -> None:
+        async with asyncio.timeout(limit_s):
+            await test(*args, **kwargs)
+
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = limited(item.obj, E2E_LIMIT_S if item.get_closest_marker("e2e") else LIMIT_S)

@@ -20,7 +20,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def auth_metadata(token: str | None) -> Metadata:
-    """What every call to one of our processes carries. On the call, not by an interceptor of the channel: grpc.aio's
+    """Metadata of every call to one of our processes. On the call, not by an interceptor of the channel: grpc.aio's
     leave a task behind for every stream that breaks."""
     return ((TOKEN_KEY, f"Bearer {token}"),) if token else ()
 

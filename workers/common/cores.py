@@ -51,7 +51,7 @@ def cores_to_serve(cores: Collection[int] | None, usable: Collection[int], role:
 
 
 def cpus_of_this_thread() -> tuple[int, ...]:
-    """Where it may run; empty where the system does not say."""
+    """Cores on which this thread may run; empty where the system does not say."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
@@ -64,7 +64,7 @@ def openmp_settings(cores: Sequence[int] | None) -> dict[str, str]:
 
 @contextmanager
 def affinity_kept() -> Generator[None]:
-    """The calling thread may run afterwards where it may now: OpenMP binds whichever thread happens to load it."""
+    """Restore the calling thread's cores at the end: OpenMP binds whichever thread happens to load it."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     try:
         yield

@@ -112,7 +112,7 @@ class RankLost(WorkerLost):
 
 
 class PeerLost(RankLost):
-    """Another one, whom this one cannot do without, is gone: no cause, but the echo of one."""
+    """A process that this one depends on is gone: a consequence, not the cause."""
 
     code = "peer_lost"
 
@@ -130,13 +130,13 @@ class OutOfBlocks(Unavailable):
 
 
 class OutOfDeviceMemory(Unavailable):
-    """A step was not computed for it; what is in the KV cache stands."""
+    """The device had no memory for a step. It was not computed; what is in the KV cache is valid."""
 
     code = "out_of_device_memory"
 
 
 class StepFailed(Unavailable):
-    """The step that computed the sequence raised; whichever of its sequences is the cause."""
+    """The step that computed the sequence raised. Any of its sequences may be the cause."""
 
     code = "step_failed"
 
@@ -152,7 +152,7 @@ class StepFailedAlone(StepFailed):
 
 
 class RequestFailsSteps(DiptychError):
-    """Steps raised with the request on several workers, the last with no other one in it: it is tried no more."""
+    """Steps raised with the request on several workers, the last with no other one in it: it is not tried again."""
 
     code = "request_fails_steps"
 
@@ -228,6 +228,6 @@ ERRORS = _tree(DiptychError)
 
 
 def from_wire(name: str, message: str) -> DiptychError:
-    """The error that a peer named; one whose name we do not know becomes an InternalError."""
+    """Make the error that a peer named. An unknown name becomes an InternalError."""
     cls = ERRORS.get(name)
     return cls(message) if cls is not None else InternalError(f"{name}: {message}")

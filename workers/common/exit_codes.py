@@ -1,4 +1,4 @@
-"""How a command ends: the same kind of mistake, the same code. docs/cli.md has the table for people."""
+"""Exit codes of the commands: one for each kind of mistake. docs/cli.md documents them."""
 
 from .errors import (
     CheckpointError,

@@ -1,4 +1,4 @@
-"""What a process loads before it serves stays for good: Python should not look for garbage in it, then or ever.
+"""Excludes what a process loads before it serves from garbage collection: it is never freed.
 
 A full collection in a loaded worker looks at 190,000 objects: every thread stops for a tenth of a second or more.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading() -> Generator[None]:
-    """Nothing is collected meanwhile, and nothing that lives at the end is looked at again."""
+    """Collect nothing meanwhile, and exclude from later collections what lives at the end."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

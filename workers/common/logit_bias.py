@@ -1,4 +1,4 @@
-"""What a request adds to the logits of some tokens, as steps read it: in two arrays, made once. No torch."""
+"""The bias that a request adds to the logits of some tokens, as two arrays that are made once. No torch."""
 
 from array import array
 from collections.abc import Mapping

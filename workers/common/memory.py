@@ -7,7 +7,7 @@ from .errors import ConfigError
 
 
 def huge_page_mapping(num_bytes: int, remedy: str = "lower kv_memory_bytes") -> mmap.mmap:
-    """Of this process alone. Zeros; pages that are never written cost no memory. Raises ConfigError."""
+    """Map private memory. It holds zeros; pages that are never written cost no memory. Raises ConfigError."""
     try:
         return _with_huge_pages(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     except OSError as e:
@@ -15,7 +15,7 @@ def huge_page_mapping(num_bytes: int, remedy: str = "lower kv_memory_bytes") -> 
 
 
 def shared_mapping(memory_fd: int, num_bytes: int) -> mmap.mmap:
-    """The first `num_bytes` of a memory file, which is grown with zeros where it is smaller. Raises ConfigError.
+    """Map the first `num_bytes` of a memory file, which is grown with zeros where it is smaller. Raises ConfigError.
 
     The kernel gives it huge pages only where /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise or more.
     """

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens as columns: what a step makes of them, and how they travel. No torch."""
+"""Log-probabilities of a prompt's tokens as columns: computed by steps, sent over the wire. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ MAX_POSITIONS = 4096  # in one message: with the most alternatives, 700 KB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Of N consecutive tokens of a prompt, each given those before it, and of the K most likely tokens in its place.
-    Natural logarithms; of the raw logits, before any sampling parameter."""
+    """Log-probabilities of N consecutive tokens of a prompt, each given those before it, and of the K most likely
+    tokens in its place. Natural logarithms; of the raw logits, before any sampling parameter."""
 
     first: int  # position in the prompt, at least 1: the first token has none
     logprobs: NDArray[np.float32]  # [N]
@@ -33,18 +33,18 @@ class PromptLogprobs:
         return self.first + len(self.logprobs)
 
     def between(self, first: int, end: int) -> "PromptLogprobs":
-        """Those of positions [first, end) alone, which are here."""
+        """The part of positions [first, end), which must be here."""
         rows = slice(first - self.first, end - self.first)
         return PromptLogprobs(first, self.logprobs[rows], self.ranks[rows], self.top_ids[rows], self.top_logprobs[rows])
 
     def pieces(self, num: int = MAX_POSITIONS) -> Iterator["PromptLogprobs"]:
-        """The same, so many positions at a time."""
+        """Split it into parts of a limited number of positions."""
         for first in range(self.first, self.end, num):
             yield self.between(first, min(first + num, self.end))
 
     @classmethod
     def joined(cls, parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs":
-        """`parts`: at least one; each begins where the one before it ends."""
+        """Join at least one part; each begins where the previous one ends."""
         columns = zip(*((p.logprobs, p.ranks, p.top_ids, p.top_logprobs) for p in parts), strict=True)
         logprobs, ranks, top_ids, top_logprobs = columns
         return cls(

@@ -92,12 +92,12 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Any that are not known yet."""
+        """Whether log-probabilities of the prompt are asked for and not known yet."""
         return self.sampling.prompt_logprobs is not None and self.first_prompt_logprob < len(self.prompt_token_ids)
 
     @property
     def size(self) -> int:
-        """Numbers in it: what it costs to send."""
+        """Count of the numbers in it, which is what it costs to send."""
         return len(self.prompt_token_ids) + len(self.sampling.logit_bias)
 
     def validate(self, vocab_size: int, max_context_tokens: int, output_token_ids: Sequence[int] = ()) -> None:
@@ -130,7 +130,7 @@ class Request:
 
 
 def check_prompt_length(num_tokens: int, max_context_tokens: int) -> None:
-    """Raise PromptTooLong where no token could follow."""
+    """Raise PromptTooLong for a prompt that leaves no room for a token."""
     if num_tokens >= max_context_tokens:
         raise context_exceeded(
             max_context_tokens,
@@ -140,14 +140,14 @@ def check_prompt_length(num_tokens: int, max_context_tokens: int) -> None:
 
 
 def context_exceeded(max_context_tokens: int, cause: str, remedy: str, *, param: str = "prompt") -> PromptTooLong:
-    """The error in OpenAI's words: clients such as litellm know it by its first sentence."""
+    """Make the error in OpenAI's words: clients such as litellm know it by its first sentence."""
     return PromptTooLong(
         f"This model's maximum context length is {max_context_tokens} tokens. However, {cause}. {remedy}.", param=param
     )
 
 
 def check_counts(num_logit_bias: int, num_stop_token_ids: int) -> None:
-    """Raise InvalidRequest where there are too many."""
+    """Raise InvalidRequest for too many of them."""
     if num_logit_bias > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"logit_bias has {num_logit_bias} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias")
     if num_stop_token_ids > MAX_STOP_TOKEN_IDS:
@@ -155,7 +155,7 @@ def check_counts(num_logit_bias: int, num_stop_token_ids: int) -> None:
 
 
 def check_cache_salt(salt: bytes) -> None:
-    """Raise InvalidRequest where it is too long."""
+    """Raise InvalidRequest for a salt that is too long."""
     if len(salt) > MAX_CACHE_SALT_BYTES:
         raise InvalidRequest(f"cache_salt has {len(salt)} bytes; at most {MAX_CACHE_SALT_BYTES}", param="cache_salt")
 

@@ -1,10 +1,10 @@
-"""What a worker is used for. No torch."""
+"""The roles of workers. No torch."""
 
 from enum import Enum
 
 
 class Role(Enum):
-    """What a worker is used for: a weight of its scheduler, changed at run time."""
+    """Use of a worker: a weight of its scheduler, changed at run time."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,4 +1,4 @@
-"""Where the time of one sequence goes on one worker, and of the reads from one source. Pure: every instant comes in.
+"""Times of one sequence on one worker, and of the reads from one source. Pure: every instant comes in.
 
     SequenceClock   ready ──first step it is part of──> started ──its first token here──> SequenceTimings
     PullClock       announced ──first read──> reading* ──sealed, all read──> PullTimes ──commit──> HandoffTimings
@@ -24,7 +24,7 @@ MAX_NAME_CHARS = 64  # of a transport or an incarnation that a peer names
 
 @dataclass(frozen=True, slots=True)
 class HandoffTimings:
-    """Of a sink, in seconds; proto/worker.proto says from when to when."""
+    """Times of a hand-off at its sink, in seconds; proto/worker.proto defines them."""
 
     announce_to_pull_s: float
     pull_s: float
@@ -36,7 +36,7 @@ class HandoffTimings:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimings:
-    """Until a sequence's first token on a worker, in seconds."""
+    """Times until a sequence's first token on a worker, in seconds."""
 
     queue_s: float
     compute_s: float
@@ -55,7 +55,7 @@ class SequenceTimings:
 
     @classmethod
     def from_proto(cls, message: worker_pb2.SequenceTimings) -> "SequenceTimings":
-        """Raises InternalError for times that cannot be."""
+        """Read and check. Raises InternalError for times that are not finite or negative."""
         handoff = None
         if message.HasField("handoff"):
             h = message.handoff
@@ -71,19 +71,19 @@ class SequenceTimings:
 
 
 def check_duration(seconds: float) -> float:
-    """Raises InternalError unless finite and not negative."""
+    """Return `seconds`. Raises InternalError unless it is finite and not negative."""
     if not (math.isfinite(seconds) and seconds >= 0):
         raise InternalError(f"a worker tells of {seconds} s: a duration is finite and not negative")
     return seconds
 
 
 def is_name(name: str) -> bool:
-    """Whether every peer will take it for the name of a transport or a process."""
+    """Whether every peer accepts it as the name of a transport or a process."""
     return len(name) <= MAX_NAME_CHARS and name.isascii() and name.isprintable()
 
 
 def check_name(name: str) -> str:
-    """A transport's or a process's name, as a peer tells it. Raises InternalError for what could be none."""
+    """Return the name of a transport or a process that a peer sent. Raises InternalError for an invalid one."""
     if not is_name(name):
         raise InternalError(f"a worker uses the name {name[:MAX_NAME_CHARS]!r}: at most {MAX_NAME_CHARS} plain letters")
     return name
@@ -91,19 +91,19 @@ def check_name(name: str) -> str:
 
 @dataclass(slots=True)
 class SequenceClock:
-    """Runs from receipt (a sink: from when it may compute) to the sequence's first token here."""
+    """Clock of a sequence from receipt (a sink: from when it may compute) to its first token here."""
 
     ready_at: float
     handoff: HandoffTimings | None = None
     started_at: float | None = None
 
     def start(self, now: float) -> None:
-        """The first step that it is part of begins; later ones do not count."""
+        """Note the begin of its first step; later steps have no effect."""
         if self.started_at is None:
             self.started_at = now
 
     def commit(self, times: "PullTimes", waited_s: float) -> None:
-        """A sequence that began provisionally may go on. `waited_s`: its token was there, and the release's answer was
+        """Let a provisional sequence go on. `waited_s`: time in which its token was there, and the release's answer was
         not."""
         self.ready_at += waited_s
         if self.started_at is not None:
@@ -117,7 +117,7 @@ class SequenceClock:
 
 @dataclass(frozen=True, slots=True)
 class PullTimes:
-    """A pull whose release was granted. `read_at`: the end of the last read, or the seal where that came later."""
+    """Times of a pull whose release was granted. `read_at`: the end of the last read, or the seal if that was later."""
 
     announce_to_pull_s: float = 0.0
     pull_s: float = 0.0
@@ -135,7 +135,7 @@ class PullTimes:
 
 @dataclass(slots=True)
 class _Busy:
-    """The time in which at least one of several things was under way."""
+    """Time in which at least one of several operations was under way."""
 
     num: int = 0
     since: float = 0.0
@@ -174,7 +174,7 @@ class TransferCounters:
 
 
 class PullClock:
-    """One pull; `traffic` is its source's."""
+    """Clock of one pull. `traffic`: counters of its source."""
 
     def __init__(self, traffic: TransferCounters, clock: Callable[[], float] | None = None) -> None:
         self.num_bytes = 0
@@ -197,7 +197,7 @@ class PullClock:
 
     @contextmanager
     def reading(self, transport: str, num_bytes: int) -> Generator[None]:
-        """Around one read; the bytes count if it ends well."""
+        """Time one read; its bytes count if it succeeds."""
         traffic, now = self._traffic, self._clock()
         if self._first_read_at is None:
             self._first_read_at = now
@@ -217,14 +217,14 @@ class PullClock:
             traffic.reading.end(self._last_read_at)
 
     def _count_together(self) -> None:
-        """Reads that were under way at once shared the link: each counts as their mean."""
+        """Count reads that were under way at once as equal parts: they shared the link."""
         if self._reading.num == 0 and self._together:
             num, num_bytes = len(self._together), sum(self._together)
             self.reads.append((num_bytes // num, (self._last_read_at - self._reading.since) / num))
             self._together.clear()
 
     def times(self, transport: str) -> PullTimes:
-        """After the last read, and the seal."""
+        """Times of the pull; call it after the last read and the seal."""
         assert self._announced_at is not None, "nothing was announced"
         read_at = max(self._last_read_at, self._sealed_at)
         first_read_at = self._announced_at if self._first_read_at is None else self._first_read_at

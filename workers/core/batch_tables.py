@@ -30,7 +30,7 @@ class Row:
 
 
 class TableRows(ABC):
-    """Which row is whose, and what has to be written there: `_store` writes it, `_grow` makes room for more rows."""
+    """Assigns rows to sequences and finds what must be written: `_store` writes it, `_grow` adds rows."""
 
     def __init__(self, block_size: int, num_rows: int) -> None:
         self.block_size = block_size
@@ -39,7 +39,7 @@ class TableRows(ABC):
         self._step = 0
 
     def update(self, entries: SequenceOf[ScheduledSequence], *, input_from_previous: bool = False) -> list[int]:
-        """Write what is new; the rows that are these sequences'.
+        """Write what is new; returns the rows of these sequences.
 
         input_from_previous: each one's input token comes from the previous step (Batch.previous_entries). Blocks that
         that step fills can still change in the table then, because it is not recorded yet.
@@ -81,20 +81,20 @@ class TableRows(ABC):
         return row
 
     def forget_all(self) -> None:
-        """What was written is in doubt: whoever comes again is written anew."""
+        """Forget all rows, whose content is in doubt: each is written again when it is used."""
         self._free += [row.index for row in self._rows.values()]
         self._rows.clear()
 
     @abstractmethod
     def _store(self, row: int, first: int, blocks: list[int]) -> None:
-        """Row `row` has these from column `first` on."""
+        """Write these block ids into row `row` from column `first` on."""
 
     @abstractmethod
     def _grow(self) -> list[int]:
-        """All rows are taken: new ones."""
+        """Add rows, because all are taken; returns the new ones."""
 
     def _forget(self) -> None:
-        """Those that the last step did not use. Whoever comes again is written anew."""
+        """Free the rows that the last step did not use."""
         for sequence, row in list(self._rows.items()):
             if row.step != self._step:
                 del self._rows[sequence]

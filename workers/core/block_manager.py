@@ -1,4 +1,4 @@
-"""Owner of the block ids of one worker's KV cache. Knows no tensor, no token and no request.
+"""Owns the block ids of one worker's KV cache. Knows no tensor, no token and no request.
 
 Life of a block:
 
@@ -40,7 +40,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that an allocation could have: free ones and evictable ones."""
+        """Number of blocks that can be allocated: free ones and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -56,16 +56,17 @@ class BlockManager:
         return self._num_cached
 
     def begin_step(self) -> None:
-        """A step is launched."""
+        """Note that a step is launched."""
         self._resting.append({})
 
     def end_step(self) -> None:
-        """The oldest step under way is over. What was released before the next was launched is in no step's hands."""
+        """Note that the oldest step under way is over, and free what was released before the next one
+        was launched."""
         for block in self._resting.popleft():
             self._put_back(block)
 
     def allocate(self, num: int) -> list[int]:
-        """`num` blocks with one reference each, evicting cached ones where needed. Raises OutOfBlocks, taking none."""
+        """Allocate `num` blocks with one reference each; cached ones are evicted where needed. Raises OutOfBlocks."""
         free, references, generations = self._free, self._references, self.generations
         if num > len(free):
             self._evict(num - len(free), num)
@@ -79,14 +80,14 @@ class BlockManager:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference on each. A block must be held or evictable: a free one has no content to share."""
+        """Add a reference to each. A block must be held or evictable: a free one has no content to share."""
         for block in blocks:
             if self._references[block] == 0:
                 self._wake(block)
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less on each, last block first."""
+        """Remove a reference from each, last block first."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released once too often"
             self._references[block] -= 1
@@ -121,14 +122,14 @@ class BlockManager:
         self.release(blocks)
 
     def mark_cached(self, block: int) -> None:
-        """The prefix cache can find this held block from now on."""
+        """Note that the prefix cache can find this held block."""
         assert self._references[block] > 0
         assert not self._is_cached[block]
         self._is_cached[block] = True
         self._num_cached += 1
 
     def forget_cached(self) -> None:
-        """The prefix cache was cleared: evictable blocks become free."""
+        """Free all evictable blocks: the prefix cache was cleared."""
         for block in self._evictable:
             self._free.append(block)
         self._evictable.clear()
@@ -160,7 +161,7 @@ class BlockManager:
             self._free.append(block)
 
     def _wake(self, block: int) -> None:
-        """It is held again."""
+        """Take a block back into use that is evictable, or that was released while a step is under way."""
         if block in self._evictable:
             del self._evictable[block]
             return
@@ -169,7 +170,7 @@ class BlockManager:
         del resting[block]
 
     def _evict(self, num: int, num_needed: int) -> None:
-        """Make the `num` oldest cached blocks free."""
+        """Evict the `num` blocks that were cached longest ago."""
         if num > len(self._evictable):
             raise OutOfBlocks(
                 f"{num_needed} KV blocks are needed and {self.num_free} of {self.num_blocks} are free: "

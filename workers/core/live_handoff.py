@@ -1,4 +1,4 @@
-"""What a running sequence's hand-off takes at its sink, and when its source stops for it. Pure.
+"""The hand-off of a running sequence: how many blocks its sink reserves, and when its source stops. Pure.
 
     offer ──the sink reads what there was──> it follows what is made meanwhile ──near, or no nearer──> seal
        └── `slack_tokens` made since the offer: the sequence waits for its sink
@@ -21,22 +21,22 @@ NEAR_BLOCKS = 2
 
 
 def slack_tokens(num_tokens: int, block_size: int) -> int:
-    """How many tokens a sequence may make before it waits for its sink, offered when it had `num_tokens`."""
+    """Number of tokens that a sequence, offered with `num_tokens`, may generate before it waits for its sink."""
     return (SLACK_BLOCKS + int(blocks_for(num_tokens, block_size) * SLACK_SHARE)) * block_size
 
 
 def offered_tokens(num_tokens: int, num_remaining: int, block_size: int) -> int:
-    """For how many tokens the sink reserves blocks."""
+    """Number of tokens for which the sink reserves blocks."""
     return num_tokens + min(slack_tokens(num_tokens, block_size), num_remaining)
 
 
 def headroom_blocks(num_running: int, num_blocks: int) -> int:
-    """Free blocks that a worker keeps for its running sequences when it reserves some for arriving KV."""
+    """Number of free blocks that a worker keeps for its running sequences when it reserves some for arriving KV."""
     return min(num_running, num_blocks // 8)
 
 
 class SinkLag:
-    """How far a sink is behind its source, by the sink's words."""
+    """Distance of a sink behind its source, as the sink reports it."""
 
     def __init__(self) -> None:
         self._num_unread: int | None = None  # blocks, when it last said so

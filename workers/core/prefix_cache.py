@@ -36,7 +36,7 @@ def _extend(hashes: list[bytes], token_ids: SequenceOf[int], block_size: int, sa
 
 
 class PrefixCache:
-    """The tree over one BlockManager. `enabled=False` finds and keeps nothing."""
+    """Radix tree over one BlockManager. With `enabled=False` it finds and keeps nothing."""
 
     def __init__(self, manager: BlockManager, block_size: int, *, enabled: bool = True) -> None:
         self.block_size = block_size
@@ -79,7 +79,7 @@ class PrefixCache:
         return name in self._blocks
 
     def insert(self, sequence: Sequence, first_block: int) -> None:
-        """Make findable the full, computed blocks of `sequence` from position `first_block` on.
+        """Add the full, computed blocks of `sequence` from position `first_block` on.
 
         Where another sequence stored the same prefix first, its block replaces ours, so that every sequence that
         holds a node also holds the node's ancestors.
@@ -113,7 +113,7 @@ class PrefixCache:
         self._manager.forget_cached()
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Names that became findable and names that ceased to be since the last call. Nobody is in both."""
+        """Names of blocks that were added and of those that were removed since the last call. No name is in both."""
         stored, removed = self._stored, self._removed
         self._stored, self._removed = [], []
         if stored and removed:
@@ -122,7 +122,7 @@ class PrefixCache:
         return stored, removed
 
     def names(self) -> list[bytes]:
-        """Every findable block's name: the snapshot that a new router starts from."""
+        """Names of all cached blocks: the snapshot that a new router starts from."""
         return list(self._blocks)
 
     def check_integrity(self) -> None:

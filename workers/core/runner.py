@@ -1,4 +1,4 @@
-"""What an engine needs of the thing that computes: ModelRunner (torch) and FakeRunner (by hand) both are Runners."""
+"""Interface between an engine and what computes: ModelRunner (models) and FakeRunner (tests) are Runners."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,14 +38,14 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class LayerWatch:
-    """Wants to hear, while a step runs, how many of the layers hold the KV of all of the step's tokens."""
+    """Callback that learns, while a step runs, how many layers hold the KV of all of the step's tokens."""
 
     ends: Sequence[int]  # layers, ascending; the last is all of them
     reached: Callable[[int], object]  # called once with each of `ends`, in order, on the engine's thread
 
 
 class InFlightStep(Protocol):
-    """A step that was launched."""
+    """A step that was launched and whose tokens were not taken yet."""
 
     def tokens(self) -> list[SampledToken]:
         """Wait until it is computed: one sampled token for each entry that `samples`, in order. Once; raises whatever
@@ -53,7 +53,7 @@ class InFlightStep(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Nobody wants its tokens any more: returns once nothing of it runs, and raises nothing."""
+        """Drop its tokens: returns once nothing of it runs, and raises nothing."""
         ...
 
 
@@ -84,7 +84,7 @@ class Runner(Protocol):
         ...
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
-        """[layers, experts]: how many tokens have gone to each since the start; None: the model has no experts. A step
+        """[layers, experts]: number of tokens sent to each since the start; None: the model has no experts. A step
         that is under way may be counted in part."""
         ...
 
@@ -93,7 +93,7 @@ class Runner(Protocol):
         ...
 
     def check(self) -> None:
-        """Asked at once when there is nothing more to compute, and now and then while that lasts; does not wait. Raises
+        """Check the ranks; called when there is nothing to compute, at once and then from time to time. Raises
         RankLost where nothing could be computed any more."""
         ...
 

@@ -73,7 +73,7 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Not yet computed, of all sequences that do not decode. O(those that run)."""
+        """Number of tokens not yet computed, of all sequences that do not decode. O(running sequences)."""
         return self._queue.num_tokens + sum(s.num_uncomputed for s in self._prefilling if not s.is_decoding)
 
     @property
@@ -85,13 +85,13 @@ class Scheduler:
         yield from self._queue
 
     def tables(self) -> Iterator[list[int]]:
-        """All blocks that are held here."""
+        """All block tables that hold blocks here."""
         for sequence in self.sequences():
             yield sequence.block_table
         yield self._shared.held_blocks()
 
     def slack_s(self, num_tokens: int, timeout_s: float) -> float:
-        """How long a request with so many tokens to compute may wait, for its first token to come in time. What cannot
+        """Time that a request with so many tokens to compute may wait until its first token is late. What cannot
         come in time any more waits like all others, and does not go before them."""
         goal_s = min(self.config.ttft_s, timeout_s)
         compute_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
@@ -109,13 +109,13 @@ class Scheduler:
         self._queue.add(sequence)
 
     def expect(self, sequence: Sequence) -> None:
-        """Its prefix is on the way, the rest will be computed here: who needs the same waits, until it is here (`add`,
+        """Note that its prefix is on the way and the rest is computed here: equal prompts wait until it is here (`add`,
         `add_running`) or given up."""
         self._cache.name(sequence)
         self._shared.computes(sequence)
 
     def give_up(self, sequence: Sequence) -> None:
-        """What was expected will not run."""
+        """Forget a sequence that was expected and will not run."""
         self._shared.stopped(sequence)
 
     def add_running(self, sequence: Sequence) -> None:
@@ -140,12 +140,12 @@ class Scheduler:
         self._queue.leave(sequence)
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt, of which so much was found in the prefix cache."""
+        """Count a prompt, of which so many tokens were found in the prefix cache."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
 
     def measured(self, batch: Batch, seconds: float) -> None:
-        """The batch took so long; call it before what was computed is counted."""
+        """Note how long the batch took; call it before what was computed is counted."""
         if self._suspects.sequences:
             self._suspects.computed(batch)
         if self.config.target_step_s != 0 and batch.prompt_logprobs is None:  # those take longer than their tokens do
@@ -157,7 +157,7 @@ class Scheduler:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
-        """The next step's batch; empty when nothing can run."""
+        """Make the next step's batch; empty when nothing can run."""
         self._end_prefills()
         if not self._suspects.sequences:
             return self._together()
@@ -166,7 +166,7 @@ class Scheduler:
         return self._together() or self._alone()
 
     def _alone(self) -> Batch:
-        """The next step of a sequence that is computed alone; empty where none of them can run."""
+        """Make the next step of a sequence that is computed alone; empty where none of them can run."""
         sequence, budget = self._suspects.first(self._running), Budget(self.config.max_batch_tokens, StepWork())
         entries = [entry for entry in self._schedule_decodes() if entry.sequence is sequence]
         num_decodes = len(entries)
@@ -178,7 +178,7 @@ class Scheduler:
         return Batch.of(entries, num_decodes, copies)
 
     def _together(self) -> Batch:
-        """A step of all that are not computed alone."""
+        """Make a step of all sequences that are not computed alone."""
         entries = self._schedule_decodes()
         if self._suspects.sequences:
             entries = self._suspects.left_out_of(entries)
@@ -226,14 +226,14 @@ class Scheduler:
         return Batch(entries, len(entries), previous_entries=previous_entries)
 
     def _may_admit(self, num_ending: int) -> bool:
-        """Whether somebody waits who could join the next step, of which so many have ended."""
+        """Whether a waiting sequence could join the next step, of which so many have ended."""
         if not len(self._queue) or (not num_ending and len(self._running) >= self.config.max_running):
             return False
         sequence = self._queue.peek()
         return num_ending > 0 or sequence is None or not self._is_stuck(sequence)
 
     def _end_prefills(self) -> None:
-        """Who has nothing left but its last token decodes from now on."""
+        """Move sequences whose prompts are computed to those that decode."""
         for sequence in list(self._prefilling):
             self._shared.computed(sequence)
             if sequence.is_decoding:
@@ -252,7 +252,7 @@ class Scheduler:
         return [entry for sequence, entry in decoding.items() if not sequence.is_held][:limit]
 
     def _take_turns(self, limit: int) -> None:
-        """More decode than fit into a step: who was served last comes last."""
+        """Move the first `limit` decodes to the end: more decode than fit into a step, and these were served."""
         for sequence in list(self._decoding)[:limit]:
             self._decoding[sequence] = self._decoding.pop(sequence)
 
@@ -312,7 +312,7 @@ class Scheduler:
         return False
 
     def _take_blocks(self, sequence: Sequence, cached: list[int], copies: list[tuple[int, int]]) -> bool:
-        """Give it blocks for all its tokens; False: there are too few."""
+        """Allocate blocks for all its tokens; False: there are too few."""
         block_size, manager = self._cache.block_size, self._manager
         # Sharing first keeps the allocation from evicting what was just found.
         manager.share(cached)
@@ -348,13 +348,13 @@ class Scheduler:
             entries.append(ScheduledSequence(sequence, num_new))
 
     def copied(self, batch: Batch) -> None:
-        """The batch's copies are made, or never will be."""
+        """Note that the batch's copies are made, or never will be."""
         self._manager.release([source for source, _ in batch.copies])
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def _grow(self, sequence: Sequence) -> None:
-        """Make room for one more token, preempting if need be: perhaps `sequence` itself."""
+        """Allocate for one more token; where blocks are short, preempt a sequence, perhaps this one."""
         if self._manager.num_free == 0:
             self._shared.drop_tails()
         while self._manager.num_free == 0:
@@ -383,7 +383,7 @@ class Scheduler:
         self._prefilling[sequence] = None
 
     def _stop(self, sequence: Sequence) -> None:
-        """It runs no more; its blocks are its own still."""
+        """Remove it from those that run; it keeps its blocks."""
         self._shared.stopped(sequence)
         del self._running[sequence]
         self._prefilling.pop(sequence, None)

@@ -70,7 +70,7 @@ class Sequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """It never grows beyond so many."""
+        """The most tokens that it can have."""
         return self.num_prompt + self.request.sampling.max_tokens
 
     @property
@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def max_cached(self) -> int:
-        """So many tokens need not be computed where their KV is known: the logits of those after them are needed."""
+        """The most tokens that may come from a cache: the logits of those after them are needed."""
         return min(len(self.token_ids), self.next_prompt_logprob) - 1
 
     @property
@@ -92,7 +92,7 @@ class Sequence:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Of its last token; None: it goes on."""
+        """Reason why its last token ends it; None: it goes on."""
         num_tokens = len(self.token_ids)
         if num_tokens >= self.min_end and self.token_ids[-1] in self.stop_ids:
             return FinishReason.STOP
@@ -117,7 +117,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step computes. Every sequence's block table already covers its new tokens."""
+    """The sequences of one step. Every block table already covers the new tokens."""
 
     entries: SequenceOf[ScheduledSequence]
     num_decodes: int = 0  # so many entries decode, one token each: they come first
@@ -163,13 +163,13 @@ class SampledToken:
 
 @dataclass(slots=True)
 class Provisional:
-    """The sequence's KV was read, and may prove void yet: the token that it makes meanwhile is kept back here. The
+    """State of a sequence whose KV was read and may still prove invalid: the token that it generates meanwhile. The
     sequence itself does not know it."""
 
     token: SampledToken | None = None
     sampled_at: float = 0.0
 
     def keep(self, token: SampledToken, now: float) -> None:
-        """It makes no more for now."""
+        """Keep the token; the sequence waits from now on."""
         self.token, self.sampled_at = token, now
         token.sequence.is_held = True

@@ -64,7 +64,7 @@ class SharedPrompts:
         return shared is not None
 
     def computes(self, sequence: Sequence) -> None:
-        """It was admitted: claim what it will compute. O(blocks of its prompt)."""
+        """Claim what an admitted sequence will compute. O(blocks of its prompt)."""
         if not self._cache.enabled:
             return
         block_size = self._cache.block_size
@@ -78,7 +78,7 @@ class SharedPrompts:
             self._claims[sequence] = _Claim(first, end, sequence.num_tokens, tail)
 
     def computed(self, sequence: Sequence) -> None:
-        """It may have computed more: let those that waited for it go on. O(1) but for what is new."""
+        """Let those go on that waited for what it has computed. O(1) plus what is new."""
         claim = self._claims.get(sequence)
         if claim is None:
             return
@@ -92,7 +92,7 @@ class SharedPrompts:
                 self._keep_tail(sequence, claim)
 
     def stopped(self, sequence: Sequence) -> None:
-        """It computes no more; it has its blocks still."""
+        """Drop the claims of a sequence that computes no more; it still has its blocks."""
         self.computed(sequence)
         claim = self._claims.pop(sequence, None)
         if claim is not None:
@@ -114,7 +114,7 @@ class SharedPrompts:
         return block
 
     def forget(self, sequence: Sequence) -> None:
-        """It does not wait any more."""
+        """Drop what is held for a sequence that no longer waits."""
         tail = self._tails.pop(sequence, None)
         if tail is not None:
             tail.num_left -= 1
@@ -122,7 +122,7 @@ class SharedPrompts:
                 self._manager.release(tail.blocks)
 
     def drop_tails(self) -> None:
-        """Memory runs short: what is held for later is given back."""
+        """Release what is held for later, because memory is short."""
         for sequence in list(self._tails):
             self.forget(sequence)
 
@@ -140,18 +140,18 @@ class SharedPrompts:
             self._tails |= dict.fromkeys(followers, tail)
 
     def _unclaim(self, sequence: Sequence, name: Hashable | None) -> list[Sequence]:
-        """Those that were parked on it; they may still be parked on what another claims by the same name."""
+        """End the claim, and unpark the sequences that waited for it: returns them."""
         if name is None or self._computing.get(name) is not sequence:
             return []
         del self._computing[name]
         return self._queue.unpark(name)
 
     def _num_whole(self, sequence: Sequence) -> int:
-        """Blocks that it could share as they are: the last token is computed, for its logits."""
+        """Number of blocks that it could share: its last token is computed, for the logits."""
         return (sequence.num_tokens - 1) // self._cache.block_size
 
     def _tail_of(self, sequence: Sequence) -> Hashable | None:
-        """Names all of its tokens but the last; None where there is nothing to gain."""
+        """Name of all its tokens but the last; None where sharing gains nothing."""
         num_whole = self._num_whole(sequence)
         tail = tuple(sequence.token_ids[num_whole * self._cache.block_size : -1])
         if len(tail) < LEAST_TAIL_TOKENS:

@@ -1,4 +1,4 @@
-"""What a step takes, learnt from those that ran. Pure: times come in.
+"""Estimates the time of a step from those that ran. Pure: times come in.
 
     seconds = fixed + a · decode rows + b · context tokens read + c · prefill tokens + d · pairs attended by them
 
@@ -24,7 +24,7 @@ OUTLIER = 4.0  # a step counts as having taken so many times what was expected, 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step is to compute."""
+    """The work of a step."""
 
     num_decodes: int = 0
     num_context: int = 0  # tokens that the decodes read
@@ -32,14 +32,14 @@ class StepWork:
     num_pairs: float = 0.0  # of each of those with every token that it attends to
 
     def with_chunk(self, start: int, num_new: int) -> "StepWork":
-        """A chunk more: `num_new` tokens, from position `start` on."""
+        """The work with one more chunk: `num_new` tokens, from position `start` on."""
         pairs = num_new * (start + (num_new + 1) / 2)
         return StepWork(self.num_decodes, self.num_context, self.num_prefill + num_new, self.num_pairs + pairs)
 
 
 @dataclass(slots=True)
 class Budget:
-    """Of one step's prefill. `work` is what the step has to do so far."""
+    """Budget of one step's prefill. `work`: what the step has to do so far."""
 
     num_tokens: int
     work: StepWork
@@ -63,7 +63,7 @@ class StepCost:
         return self._num_steps >= NUM_NEEDED and self._num_with_prefill >= NUM_NEEDED_WITH_PREFILL
 
     def add(self, work: StepWork, seconds: float) -> None:
-        """A step of `work` took so long. A time that cannot be is left out."""
+        """Add a measured step. A time that cannot be is ignored."""
         if not (seconds > 0 and math.isfinite(seconds)):
             return
         if self.is_measured:

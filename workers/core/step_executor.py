@@ -1,4 +1,4 @@
-"""How a Runner computes what it was given: when it is waited for, or at once on a thread of its own. Knows no batch."""
+"""Executes launched steps: when they are waited for, or at once on a thread of their own. Knows no batch."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,7 +13,7 @@ Compute = Callable[[], list[SampledToken]]
 
 
 class DeferredStep:
-    """An InFlightStep that is computed when it is waited for, by whoever waits."""
+    """An InFlightStep that is computed when it is waited for, on the waiting thread."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
@@ -22,25 +22,25 @@ class DeferredStep:
         return self._compute()
 
     def abandon(self) -> None:
-        """It has not begun."""
+        """Do nothing: it has not begun."""
 
 
 class StepExecutor(Protocol):
-    """Computes what it is given, one after another, on a thread of its own."""
+    """Computes steps in order, on a thread of its own."""
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether it is given a step before the one ahead of it is over."""
+        """Whether a step may be submitted before the previous one is over."""
         ...
 
     def submit(self, compute: Compute) -> "Future[list[SampledToken]]": ...
 
     def check(self) -> None:
-        """There is nothing to compute. See Runner.check."""
+        """Check the ranks while there is nothing to compute. See Runner.check."""
         ...
 
     def close(self) -> None:
-        """Idempotent; returns when nothing is computed any more."""
+        """End the thread. Idempotent; returns when nothing is computed any more."""
         ...
 
 

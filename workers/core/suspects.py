@@ -21,7 +21,7 @@ class Suspects:
         return sequence in self.sequences
 
     def add(self, sequence: Sequence) -> None:
-        """If it is one."""
+        """Add the sequence if it is to be computed alone."""
         if sequence.num_alone:
             self.sequences[sequence] = None
 
@@ -30,7 +30,7 @@ class Suspects:
         self._had_turn &= bool(self.sequences)
 
     def computed(self, batch: Batch) -> None:
-        """Without a failure; call it before the batch's tokens are accepted."""
+        """Count a batch that succeeded; call it before its tokens are accepted."""
         for entry in batch.entries:
             if entry.sequence in self.sequences and entry.samples:
                 entry.sequence.num_alone -= 1
@@ -38,7 +38,7 @@ class Suspects:
                     self.discard(entry.sequence)
 
     def take_turn(self) -> bool:
-        """Whether this step is theirs."""
+        """Take turns: whether this step is for a suspect."""
         self._had_turn = bool(self.sequences) and not self._had_turn
         return self._had_turn
 
@@ -46,5 +46,5 @@ class Suspects:
         return [e for e in entries if e.sequence not in self.sequences]
 
     def first(self, running: Container[Sequence]) -> Sequence | None:
-        """Who is next, of those that run and do not wait for a peer."""
+        """The next suspect that runs and does not wait for a peer."""
         return next((s for s in self.sequences if s in running and not s.is_held), None)

@@ -1,4 +1,4 @@
-"""Who is admitted next. Pure; knows no block and no clock.
+"""Queue of waiting sequences: decides which is admitted next. Pure; knows no block and no clock.
 
     add ─> waiting ──pop──> (admitted)          preempted ones come before all that wait, oldest first
             │  ^ └─discard
@@ -58,7 +58,7 @@ class WaitingQueue:
     # -- who comes and goes -----------------------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence) -> None:
-        """It is on this worker from now on, until `leave`."""
+        """Register a sequence that is on this worker, until `leave`."""
         salt = sequence.request.cache_salt
         tenant = self._tenants.get(salt)
         if tenant is None:
@@ -67,7 +67,7 @@ class WaitingQueue:
         tenant.num_present += 1
 
     def leave(self, sequence: Sequence) -> None:
-        """Its output counts as served now."""
+        """Remove a sequence; its output counts as served."""
         salt = sequence.request.cache_salt
         tenant = self._tenants[salt]
         tenant.num_present -= 1
@@ -87,7 +87,7 @@ class WaitingQueue:
         heapq.heappush(self._preempted_heap, (0.0, sequence.arrival, sequence))
 
     def discard(self, sequence: Sequence) -> bool:
-        """Whether it was waiting."""
+        """Remove a waiting sequence; returns whether it was there."""
         if sequence not in self:
             return False
         self._waiting.pop(sequence, None)
@@ -98,7 +98,7 @@ class WaitingQueue:
     # -- who is next ------------------------------------------------------------------------------------------------
 
     def peek(self) -> Sequence | None:
-        """Who is next; None: nobody who is not parked."""
+        """The next sequence to admit; None: there is none that is not parked."""
         heap = self._preempted_heap
         while heap:
             if heap[0][2] in self._preempted:
@@ -108,7 +108,7 @@ class WaitingQueue:
         return None if tenant is None else tenant.queue[0][2]
 
     def pop(self, num_new: int) -> None:
-        """The one that `peek` gives is admitted, with so many tokens to compute."""
+        """Admit the sequence that `peek` gives, with so many tokens to compute."""
         sequence = self.peek()
         assert sequence is not None
         if sequence in self._preempted:
@@ -120,14 +120,14 @@ class WaitingQueue:
         self.discard(sequence)
 
     def park(self, name: Hashable) -> None:
-        """The one that `peek` gives waits for `unpark(name)`. It must not be a preempted one."""
+        """Park the sequence that `peek` gives until `unpark(name)`. It must not be a preempted one."""
         sequence = self.peek()
         assert sequence is not None and sequence in self._waiting
         self._line_up_tenant(self._take_first())
         self._parked.setdefault(name, []).append(sequence)
 
     def unpark(self, name: Hashable) -> list[Sequence]:
-        """Those that were parked on `name`; they are in line again."""
+        """Put those that were parked on `name` back into the queue; returns them."""
         parked = [s for s in self._parked.pop(name, ()) if s in self._waiting]
         for sequence in parked:
             self._line_up(sequence)
@@ -136,7 +136,7 @@ class WaitingQueue:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _next_tenant(self) -> _Tenant | None:
-        """The one served least of those that have a sequence in line, which is then the first of its queue."""
+        """The tenant served least of those that have a sequence in the queue, which is then the first of its queue."""
         while self._next_tenants:
             served, _, tenant = self._next_tenants[0]
             if served == tenant.served:
@@ -148,7 +148,7 @@ class WaitingQueue:
         return None
 
     def _take_first(self) -> _Tenant:
-        """Removes the next sequence from its queue, and the tenant's entry with it."""
+        """Remove the next sequence from its queue, and the tenant's entry with it."""
         _, _, tenant = heapq.heappop(self._next_tenants)
         heapq.heappop(tenant.queue)
         return tenant

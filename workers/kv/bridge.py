@@ -1,4 +1,4 @@
-"""From a source's KV layout to ours: what to read, and how to make blocks of our pool of it. numpy, no torch, no I/O.
+"""Maps a source's KV layout to ours: what to read, and how to convert it into our blocks. numpy, no torch, no I/O.
 
     direct   same dtype, block size, ranks and packing: runs of the source's pool go straight into ours, in either order
              of axes
@@ -68,7 +68,7 @@ class GroupMapping:
 
     @property
     def layer_bytes(self) -> int:
-        """That travel of one layer of one block."""
+        """Bytes that are sent of one layer of one block."""
         return len(self.source.uniform.distinct_ranks) * self.piece_bytes
 
 
@@ -113,14 +113,14 @@ class Bridge:
         return GroupMapping(index, source, ours, piece_bytes(source.uniform, self.wire), copies, pool)
 
     def num_bytes(self, segment: Segment) -> int:
-        """That travel."""
+        """Number of bytes that are sent of a segment."""
         return max(part.bytes.stop for part in self.slices_of(segment))
 
     def is_direct(self, read: Read) -> bool:
         return self._is_direct and read.first_token <= read.segment.first_block * self.source.block_size
 
     def direct(self, read: Read) -> Copies:
-        """From the source's pool into ours; runs that touch on both sides are one. Raises TransportError."""
+        """Copies from the source's pool into ours; runs adjacent on both sides are merged. Raises TransportError."""
         self._check_blocks(read.segment)
         segment, layout = read.segment, self._ours.layout
         theirs, layers = segment.block_ids, (segment.first_layer, segment.num_layers)
@@ -133,8 +133,8 @@ class Bridge:
         return Copies.of(Runs.joined(remote), Runs.joined(local))
 
     def parts(self, segment: Segment, *, whole_blocks: bool) -> Iterator[Segment]:
-        """Of about PART_BYTES, or what one block needs; a block larger than that is cut by layers unless
-        `whole_blocks`."""
+        """Split a segment into parts of about PART_BYTES, or of one block; a block larger than that is cut by layers
+        unless `whole_blocks`."""
         block_bytes = self.num_bytes(segment) // len(segment.block_ids)
         step = max(PART_BYTES // block_bytes, 1)
         layer_step = segment.num_layers
@@ -153,8 +153,8 @@ class Bridge:
                 yield replace(some, first_layer=segment.first_layer + layer, num_layers=num_layers)
 
     def staged(self, part: Segment, start: int) -> Copies:
-        """From the source's pool into a buffer, from byte `start` of it on. In a narrower dtype the source sends what
-        is asked for by block, and where that lies in its pool is its own affair. Raises TransportError."""
+        """Copies from the source's pool into a buffer, from byte `start` of it on. In a narrower dtype the source sends
+        what is asked for by block: its place in the pool does not matter. Raises TransportError."""
         self._check_blocks(part)
         if self.wire != self.source.dtype:
             zero = np.zeros(1, dtype=np.int64)
@@ -198,7 +198,7 @@ class Bridge:
         )
 
     def direct_checksums(self, read: Read) -> bytes:
-        """Of what our pool holds now."""
+        """Checksums of what our pool holds now."""
         segment, layout = read.segment, self._ours.layout
         return pool_checksums(self._ours, _own_blocks(read), segment.first_layer, segment.num_layers, layout.dtype)
 
@@ -221,7 +221,7 @@ class Bridge:
         return staged.reshape(ranks, num_layers, num_blocks, *inner).swapaxes(1, 2)
 
     def _pieces(self, offsets: Offsets, of: LayerGroup) -> Runs:
-        """In the wire's order. offsets: [ranks, blocks, layers]."""
+        """Runs of these offsets in the wire's order. offsets: [ranks, blocks, layers]."""
         starts = (offsets if self.source.is_block_major else offsets.swapaxes(1, 2)).reshape(-1)
         return Runs(starts, np.full(len(starts), of.uniform.layer_bytes, dtype=np.int64))
 
@@ -231,14 +231,14 @@ class Bridge:
 
 
 def _own_blocks(read: Read) -> tuple[int, ...]:
-    """Of a direct read."""
+    """Our blocks that a direct read fills."""
     blocks = read.table[read.segment.first_block :][: len(read.segment.block_ids)]
     assert len(blocks) == len(read.segment.block_ids), "the table is shorter than the offer"
     return blocks
 
 
 def _head_copies(source: KVLayout, ours: KVLayout) -> Iterator[HeadCopy]:
-    """Each of our ranks gets its heads, also those that another rank has too."""
+    """Find where each of our ranks gets its heads, also those that another rank has too."""
     per_wire_rank = source.heads_per_rank
     for rank in range(ours.tensor_parallel):
         head, end = ours.first_head(rank), ours.first_head(rank) + ours.heads_per_rank

@@ -8,7 +8,7 @@ from .wire import Bytes, checksum
 
 
 def pool_checksums(memory: PoolMemory, block_ids: Sequence[int], first_layer: int, num_layers: int, wire: str) -> bytes:
-    """CHECKSUM_BYTES a block, as kv/wire.py says, of what the pool holds now as it travels in the dtype `wire`. May
+    """Checksums of blocks, CHECKSUM_BYTES each (kv/wire.py), of what the pool holds now in the dtype `wire`. May
     take long: for a thread."""
     groups, dtype = memory.layout.layer_groups(first_layer, num_layers), memory.layout.dtype
 

@@ -51,7 +51,7 @@ class CudaDriver(Protocol):
 
     @property
     def device_uuid(self) -> bytes:
-        """Of our device: UUID_BYTES."""
+        """UUID of our device: UUID_BYTES."""
         ...
 
     def can_reach(self, device_uuid: bytes) -> bool:
@@ -67,11 +67,11 @@ class CudaDriver(Protocol):
         ...
 
     def close(self, address: int) -> None:
-        """Of what was opened."""
+        """Unmap an opened allocation."""
         ...
 
     def copy(self, copies: Sequence[CopyRows]) -> None:
-        """On the lane that we are run on."""
+        """Copy on the current lane."""
         ...
 
 
@@ -80,7 +80,7 @@ class DeviceKV(Protocol):
 
     @property
     def driver(self) -> CudaDriver | None:
-        """None where there is no CUDA."""
+        """The CUDA driver; None where there is none."""
         ...
 
     @property

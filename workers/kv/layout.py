@@ -1,4 +1,4 @@
-"""How one worker's KV cache lies in memory, in a form that two workers can compare. Arithmetic only, no torch.
+"""Layout of a worker's KV cache in memory, in a form that two workers can compare. Arithmetic only, no torch.
 
     pool   = tensor_parallel ranks, one after the other; a rank holds its share of the heads for every block
     rank   = [block][layer][vector][slot][head][dim]     block-major: a block of a rank is one run of bytes
@@ -49,13 +49,13 @@ Shape = tuple[int, int]  # of a layer: num_kv_heads of the model, head_dim
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks of `block_size` tokens hold `num_tokens`; the last one may not be full."""
+    """Number of blocks of `block_size` tokens that hold `num_tokens`; the last one may not be full."""
     return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Heads are divided evenly over ranks, or ranks over heads: one number divides the other."""
+    """Layout of a KV pool. Heads are divided evenly over ranks, or ranks over heads."""
 
     dtype: str
     block_size: int  # slots (tokens) a block
@@ -75,7 +75,7 @@ class KVLayout:
 
     @property
     def can_be_dot(self) -> bool:
-        """Whether it could be of the "dot" packing, by its sizes."""
+        """Whether its sizes allow the "dot" packing."""
         divides = self.block_size % GROUP == self.head_dim % GROUP == 0
         return divides and self.num_vectors == KEY_AND_VALUE and not self.layer_shapes
 
@@ -127,8 +127,7 @@ class KVLayout:
         return [part for part in parts if part.layers]
 
     def runs(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> "Runs":
-        """Where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order in which they go over the
-        wire: rank by rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block
+        """Find where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order of the wire: rank by rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block
         by block, as the pool's axes stand; so group by group. O(runs)."""
         groups = self.layer_groups(first_layer, num_layers)
         return Runs.joined([self.runs_of(group, num_pool_blocks, block_ids) for group in groups])
@@ -190,7 +189,7 @@ class KVLayout:
             )
 
     def _faults(self) -> list[str]:
-        """What no KV cache of ours can be."""
+        """Faults of a layout that no KV cache can have."""
         faults = [
             f"{name}: {getattr(self, name)} there is not in 1..{largest}"
             for name, largest in LARGEST.items()
@@ -221,7 +220,7 @@ class KVLayout:
         return faults
 
     def _shown(self, name: str) -> str:
-        """A field, for people."""
+        """Format a field for an error message."""
         if name != "layer_shapes":
             return str(getattr(self, name))[:MAX_SHOWN_CHARS]
         found = Counter(self.layer_shapes).most_common(MAX_FAULTS)
@@ -243,11 +242,11 @@ class LayerGroup:
 
     @property
     def num_bytes(self) -> int:
-        """In one block of one rank."""
+        """Bytes of the group in one block of one rank."""
         return len(self.layers) * self.uniform.layer_bytes
 
     def part(self, first: int, end: int) -> "LayerGroup":
-        """Those of its layers that are from `first` to `end`."""
+        """The part of the group from layer `first` to `end`."""
         layers = range(max(first, self.layers.start), min(end, self.layers.stop))
         skipped_bytes = (layers.start - self.layers.start) * self.uniform.layer_bytes
         return LayerGroup(layers, self.start + skipped_bytes, self.uniform)
@@ -267,14 +266,14 @@ def _layer_groups(layout: KVLayout) -> tuple[LayerGroup, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Runs of bytes in one region, in the order in which they travel."""
+    """Runs of bytes in one region, in the order in which they are sent."""
 
     offsets: Offsets  # [n] int64, bytes from the region's start
     lengths: Offsets  # [n] int64, bytes
 
     @classmethod
     def joined(cls, parts: "Sequence[Runs]") -> "Runs":
-        """One after the other."""
+        """Concatenate runs."""
         if len(parts) == 1:
             return parts[0]
         return cls(np.concatenate([part.offsets for part in parts]), np.concatenate([part.lengths for part in parts]))
@@ -284,12 +283,12 @@ class Runs:
         return int(self.lengths.sum())
 
     def merged(self) -> "Runs":
-        """The same bytes; runs that touch are one."""
+        """The same bytes; adjacent runs are merged."""
         starts = np.flatnonzero(np.diff(self.offsets, prepend=-1) != np.concatenate(([0], self.lengths[:-1])))
         return Runs(self.offsets[starts], np.add.reduceat(self.lengths, starts) if len(starts) else self.lengths)
 
     def cut(self, num_bytes: int) -> "Runs":
-        """The same bytes; none goes on beyond a multiple of `num_bytes`."""
+        """The same bytes; runs are split at multiples of `num_bytes`."""
         ends = self.offsets + self.lengths
         pieces = -(-ends // num_bytes) - self.offsets // num_bytes  # that each lies in
         nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -308,7 +307,7 @@ class Copies:
 
     @classmethod
     def of(cls, remote: Runs, local: Runs) -> "Copies":
-        """Between runs of the same lengths; those that touch on both sides are one."""
+        """Copies between runs of equal lengths; those adjacent on both sides are merged."""
         assert np.array_equal(remote.lengths, local.lengths)
         gaps = np.concatenate(([0], remote.lengths[:-1]))
         far, near = np.diff(remote.offsets, prepend=-1) != gaps, np.diff(local.offsets, prepend=-1) != gaps

@@ -1,4 +1,4 @@
-"""A worker's KV pool as its hand-offs see it."""
+"""Memory of a worker's KV pool, as hand-offs read and write it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

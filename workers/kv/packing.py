@@ -1,4 +1,4 @@
-"""Numbers of KV between their packings: pieces of a pool, and rows of head_dim numbers. numpy, no torch.
+"""Converts KV between packings: blocks of a pool, and rows of head_dim numbers. numpy, no torch.
 
 a piece   one layer of one block in one rank
 rows      [vector][slot][head][dim]
@@ -15,14 +15,14 @@ from .wire import STORAGE, Bytes, Numbers, narrow
 
 
 def to_wire(data: Bytes, layout: KVLayout, wire: str) -> bytes:
-    """Whole pieces (of rows: whole vectors) of like layers of a pool -> as they travel in a narrower dtype: as rows."""
+    """Convert whole blocks (of rows: whole vectors) of one layer group to rows of a narrower dtype, for the wire."""
     if layout.packing != ROWS:
         data = unpacked(np.frombuffer(data, STORAGE[layout.dtype]), layout).data
     return narrow(data, layout.dtype, wire, layout.head_dim)
 
 
 def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
-    """Whole pieces of a "dot" pool -> [n, 2, slot, head, dim], a copy."""
+    """Convert whole blocks of a "dot" pool to [n, 2, slot, head, dim], a copy."""
     pair, dim, heads = _pair(pieces), layout.head_dim, layout.heads_per_rank
     groups = layout.block_size // GROUP
     both = pieces.reshape(-1, 2, heads, groups, GROUP * dim)
@@ -63,7 +63,7 @@ class Pool:
             self._write_groups(keys[:, :, groups], values[:, :, groups], inside, rows[:, :, part])
 
     def _write_groups(self, keys: Numbers, values: Numbers, inside: slice, rows: Numbers) -> None:
-        """Into the slots `inside` each of some groups. keys: [layers, heads, groups, dim / P, 16, P]; values: [layers,
+        """Write the slots `inside` each of some groups. keys: [layers, heads, groups, dim / P, 16, P]; values: [layers,
         heads, groups, 16 / P, dim, P]; rows: [layers, 2, groups * slots, heads, dim]."""
         num_layers, _, _, num_heads, dim = rows.shape
         pair, num_slots = self._pair, inside.stop - inside.start

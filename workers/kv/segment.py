@@ -36,7 +36,7 @@ class Segment:
         )
 
     def without_first(self, num_positions: int) -> "Segment":
-        """The part from table position `num_positions` on; it may have no blocks."""
+        """The part from table position `num_positions` on, perhaps without any block."""
         skip = max(num_positions - self.first_block, 0)
         return Segment(
             self.first_block + skip,
@@ -59,7 +59,7 @@ class Segment:
 
     @classmethod
     def from_proto(cls, message: kv_pb2.Segment, max_blocks: int) -> "Segment":
-        """Raises HandoffError for more than `max_blocks`, before it copies their names; else unchecked: see
+        """Read a segment. Raises HandoffError for more than `max_blocks`, before it copies them; else unchecked: see
         `is_well_formed`."""
         num = max(len(message.block_ids), len(message.generations))
         if num > max_blocks:

@@ -43,7 +43,7 @@ class Staging:
 
     @property
     def regions(self) -> list[Region]:
-        """What transports must know."""
+        """The regions that transports must register."""
         return [self.region] if self.on_device is None else [self.region, self.on_device]
 
     @property
@@ -51,7 +51,7 @@ class Staging:
         return sum(hole.num_bytes for hole in self._holes)
 
     async def take(self, num_bytes: int) -> Slice:
-        """Waits for its turn and for room. Raises TransportError for more than there is in all."""
+        """Wait for a free slice, first come, first served. Raises TransportError for more than the whole buffer."""
         needed = -(-num_bytes // GRAIN_BYTES) * GRAIN_BYTES
         if needed > self.region.num_bytes:
             raise TransportError(

@@ -1,4 +1,4 @@
-"""Numbers of KV as they travel: as in a cache, or narrower over gRPC. numpy, no torch.
+"""KV on the wire: in the dtype of the cache, or a narrower one over gRPC. numpy, no torch.
 
     cache      "float32", or "bfloat16" (here as uint16: numpy has no such type)
     wire       as in the source's cache, or narrower: "bfloat16", rounded to nearest, ties to even; or "int8":
@@ -31,7 +31,7 @@ STORAGE: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16}
 
 
 def on_the_wire(cache: str, asked: str) -> str:
-    """What travels out of a cache of dtype `cache` when `asked` is wished for ("": as in the cache). Raises
+    """Dtype that is sent out of a cache of dtype `cache` when `asked` is asked for ("": as in the cache). Raises
     LayoutMismatch for what is no wire dtype."""
     if asked and asked not in WIRE_DTYPES:
         raise LayoutMismatch(f"wire_dtype {asked!r} is unknown: choose from {', '.join(WIRE_DTYPES)}, or none")
@@ -43,12 +43,12 @@ def vector_bytes(dtype: str, head_dim: int) -> int:
 
 
 def piece_bytes(layout: KVLayout, wire: str) -> int:
-    """As it travels, of layers that are alike."""
+    """Bytes that are sent of one layer of one block, for layers of one shape."""
     return layout.layer_bytes // vector_bytes(layout.dtype, layout.head_dim) * vector_bytes(wire, layout.head_dim)
 
 
 def narrow(data: Bytes, cache: str, wire: str, head_dim: int) -> bytes:
-    """Whole vectors of a cache -> as they travel in a narrower dtype."""
+    """Convert whole vectors of a cache to a narrower dtype, for the wire."""
     values = _to_float32(np.frombuffer(data, STORAGE[cache]).reshape(-1, head_dim))
     if wire == "bfloat16":
         return _to_bfloat16(values).tobytes()
@@ -62,8 +62,8 @@ def narrow(data: Bytes, cache: str, wire: str, head_dim: int) -> bytes:
 
 
 def widen(data: Bytes, wire: str, cache: str, head_dim: int) -> Numbers:
-    """What travelled -> numbers of our cache: [vectors, head_dim] uint16 (bfloat16) or float32. No copy where the two
-    dtypes agree. bfloat16 to float32 is exact."""
+    """Convert received bytes to numbers of our cache: [vectors, head_dim] uint16 (bfloat16) or float32. No copy where
+    the two dtypes agree. bfloat16 to float32 is exact."""
     if wire == "int8":
         values = _scaled(np.frombuffer(data, _record(head_dim)))
         return values if cache == "float32" else _to_bfloat16(values)
@@ -74,7 +74,7 @@ def widen(data: Bytes, wire: str, cache: str, head_dim: int) -> Numbers:
 
 
 def checksum(parts: Iterable[Bytes]) -> bytes:
-    """CHECKSUM_BYTES of what travels of a block."""
+    """Checksum (CHECKSUM_BYTES) of the sent bytes of a block."""
     from blake3 import blake3  # here, so that only who verifies KV needs it
 
     hasher = blake3()

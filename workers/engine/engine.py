@@ -137,15 +137,15 @@ class Engine:
             self.outgoing.end_sealed(key, error)
 
     def end_lease(self, handoff_id: str, reads: SequenceOf[tuple[int, float]] = ()) -> None:
-        """The hand-off is over (released, expired or aborted): its leased blocks are free. Idempotent. `reads`: (bytes,
-        seconds) of its sink."""
+        """Free the leased blocks of a hand-off that is over (released, expired or aborted). Idempotent. `reads`:
+        (bytes, seconds) of its sink."""
         unwanted = self.outgoing.end_lease(handoff_id, reads)
         if unwanted is not None:
             message = "no worker held the hand-off's lease while its prompt was being computed"
             self._fail(unwanted, LeaseLost(message))
 
     def caught_up(self, handoff_id: str) -> None:
-        """The sink has read nearly all that was announced: a running sequence that is handed off stops. Idempotent."""
+        """Stop and seal a running sequence whose sink has read nearly all that was announced. Idempotent."""
         sequence = self.outgoing.running(handoff_id)
         if sequence is None or not sequence.is_decoding:
             return
@@ -155,13 +155,13 @@ class Engine:
             self._seal(sequence)
 
     def begin(self, key: str, seal: Seal) -> None:
-        """The KV for `key` was read, and its source is asked whether it had held it: compute its next token, and keep
-        that, and the KV, to ourselves until `commit`. What is wrong with it is for `commit` to say."""
+        """Begin a sequence whose KV was read and whose source is asked for the release: compute its next token, and
+        keep that, and the KV, to ourselves until `commit`. What is wrong with it is for `commit` to say."""
         if self._knows(seal.output_token_ids):
             self.incoming.begin(key, seal, self._clock())
 
     def commit(self, key: str, seal: Seal, times: PullTimes) -> None:
-        """The KV for `key` is here: it runs. Raises where the request is gone, or differs from what was sealed."""
+        """Run a sequence whose KV is here. Raises where the request is gone, or differs from what was sealed."""
         if not self._knows(seal.output_token_ids):
             raise HandoffError("the source sealed tokens that are not in the vocabulary")
         sequence = self.incoming.commit(key, seal)
@@ -174,7 +174,7 @@ class Engine:
             self.outgoing.announce(sequence)
 
     def step_failed(self, error: Exception) -> list[str]:
-        """`step` raised: end the sequences that it computed. The next step tells. Returns the ids of their requests.
+        """End the sequences of a step that raised; the next step reports it. Returns the ids of their requests.
 
         Raises InternalError, or whatever the books or the runner raise, where this worker is of no more use.
         """
@@ -217,7 +217,7 @@ class Engine:
         return self._output.take(ran=bool(batch))
 
     def fail_import(self, key: str, *, quarantine: bool) -> None:
-        """The pull for `key` is over without its KV; whoever pulled reports it, unless only a prefix was to come: then
+        """End an import whose pull failed. Whoever pulled reports it, unless only a prefix was to come: then
         the sequence is computed here. Idempotent."""
         if self.incoming.fail(key, quarantine=quarantine) is not None:
             del self._sequences[key]
@@ -226,7 +226,7 @@ class Engine:
         return self._deadlines[0][0] if self._deadlines else None
 
     def check_integrity(self) -> worker_pb2.WorkerState:
-        """Compare all bookkeeping; the counts in the answer are what is wrong, and what is held."""
+        """Compare all bookkeeping. The counts in the answer say what is wrong, and what is held."""
         self.cache.check_integrity()
         self.outgoing.check_integrity()
         tables = [*self.scheduler.tables(), *self.incoming.waiting_tables()]
@@ -247,7 +247,7 @@ class Engine:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _advance(self, batch: Batch, began: float) -> None:
-        """What the batch computed is in the cache. Here and in `_accept` every microsecond counts once a token."""
+        """Count what the batch computed as cached. This and `_accept` run once a token."""
         block_size = self.cache.block_size
         for entry in batch.entries:
             sequence = entry.sequence
@@ -259,14 +259,14 @@ class Engine:
                 self._store(sequence, before // block_size)
 
     def _store(self, sequence: Sequence, first_new_block: int) -> None:
-        """Blocks are full. A provisional sequence's are found once it has committed."""
+        """Add full blocks to the prefix cache; those of a provisional sequence are added when it commits."""
         if sequence.provisional is None:
             self.cache.insert(sequence, first_new_block)
         if sequence.handoff_id is not None:
             self.outgoing.keep_replaced(sequence, first_new_block)
 
     def _end_provisional(self, sequence: Sequence, provisional: Provisional, times: PullTimes) -> None:
-        """Its source had held its KV: what it made is true."""
+        """Accept what a provisional sequence computed: its source had held the KV."""
         sequence.provisional, sequence.is_held = None, False
         assert sequence.clock is not None
         token = provisional.token
@@ -298,7 +298,7 @@ class Engine:
                 self._note(token)
 
     def _note(self, token: SampledToken) -> None:
-        """It is not one of many: say what there is to say of it, and do what follows."""
+        """Add a token's note, and act on it: the sequence ends, or is sealed."""
         sequence = token.sequence
         finish = sequence.finish_reason
         num_cached = None if sequence.clock is None else sequence.num_cached
@@ -316,7 +316,7 @@ class Engine:
         self.outgoing.seal(sequence)
 
     def _stop_clock(self, sequence: Sequence) -> SequenceTimings | None:
-        """With its first token here."""
+        """Timings until the sequence's first token here; None later."""
         clock, sequence.clock = sequence.clock, None
         return None if clock is None else clock.timings(self._clock())
 

@@ -1,4 +1,4 @@
-"""What a step tells the world. Plain data: the engine's thread makes it, the worker's event loop sends it."""
+"""Events of a step. Plain data: the engine's thread makes it, the worker's event loop sends it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenNote:
-    """What only some tokens have."""
+    """Details that only some tokens have."""
 
     finish: FinishReason | None = None
     logprob: float | None = None
@@ -36,7 +36,7 @@ class TokenNote:
 
 @dataclass(slots=True)
 class StepTokens:
-    """The tokens of a step as columns, because a step has one for every running sequence. Iterates as TokenEvents."""
+    """Tokens of a step as columns, because a step has one for every running sequence. Iterates as TokenEvents."""
 
     keys: list[str] = field(default_factory=list[str])
     token_ids: list[int] = field(default_factory=list[int])

@@ -1,4 +1,4 @@
-"""Hand-offs from other workers as the engine sees them: which blocks are reserved for arriving KV.
+"""The engine's half of hand-offs from other workers: which blocks are reserved for arriving KV.
 
     expect -> reserve -> [begin (it runs, provisionally) ->] commit (the sequence runs here)
          └─────────┴───────────┴──> fail [-> quarantined -> settle]
@@ -53,11 +53,11 @@ class IncomingHandoffs:
         return len(self._incoming)
 
     def waiting_tables(self) -> list[list[int]]:
-        """Of those that do not run yet."""
+        """Block tables of the sequences that do not run yet."""
         return [i.sequence.block_table for i in self._incoming.values() if i.sequence.provisional is None]
 
     def expect(self, sequence: Sequence, *, is_prefix: bool = False) -> None:
-        """`is_prefix`: of its leading tokens alone; the rest is computed here."""
+        """Wait for a sequence's KV. `is_prefix`: of its leading tokens alone; the rest is computed here."""
         sequence.status = SequenceStatus.IMPORTING
         self._incoming[sequence.key] = _Incoming(sequence, is_prefix)
         if is_prefix:
@@ -107,14 +107,15 @@ class IncomingHandoffs:
             grant(Reservation(tuple(sequence.block_table), len(held) * self._cache.block_size))
 
     def _arrived(self, key: str, incoming: _Incoming) -> None:
-        """Or never will: nobody needs to wait for its blocks."""
+        """Let no reservation wait for its blocks: they have arrived, or never will."""
         for name in incoming.names:
             if self._arriving.get(name) == key:
                 del self._arriving[name]
         incoming.names = []
 
     def begin(self, key: str, seal: Seal, now: float) -> None:
-        """All is read, and the release asked for: compute one token, if that can be, and no more until `commit`."""
+        """Compute one token, if that is possible, and no more until `commit`: all is read, and the release asked
+        for."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None or incoming.is_prefix:
             return
@@ -128,7 +129,8 @@ class IncomingHandoffs:
             self._scheduler.add_running(sequence)
 
     def commit(self, key: str, seal: Seal) -> Sequence:
-        """The KV is here: it runs on; who has begun is `provisional` still. Raises where it is gone or differs."""
+        """Run a sequence whose KV is here; one that has begun is still `provisional`. Raises where it is gone or
+        differs."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
             raise RequestAborted("the request ended while its KV was on the way")
@@ -152,7 +154,7 @@ class IncomingHandoffs:
 
     @staticmethod
     def _take_all(incoming: _Incoming, seal: Seal) -> bool:
-        """Whether it can be: the source may have made more tokens than were known when the request was sent here."""
+        """Take the sealed tokens; False: they do not fit. The source may have generated more than were known here."""
         sequence, num_computed, outputs = incoming.sequence, seal.num_computed, list(seal.output_token_ids)
         known, num_due = sequence.output_token_ids, sequence.num_prompt + len(outputs) - 1
         is_due = num_computed == num_due <= incoming.num_reserved
@@ -164,13 +166,13 @@ class IncomingHandoffs:
         return True
 
     def _stop(self, sequence: Sequence) -> None:
-        """If it has begun, it runs no more, and what it made is forgotten."""
+        """Stop a sequence that has begun, and forget what it computed."""
         if sequence.provisional is not None:
             self._scheduler.detach(sequence)
             sequence.provisional, sequence.status = None, SequenceStatus.IMPORTING
 
     def _take_prefix(self, incoming: _Incoming, seal: Seal) -> None:
-        """One token at least is computed here, for its logits are needed."""
+        """Take a prefix. At least one token is computed here, because its logits are needed."""
         num_computed, num_outputs = seal.num_computed, len(seal.output_token_ids)
         if num_outputs or not 0 < num_computed <= incoming.num_reserved:
             raise HandoffError(f"the source sealed a prefix of {num_computed} tokens and {num_outputs} outputs")
@@ -181,7 +183,8 @@ class IncomingHandoffs:
         self.num_prefixes_pulled += num_computed > num_held
 
     def give_up(self, key: str, error: DiptychError) -> None:
-        """The request ended: its blocks wait for `fail`, which the pull calls when it has stopped reading."""
+        """Give up a request that ended: its blocks wait for `fail`, which the pull calls when it has stopped
+        reading."""
         incoming = self._incoming[key]
         incoming.gone = error
         self._stop(incoming.sequence)
@@ -192,7 +195,7 @@ class IncomingHandoffs:
             grant[1](error)
 
     def fail(self, key: str, *, quarantine: bool) -> Sequence | None:
-        """The pull is over without its KV: free the blocks, or keep them aside until `settle`. Idempotent.
+        """End a pull without its KV: free the blocks, or keep them aside until `settle`. Idempotent.
 
         Returns the sequence if its request ends with it; without its prefix it is computed here from the start.
         """
@@ -216,5 +219,5 @@ class IncomingHandoffs:
         return incoming.sequence if is_over else None
 
     def settle(self, key: str) -> None:
-        """No byte of a failed read can land any more."""
+        """Free the quarantined blocks: no byte of a failed read can arrive any more."""
         self._manager.end_quarantine(self._quarantined.pop(key, []))

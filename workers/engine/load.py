@@ -1,4 +1,4 @@
-"""What an engine says of its load: counts of sequences, blocks and tokens, and of what it has done since its start."""
+"""Load report of an engine: counts of sequences, blocks and tokens, now and since its start."""
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ class EngineLoad:
         self.num_failed_steps = 0
 
     def count(self, batch: Batch, elapsed_s: float) -> None:
-        """A step's time is shared out by tokens."""
+        """Add a step; its time is divided by tokens."""
         num_prefill = batch.num_prefill_tokens
         self._num_decode_tokens += batch.num_decodes
         self._num_prefill_tokens += num_prefill
@@ -40,7 +40,7 @@ class EngineLoad:
             self._prefill_s += elapsed_s * num_prefill / (batch.num_decodes + num_prefill)
 
     def experts(self) -> list[worker_pb2.LayerExperts]:
-        """What has gone to each expert of the layers that have some."""
+        """Number of tokens sent to each expert, of the layers that have experts."""
         counts = self._runner.expert_tokens()
         if counts is None:
             return []
@@ -51,7 +51,7 @@ class EngineLoad:
         ]
 
     def report(self) -> worker_pb2.LoadReport:
-        """O(sequences that run), and of a mixture of experts O(layers x experts)."""
+        """Make the report. O(running sequences), and of a mixture of experts O(layers x experts)."""
         manager, scheduler, outgoing, incoming = self._manager, self._scheduler, self._outgoing, self._incoming
         expert_tokens = self._runner.expert_tokens()
         of_experts, imbalance = ([], []) if expert_tokens is None else _of_experts(expert_tokens)

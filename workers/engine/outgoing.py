@@ -59,7 +59,7 @@ class _Outgoing:
 
     @property
     def running(self) -> Sequence | None:
-        """The same, if it ran before it was offered."""
+        """The offered sequence, if it ran before it was offered."""
         return None if self.max_computed is None else self.computing
 
 
@@ -104,7 +104,7 @@ class OutgoingHandoffs:
         self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence)
 
     def refuse(self, handoff_id: str, error: DiptychError) -> None:
-        """The request that the hand-off was opened for is not taken."""
+        """End a hand-off whose request is not taken."""
         self.events.append(HandoffEnded(handoff_id, error))
 
     def offer(self, key: str, handoff_id: str) -> None:
@@ -179,7 +179,7 @@ class OutgoingHandoffs:
         return self._watch(prompts, [ready for e, ready in leased if e.sequence.is_decoding], tell)
 
     def end_step(self) -> None:
-        """The step went well."""
+        """Note that the step succeeded, and what it took."""
         if self._num_prefilled:
             self._cost.add_step(self._num_prefilled, self._clock() - self._began)
             self._num_prefilled = 0
@@ -226,7 +226,7 @@ class OutgoingHandoffs:
         return self._cost.num_groups(num_bytes, len(prompts), self._num_prefilled, is_last=is_last)
 
     def keep_replaced(self, sequence: Sequence, first_block: int) -> None:
-        """The prefix cache may have put equal blocks into the table, from `first_block` on. The announced ones stay,
+        """Keep announced blocks that the prefix cache may have replaced in the table, from `first_block` on. They stay,
         and the cache's are leased too, for who holds a block of its tree holds that block's ancestors."""
         outgoing = self._outgoing_of(sequence)
         for position in range(first_block, len(outgoing.leased)):
@@ -249,7 +249,7 @@ class OutgoingHandoffs:
         return False
 
     def seal(self, sequence: Sequence) -> None:
-        """All tokens but the last have their KV: from here on only the leases hold the blocks."""
+        """Seal: all tokens but the last have their KV, and from here on only the leases hold the blocks."""
         assert sequence.num_uncomputed == 1
         outgoing = self._outgoing_of(sequence)
         num_blocks = blocks_for(sequence.num_computed, self._cache.block_size)
@@ -270,7 +270,7 @@ class OutgoingHandoffs:
         )
 
     def end_preempted(self) -> None:
-        """A running sequence that was preempted is computed again, into other blocks: nothing comes of its hand-off."""
+        """End the hand-offs of running sequences that were preempted: they are computed again, into other blocks."""
         error = OutOfBlocks("the sequence lost its KV blocks where it ran, before its sink had them all")
         for outgoing in self._outgoing.values():
             sequence = outgoing.running
@@ -283,7 +283,7 @@ class OutgoingHandoffs:
         self._end(self._outgoing_of(sequence), error)
 
     def end_sealed(self, key: str, error: DiptychError) -> None:
-        """The router aborts a sequence that was handed off already: its sink is told, its blocks come back."""
+        """End the hand-off of a sealed sequence that its router aborts: the sink is told, the blocks come back."""
         handoff_id = self._sealed.get(key)
         if handoff_id is not None:
             self._end(self._outgoing[handoff_id], error)
@@ -294,7 +294,7 @@ class OutgoingHandoffs:
         return None if outgoing is None else outgoing.running
 
     def end_lease(self, handoff_id: str, reads: SequenceOf[tuple[int, float]] = ()) -> Sequence | None:
-        """RELEASED, EXPIRED or ABORTED: nobody reads these blocks any more. Idempotent. `reads`: (bytes, seconds) that
+        """Free the leased blocks: RELEASED, EXPIRED or ABORTED. Idempotent. `reads`: (bytes, seconds) that
         the sink reports, by which the size of later segments is chosen.
 
         Returns the sequence that was computed for this hand-off alone, if it is not sealed: nobody wants it any more.
@@ -329,7 +329,7 @@ class OutgoingHandoffs:
             self.events.append(ready)
 
     def _lease(self, outgoing: _Outgoing, blocks: list[int]) -> SegmentReady | None:
-        """The blocks follow those that are leased already."""
+        """Lease blocks that follow those leased already."""
         if not blocks:
             return None
         first = len(outgoing.leased)

@@ -1,4 +1,4 @@
-"""In how many groups of layers a step's KV is announced: chosen from what segments were measured to cost. No torch.
+"""Chooses in how many groups of layers a step's KV is announced, from measured costs. No torch.
 
 A step computes for T seconds KV that takes a link of bandwidth BW L = bytes / BW seconds to read. In g groups of
 layers, each group's read begins while the next is being computed, so that after the step's last layer there remains
@@ -32,20 +32,20 @@ NUM_TRIED = 2  # groups, while all reads had one size
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A read of n bytes takes `fixed_s` + n * `byte_s` seconds."""
+    """Cost of reads: n bytes take `fixed_s` + n * `byte_s` seconds."""
 
     fixed_s: float
     byte_s: float
 
 
 class ReadCost:
-    """The line through the reads that were reported."""
+    """Line fitted to the reported reads."""
 
     def __init__(self) -> None:
         self._w = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """A read that cannot be one is left out: sinks are other processes."""
+        """Add a read. Impossible values are ignored: sinks are other processes."""
         if not (0 < num_bytes <= MAX_READ_BYTES and MIN_READ_S <= seconds <= MAX_READ_S):
             return
         weight, x = seconds**-2, float(num_bytes)
@@ -60,7 +60,7 @@ class ReadCost:
         return self._w > 0
 
     def line(self) -> Line | None:
-        """None where nothing was measured, or one size only: that tells no fixed cost from bandwidth."""
+        """The fitted line; None where reads of at most one size were measured, which do not determine it."""
         if not self.is_measured:
             return None
         mean_x, mean_y = self._x / self._w, self._y / self._w
@@ -72,7 +72,7 @@ class ReadCost:
 
 
 class _Mean:
-    """Of the last few."""
+    """Mean of the values, in which recent ones have more weight."""
 
     def __init__(self) -> None:
         self._weight = self._sum = 0.0
@@ -87,7 +87,7 @@ class _Mean:
 
 
 class SegmentCost:
-    """What one source worker knows of its own hand-offs. Not shared between threads."""
+    """Costs that one source has measured of its hand-offs. Not shared between threads."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -96,7 +96,7 @@ class SegmentCost:
         self._token = _Mean()  # seconds of computing a prefill token
 
     def add_reads(self, reads: Iterable[tuple[int, float]]) -> None:
-        """(bytes, seconds) that a sink reports; unchecked."""
+        """Add (bytes, seconds) of reads that a sink reports; unchecked."""
         for num_bytes, seconds in reads:
             self._reads.add(num_bytes, seconds)
 
@@ -107,8 +107,8 @@ class SegmentCost:
         self._token.add(seconds, num_tokens)
 
     def num_groups(self, num_bytes: int, num_segments: int, num_tokens: int, *, is_last: bool) -> int:
-        """For a step that computes `num_tokens` tokens, of which `num_bytes` of KV are announced, of `num_segments`
-        sequences. `is_last`: for one of them at least, it is the last step before its seal."""
+        """Choose for a step that computes `num_tokens` tokens, of which `num_bytes` of KV are announced, of
+        `num_segments` sequences. `is_last`: for one of them at least, it is the last step before its seal."""
         compute_s = num_tokens * self._token.value
         if not (self._reads.is_measured and num_segments and compute_s):
             return 1
@@ -124,6 +124,6 @@ class SegmentCost:
 
 
 def group_ends(num_layers: int, num_groups: int) -> tuple[int, ...]:
-    """After how many layers each of `num_groups` groups of about one size ends."""
+    """Number of layers after which each of `num_groups` groups of about one size ends."""
     assert 1 <= num_groups <= num_layers
     return tuple(num_layers * (i + 1) // num_groups for i in range(num_groups))

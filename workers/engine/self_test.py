@@ -1,4 +1,4 @@
-"""Whether a runner computes at all: asked after a step that failed, to tell a bad sequence from a bad worker."""
+"""Tests whether a runner computes, after a step that failed: to tell a bad sequence from a bad worker."""
 
 import math
 
@@ -14,8 +14,8 @@ MAX_TOKENS = 2
 
 
 def compute_two_tokens(runner: Runner, manager: BlockManager) -> None:
-    """A prefill and a decode of `NUM_ROWS` sequences of nobody's, in blocks that are given back. Raises what the runner
-    raises. Without free blocks nothing is computed."""
+    """Compute a prefill and a decode of `NUM_ROWS` test sequences, in blocks that are given back. Raises what the
+    runner raises. Without free blocks nothing is computed."""
     num_blocks = blocks_for(len(PROMPT) + 1, runner.layout.block_size)
     if manager.num_free < NUM_ROWS * num_blocks or runner.info.max_context_tokens < len(PROMPT) + MAX_TOKENS:
         return

@@ -1,4 +1,4 @@
-"""Steps that were launched and are not over: one, and perhaps the next, so that what computes never waits for us.
+"""Pipeline of steps in flight: one, and perhaps the next, so that the device never waits for the engine.
 
     launch n ──> finish n: launch n + 1, wait for n ──> its tokens are accepted
                        ┌─────────────────────────────────────────┘
@@ -39,7 +39,7 @@ class _LaunchedStep:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A step that was computed, less what had left by then: its batch may be empty."""
+    """A computed step, without the sequences that had left by then: its batch may be empty."""
 
     batch: Batch
     sampled: list[SampledToken]
@@ -47,7 +47,7 @@ class Finished:
 
 
 class StepPipeline:
-    """Truth says whether a step is under way: between two calls of the engine's `step` one may be, within it two."""
+    """True while a step is under way: between two calls of the engine's `step` one may be, within it two."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class StepPipeline:
 
     @property
     def first(self) -> Batch | None:
-        """What is computed now."""
+        """Batch of the oldest step under way."""
         return self._steps[0].batch if self._steps else None
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> None:
-        """Nothing is under way."""
+        """Launch a step while none is under way."""
         assert not self._steps
         self._computing = batch
         began = self._clock()
@@ -110,14 +110,14 @@ class StepPipeline:
         return Finished(batch, sampled, began)
 
     def abandon(self) -> None:
-        """A step failed: what was launched after it comes to nothing."""
+        """Drop all steps that were launched, because one failed."""
         while self._steps:
             self._steps.popleft().launched.abandon()
             self._manager.end_step()
 
     def failed(self, error: Exception, here: Mapping[str, Sequence]) -> dict[Sequence, StepFailed]:
-        """A step raised: who is to be ended by that. What the others hold was computed before, and stands; where it was
-        not the runner that raised, nobody knows who is the cause, and all are."""
+        """Find the sequences to end because a step raised. What the others hold was computed before, and is valid.
+        Where it was not the runner that raised, the cause is unknown, and all end."""
         self._load.num_failed_steps += 1
         batch, self._computing = self._computing, None
         self.abandon()
@@ -130,14 +130,14 @@ class StepPipeline:
     def _affected(
         self, entries: Iterable[ScheduledSequence], batch: Batch, here: Mapping[str, Sequence]
     ) -> list[Sequence]:
-        """Of those here: those of `entries`, and who has a block that was to be copied for the batch."""
+        """Sequences of `entries` that are here, and those with a block that was to be copied for the batch."""
         targets = {target for _, target in batch.copies}  # nobody knows what is there
         ended = {e.sequence: None for e in entries}
         ended |= {s: None for s in self._scheduler.sequences() if not targets.isdisjoint(s.block_table)}
         return [s for s in ended if here.get(s.key) is s]
 
     def give_up(self, batch: Batch, error: OutOfDeviceMemory, here: Mapping[str, Sequence]) -> list[Sequence]:
-        """A step could not be computed, and all books are as they were before it: the sequences to be ended by that.
+        """Find the sequences to end because a step had no memory. All books are as they were before it.
 
         Its prompts are, and who is announced to a sink while it runs; where it has neither, all that it has. The others
         compute their tokens again, in a smaller step.
@@ -150,11 +150,11 @@ class StepPipeline:
         return self._affected([*prompts, *announced], batch, here) or self._affected(batch.entries, batch, here)
 
     def check_runner(self) -> None:
-        """There is nothing to compute. Raises RankLost where nothing could be."""
+        """Check the ranks while there is nothing to compute. Raises RankLost where one is lost."""
         self._runner.check()
 
     def defer(self, command: Callable[[], object]) -> None:
-        """To be run when what is under way has been accepted."""
+        """Run `command` when the steps under way have been accepted."""
         self._deferred.append(command)
 
     def run_deferred(self) -> None:

@@ -84,7 +84,7 @@ class EngineThread:
     # -- what a sink asks of its engine (handoff/ports.py) ----------------------------------------------------------
 
     async def reserve(self, key: str, num_tokens: int) -> Reservation:
-        """Waits until the blocks are there; raises RequestAborted when the request ends first."""
+        """Wait until the blocks are reserved. Raises RequestAborted when the request ends first."""
         loop = asyncio.get_running_loop()
         granted: asyncio.Future[Reservation] = loop.create_future()
 
@@ -138,7 +138,7 @@ class EngineThread:
         self._refuse_calls()
 
     def _refuse_calls(self) -> None:
-        """From any thread."""
+        """Refuse all waiting calls; on any thread."""
         while self._calls:
             with suppress(KeyError):  # another thread took the last
                 future = self._calls.pop()
@@ -184,5 +184,5 @@ class EngineThread:
 
 
 def _internal(error: BaseException) -> InternalError:
-    """A bug of ours, as the peer gets to see it."""
+    """The error that a peer sees for a bug of ours."""
     return InternalError(f"the engine failed ({type(error).__name__}: {error}); the worker's log has the traceback")

@@ -1,4 +1,4 @@
-"""What a source's words mean to a sink. No torch."""
+"""Converts what a source answers into a sink's errors. No torch."""
 
 import grpc
 import grpc.aio
@@ -18,7 +18,7 @@ from .types import is_sequence_end
 
 
 def error_of(e: grpc.aio.AioRpcError) -> DiptychError:
-    """What a broken or refused subscription means."""
+    """The error for a broken or refused subscription."""
     details = e.details() or e.code().name
     for key, value in e.trailing_metadata() or ():
         if key == ERROR_KEY:
@@ -34,7 +34,7 @@ def error_of(e: grpc.aio.AioRpcError) -> DiptychError:
 
 
 def error_of_abort(message: kv_pb2.Aborted) -> DiptychError:
-    """What the source says when it gives a hand-off up."""
+    """The error for a hand-off that the source gave up."""
     error = from_wire(message.error, message.message)
     if isinstance(error, HandoffError | Unavailable):
         return error

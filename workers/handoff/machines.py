@@ -1,4 +1,4 @@
-"""The hand-off of a sequence's KV as two pure state machines: calls in, actions out. No clock, no I/O, no torch.
+"""The protocol of a hand-off, as two pure state machines: calls in, actions out. No clock, no I/O, no torch.
 
 Source, one a hand-off id:
 
@@ -64,7 +64,8 @@ SILENT_AFTER = 2 / 3  # of the lease without an answer: the source is gone
 
 
 class SourceHandoff:
-    """`is_live`: its sequence runs on while it is OPEN; `prefix`: a cached one, for one sink alone."""
+    """State of a hand-off at its source. `is_live`: the sequence runs on while it is OPEN; `prefix`: for one sink
+    alone."""
 
     def __init__(
         self, num_blocks: int, num_layers: int, lease_s: float, now: float, is_live: bool = False, prefix: bool = False
@@ -101,7 +102,7 @@ class SourceHandoff:
     # From the engine
 
     def announce(self, segment: Segment, now: float) -> list[SourceAction]:
-        """These blocks are readable, and leased to this hand-off by the engine."""
+        """Announce blocks that are readable, and leased to this hand-off by the engine."""
         actions = self.tick(now)
         if not self.is_live:
             return actions
@@ -125,14 +126,14 @@ class SourceHandoff:
         return actions + self._tell(self._seal)
 
     def abort(self, error: DiptychError, now: float) -> list[SourceAction]:
-        """Idempotent."""
+        """Give the hand-off up. Idempotent."""
         actions = self.tick(now)
         return actions + self._end(SourceState.ABORTED, error)
 
     # From sinks
 
     def subscribe(self, sink: str, now: float) -> list[SourceAction]:
-        """Refuse, or renew the lease for `sink` and tell it all that was announced so far."""
+        """Refuse the sink, or renew the lease for it and send it all that was announced so far."""
         actions = self.tick(now)
         if not self.is_live:
             return [*actions, Refuse(self._over)]
@@ -145,7 +146,7 @@ class SourceHandoff:
         return actions
 
     def leave(self, sink: str, now: float) -> list[SourceAction]:
-        """The sink abandons, or its stream ended. Another has one lease's time to take over; nobody has to for a
+        """End the sink's hold: it abandons, or its stream ended. Another has one lease's time to take over; nobody has to for a
         sequence that still runs here, nor for a prefix, which is computed instead: that hand-off ends."""
         actions = self.tick(now)
         if not self.is_held_by(sink):
@@ -156,7 +157,7 @@ class SourceHandoff:
         return [*actions, EndStream(sink), *(self._end(SourceState.ABORTED, None) if is_over else [])]
 
     def renew(self, sink: str, now: float, num_read: int = 0) -> list[SourceAction]:
-        """`num_read`: of the segments, the first of which the sink has nothing left to read."""
+        """Renew the lease. `num_read`: the first so many segments are read."""
         actions = self.tick(now)
         held = self.is_held_by(sink)
         if held:
@@ -166,7 +167,7 @@ class SourceHandoff:
         return [*actions, Answer(held)]
 
     def release(self, sink: str, now: float) -> list[SourceAction]:
-        """After the sink's last read. Held if what it read since `subscribe` was this sequence's KV throughout."""
+        """Release the blocks after the sink's last read. Held: all that it read since `subscribe` was this sequence's KV."""
         actions = self.tick(now)
         if sink != self.sink:
             return [*actions, Answer(False)]
@@ -211,7 +212,7 @@ class SourceHandoff:
 
 
 class SinkHandoff:
-    """`deadline`: the pull ends by then. `open_by`: the source must have answered the subscription by then."""
+    """State of a hand-off at its sink. `deadline`: the pull ends by then. `open_by`: the source must have answered the subscription by then."""
 
     def __init__(self, num_layers: int, *, deadline: float, open_by: float) -> None:
         self.state = SinkState.WAITING
@@ -242,7 +243,7 @@ class SinkHandoff:
     # From the source
 
     def opened(self, offer: Offer, now: float) -> list[SinkAction]:
-        """The subscription was accepted, and the layouts can be bridged."""
+        """Begin: the subscription was accepted, and the layouts can be bridged."""
         if self.is_over:
             return []
         if self._lease_s is not None or offer.num_tokens < 1 or not 0 < offer.lease_s < float("inf"):
@@ -303,7 +304,7 @@ class SinkHandoff:
         return [Commit(self._seal)]
 
     def stream_ended(self, now: float) -> list[SinkAction]:
-        """The source ended its announcements in good order: after a release, whose answer may come later."""
+        """Note that the source ended its announcements in order: after a release, whose answer may come later."""
         if self.state is SinkState.PULLED:
             return []
         return self._refuse("it hung up before the end", now)
@@ -311,7 +312,7 @@ class SinkHandoff:
     # From our own side
 
     def reserved(self, table: tuple[int, ...], num_held: int, now: float) -> list[SinkAction]:
-        """`table`: blocks of ours for all the tokens, of which the first `num_held` have their KV there already."""
+        """Read into `table`: our blocks for all the tokens, of which the first `num_held` have their KV already."""
         if self.is_over:
             return []
         assert self._table is None and num_held >= 0
@@ -330,7 +331,7 @@ class SinkHandoff:
         return self.failed(error, now)
 
     def failed(self, error: DiptychError, now: float) -> list[SinkAction]:
-        """Whatever else goes wrong: no reservation, the stream broke, the source aborted, the request is gone."""
+        """Fail for another reason: no reservation, the stream broke, the source aborted, the request is gone."""
         if self.is_over:
             return []
         self.state = SinkState.FAILED
@@ -338,7 +339,7 @@ class SinkHandoff:
         return [Fail(error, quarantine), *([] if self._lease_s is None else [Abandon()])]
 
     def settled(self) -> list[SinkAction]:
-        """No read is under way any more, nor can one land."""
+        """End the quarantine: no byte can arrive any more."""
         assert self.state is SinkState.FAILED
         return [Settle()]
 
@@ -357,7 +358,7 @@ class SinkHandoff:
 
     @property
     def _num_read(self) -> int:
-        """Of the segments, the first of which nothing is left to read."""
+        """Number of segments, from the first on, that are read."""
         return 0 if self._table is None else min(self._reading, default=len(self._segments))
 
     def _heard(self, now: float) -> None:
@@ -383,7 +384,7 @@ class SinkHandoff:
         return [Read(number, segment, self._table, self._num_held)]
 
     def _say_when_read(self, now: float) -> list[SinkAction]:
-        """Release what is sealed once all is read; let a live source know how far we are."""
+        """Ask for the release once all is sealed and read; tell a live source how much is read."""
         if self.state is not SinkState.PULLING or self._table is None:
             return []
         if self._seal is None:

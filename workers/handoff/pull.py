@@ -53,7 +53,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class PullContext:
-    """What all pulls of a worker share."""
+    """The parts of a worker that all its pulls share."""
 
     memory: KVMemory
     transports: Mapping[str, Transport]
@@ -73,7 +73,7 @@ class PullJob:
 
 
 class Pull:
-    """Make it, `run` it as a task, await `done`; `give_up` ends it early. All on one event loop."""
+    """One pull: `run` it as a task and await `done`; `give_up` ends it early. All on one event loop."""
 
     def __init__(self, context: PullContext, job: PullJob, stub: "kv_pb2_grpc.KVHandoffAsyncStub") -> None:
         self._context = context
@@ -245,7 +245,8 @@ class Pull:
     # -- our doings -------------------------------------------------------------------------------------------------
 
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, SegmentReceiver]:
-        """Over the source's choice of transport, or, where that one cannot reach it, the next of ours that can."""
+        """Connect by the transport that the source chose, or, where that cannot reach it, by the next of ours that
+        can."""
         context = self._context
         source = Source(self._job.source.handoff_id, self._job.sink, opened, self._stub, context.metadata)
         described = [name for name, transport in context.transports.items() if transport.is_described(opened)]

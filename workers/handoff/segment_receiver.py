@@ -1,4 +1,4 @@
-"""Brings the segments of one source into our pool: straight, or by way of the staging buffer. One event loop, no torch.
+"""Receives the segments of one source into our pool: directly, or through the staging buffer. One event loop, no torch.
 
     direct   read into the pool -> check
     staged   for each part: slice -> read -> (on a thread) check, convert into the pool -> slice back; while one part is
@@ -25,7 +25,7 @@ from ..transport.base import KVReader
 
 @dataclass(frozen=True, slots=True)
 class PullSettings:
-    """How a worker wants its KV."""
+    """Settings of a worker's pulls."""
 
     wire_dtype: str = ""  # narrower than in the source's cache, over gRPC; "": as it is
     verify: bool = False  # compare what arrived with the source's checksums
@@ -35,7 +35,7 @@ DEFAULT_PULL_SETTINGS = PullSettings()
 
 
 class SegmentReceiver:
-    """`memory`: ours, as the bridge knows it."""
+    """Receives from one source. `memory`: ours, as the bridge knows it."""
 
     def __init__(self, reader: KVReader, bridge: Bridge, memory: KVMemory, staging: Staging, *, verify: bool) -> None:
         self._reader = reader
@@ -48,7 +48,7 @@ class SegmentReceiver:
         self._loose: list[Slice] = []  # bytes may land there yet
 
     async def receive(self, read: Read) -> None:
-        """Every byte of it is in our pool when this returns. Raises TransportError or WorkerLost: from `reader`, or a
+        """Read every byte into our pool. Raises TransportError or WorkerLost: from `reader`, or a
         ChecksumMismatch."""
         if self._verify and len(read.segment.checksum) != CHECKSUM_BYTES * len(read.segment.block_ids):
             raise TransportError("the source announced a segment without the checksums that were asked for")
@@ -58,7 +58,7 @@ class SegmentReceiver:
             await self._receive_staged(read)
 
     async def settled(self) -> None:
-        """Return once nothing of failed or cancelled calls can land any more."""
+        """Return once no byte of failed or cancelled calls can arrive any more."""
         if self._converting:
             await asyncio.wait(self._converting)
         await self._reader.settled()
@@ -108,7 +108,7 @@ class SegmentReceiver:
         return conversion
 
     def _convert(self, staged: Staged, read: Read) -> None:
-        """On a thread."""
+        """Convert a part into our pool; called on a thread."""
         if self._verify:
             _compare(staged.part, self._bridge.staged_checksums(self._bytes_of(staged), staged.part))
         if self._device is not None:

@@ -33,7 +33,7 @@ class _SharedChannel:
 
 
 class _ChannelPool:
-    """Channels by address. One that failed is not used again: its successor would wait for its back-off."""
+    """gRPC channels by address. One that failed is not used again: a new pull would wait for its back-off."""
 
     def __init__(self) -> None:
         self._channels: dict[str, _SharedChannel] = {}
@@ -55,7 +55,7 @@ class _ChannelPool:
             self._close_channel(other)
 
     def retire(self, shared: _SharedChannel) -> None:
-        """It closes when its last user is done; the next one dials anew."""
+        """Close it when its last user is done; the next pull opens a new one."""
         if self._channels.get(shared.address) is shared:
             del self._channels[shared.address]
 
@@ -126,7 +126,7 @@ class HandoffSink:
             raise
 
     def transfer_stats(self) -> list[worker_pb2.PeerLink]:
-        """What came from whom, since the start."""
+        """Statistics of the transfers from each source, since the start."""
         return [traffic.to_proto(incarnation) for incarnation, traffic in self._traffic.items()]
 
     def _traffic_of(self, incarnation: str) -> TransferCounters:
@@ -139,7 +139,7 @@ class HandoffSink:
         return traffic
 
     async def close(self) -> None:
-        """Give up what is under way, wait for what is being cleaned up, and hang up."""
+        """Give up the pulls under way, wait for their cleaning up, and close the channels."""
         self._is_closing = True
         tasks = list(self._pulls)
         for pull in self._pulls.values():

@@ -87,7 +87,7 @@ class _Outgoing:
 
 
 class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
-    """Every method runs on the worker's event loop."""
+    """The source of all hand-offs of a worker. Every method runs on the worker's event loop."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
                 waiter.set_result(None)
 
     def on_event(self, event: HandoffEvent) -> None:
-        """In the order in which the engine tells them. Events of a hand-off that has ended have no effect."""
+        """Take the engine's events, in their order. Those of a hand-off that has ended have no effect."""
         outgoing = self._open.get(event.handoff_id)
         match event:
             case HandoffOpened():
@@ -165,13 +165,13 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             self._engine.post(lambda engine: engine.end_lease(event.handoff_id))
 
     def _refuse_offer(self, event: HandoffRefused) -> None:
-        """Its sink is told why, when it comes."""
+        """Tell its sink why, when it comes."""
         if self._find(event.handoff_id) is None:
             self.offer(event.handoff_id, 1)
             self.abort(event.handoff_id, event.error)
 
     def _seal(self, event: HandoffSealed) -> None:
-        """The router is told after all the sequence's tokens, which went before."""
+        """Seal the hand-off. The router is told after all the sequence's tokens, which were sent before."""
         outgoing = self._open.get(event.handoff_id)
         if event.is_live and event.key is not None:
             self._requests.handed_off(event)
@@ -182,7 +182,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             self._carry_out(outgoing, actions)
 
     def _limit_hold(self, outgoing: _Outgoing) -> None:
-        """A running sequence waits for its sink: for a limited time, then it runs on here."""
+        """Limit the time for which a running sequence waits for its sink; then it runs on here."""
         had_sink = outgoing.machine.sink is not None
         wait_s = self._lease_s * (HOLD_FOR_SINK if had_sink else HOLD_WITHOUT_SINK)
         asyncio.get_running_loop().call_later(wait_s, self._end_hold, outgoing, had_sink)
@@ -197,7 +197,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             self._carry_out(outgoing, outgoing.machine.abort(error, self._now()))
 
     async def close(self) -> None:
-        """Abort what is open."""
+        """Abort the open hand-offs."""
         for handoff_id in list(self._open):
             self.abort(handoff_id, Unavailable("the source worker is stopping"))
 
@@ -272,7 +272,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     # -- within -----------------------------------------------------------------------------------------------------
 
     def _carry_out(self, outgoing: _Outgoing, actions: list[SourceAction]) -> bool:
-        """Do what the machine decided; returns what it answered, if it was asked."""
+        """Carry out what the machine decided; returns its answer to a renewal or a release."""
         held = False
         for action in actions:
             match action:
@@ -319,7 +319,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             outgoing.timer = asyncio.get_running_loop().call_at(wake_at, self._on_timer, outgoing)
 
     def _on_timer(self, outgoing: _Outgoing) -> None:
-        """The deadline that the timer was set for; renewals have usually moved it on."""
+        """Let the machine act on its deadline, which renewals have usually moved on."""
         self._carry_out(outgoing, outgoing.machine.tick(self._now()))
         self._arm(outgoing)
 
@@ -327,7 +327,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         return self._open.get(handoff_id) or self._ended.get(handoff_id)
 
     def _checksums(self, segment: kv_pb2.Segment, wire: str) -> bytes:
-        """On a thread."""
+        """Compute checksums; called on a thread."""
         return pool_checksums(self._memory, segment.block_ids, segment.first_layer, segment.num_layers, wire)
 
     def _check(self, request: kv_pb2.SubscribeRequest, wire: str) -> list[str]:
@@ -338,7 +338,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         return usable_transports(request, self._transports, None if wire == self._layout.dtype else wire)
 
     async def _offered(self, handoff_id: str, wait_s: float) -> _Outgoing:
-        """Waits for the offer: the sink's request may reach us before the router's does."""
+        """Wait for the offer: the sink's request may reach us before the router's does."""
         if self._find(handoff_id) is None and math.isfinite(wait_s) and wait_s > 0:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiters = self._expected.setdefault(handoff_id, set())

@@ -1,4 +1,4 @@
-"""What the two machines of a hand-off say: to each other, and to those who drive them. Plain data; see machines.py."""
+"""Events, actions and messages of hand-offs. Plain data; see machines.py."""
 
 import enum
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ class SinkState(enum.Enum):
 
 
 def is_sequence_end(error: DiptychError) -> bool:
-    """Whether a source gives a hand-off up because its sequence ended there: it finished, was aborted or ran out of
+    """Whether a source gave a hand-off up because its sequence ended there: it finished, was aborted or ran out of
     time. Nothing failed then, and nothing is lost."""
     return isinstance(error, SequenceEnded | RequestAborted | DeadlineExceeded)
 
 
 def why_over(state: SourceState, error: DiptychError | None) -> HandoffError:
-    """What a sink is told that comes when the hand-off has ended in `state`, by `error` if there was one."""
+    """The error for a sink that comes after the hand-off ended in `state`, by `error` if there was one."""
     if error is not None and is_sequence_end(error):
         return SequenceEnded(f"the hand-off is over: {state.value}, {error.message}")
     return LeaseLost(f"the hand-off is over: {state.value}" + ("" if error is None else f", {error.message}"))
@@ -112,7 +112,7 @@ HandoffEvent = HandoffOpened | HandoffRefused | SegmentReady | HandoffHeld | Han
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answer to `subscribe`."""
+    """Refuse the subscription."""
 
     error: DiptychError
 
@@ -132,19 +132,19 @@ class EndStream:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to `renew` or `release`."""
+    """Answer a renewal or a release."""
 
     held: bool
 
 
 @dataclass(frozen=True, slots=True)
 class EndLease:
-    """The blocks may be freed."""
+    """Free the leased blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """The sink of a live hand-off is as near as it will come: now the sequence may stop, and be sealed."""
+    """Stop and seal the sequence of a live hand-off: its sink has read nearly all, or gains on it no more."""
 
 
 SourceAction = Refuse | Tell | EndStream | Answer | EndLease | CaughtUp
@@ -152,7 +152,7 @@ SourceAction = Refuse | Tell | EndStream | Answer | EndLease | CaughtUp
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the source says first: how much will come at most, in blocks of its own size."""
+    """First message of the source: how much will come at most, in blocks of its own size."""
 
     num_tokens: int
     num_blocks: int
@@ -166,26 +166,26 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Get blocks for so many tokens; answer with `reserved`, or `failed`."""
+    """Reserve blocks for so many tokens; answer with `reserved`, or `failed`."""
 
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """`num_read`: of the segments, the first of which nothing is left to read. Answer with `renewed`, or not at all."""
+    """Renew the lease. `num_read`: the first so many segments are read. Answer with `renewed`, or not at all."""
 
     num_read: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Answer with `released`, or not at all."""
+    """Ask the source to release. Answer with `released`, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """All is read, and the release asked for: the sequence may be computed on, but nothing that comes of it may be told
+    """Begin the sequence, provisionally: all is read and the release is asked for. Nothing of it may be sent
     or shared before `Commit`. `Fail` may follow instead."""
 
     seal: Seal
@@ -193,7 +193,8 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The engine's answer: blocks for all tokens, of which the first `num_held_tokens` have their KV there already."""
+    """Blocks that the engine reserved for all tokens, of which the first `num_held_tokens` have their KV there
+    already."""
 
     block_ids: tuple[int, ...]
     num_held_tokens: int
@@ -201,7 +202,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The blocks hold the KV of the sealed tokens, and the source had held it: the sequence continues here."""
+    """Continue the sequence here: the blocks hold the KV of the sealed tokens, and the source held it throughout."""
 
     seal: Seal
 
@@ -216,12 +217,12 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Tell the source, if it still listens."""
+    """Tell the source that the pull is given up, if it still listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The quarantined blocks are free."""
+    """Free the quarantined blocks."""
 
 
 SinkAction = Reserve | Read | Renew | Release | Begin | Commit | Fail | Abandon | Settle

@@ -127,8 +127,9 @@ class KVLayout:
         return [part for part in parts if part.layers]
 
     def runs(self, num_pool_blocks: int, block_ids: Sequence[int], first_layer: int, num_layers: int) -> "Runs":
-        """Find where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order of the wire: rank by rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block
-        by block, as the pool's axes stand; so group by group. O(runs)."""
+        """Find where these layers of these blocks lie in a pool of `num_pool_blocks`, in the order of the wire: rank by
+        rank (the distinct ones), in each block by block and layer by layer, or layer by layer and block by block, as
+        the pool's axes stand; so group by group. O(runs)."""
         groups = self.layer_groups(first_layer, num_layers)
         return Runs.joined([self.runs_of(group, num_pool_blocks, block_ids) for group in groups])
 

@@ -1,4 +1,4 @@
-"""A progress bar on standard error while weights are read. Where that is no terminal, its last line alone."""
+"""Progress bar on standard error while weights are read. Where that is no terminal: its last line alone."""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

@@ -42,7 +42,7 @@ class Pulls:
         self._tasks[key] = asyncio.create_task(self._pull_prefix(key, source, min(PREFIX_TIMEOUT_S, timeout_s)))
 
     def cancel(self, key: str) -> None:
-        """Idempotent."""
+        """End a pull. Idempotent."""
         task = self._tasks.get(key)
         if task is not None:
             # Not before its first step: a task that never began cleans nothing up.
@@ -62,7 +62,7 @@ class Pulls:
             self._tasks.pop(key, None)
 
     async def _pull_prefix(self, key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> None:
-        """What cannot be had is computed: nobody needs to know."""
+        """Pull a prefix; where that fails, the sequence is computed here, and its router is not told."""
         try:
             result = await self._sink.pull(key, source, timeout_s)
             self._num_bytes += result.num_bytes

@@ -33,7 +33,7 @@ class RouterLink:
 
 
 class RouterLinks:
-    """Those that are open. What is sent to one that is not is dropped: its router resumes elsewhere."""
+    """The open streams. A message to a closed one is dropped: its router resumes elsewhere."""
 
     def __init__(self) -> None:
         self._links: dict[int, RouterLink] = {}
@@ -62,7 +62,7 @@ class RouterLinks:
         return link is not None and key in link.keys
 
     def forget(self, key: str) -> None:
-        """Nothing is left here that the end of the link should end."""
+        """Forget a request: the end of the stream need not abort it any more."""
         link = self.of(key)
         if link is not None:
             link.keys.pop(key, None)
@@ -104,6 +104,6 @@ def handle_of(key: str) -> int:
 
 @lru_cache(4096)  # asked once a token
 def parts_of(key: str) -> tuple[int, int]:
-    """The number of its link, and the router's handle."""
+    """Number of the key's link, and the router's handle."""
     number, _, handle = key.partition("/")
     return int(number), int(handle)

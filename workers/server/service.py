@@ -1,4 +1,4 @@
-"""What a worker serves: an engine on its thread behind a gRPC server on an event loop.
+"""The gRPC service of a worker: an engine on its thread behind a server on an event loop.
 
     router --Link--> submit, abort, offer, set role, drain    engine thread: schedule -> run -> postprocess
     router <--Link-- one StepEvents a step, loads, blocks         └─ StepOutput ─> event loop ─> links, hand-offs
@@ -255,7 +255,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._engine.post(lambda engine: engine.outgoing.offer_prefix(handoff_id, token_ids, salt))
 
     def _drain(self, link: RouterLink) -> None:
-        """Every router is told at once; what it had sent before it heard of it is taken all the same."""
+        """Begin to drain: every router is told at once, and what it sent before it knew is still taken."""
         link.knows_draining = self._is_draining = True
         link.is_done = not link.keys
         self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
@@ -268,15 +268,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     # -- from the engine --------------------------------------------------------------------------------------------
 
     def _on_step(self, output: StepOutput) -> None:
-        """On the engine's thread."""
+        """Send a step's output; called on the engine's thread."""
         self._on_loop(self._publish, output)
 
     def end_with(self, error: DiptychError) -> None:
-        """The worker is of no more use: have `run` raise `error`. On any thread; the first one counts."""
+        """Have `run` raise `error`, because the worker cannot go on. On any thread; the first error counts."""
         self._on_loop(lambda: self._broken.done() or self._broken.set_exception(error))
 
     def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
-        """From another thread. A loop that was closed before `stop` could end the thread hears nothing more."""
+        """Call back on the event loop, from another thread. A loop that is closed already is not called."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -306,7 +306,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._links.broadcast(worker_pb2.WorkerMessage(load=self._load))
 
     def _send_tokens(self, output: StepOutput) -> None:
-        """Columns become messages as they are; only what few tokens have is looked at one by one."""
+        """Send the tokens: columns become messages as they are; only the notes are read one by one."""
         tokens = output.tokens
         by_link: dict[int, tuple[list[int], list[int]]] = {}  # entries, handles
         for entry, key in enumerate(tokens.keys):
@@ -326,13 +326,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         link.send(worker_pb2.WorkerMessage(blocks=worker_pb2.BlockEvents(stored=names, cleared=True)))
 
     async def _repeat_load(self) -> None:
-        """A sign of life while a long step runs: routers count a silent worker as lost."""
+        """Send the load again while a long step runs: routers count a silent worker as lost."""
         while True:
             await asyncio.sleep(LOAD_REPEAT_S)
             self._links.broadcast(worker_pb2.WorkerMessage(load=self._complete(self._load)))
 
     def _complete(self, load: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
-        """Add what the engine does not know."""
+        """Add to a load report what the engine does not know."""
         load.draining = self._is_draining
         self._pulls.complete(load)
         return load
@@ -350,7 +350,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 
 def _step_events(step: int, tokens: StepTokens, entries: list[int], handles: list[int]) -> worker_pb2.StepEvents:
-    """Of the tokens that these entries are."""
+    """Make the message with the tokens of these entries."""
     message = worker_pb2.StepEvents(
         step=step,
         handles=handles,

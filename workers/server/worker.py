@@ -113,12 +113,12 @@ class WorkerProcess:
         self._thread = threading.Thread(target=self._run, name="diptych-worker", daemon=True)
 
     def start_in_thread(self) -> WorkerAddress:
-        """Raises what loading or listening raised."""
+        """Start the worker and wait for its address. Raises what loading or listening raised."""
         self._thread.start()
         return self._ready.result()
 
     def stop(self) -> None:
-        """Idempotent; returns when the server is closed and the engine has ended."""
+        """Stop the worker. Idempotent; returns when the server is closed and the engine has ended."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()

@@ -27,7 +27,7 @@ def fake_next(token_ids: list[int], vocab_size: int) -> int:
 
 
 def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> list[int]:
-    """What a fake worker answers to `prompt`: at most `max_tokens` ids, ending with the first 0."""
+    """Output of a fake worker for `prompt`: at most `max_tokens` ids, ending with the first 0."""
     ids = list(prompt)
     while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] != 0):
         ids.append(fake_next(ids, vocab_size))
@@ -115,7 +115,7 @@ class FakeRunner:
         return fake_prompt_logprobs(self._read(row), request.prompt_token_ids, first, end, num_top, vocab_size)
 
     def _read(self, row: FakeRow) -> list[int]:
-        """The ids that its KV holds."""
+        """Token ids that the KV of a sequence holds."""
         read: list[int] = []
         for position in range(len(row.token_ids)):
             block, slot = self._slot(row, position)
@@ -128,10 +128,10 @@ class FakeRunner:
             self._kv[target] = self._kv[source]
 
     def check(self) -> None:
-        """Nothing can be lost."""
+        """Do nothing: no rank can be lost."""
 
     def close(self) -> None:
-        """The memory goes with the process: transports may still hold views of it."""
+        """Do nothing: transports may still hold views of the memory, which ends with the process."""
 
     def _slot(self, row: FakeRow, position: int) -> tuple[int, int]:
         return row.table[position // self.layout.block_size], position % self.layout.block_size

@@ -1,4 +1,4 @@
-"""The steps that a fake device was given, computed in order: each when it is waited for, or before.
+"""Steps launched on a fake device, computed in order: each when it is waited for, or before.
 
 What a step was given it keeps: whatever the engine does to its books meanwhile, the device does not see.
 """
@@ -42,7 +42,7 @@ class FakeStep:
 
     @property
     def num_tokens(self) -> int:
-        """New ones."""
+        """Number of new tokens."""
         return sum(len(row.token_ids) - row.start for row in self.rows)
 
     def tokens(self) -> list[SampledToken]:
@@ -85,7 +85,7 @@ class FakeStream:
         self._under_way.remove(step)
 
     def compute_launched(self, last: FakeStep | None = None) -> None:
-        """What was launched and is not computed yet, in order: up to `last`, or all."""
+        """Compute the steps that are launched and not computed yet, in order: up to `last`, or all."""
         for step in list(self._under_way):
             if not step.is_computed:
                 for row, i in zip(step.rows, step.previous_entries, strict=False):
@@ -104,7 +104,7 @@ def _row_of(entry: ScheduledSequence) -> FakeRow:
 
 
 def _row_after(row: FakeRow, before: FakeStep, index: int) -> FakeRow:
-    """It continues with what row `index` of the step before it yields."""
+    """The row, whose input token is what row `index` of the previous step yields."""
     last = before.rows[index]
     assert last.sequence is row.sequence and last.samples and all(r.samples for r in before.rows)
     known = row.sequence.token_ids

@@ -1,4 +1,4 @@
-"""How bytes of KV move: a Transport is one process's end, a KVReader is its connection to one source.
+"""Interface of transports, which move KV: a Transport is one process's end, a KVReader its connection to one source.
 
 It knows regions of memory and runs of bytes in them; what they mean is kv/layout.py's. The sink pulls. `KVReader.read`
 returns when every byte has landed. When it raises, `may_still_land` of the TransportError says whether bytes could
@@ -18,7 +18,7 @@ from ..kv.layout import Copies, Region
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The far end, as its Opened announcement described it (layout and incarnation already checked)."""
+    """The source, as its Opened announcement described it (layout and incarnation already checked)."""
 
     handoff_id: str
     sink_incarnation: str
@@ -58,16 +58,17 @@ class Transport(ABC):
 
     @abstractmethod
     async def connect(self, source: Source) -> KVReader:
-        """Raises TransportError when the source cannot be reached or its endpoint is malformed."""
+        """Connect to a source. Raises TransportError when it cannot be reached or its endpoint is malformed."""
 
     def serve(self, num_open: int) -> None:  # noqa: B027
-        """So many of our hand-offs are open: a transport that must take part in its peers' reads does so meanwhile."""
+        """Tell the transport how many of our hand-offs are open; meanwhile it takes part in its peers' reads if it
+        must."""
 
     def share_memory(self, is_computing: bool) -> None:  # noqa: B027
-        """Whether the engine beside us computes: then a transport whose copies keep the memory busy leaves it some."""
+        """Tell the transport whether the engine computes: then it leaves memory bandwidth to the engine."""
 
     def forget(self, incarnation: str) -> None:  # noqa: B027
-        """A peer process is dead: drop what is kept about it; reads from it end."""
+        """Drop what is kept about a peer process that is dead; reads from it end."""
 
     async def close(self) -> None:  # noqa: B027
         """Release sockets, threads and registrations."""

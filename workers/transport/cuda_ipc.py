@@ -33,7 +33,7 @@ IDLE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """A peer's pool."""
+    """Address of a peer's pool, as the peer published it."""
 
     handle: bytes
     offset: int
@@ -130,7 +130,7 @@ class CudaIpcTransport(Transport):
         return future
 
     def copy(self, endpoint: _Endpoint, copies: Copies, into: Region, address: int) -> None:
-        """On a thread."""
+        """Carry out copies; called on a thread."""
         rows = equally_spaced(copies, into.address, address + endpoint.offset)
         for first in range(0, len(rows), MAX_COPIES):
             self._device.run(partial(self._driver.copy, rows[first : first + MAX_COPIES]))
@@ -159,21 +159,21 @@ class CudaIpcTransport(Transport):
         return address
 
     def _unmap(self, peer: _IpcPeer) -> None:
-        """Unless it is in use."""
+        """Unmap the peer's allocation unless it is in use."""
         with peer.lock:
             if peer.num_users == 0 and peer.address is not None:
                 self._driver.close(peer.address)
                 peer.address = None
 
     def _rest(self, peer: _IpcPeer) -> None:
-        """A use has ended: unmap it when no other has for a while."""
+        """End a use; the allocation is unmapped when no other follows for a while."""
         if peer.timer is not None:
             peer.timer.cancel()
         if not peer.is_forgotten:
             peer.timer = asyncio.get_running_loop().call_later(IDLE_S, self._drop_idle, peer)
 
     def _drop_idle(self, peer: _IpcPeer) -> None:
-        """Its readers may map it again."""
+        """Unmap the allocation; its readers may map it again."""
         if peer.num_users:
             self._rest(peer)
         elif not peer.is_forgotten:

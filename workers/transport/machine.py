@@ -1,4 +1,4 @@
-"""Where this process runs, so that two can tell whether they share memory. No torch."""
+"""Name of the machine, container and user of this process: processes of one name can share memory. No torch."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ NAMESPACES = Path("/proc/self/ns")
 
 @cache
 def this_machine() -> str:
-    """The kernel's name of its boot, or the host's name and when it began; with the namespaces and the user that a
+    """Name of this boot of the kernel, or the host's name and when it began; with the namespaces and the user that a
     process must have in common with another one to read its memory. So containers of one machine are apart."""
     try:
         boot = BOOT_ID.read_text().strip()

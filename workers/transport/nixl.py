@@ -33,7 +33,7 @@ class NixlReader(TrackedReader):
         await self.wait_for(self._thread.read(self._incarnation, copies, into), copies.num_bytes)
 
     async def cut(self) -> None:
-        """The connection."""
+        """Close the connection, and wait until that is done."""
         await asyncio.wrap_future(self._thread.forget(self._incarnation))
 
 
@@ -52,7 +52,7 @@ class NixlTransport(Transport):
         self._is_serving = False
 
     def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
-        """Not from device memory into a neighbour's host memory, which UCX would emulate, slower than gRPC is."""
+        """Refuse reads from device memory into host memory of the same machine: UCX emulates them, slower than gRPC."""
         if request.machine != this_machine():
             return self._has_rdma
         return self._pool.view is not None or request.on_device

@@ -52,13 +52,13 @@ log = logging.getLogger("diptych.nixl")
 
 
 def memory_type(region: Region) -> str:
-    """NIXL's word for where it lies."""
+    """NIXL's name of the memory type of a region."""
     return "DRAM" if region.view is not None else "VRAM"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A peer's pool."""
+    """Address of a peer's agent and pool, as the peer published it."""
 
     agent_name: str
     metadata: bytes
@@ -112,7 +112,7 @@ class NixlThread:
         return self._call(lambda: self._add_peer(incarnation, endpoint))
 
     def read(self, incarnation: str, copies: Copies, into: Region) -> "Future[None]":
-        """`into` is one of our regions. The future raises TransportError. It cannot be cancelled: bytes may land until
+        """Read into one of our regions. The future raises TransportError. It cannot be cancelled: bytes may land until
         it is done."""
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -120,7 +120,7 @@ class NixlThread:
         return future
 
     def forget(self, incarnation: str) -> "Future[None]":
-        """Cut the connection; reads from it fail."""
+        """Close the connection to a peer; reads from it fail."""
         return self._call(lambda: self._drop_peer(incarnation, "the connection was given up"))
 
     def serve(self, is_serving: bool) -> None:
@@ -289,7 +289,7 @@ class NixlThread:
         self._reads.append(_Read(peer, into, deque(_in_posts(copies)), future))
 
     def _advance_all(self) -> bool:
-        """One round over all reads; True if any could be advanced."""
+        """Advance all reads once; True if any could be."""
         has_moved = False
         for read in list(self._reads):
             if self._peers.get(read.peer.incarnation) is not read.peer:
@@ -335,7 +335,7 @@ class NixlThread:
 
 
 def _in_posts(copies: Copies) -> Iterator[Copies]:
-    """Parts of about POST_BYTES each; longer runs are cut."""
+    """Split copies into parts of about POST_BYTES; longer runs are cut."""
     if copies.num_bytes <= POST_BYTES:
         yield copies
         return
@@ -357,5 +357,5 @@ def _is_done(state: str) -> bool:
 
 
 def _text(name: str | bytes) -> str:
-    """NIXL's own annotation says str; it gives bytes."""
+    """Decode a name. NIXL's annotation says str; it gives bytes."""
     return name if isinstance(name, str) else name.decode(errors="replace")

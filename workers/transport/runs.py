@@ -1,4 +1,4 @@
-"""Streams of bytes out of a region's runs, and into them; runs as few as can be. No I/O."""
+"""Reads a region's runs as a stream of bytes, and writes one into runs; merges copies. No I/O."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from ..kv.layout import Copies, Offsets, Runs
 
 
 def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:
-    """The same bytes in parts of `num_bytes`; the last may be smaller. Runs are cut where a part ends."""
+    """Split runs into parts of `num_bytes`; the last may be smaller. Runs are cut where a part ends."""
     ends = np.cumsum(runs.lengths)
     for first in range(0, runs.num_bytes, num_bytes):
         end = min(first + num_bytes, runs.num_bytes)
@@ -23,7 +23,7 @@ def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:
 
 
 def equally_spaced(copies: Copies, target: int, source: int) -> list[CopyRows]:
-    """The copies as few: those of a layer-major pool are the same runs in each layer, so that every one of the first
+    """Merge copies: those of a layer-major pool are the same runs in each layer, so that every one of the first
     layer's, with those at its place in the others, is one. target, source: addresses of the two regions. O(runs)."""
     num = len(copies.lengths)
     for first in (n for n in range(1, num // 2 + 1) if num % n == 0):  # so many are of the first layer
@@ -39,7 +39,7 @@ def equally_spaced(copies: Copies, target: int, source: int) -> list[CopyRows]:
 
 
 def _pitch(offsets: Offsets, first: int) -> int:
-    """How far each is from the one `first` places before it; 0: not all are equally far."""
+    """Distance of each from the one `first` places before it; 0: the distances differ."""
     steps = offsets[first:] - offsets[:-first]
     return int(steps[0]) if (steps == steps[0]).all() else 0
 
@@ -50,7 +50,7 @@ def _rows(copies: Copies, num: int) -> Iterator[tuple[int, int, int]]:
 
 
 def gather(view: memoryview, runs: Runs, chunk_bytes: int) -> Iterator[bytes]:
-    """Copy the runs out, in pieces of `chunk_bytes` (the last may be shorter). Each piece is copied when asked for."""
+    """Copy the runs out, in chunks of `chunk_bytes` (the last may be shorter). Each is copied when it is asked for."""
     piece = bytearray()
     for start, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):
         at, end = start, start + length
@@ -78,7 +78,7 @@ class Scatter:
         self.num_missing = runs.num_bytes
 
     def write(self, data: bytes) -> None:
-        """Raises ValueError, and writes nothing, when there is more data than room."""
+        """Write the next bytes. Raises ValueError, and writes nothing, for more data than fits."""
         if len(data) > self.num_missing:
             raise ValueError(f"{len(data)} bytes for {self.num_missing}")
         self.num_missing -= len(data)

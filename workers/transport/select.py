@@ -1,4 +1,4 @@
-"""Which transports a worker has: what the settings name, in that order, as far as this machine can."""
+"""Makes a worker's transports: those that the settings name and this machine supports, in that order."""
 
 import logging
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ def make_transports(
     *,
     has_rdma: bool = False,
 ) -> dict[str, Transport]:
-    """Transports by name, preferred first. "auto": CUDA IPC between pools in device memory, NIXL where it works, then
-    gRPC. `regions`: what is read and written, first the pool that peers read, which `device` is where it is in device
-    memory. has_rdma: NIXL may use the machine's RDMA devices, whose fabric is trusted.
+    """Make the transports, by name, preferred first. "auto": CUDA IPC between pools in device memory, NIXL where it
+    works, then gRPC. `regions`: what is read and written, first the pool that peers read, which `device` is where it is
+    in device memory. has_rdma: NIXL may use the machine's RDMA devices, whose fabric is trusted.
 
     Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
     does not work here.

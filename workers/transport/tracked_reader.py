@@ -1,4 +1,4 @@
-"""Reads that another thread carries out: waited for with a limit, and followed to their end when nobody waits."""
+"""Base of readers whose reads run on another thread: waited for with a limit, and tracked to their end."""
 
 import asyncio
 from concurrent.futures import Future
@@ -12,16 +12,16 @@ SETTLE_S = 10.0  # then `cut` ends what is still under way, if anything can
 
 
 class TrackedReader(KVReader):
-    """A future is done only when no byte of its read can land any more."""
+    """Tracks the futures of reads. A future is done only when no byte of its read can arrive any more."""
 
     def __init__(self) -> None:
         self._landing: set[Future[None]] = set()
 
     async def cut(self) -> None:
-        """End what is under way, where that can be done."""
+        """End the reads under way, where the transport can."""
 
     async def wait_for(self, landing: "Future[None]", num_bytes: int) -> None:
-        """Raises what the future raises, or a TransportError when it takes too long."""
+        """Wait for a read. Raises what its future raises, or a TransportError when it takes too long."""
         self._landing.add(landing)
         landing.add_done_callback(self._landing.discard)
         timeout = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S

@@ -1,15 +1,15 @@
-"""Where a request's time went, by its router's clock and its workers' words. Pure: instants come in.
+"""Computes the phases of a request from the times of its router and the durations of its workers. Pure.
 
     receipt      ──queue, prefill, deliver_first──────────────────────> first token
     first token  ──last_segment, commit, first_decode, deliver_second──> second token
-    beside the prefill, and in no sum: announce_to_pull, pull
+    during the prefill, and in no sum: announce_to_pull, pull
 
-Each row sums exactly to what the router saw between its ends. Workers tell durations, never instants, so no two clocks
-are compared: the deliveries are what remains. The sink begins while the first token is still on its way, so its phases
-may exceed the time between the two tokens; what is too much comes off the earliest of them, for nobody waited for it.
+Each row sums exactly to the time that the router measured. Workers send durations, never times, so no two clocks are
+compared: delivery is the rest. The sink begins before the router has the first token, so its phases may exceed the time
+between the two tokens; the excess is taken off the earliest of them, because nothing waited for it.
 
-A token counts by the attempt that delivered it: what was lost before that began is queue (of the second token: commit).
-Without a hand-off, first_decode is all there is between the first two tokens.
+The phases of a token are those of the attempt that delivered it. Time lost before that attempt is queue, or commit for
+the second token. Without a hand-off, first_decode is the whole time between the first two tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from ...workers.common.timings import SequenceTimings
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Of one completion; proto/inference.proto says what each means. The second row is 0 without a second token."""
+    """Phases of one completion, as in proto/inference.proto. The second row is 0 without a second token."""
 
     queue_s: float
     prefill_s: float
@@ -39,7 +39,7 @@ class RequestTimings:
     num_migrations: int = 0
 
     def to_json(self, index: int) -> dict[str, float | int | str]:
-        """Under the names that the protobuf message has."""
+        """JSON object with the names of the protobuf message."""
         return {"index": index} | asdict(self)
 
     def to_proto(self, index: int) -> inference_pb2.Timings:
@@ -77,12 +77,12 @@ _PHASES: tuple[tuple[str, str, Callable[[RequestTimings], float]], ...] = (
 
 
 def server_timing(timings: RequestTimings) -> str:
-    """The value of a Server-Timing header (W3C): durations in milliseconds."""
+    """Value of a Server-Timing header (W3C): durations in milliseconds."""
     return ", ".join(f'{name};dur={value(timings) * 1000:.3f};desc="{what}"' for name, what, value in _PHASES)
 
 
 def fit(total_s: float, *phases_s: float) -> tuple[float, ...]:
-    """The phases, in their order, and what remains of `total_s` after them. An excess comes off the earliest ones."""
+    """Phases in their order, then the rest of `total_s`. An excess over `total_s` is taken off the earliest phases."""
     excess = max(sum(phases_s) - total_s, 0.0)
     fitted: list[float] = []
     for phase in phases_s:
@@ -94,39 +94,47 @@ def fit(total_s: float, *phases_s: float) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What a router notes of a request: seconds on one monotonic clock. The lists are of the first two tokens."""
+    """Times of a request at its router: seconds on one monotonic clock. The lists are of the first two tokens."""
 
     started_at: float
-    routed_at: float | None = None  # to its first worker
-    submitted_at: float = 0.0  # the newest worker request
+    routed_at: float | None = None  # when its first workers were chosen
+    submitted_at: float = 0.0  # of the newest worker request
     last_token_at: float | None = None
     num_delivered: int = 0
     delivered_at: list[float] = field(default_factory=list[float])
-    submits_at: list[float] = field(default_factory=list[float])  # when the worker request that made it was submitted
-    words: list[SequenceTimings | None] = field(default_factory=list[SequenceTimings | None])  # what its worker told
+    submits_at: list[float] = field(default_factory=list[float])  # of the worker requests that made them
+    worker_timings: list[SequenceTimings | None] = field(default_factory=list[SequenceTimings | None])
 
-    def accepted(self, words: Sequence[SequenceTimings | None]) -> None:
-        """`words` came with the first tokens so far, two at most."""
-        for word in words[len(self.words) :]:
-            self.words.append(word)
+    def accept(self, timings: Sequence[SequenceTimings | None]) -> None:
+        """Take the workers' timings of the first tokens so far, at most two."""
+        for each in timings[len(self.worker_timings) :]:
+            self.worker_timings.append(each)
             self.submits_at.append(self.submitted_at)
 
     def delivered(self, num_tokens: int, now: float) -> bool:
-        """They go to the front door. Returns whether one of the first two is among them."""
+        """Note tokens that go to the front door. Returns whether one of the first two is among them."""
         self.num_delivered += num_tokens
         num_new = min(self.num_delivered, 2) - len(self.delivered_at)
         self.delivered_at += [now] * num_new
         return num_new > 0
 
     def timings(self, now: float, num_attempts: int = 1, num_migrations: int = 0) -> RequestTimings | None:
-        """None before the first token; `now`: when the last one was delivered."""
+        """Timings so far; None before the first token. `now`: delivery of the last token."""
         if not self.delivered_at:
             return None
-        second = self.words[1] if len(self.delivered_at) > 1 else None
+        has_second = len(self.delivered_at) > 1
+        second = self.worker_timings[1] if has_second else None
         handoff = second.handoff if second else None
+        queue_s, prefill_s, deliver_first_s = self._until_first()
+        last_segment_s, commit_s, decode_s, deliver_second_s = self._until_second() if has_second else (0.0,) * 4
         return RequestTimings(
-            *self._until_first(),
-            *(self._until_second() if len(self.delivered_at) > 1 else ()),
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            deliver_first_s=deliver_first_s,
+            last_segment_s=last_segment_s,
+            commit_s=commit_s,
+            first_decode_s=decode_s,
+            deliver_second_s=deliver_second_s,
             announce_to_pull_s=handoff.announce_to_pull_s if handoff else 0.0,
             pull_s=handoff.pull_s if handoff else 0.0,
             total_s=now - self.started_at,
@@ -139,22 +147,22 @@ class RequestTimes:
     def _until_first(self) -> tuple[float, float, float]:
         """queue, prefill, deliver_first."""
         total_s, queue_s = self.delivered_at[0] - self.started_at, self.submits_at[0] - self.started_at
-        word = self.words[0]
-        if word is None:
+        worker = self.worker_timings[0]
+        if worker is None:
             return queue_s, total_s - queue_s, 0.0
-        queue_s, prefill_s, deliver_s = fit(total_s, queue_s + word.queue_s, word.compute_s)
+        queue_s, prefill_s, deliver_s = fit(total_s, queue_s + worker.queue_s, worker.compute_s)
         return queue_s, prefill_s, deliver_s
 
     def _until_second(self) -> tuple[float, float, float, float]:
         """last_segment, commit, first_decode, deliver_second."""
         total_s = self.delivered_at[1] - self.delivered_at[0]
-        word = self.words[1]
-        if word is None:
+        worker = self.worker_timings[1]
+        if worker is None:
             return 0.0, 0.0, total_s, 0.0
         lost_s = max(self.submits_at[1] - self.delivered_at[0], 0.0)
-        last_segment_s, commit_s = 0.0, lost_s + word.queue_s
-        if word.handoff is not None:
-            last_segment_s = word.handoff.last_segment_s
-            commit_s += word.handoff.release_s
-        last_segment_s, commit_s, decode_s, deliver_s = fit(total_s, last_segment_s, commit_s, word.compute_s)
+        last_segment_s, commit_s = 0.0, lost_s + worker.queue_s
+        if worker.handoff is not None:
+            last_segment_s = worker.handoff.last_segment_s
+            commit_s += worker.handoff.release_s
+        last_segment_s, commit_s, decode_s, deliver_s = fit(total_s, last_segment_s, commit_s, worker.compute_s)
         return last_segment_s, commit_s, decode_s, deliver_s

@@ -186,8 +186,8 @@ class RequestDriver:
 
     def _after(self, actions: Actions) -> None:
         """Finish an event, which may have brought tokens or the request's end."""
-        if len(self.times.words) < 2:
-            self.times.accepted(self.state.timings)
+        if len(self.times.worker_timings) < 2:
+            self.times.accept(self.state.timings)
         if actions:
             self._do(actions)
         if self._waiter is not None and not self._waiter.done():

@@ -18,7 +18,7 @@ def first_at_103(word: SequenceTimings | None = FIRST) -> RequestTimes:
     """Received at 100, submitted at 100.5."""
     times = RequestTimes(started_at=100)
     times.submitted_at = 100.5
-    times.accepted([word])
+    times.accept([word])
     assert times.delivered(1, 103)
     return times
 
@@ -32,7 +32,7 @@ def until_second(t: RequestTimings) -> tuple[float, ...]:
 
 
 def second_at(times: RequestTimes, now: float, word: SequenceTimings | None = SECOND) -> RequestTimings:
-    times.accepted([times.words[0], word])
+    times.accept([times.worker_timings[0], word])
     assert times.delivered(1, now)
     timings = times.timings(now, num_attempts=2, num_migrations=1)
     assert timings is not None
@@ -44,7 +44,7 @@ def second_at(times: RequestTimes, now: float, word: SequenceTimings | None = SE
 def test_nothing_is_told_before_the_first_token() -> None:
     times = RequestTimes(100)
     times.submitted_at = 101
-    times.accepted([])
+    times.accept([])
     assert times.timings(102) is None
 
 
@@ -77,7 +77,7 @@ def test_what_the_sink_did_while_the_first_token_travelled_is_nobodys_wait() -> 
 def test_both_tokens_at_once_leave_no_time_between_them() -> None:
     times = RequestTimes(100)
     times.submitted_at = 101
-    times.accepted([FIRST, SECOND])
+    times.accept([FIRST, SECOND])
     assert times.delivered(2, 104)
     timings = times.timings(104)
     assert timings is not None
@@ -109,7 +109,7 @@ def test_what_was_lost_before_the_first_token_is_queue() -> None:
     times = RequestTimes(100)
     times.submitted_at = 100.5
     times.submitted_at = 107  # an attempt failed
-    times.accepted([FIRST])
+    times.accept([FIRST])
     times.delivered(1, 109.5)
     timings = times.timings(109.5)
     assert timings is not None and until_first(timings) == (7.25, 2, 0.25)
@@ -127,7 +127,7 @@ def test_what_was_lost_before_the_second_token_is_commit(word: SequenceTimings) 
 def test_a_new_leg_after_a_token_was_accepted_is_not_that_tokens() -> None:
     times = RequestTimes(100)
     times.submitted_at = 100.5
-    times.accepted([FIRST])
+    times.accept([FIRST])
     times.submitted_at = 102.75
     times.delivered(1, 103)
     timings = times.timings(103)

@@ -64,8 +64,7 @@ SILENT_AFTER = 2 / 3  # of the lease without an answer: the source is gone
 
 
 class SourceHandoff:
-    """State of a hand-off at its source. `is_live`: the sequence runs on while it is OPEN; `prefix`: for one sink
-    alone."""
+    """A hand-off at its source. `is_live`: the sequence runs on while it is OPEN; `prefix`: for one sink alone."""
 
     def __init__(
         self, num_blocks: int, num_layers: int, lease_s: float, now: float, is_live: bool = False, prefix: bool = False
@@ -146,8 +145,8 @@ class SourceHandoff:
         return actions
 
     def leave(self, sink: str, now: float) -> list[SourceAction]:
-        """End the sink's hold: it abandons, or its stream ended. Another has one lease's time to take over; nobody has to for a
-        sequence that still runs here, nor for a prefix, which is computed instead: that hand-off ends."""
+        """End the sink's hold: it abandons, or its stream ended. Another sink has one lease's time to take over. The
+        hand-off of a sequence that still runs here, or of a prefix, ends instead."""
         actions = self.tick(now)
         if not self.is_held_by(sink):
             return actions
@@ -167,7 +166,7 @@ class SourceHandoff:
         return [*actions, Answer(held)]
 
     def release(self, sink: str, now: float) -> list[SourceAction]:
-        """Release the blocks after the sink's last read. Held: all that it read since `subscribe` was this sequence's KV."""
+        """Release after the sink's last read. Held: all that it read since `subscribe` was this sequence's KV."""
         actions = self.tick(now)
         if sink != self.sink:
             return [*actions, Answer(False)]
@@ -212,7 +211,7 @@ class SourceHandoff:
 
 
 class SinkHandoff:
-    """State of a hand-off at its sink. `deadline`: the pull ends by then. `open_by`: the source must have answered the subscription by then."""
+    """A hand-off at its sink. `deadline`: of the pull. `open_by`: deadline of the source's first answer."""
 
     def __init__(self, num_layers: int, *, deadline: float, open_by: float) -> None:
         self.state = SinkState.WAITING

@@ -2,7 +2,8 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,18 +172,13 @@ class World:
             await self.supervisor.stop()
 
 
-def run(
-    test: Callable[[World], Coroutine[Any, Any, None]], launcher: FakeLauncher | None = None, **pools: object
-) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            world = World(launcher or FakeLauncher(), {"pools": pools})
-            try:
-                await test(world)
-            finally:
-                await world.leave()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def supervising(launcher: FakeLauncher | None = None, **pools: object) -> AsyncIterator[World]:
+    world = World(launcher or FakeLauncher(), {"pools": pools})
+    try:
+        yield world
+    finally:
+        await world.leave()
 
 
 def is_ready(status: ClusterStatus) -> bool:

@@ -7,16 +7,16 @@ from diptych.cluster.control.status import StartFailure
 from diptych.workers.common.errors import CheckpointError, PeerLost, RankLost, WorkerLost
 from diptych.workers.testing.fake_runner import fake_output
 
-from ...support.supervised import TIMEOUT_S, FakeLauncher, World, generate, is_ready, run
+from ...support.supervised import TIMEOUT_S, FakeLauncher, World, generate, is_ready, supervising
 
 ECHO = "worker 1 of the 2 that share experts ended: all of them end with it, to be started again"
 MIXED = {"mixed": {"replicas": 1, "data_parallel": 2}}
 
 
-def test_a_gang_counts_as_one_and_is_replaced_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gang_counts_as_one_and_is_replaced_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "LAST_WORDS_S", 0.0)
 
-    async def test(world: World) -> None:
+    async with supervising(prefill={"replicas": 1}, decode={"replicas": 1, "data_parallel": 2}) as world:
         status = await world.until(is_ready)
         assert [w.worker_id for w in status.workers] == ["prefill-1", "decode-2.0", "decode-2.1"]
         assert (status.pools[1].target, status.pools[1].num_ready) == (1, 1)
@@ -33,11 +33,9 @@ def test_a_gang_counts_as_one_and_is_replaced_as_a_whole(monkeypatch: pytest.Mon
         assert world.launcher.processes["decode-2.0"].is_dead  # it was ended
         assert world.launcher.places == {"prefill-1", "decode-3"}
 
-    run(test, prefill={"replicas": 1}, decode={"replicas": 1, "data_parallel": 2})
 
-
-def test_gangs_are_scaled_as_a_whole_and_leave_when_all_of_one_are_done() -> None:
-    async def test(world: World) -> None:
+async def test_gangs_are_scaled_as_a_whole_and_leave_when_all_of_one_are_done() -> None:
+    async with supervising(FakeLauncher(step_s=0.1), **MIXED) as world:
         await world.until(is_ready)
         world.supervisor.scale({"mixed": 2})
         status = await world.until(lambda s: s.is_settled and s.pools[2].num_ready == 2)
@@ -57,11 +55,9 @@ def test_gangs_are_scaled_as_a_whole_and_leave_when_all_of_one_are_done() -> Non
         status = await world.until(lambda s: s.is_settled)
         assert not set(draining) & {w.worker_id for w in status.workers} and len(status.workers) == 2
 
-    run(test, FakeLauncher(step_s=0.1), **MIXED)
 
-
-def test_a_new_supervisor_takes_over_a_gang() -> None:
-    async def test(world: World) -> None:
+async def test_a_new_supervisor_takes_over_a_gang() -> None:
+    async with supervising(**MIXED) as world:
         await world.until(is_ready)
         before = await world.fleet()
         successor = World(world.launcher, {"pools": MIXED})
@@ -72,8 +68,6 @@ def test_a_new_supervisor_takes_over_a_gang() -> None:
             assert world.launcher.num_started == 2
         finally:
             await successor.leave(end=False)
-
-    run(test, **MIXED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -94,10 +88,10 @@ async def test_a_new_supervisor_ends_what_is_left_of_a_gang(rank: int) -> None:
     assert not launcher.places
 
 
-def test_a_cause_is_told_instead_of_its_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cause_is_told_instead_of_its_echo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "LAST_WORDS_S", TIMEOUT_S)
 
-    async def test(world: World) -> None:
+    async with supervising(**MIXED) as world:
         await world.until(is_ready)
         first, second = (world.launcher.processes[f"mixed-1.{rank}"] for rank in (0, 1))
         await first.die(PeerLost(ECHO))
@@ -110,15 +104,13 @@ def test_a_cause_is_told_instead_of_its_echo(monkeypatch: pytest.MonkeyPatch) ->
         await world.until(lambda s: s.is_settled)
         assert world.launcher.places == {"mixed-2"}
 
-    run(test, **MIXED)
 
-
-def test_an_echo_is_not_told_instead_of_its_cause(
+async def test_an_echo_is_not_told_instead_of_its_cause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_watch, "LAST_WORDS_S", TIMEOUT_S)
 
-    async def test(world: World) -> None:
+    async with supervising(**MIXED) as world:
         await world.until(is_ready)
         first, second = (world.launcher.processes[f"mixed-1.{rank}"] for rank in (0, 1))
         await first.die(WorkerLost("out of memory"))
@@ -128,14 +120,12 @@ def test_an_echo_is_not_told_instead_of_its_cause(
         assert status.pools[2].last_error == "mixed-1.0: out of memory"
         assert f"lost mixed-1.1: {ECHO}" in caplog.messages
 
-    run(test, **MIXED)
 
-
-def test_settings_that_one_of_a_gang_refuses_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settings_that_one_of_a_gang_refuses_are_final(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "LAST_WORDS_S", TIMEOUT_S)
 
-    async def test(world: World) -> None:
+    async with supervising(
+        FakeLauncher(errors=[PeerLost(ECHO), CheckpointError("a shard is missing")]), **MIXED
+    ) as world:
         status = await world.until(lambda s: s.failure is not None)
         assert status.failure == StartFailure("CheckpointError", "a shard is missing")
-
-    run(test, FakeLauncher(errors=[PeerLost(ECHO), CheckpointError("a shard is missing")]), **MIXED)

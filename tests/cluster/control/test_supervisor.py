@@ -13,35 +13,31 @@ from diptych.cluster.control.worker_control import WorkerControl
 from diptych.workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
 from diptych.workers.testing.fake_runner import fake_output
 
-from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, FakeRouter, World, generate, is_ready, run
+from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, FakeRouter, World, generate, is_ready, supervising
 
 ONE_OF_EACH = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
 
-def test_the_fleet_comes_up_and_routers_hear_of_it() -> None:
-    async def test(world: World) -> None:
+async def test_the_fleet_comes_up_and_routers_hear_of_it() -> None:
+    async with supervising(**ONE_OF_EACH) as world:
         status = await world.until(is_ready)
         assert [(p.name, p.num_ready) for p in status.pools if p.target] == [("prefill", 1), ("decode", 1)]
         infos = (await world.fleet()).values()
         assert sorted((i.role, i.pool) for i in infos) == [("decode", "decode"), ("prefill", "prefill")]
         assert {i.address for i in infos} == {w.address for w in status.workers}
 
-    run(test, **ONE_OF_EACH)
 
-
-def test_a_new_cluster_gives_the_names_that_its_processes_were_started_under() -> None:
-    async def test(world: World) -> None:
+async def test_a_new_cluster_gives_the_names_that_its_processes_were_started_under() -> None:
+    pools = {"prefill": {"replicas": 2}, "decode": {"replicas": 1}, "mixed": {"replicas": 1, "data_parallel": 2}}
+    async with supervising(**pools) as world:
         status = await world.until(is_ready)
         expected = first_worker_ids(build({"model": "fake", "pools": pools}).pools)
         assert sorted((w.worker_id, w.pool) for w in status.workers) == sorted(expected)
         assert [r.router_id for r in status.routers] == [make_router_id(0)]
 
-    pools = {"prefill": {"replicas": 2}, "decode": {"replicas": 1}, "mixed": {"replicas": 1, "data_parallel": 2}}
-    run(test, **pools)
 
-
-def test_a_worker_that_died_is_replaced_at_once() -> None:
-    async def test(world: World) -> None:
+async def test_a_worker_that_died_is_replaced_at_once() -> None:
+    async with supervising(**ONE_OF_EACH) as world:
         await world.until(is_ready)
         before = await world.fleet()
         await world.launcher.processes["prefill-1"].die(WorkerLost("SIGKILL"))
@@ -52,20 +48,16 @@ def test_a_worker_that_died_is_replaced_at_once() -> None:
         assert status.pools[0].last_error == "prefill-1: SIGKILL"
         assert world.launcher.num_started == 3
 
-    run(test, **ONE_OF_EACH)
 
-
-def test_a_start_that_fails_by_its_settings_is_final_before_the_cluster_was_ready() -> None:
+async def test_a_start_that_fails_by_its_settings_is_final_before_the_cluster_was_ready() -> None:
     launcher = FakeLauncher(errors=[CheckpointError("a shard is missing")])
 
-    async def test(world: World) -> None:
+    async with supervising(launcher, mixed={"replicas": 1}) as world:
         status = await world.until(lambda s: s.failure is not None)
         assert status.state == "failed"
         assert status.failure is not None
         assert (status.failure.error, status.failure.message) == ("CheckpointError", "a shard is missing")
         assert world.launcher.num_started == 1
-
-    run(test, launcher, mixed={"replicas": 1})
 
 
 @pytest.mark.parametrize(
@@ -75,62 +67,54 @@ def test_a_start_that_fails_by_its_settings_is_final_before_the_cluster_was_read
         (InternalError("a bug"), "router-1: a bug"),  # of what is nobody's fault but ours, who met it
     ],
 )
-def test_a_router_that_fails_while_starting_ends_the_start(error: DiptychError, message: str) -> None:
-    async def test(world: World) -> None:
+async def test_a_router_that_fails_while_starting_ends_the_start(error: DiptychError, message: str) -> None:
+    async with supervising(FakeLauncher(router_errors=[error]), mixed={"replicas": 1}) as world:
         status = await world.until(lambda s: s.failure is not None)
         assert status.failure == StartFailure(type(error).__name__, message)
         assert status.state == "failed"
         assert len(world.launcher.routers) == 1
 
-    run(test, FakeLauncher(router_errors=[error]), mixed={"replicas": 1})
 
-
-def test_a_router_that_is_lost_while_starting_is_counted() -> None:
-    async def test(world: World) -> None:
+async def test_a_router_that_is_lost_while_starting_is_counted() -> None:
+    async with supervising(
+        FakeLauncher(router_errors=[WorkerLost("killed"), WorkerLost("killed again")]), mixed={"replicas": 1}
+    ) as world:
         status = await world.until(lambda s: any(r.num_failures == 2 for r in s.routers))
         assert (status.failure, status.routers[0].last_error) == (None, "killed again")
         status = await world.until(is_ready)
         assert status.routers[0].num_failures == 0
 
-    run(test, FakeLauncher(router_errors=[WorkerLost("killed"), WorkerLost("killed again")]), mixed={"replicas": 1})
 
-
-def test_a_supervisor_that_fails_before_the_cluster_was_ready_tells_the_start() -> None:
-    async def test(world: World) -> None:
+async def test_a_supervisor_that_fails_before_the_cluster_was_ready_tells_the_start() -> None:
+    async with supervising(mixed={"replicas": 1}) as world:
         first, second = InternalError("a bug"), InternalError("its echo")
         assert world.supervisor.note_failure("the supervisor", first)
         assert world.supervisor.note_failure("the supervisor", second)
         assert world.supervisor.status().failure == StartFailure("InternalError", "the supervisor: a bug")
 
-    run(test, mixed={"replicas": 1})
 
-
-def test_a_failure_after_the_cluster_was_ready_ends_nothing() -> None:
-    async def test(world: World) -> None:
+async def test_a_failure_after_the_cluster_was_ready_ends_nothing() -> None:
+    async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)
         await world.until(lambda s: s.state == "ready")
         world.launcher.routers[0].death.set_result(CheckpointError("the disk is gone"))
         status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
         assert status.failure is None
 
-    run(test, mixed={"replicas": 1})
 
-
-def test_a_crash_loop_backs_off_and_shows_its_error() -> None:
+async def test_a_crash_loop_backs_off_and_shows_its_error() -> None:
     launcher = FakeLauncher(errors=[WorkerLost("boom"), WorkerLost("boom"), WorkerLost("bang")])
 
-    async def test(world: World) -> None:
+    async with supervising(launcher, mixed={"replicas": 1}) as world:
         status = await world.until(lambda s: s.pools[2].num_failures == 3)
         assert status.pools[2].retry_in_s > 0
         assert status.pools[2].last_error.endswith("bang")
         status = await world.until(is_ready)
         assert world.launcher.num_started == 4
 
-    run(test, launcher, mixed={"replicas": 1})
 
-
-def test_scaling_up_and_down_keeps_those_that_stay() -> None:
-    async def test(world: World) -> None:
+async def test_scaling_up_and_down_keeps_those_that_stay() -> None:
+    async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)
         first = set(await world.fleet())
         world.supervisor.scale({"mixed": 3})
@@ -141,11 +125,9 @@ def test_scaling_up_and_down_keeps_those_that_stay() -> None:
         assert len(await world.fleet()) == 1
         assert world.launcher.kept == {"prefill": 0, "decode": 0, "mixed": 1}
 
-    run(test, mixed={"replicas": 1})
 
-
-def test_the_idle_worker_leaves_and_the_busy_one_stays() -> None:
-    async def test(world: World) -> None:
+async def test_the_idle_worker_leaves_and_the_busy_one_stays() -> None:
+    async with supervising(FakeLauncher(step_s=0.1), mixed={"replicas": 2}) as world:
         status = await world.until(is_ready)
         busy = status.workers[0]
         assert busy.address
@@ -159,11 +141,11 @@ def test_the_idle_worker_leaves_and_the_busy_one_stays() -> None:
         answer += [token async for token in tokens]
         assert answer == fake_output([3, 4], 20)
 
-    run(test, FakeLauncher(step_s=0.1), mixed={"replicas": 2})
 
-
-def test_a_drained_worker_stays_in_the_fleet_until_it_is_done() -> None:
-    async def test(world: World) -> None:
+async def test_a_drained_worker_stays_in_the_fleet_until_it_is_done() -> None:
+    async with supervising(
+        FakeLauncher(step_s=0.1), prefill={"replicas": 1, "chunk_tokens": 8}, decode={"replicas": 1}
+    ) as world:
         status = await world.until(is_ready)
         worker = next(w for w in status.workers if w.pool == "prefill")
         assert worker.address
@@ -177,11 +159,9 @@ def test_a_drained_worker_stays_in_the_fleet_until_it_is_done() -> None:
         await world.until(lambda s: s.is_settled)
         assert worker.address not in {info.address for info in (await world.fleet()).values()}
 
-    run(test, FakeLauncher(step_s=0.1), prefill={"replicas": 1, "chunk_tokens": 8}, decode={"replicas": 1})
 
-
-def test_a_worker_changes_its_pool_without_a_restart() -> None:
-    async def test(world: World) -> None:
+async def test_a_worker_changes_its_pool_without_a_restart() -> None:
+    async with supervising(prefill={"replicas": 2}, decode={"replicas": 1}) as world:
         await world.until(is_ready)
         before = await world.fleet()
         world.supervisor.scale({"prefill": 1, "decode": 2})
@@ -192,11 +172,9 @@ def test_a_worker_changes_its_pool_without_a_restart() -> None:
         while sorted(w.role for w in world.supervisor.status().workers) != ["decode", "decode", "prefill"]:
             await asyncio.sleep(0.01)  # until the workers themselves have said so
 
-    run(test, prefill={"replicas": 2}, decode={"replicas": 1})
 
-
-def test_a_new_supervisor_takes_over_what_lives() -> None:
-    async def test(world: World) -> None:
+async def test_a_new_supervisor_takes_over_what_lives() -> None:
+    async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)
         world.supervisor.scale({"mixed": 2})
         await world.until(lambda s: s.is_settled and s.pools[2].num_ready == 2)
@@ -212,11 +190,9 @@ def test_a_new_supervisor_takes_over_what_lives() -> None:
         finally:
             await successor.leave(end=False)
 
-    run(test, mixed={"replicas": 1})
 
-
-def test_a_lost_router_is_started_again() -> None:
-    async def test(world: World) -> None:
+async def test_a_lost_router_is_started_again() -> None:
+    async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)
         world.launcher.routers[0].death.set_result(WorkerLost("SIGKILL"))
         status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
@@ -225,15 +201,13 @@ def test_a_lost_router_is_started_again() -> None:
         assert first.before is None
         assert second.before == await first.start()
 
-    run(test, mixed={"replicas": 1})
 
-
-def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tells routers of those that answer, plans, and says what the other waits for."""
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
     monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
 
-    async def test(world: World) -> None:
+    async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)
         await world.leave(end=False)
         world.launcher.kept = {"prefill": 0, "decode": 0, "mixed": 3}
@@ -250,13 +224,11 @@ def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: p
         finally:
             await successor.leave()
 
-    run(test, mixed={"replicas": 1})
 
-
-def test_a_new_supervisor_goes_on_draining_what_the_last_one_drained() -> None:
+async def test_a_new_supervisor_goes_on_draining_what_the_last_one_drained() -> None:
     """Such a worker takes nothing any more: it counts for nothing, and the other one stays."""
 
-    async def test(world: World) -> None:
+    async with supervising(FakeLauncher(step_s=0.02), mixed={"replicas": 2}) as world:
         await world.until(is_ready)
         status = await world.until(lambda s: s.pools[2].num_ready == 2)
         first, second = sorted(status.workers, key=lambda w: w.worker_id)
@@ -279,8 +251,6 @@ def test_a_new_supervisor_goes_on_draining_what_the_last_one_drained() -> None:
         finally:
             await successor.leave()
 
-    run(test, FakeLauncher(step_s=0.02), mixed={"replicas": 2})
-
 
 async def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
@@ -302,7 +272,7 @@ async def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch
             await world.leave()
 
 
-def test_a_router_whose_start_raises_what_nobody_foresaw_is_started_again() -> None:
+async def test_a_router_whose_start_raises_what_nobody_foresaw_is_started_again() -> None:
     class Failing(FakeLauncher):
         async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
             if not self.num_refused:
@@ -312,26 +282,22 @@ def test_a_router_whose_start_raises_what_nobody_foresaw_is_started_again() -> N
 
         num_refused = 0
 
-    async def test(world: World) -> None:
+    async with supervising(Failing(), mixed={"replicas": 1}) as world:
         status = await world.until(is_ready)
         assert "Ray lost its connection" in status.routers[0].last_error
         assert len(world.launcher.routers) == 1
 
-    run(test, Failing(), mixed={"replicas": 1})
 
-
-def test_a_router_that_hangs_is_replaced_where_it_listened(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_that_hangs_is_replaced_where_it_listened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "TICK_S", 0.01)
 
-    async def test(world: World) -> None:
+    async with supervising(mixed={"replicas": 1}) as world:
         await world.until(is_ready)
         world.launcher.routers[0].is_stopped = True
         status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
         assert "it hangs" in status.routers[0].last_error
         first, second = world.launcher.routers
         assert first.is_killed and second.before == await second.start()
-
-    run(test, mixed={"replicas": 1})
 
 
 @pytest.mark.parametrize(
@@ -343,9 +309,9 @@ def test_a_router_that_hangs_is_replaced_where_it_listened(monkeypatch: pytest.M
         ({"mixed": 2}, "scales by itself between 0 and 3"),
     ],
 )
-def test_targets_that_cannot_be_are_refused(replicas: dict[str, int], expected: str) -> None:
-    async def test(world: World) -> None:
+async def test_targets_that_cannot_be_are_refused(replicas: dict[str, int], expected: str) -> None:
+    async with supervising(
+        decode={"replicas": 1}, mixed={"replicas": 0, "min_replicas": 0, "max_replicas": 3}
+    ) as world:
         with pytest.raises(ConfigError, match=expected):
             world.supervisor.scale(replicas)
-
-    run(test, decode={"replicas": 1}, mixed={"replicas": 0, "min_replicas": 0, "max_replicas": 3})

@@ -12,7 +12,7 @@ from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.common.role import Role
 from diptych.workers.testing.fake_runner import fake_output
 
-from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, World, is_ready, run
+from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, World, is_ready, supervising
 
 STEP_S = 0.01
 LASTING = 100  # tokens left to make: no sequence ends before it can be moved
@@ -105,8 +105,10 @@ def check_nothing_was_resumed(world: World, users: Users) -> None:
     assert all("stop" in line or "length" in line for line in outcomes), outcomes
 
 
-def test_a_planned_change_moves_sequences_and_resumes_nothing() -> None:
-    async def test(world: World) -> None:
+async def test_a_planned_change_moves_sequences_and_resumes_nothing() -> None:
+    async with supervising(
+        FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), prefill={"replicas": 1}, decode={"replicas": 1}
+    ) as world:
         await world.until(is_ready)
         async with under_load(world) as users:
             await users.until_done(10)
@@ -118,11 +120,11 @@ def test_a_planned_change_moves_sequences_and_resumes_nothing() -> None:
         check_nothing_was_resumed(world, users)
         assert counted(users.router, "diptych_request_migrations_total") >= 1
 
-    run(test, FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), prefill={"replicas": 1}, decode={"replicas": 1})
 
-
-def test_the_first_prefill_worker_comes_and_the_last_one_goes_and_nothing_is_resumed() -> None:
-    async def test(world: World) -> None:
+async def test_the_first_prefill_worker_comes_and_the_last_one_goes_and_nothing_is_resumed() -> None:
+    async with supervising(
+        FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), prefill={"replicas": 0}, decode={"replicas": 1}
+    ) as world:
         await world.until(is_ready)
         async with under_load(world) as users:
             await users.until_done(10)
@@ -131,5 +133,3 @@ def test_the_first_prefill_worker_comes_and_the_last_one_goes_and_nothing_is_res
             await scale(world, prefill=0)
             await users.until_done(10)
         check_nothing_was_resumed(world, users)
-
-    run(test, FakeLauncher(step_s=STEP_S, num_blocks=ROOMY), prefill={"replicas": 0}, decode={"replicas": 1})

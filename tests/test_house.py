@@ -63,13 +63,7 @@ MOST_FILES = 17  # in a folder
 MOST_LINES = 400  # in a file
 USUAL_LINES, USUAL_SHARE = 300, 0.9  # so large a share of the files has no more lines
 # Class names that stand in several files. One name has one meaning: take names away from here, add none.
-SHARED_NAMES = {
-    "Budget",
-    "Family",
-    "Phase",
-    "Share",
-    "_Outgoing",
-}
+SHARED_NAMES = {"_Outgoing"}
 FORBIDDEN = {
     "cluster": {"torch", "transformers", "triton", "nixl"},
     "workers": {"ray", "transformers"},

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from diptych.kernels.cpu.library import Team, library
+from diptych.kernels.cpu.library import Team
+from diptych.kernels.cpu.load import library
 
 
 def compiled_team(num_threads: int, cores: Sequence[int] | None = None, isa: str | None = None) -> Team:

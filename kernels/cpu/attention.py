@@ -141,7 +141,7 @@ class Rope(ctypes.Structure):
         return cls(table.data_ptr(), num_rotated)
 
 
-class _Norms(ctypes.Structure):
+class HeadNormsStruct(ctypes.Structure):
     """attention.h's struct HeadNorms."""
 
     _fields_ = [("q", _P), ("k", _P), ("eps", _F), ("is_whole", _I)]
@@ -155,11 +155,11 @@ class HeadNorms:
     k: Tensor  # float32: [D], or [K * D]
     eps: float
 
-    def struct(self, heads: Heads) -> _Norms:
+    def struct(self, heads: Heads) -> HeadNormsStruct:
         is_whole = self.q.numel() != heads.head_dim
         for weight, num_heads in ((self.q, heads.num_heads), (self.k, heads.num_kv_heads)):
             assert weight.shape == (heads.head_dim * (num_heads if is_whole else 1),) and weight.dtype == torch.float32
-        return _Norms(self.q.data_ptr(), self.k.data_ptr(), self.eps, is_whole)
+        return HeadNormsStruct(self.q.data_ptr(), self.k.data_ptr(), self.eps, is_whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def rope_kv_write(
         qkv.stride(0),
         len(qkv),
         ctypes.byref(heads),
-        ctypes.byref(norms.struct(heads) if norms else _Norms()),
+        ctypes.byref(norms.struct(heads) if norms else HeadNormsStruct()),
         ctypes.byref(Rope.of(rope, heads)),
         places.positions.data_ptr(),
         places.slots.data_ptr(),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
-ONCE = ("ranks.cpp", "team.cpp")  # the rest is built for each instruction set
+ONCE = ("ranks.cpp", "structs.cpp", "team.cpp")  # the rest is built for each instruction set
 LIBRARY = "diptych_cpu.so"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -71,7 +71,7 @@ def build(target: Path) -> None:
                 f"{folder}/{source.stem}.{isa}.o",
             ]
             for source in sorted(SOURCES.glob("*.cpp"))
-            for isa, flags in ({"portable": ()} if source.name in ONCE else isas).items()
+            for isa, flags in ({"portable": ISAS["portable"]} if source.name in ONCE else isas).items()
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))

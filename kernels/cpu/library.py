@@ -1,20 +1,17 @@
-"""The compiled CPU kernels, where they were built: the shared library, and the threads that compute with it.
+"""The compiled CPU kernels: the shared library, and the threads that compute with it. load.py loads the library.
 
 A kernel `name` is the C function diptych_<name>_<isa> of src/: the library holds one for each instruction set, and the
-best that this processor has is chosen here. Kernels take a Team first; while one runs, Python's lock is free.
+best that this processor has is chosen when it is loaded. Kernels take a Team first; while one runs, Python's lock is
+free.
 """
 
 import ctypes
-import os
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from .build import fingerprint
 
 PATH = Path(__file__).parent / "diptych_cpu.so"
 ISA_VARIABLE = "DIPTYCH_CPU_ISA"  # one of `Library.isas`, instead of the best; "none": compute with torch
@@ -33,7 +30,7 @@ class Library:
     @property
     def isas(self) -> list[str]:
         """Instruction sets that it can be used with here, best first."""
-        return _isas(self.handle)
+        return available_isas(self.handle)
 
     def using(self, isa: str) -> "Library":
         assert isa in self.isas
@@ -71,26 +68,12 @@ class Team:
         self._end()
 
 
-@cache
-def library() -> Library | None:
-    """None where the kernels were not built, or the environment says not to use them.
-
-    Raises StaleLibrary for one that was built from other sources: what it takes for its arguments may not be.
-    """
-    wanted = os.environ.get(ISA_VARIABLE, "")
-    if wanted == "none" or not PATH.is_file():
-        return None
-    handle = ctypes.CDLL(str(PATH))
-    if not hasattr(handle, "diptych_sources") or _text(handle.diptych_sources) != fingerprint():
-        raise StaleLibrary(f"{PATH} was built from other sources than are here: run {PATH.with_name('build.py')}")
-    isas = _isas(handle)
-    return Library(handle, wanted if wanted in isas else isas[0])
+def available_isas(handle: ctypes.CDLL) -> list[str]:
+    """Instruction sets that both the library and this processor have, best first."""
+    return text_of(handle.diptych_isas).split()
 
 
-def _isas(handle: ctypes.CDLL) -> list[str]:
-    return _text(handle.diptych_isas).split()
-
-
-def _text(function: Any) -> str:
+def text_of(function: Any) -> str:
+    """Text that a C function without arguments returns."""
     function.restype = ctypes.c_char_p
     return function().decode()

@@ -40,7 +40,9 @@ class Linear(ctypes.Structure):
     )
 
 
-class _RowsStruct(ctypes.Structure):
+class WeightRows(ctypes.Structure):
+    """linear.h's struct WeightRows."""
+
     _fields_ = (("rows", _P), ("num_rows", _L), ("stride", _L))
 
 
@@ -92,7 +94,7 @@ def pack(
     packed = take(packed_bytes(n, k, dtype, format))
     stored_scales = None if format == Format.PLAIN else torch.empty(num_panels, num_groups, PANEL)
     wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
-    parts = (_RowsStruct * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
+    parts = (WeightRows * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
     kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P, _P)
     to = (packed.data_ptr(), _address(stored_scales))
     kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, _address(scales), *to)

@@ -62,7 +62,7 @@ class RowSampler:
         assert num_top <= vocab_size and all(0 <= row < num_rows for row in rows)
         totals = torch.empty(len(rows))
         ids, values = torch.empty(len(rows), num_top, dtype=torch.int64), torch.empty(len(rows), num_top)
-        kernel = self._team.library.kernel("log_totals", _P, _L, _P, _L, _L, _L, _P, _P, _P)
+        kernel = self._team.library.kernel("logsumexp_top_k", _P, _L, _P, _L, _L, _L, _P, _P, _P)
         kernel(
             self._team.address,
             logits.data_ptr(),

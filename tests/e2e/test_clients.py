@@ -11,7 +11,7 @@ import pytest
 
 from diptych import Client
 from diptych.cluster.front.front_door import choice_seed
-from diptych.kernels.cpu.library import library
+from diptych.kernels.cpu.load import library
 from diptych.proto import inference_pb2, inference_pb2_grpc
 
 from ..support.cluster_harness import Served, diptych, serving

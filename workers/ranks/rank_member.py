@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from ...kernels.cpu.library import library
+from ...kernels.cpu.load import library
 from ..device.device import Device
 from ..device.device_group import device_rendezvous
 from ..device.joined_memory import Joining

@@ -69,7 +69,7 @@ void sort_by_expert(const Experts &of, const ExpertRows &to) {
 
 template <class T>
 void expert_inner(const Experts &of, const ExpertRows &to, const T *x, int64_t x_stride, int index, int size) {
-  const Then then(Epilogue(of.gate), of.alpha, of.limit);
+  const Epilogue epilogue(EpilogueKind(of.gate), of.alpha, of.limit);
   T *copy = (T *)to.gathered + index * kMostRowsAtOnce * to.gathered_stride;
   share_panels(of, to, num_panels(of.gate_up[0]), index, size, [&](int64_t e, Span places, Span panels) {
     const Linear &weights = of.gate_up[e];
@@ -77,7 +77,7 @@ void expert_inner(const Experts &of, const ExpertRows &to, const T *x, int64_t x
     for (int64_t block = 0; block < num_blocks; block++) {
       const Span some{places.first + count * block / num_blocks, places.first + count * (block + 1) / num_blocks};
       linear_panels(weights, gather(of, to, some, x, x_stride, copy), to.gathered_stride, some.last - some.first,
-                    (T *)to.inner + some.first * to.inner_stride, to.inner_stride, then, panels);
+                    (T *)to.inner + some.first * to.inner_stride, to.inner_stride, epilogue, panels);
     }
   });
 }

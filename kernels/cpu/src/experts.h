@@ -20,7 +20,7 @@ struct Experts {
   const Linear *gate_up, *down;  // of each: [2I, H] packed for its gate, and [H, I]
   int64_t first, count;          // ids of those that are here; others add nothing
   int64_t top_k, hidden_size, inner_size;
-  int32_t gate;  // an Epilogue: how gate and up meet
+  int32_t gate;  // an EpilogueKind: how gate and up meet
   float alpha, limit;
 };
 

@@ -11,9 +11,9 @@ namespace DIPTYCH_ISA {
 // One thread's way through a step. Every method is called by all threads of the team, in the same order; what one
 // leaves behind is there for all only after `done`.
 template <class T>
-class Way {
+class StepThread {
  public:
-  Way(Team &team, const Decoder &of, const Step &step, int index)
+  StepThread(Team &team, const Decoder &of, const Step &step, int index)
       : team_(team), of_(of), step_(step), index_(index), began_(now()) {}
 
   void begin() {
@@ -62,7 +62,7 @@ class Way {
     T *inner = (T *)step_.inner;
     Rows x = normed(layer.mlp_norm, left_by(layer.attention_out_norm));
     if (layer.mixture) return mixture(*layer.mixture, x, left_by(layer.mlp_out_norm));
-    linear(layer.gate_up, x.first, x.stride, step_.num_rows, inner, step_.inner_stride, Epilogue(layer.gate), index_,
+    linear(layer.gate_up, x.first, x.stride, step_.num_rows, inner, step_.inner_stride, EpilogueKind(layer.gate), index_,
            team_.size);
     done(kGateUp);
     give(layer.down, inner, step_.inner_stride, left_by(layer.mlp_out_norm));
@@ -240,13 +240,13 @@ API(decoder_step)(Team *team, const void *decoder, const void *step, int64_t fir
   const Step &now = *(const Step *)step;
   with_dtype(of.dtype, [&](auto t) {
     team->run([&](int index) {
-      Way<decltype(t)> way(*team, of, now, index);
-      if (first == 0) way.begin();
+      StepThread<decltype(t)> thread(*team, of, now, index);
+      if (first == 0) thread.begin();
       for (int64_t i = first; i < last; i++) {
-        way.attention_half(i);
-        way.mlp_half(i);
+        thread.attention_half(i);
+        thread.mlp_half(i);
       }
-      if (last == of.num_layers && now.num_sampled) way.head();
+      if (last == of.num_layers && now.num_sampled) thread.head();
     });
   });
 }
@@ -257,9 +257,9 @@ API(decoder_half)(Team *team, const void *decoder, const void *step, int64_t lay
   const Decoder &of = *(const Decoder *)decoder;
   with_dtype(of.dtype, [&](auto t) {
     team->run([&](int index) {
-      Way<decltype(t)> way(*team, of, *(const Step *)step, index);
-      if (half) way.mlp_half(layer);
-      else way.attention_half(layer);
+      StepThread<decltype(t)> thread(*team, of, *(const Step *)step, index);
+      if (half) thread.mlp_half(layer);
+      else thread.attention_half(layer);
     });
   });
 }

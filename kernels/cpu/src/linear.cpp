@@ -50,12 +50,12 @@ void unpack(const char *from, int64_t inputs, char *scratch) {
 
 inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 
-inline f32x16 gated(f32x16 gate, f32x16 up, const Then &then) {
-  if (then.what == kSiluMul) return gate * sigmoid(gate) * up;
-  if (then.what == kClampedMul) {
-    const f32x16 low = splat(-then.limit), high = splat(then.limit);
+inline f32x16 gated(f32x16 gate, f32x16 up, const Epilogue &epilogue) {
+  if (epilogue.what == kSiluMul) return gate * sigmoid(gate) * up;
+  if (epilogue.what == kClampedMul) {
+    const f32x16 low = splat(-epilogue.limit), high = splat(epilogue.limit);
     gate = min(high, gate);  // NaN stays NaN
-    return (max(low, min(high, up)) + 1.0f) * gate * sigmoid(gate * then.alpha);
+    return (max(low, min(high, up)) + 1.0f) * gate * sigmoid(gate * epilogue.alpha);
   }
   f32x16 inner = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);  // 2 sqrt(2 / pi): tanh by sigmoid
   return gate * sigmoid(inner) * up;
@@ -63,13 +63,13 @@ inline f32x16 gated(f32x16 gate, f32x16 up, const Then &then) {
 
 // One row of one panel: y is its sums, which it overwrites; `width` outputs are within the matrix.
 template <class Out>
-void finish(float *y, const float *scales, const float *bias, Out *out, int64_t width, const Then &then) {
+void finish(float *y, const float *scales, const float *bias, Out *out, int64_t width, const Epilogue &epilogue) {
   if (scales)
     for (int i = 0; i < kPanel; i++) y[i] *= scales[i];
   if (bias)
     for (int i = 0; i < kPanel; i++) y[i] += bias[i];
-  if (then.what >= kSiluMul) store(y, gated(load(y), load(y + kLanes), then));
-  if (then.what == kAdd)
+  if (epilogue.what >= kSiluMul) store(y, gated(load(y), load(y + kLanes), epilogue));
+  if (epilogue.what == kAdd)
     for (int64_t i = 0; i < width; i++) y[i] += widen(out[i]);
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) store(out + i, load(y + i));
@@ -94,7 +94,7 @@ class Panel {
   // x, out: the block's first row, out at the panel's first output; width: outputs within the matrix.
   template <class Out>
   void run(const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, int64_t width,
-           const Then &then) const {
+           const Epilogue &epilogue) const {
     alignas(64) float acc[kMostRowsAtOnce * kPanel];
     alignas(64) char scratch[kPlainWeights ? 1 : kUnpacked * kPanel * sizeof(T)];
     if (kByGroup) std::memset(acc, 0, num_rows * kPanel * sizeof(float));
@@ -120,7 +120,7 @@ class Panel {
                                      chunk_scales, fetch + i * num_reads * fetch_step, fetch_step);
         if (k + inputs == of_.k)
           for (int64_t r = 0; r < count; r++)
-            finish(y + r * kPanel, scales, bias, to + r * out_stride, width, then);
+            finish(y + r * kPanel, scales, bias, to + r * out_stride, width, epilogue);
       }
     }
   }
@@ -150,7 +150,7 @@ int64_t width_of(const Linear &of) { return of.is_gated ? kPanel / 2 : kPanel; }
 
 template <class T, class Source, class Out>
 void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
-              const Then &then, Span panels) {
+              const Epilogue &epilogue, Span panels) {
   const int64_t width = width_of(of), num_outputs = of.is_gated ? of.n / 2 : of.n, most = rows_at_once<T>(of);
   const int64_t num_blocks = (num_rows + most - 1) / most;
   for (int64_t block = 0; block < num_blocks; block++) {
@@ -158,7 +158,7 @@ void multiply(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, 
     for (int64_t panel = panels.first; panel < panels.last; panel++) {
       const int64_t column = panel * width, left = num_outputs - column;
       Panel<T, Source>(of, panel).run(x + first * x_stride, x_stride, rows, out + first * out_stride + column,
-                                      out_stride, left < width ? left : width, then);
+                                      out_stride, left < width ? left : width, epilogue);
     }
   }
 }
@@ -178,38 +178,38 @@ int64_t rows_at_once(const Linear &of) {
 
 template <class T, class Out>
 void linear_panels(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
-                   const Then &then, Span panels) {
+                   const Epilogue &epilogue, Span panels) {
   if (of.format == kInt8)
-    multiply<T, Quantised<T, kInt8>>(of, x, x_stride, num_rows, out, out_stride, then, panels);
+    multiply<T, Quantised<T, kInt8>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
   else if (of.format == kInt4)
-    multiply<T, Quantised<T, kInt4>>(of, x, x_stride, num_rows, out, out_stride, then, panels);
+    multiply<T, Quantised<T, kInt4>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
   else
-    multiply<T, Plain<T>>(of, x, x_stride, num_rows, out, out_stride, then, panels);
+    multiply<T, Plain<T>>(of, x, x_stride, num_rows, out, out_stride, epilogue, panels);
 }
 
 template <class T, class Out>
-void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, Then then,
+void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride, Epilogue epilogue,
             int index, int size) {
-  linear_panels(of, x, x_stride, num_rows, out, out_stride, then, span_of(num_panels(of), 1, index, size));
+  linear_panels(of, x, x_stride, num_rows, out, out_stride, epilogue, span_of(num_panels(of), 1, index, size));
 }
 
 template int64_t rows_at_once<float>(const Linear &);
 template int64_t rows_at_once<bf16>(const Linear &);
-template void linear_panels(const Linear &, const float *, int64_t, int64_t, float *, int64_t, const Then &, Span);
-template void linear_panels(const Linear &, const bf16 *, int64_t, int64_t, bf16 *, int64_t, const Then &, Span);
-template void linear(const Linear &, const float *, int64_t, int64_t, float *, int64_t, Then, int, int);
-template void linear(const Linear &, const bf16 *, int64_t, int64_t, bf16 *, int64_t, Then, int, int);
-template void linear(const Linear &, const bf16 *, int64_t, int64_t, float *, int64_t, Then, int, int);
+template void linear_panels(const Linear &, const float *, int64_t, int64_t, float *, int64_t, const Epilogue &, Span);
+template void linear_panels(const Linear &, const bf16 *, int64_t, int64_t, bf16 *, int64_t, const Epilogue &, Span);
+template void linear(const Linear &, const float *, int64_t, int64_t, float *, int64_t, Epilogue, int, int);
+template void linear(const Linear &, const bf16 *, int64_t, int64_t, bf16 *, int64_t, Epilogue, int, int);
+template void linear(const Linear &, const bf16 *, int64_t, int64_t, float *, int64_t, Epilogue, int, int);
 
 }  // namespace DIPTYCH_ISA
 
 // x: num_rows rows of `dtype`, x_stride elements apart; out: of `out_dtype`.
 API(linear)(Team *team, const void *of, int32_t dtype, const void *x, int64_t x_stride, int64_t num_rows,
-            int32_t out_dtype, void *out, int64_t out_stride, int32_t then) {
+            int32_t out_dtype, void *out, int64_t out_stride, int32_t epilogue) {
   using namespace DIPTYCH_ISA;
   team->run([&](int index) {
     const Linear &weights = *(const Linear *)of;
-    Epilogue last = Epilogue(then);
+    EpilogueKind last = EpilogueKind(epilogue);
     if (dtype == kFloat32)
       linear(weights, (const float *)x, x_stride, num_rows, (float *)out, out_stride, last, index, team->size);
     else if (out_dtype == kFloat32)

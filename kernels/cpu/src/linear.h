@@ -20,7 +20,7 @@ constexpr int kPanel = 32;
 enum Format : int32_t { kPlain = 0 /* weights of T */, kInt8 = 1, kInt4 = 2 };
 
 // What is done with y = x W^T + bias, in float; rounded once.
-enum Epilogue : int32_t {
+enum EpilogueKind : int32_t {
   kStore = 0,
   kAdd = 1,      // out += y
   kSiluMul = 2,  // out[:, i] = silu(y[:, gate i]) * y[:, up i]: half as wide as y
@@ -28,10 +28,10 @@ enum Epilogue : int32_t {
   kClampedMul = 4,  // gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-limit
 };
 
-struct Then {
-  Epilogue what;
+struct Epilogue {
+  EpilogueKind what;
   float alpha, limit;  // of kClampedMul
-  Then(Epilogue of, float with_alpha = 0.0f, float with_limit = 0.0f)
+  Epilogue(EpilogueKind of, float with_alpha = 0.0f, float with_limit = 0.0f)
       : what(of), alpha(with_alpha), limit(with_limit) {}
 };
 
@@ -43,6 +43,12 @@ struct Linear {
   int64_t n, k;         // outputs (gate and up both), inputs
   int32_t format, is_gated;
   int64_t group;  // inputs with a scale of their own, for kInt4: a multiple of 8; the last may be shorter
+};
+
+// Consecutive rows of a weight that is to be packed. Mirrored by linear.py.
+struct WeightRows {
+  const void *rows;
+  int64_t num_rows, stride;  // elements from row to row
 };
 
 // `count` panels of it, or those that there are, beginning with the `first`; not of a gate.
@@ -65,12 +71,12 @@ Linear panels_of(const Linear &of, int64_t first, int64_t count) {
 // T: float or bf16; Out: T, or float.
 template <class T, class Out>
 void linear(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
-            Then then, int index, int size);
+            Epilogue epilogue, int index, int size);
 
 // `panels` of it alone: of 32 outputs each, 16 of a gate. Otherwise the same.
 template <class T, class Out>
 void linear_panels(const Linear &of, const T *x, int64_t x_stride, int64_t num_rows, Out *out, int64_t out_stride,
-                   const Then &then, Span panels);
+                   const Epilogue &epilogue, Span panels);
 
 int64_t num_panels(const Linear &of);
 

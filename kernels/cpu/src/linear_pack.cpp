@@ -9,17 +9,11 @@
 
 namespace DIPTYCH_ISA {
 
-// Rows that lie below one another in the whole weight. Mirrored by linear.py.
-struct Part {
-  const void *rows;
-  int64_t num_rows, stride;  // elements from row to row
-};
-
 namespace {
 
 // Where row `n` of the whole weight is; null beyond it.
 template <class T>
-const T *row_of(const Part *parts, int64_t num_parts, int64_t n) {
+const T *row_of(const WeightRows *parts, int64_t num_parts, int64_t n) {
   for (int64_t i = 0; i < num_parts; n -= parts[i++].num_rows)
     if (n < parts[i].num_rows) return (const T *)parts[i].rows + n * parts[i].stride;
   return nullptr;
@@ -107,7 +101,7 @@ void quantise_panel(const T *const *rows, const float *const *given, int64_t k, 
 
 // As API(pack_linear) has them. group: inputs that share a scale; k for kInt8. given: [n][groups], or null.
 struct Packing {
-  const Part *parts;
+  const WeightRows *parts;
   const float *given;
   int64_t num_parts, n, k, group;
   Format format;
@@ -143,7 +137,7 @@ void pack(const Packing &of, void *out, float *scales, int index, int size) {
 API(pack_linear)(Team *team, int32_t dtype, const void *parts, int64_t num_parts, int64_t n, int64_t k,
                  int32_t is_gated, int32_t format, int64_t group, const float *given, void *out, float *scales) {
   using namespace DIPTYCH_ISA;
-  const Packing of{(const Part *)parts, given, num_parts, n, k, group, Format(format), is_gated != 0};
+  const Packing of{(const WeightRows *)parts, given, num_parts, n, k, group, Format(format), is_gated != 0};
   team->run([&](int index) {
     if (dtype == kFloat32) pack<float>(of, out, scales, index, team->size);
     else pack<bf16>(of, out, scales, index, team->size);

@@ -10,18 +10,18 @@ API(greedy)(Team *team, const void *head, int32_t dtype, const void *hidden, int
   team->run([&](int index) {
     const Linear &of = *(const Linear *)head;
     Best *own = (Best *)bests + index * num_rows;
-    float *room = scratch + index * kGreedyScratch;
+    float *part = scratch + index * kGreedyScratch;
     if (dtype == kBfloat16)
-      best_of_part(of, (const bf16 *)hidden, hidden_stride, num_rows, own, room, 0.0f, index, team->size);
+      best_of_part(of, (const bf16 *)hidden, hidden_stride, num_rows, own, part, 0.0f, index, team->size);
     else
-      best_of_part(of, (const float *)hidden, hidden_stride, num_rows, own, room, 0.0f, index, team->size);
+      best_of_part(of, (const float *)hidden, hidden_stride, num_rows, own, part, 0.0f, index, team->size);
   });
   best_of_all((Best *)bests, num_rows, team->size, ids);
 }
 
 // rows: [num_rows] of logits, whose rows of vocab_size floats are logits_stride apart.
 // totals: [num_rows], the log of the sum of each row's exponentials; top_ids, top_logits: [num_rows, num_top], descending.
-API(log_totals)(Team *team, const float *logits, int64_t logits_stride, const int64_t *rows, int64_t num_rows,
+API(logsumexp_top_k)(Team *team, const float *logits, int64_t logits_stride, const int64_t *rows, int64_t num_rows,
                 int64_t vocab_size, int64_t num_top, float *totals, int64_t *top_ids, float *top_logits) {
   using namespace DIPTYCH_ISA;
   team->run([&](int index) {

@@ -1,4 +1,4 @@
-// Which experts a row goes to, and with which weights: the compiled twin of ../../moe_routing.py.
+// Which experts a row goes to, and with which weights: the compiled twin of ../../moe/moe_routing.py.
 #pragma once
 
 #include <cstdint>

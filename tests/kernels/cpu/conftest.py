@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from diptych.kernels.cpu.library import Library, Team, library
+from diptych.kernels.cpu.library import Library, Team
+from diptych.kernels.cpu.load import library
 
 ISAS = found.isas if (found := library()) else []
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.cpu.library import Library, library
+from diptych.kernels.cpu.library import Library
+from diptych.kernels.cpu.load import library
 from diptych.kernels.cpu.ranks import SLOT_BYTES, Abandoned, RankSums
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not built")

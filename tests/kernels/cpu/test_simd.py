@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diptych.kernels.cpu.build import FLAGS, ISAS, SOURCES, CannotBuild, find_compiler
-from diptych.kernels.cpu.library import library
+from diptych.kernels.cpu.load import library
 
 found = library()
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diptych.kernels.cpu.attention import is_packed, pack
-from diptych.kernels.cpu.library import Library, library
+from diptych.kernels.cpu.library import Library
+from diptych.kernels.cpu.load import library
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import KVCache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.kernels.cpu.library import library
+from diptych.kernels.cpu.load import library
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler import SchedulerConfig

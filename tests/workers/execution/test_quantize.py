@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diptych.kernels.cpu.formats import Format
-from diptych.kernels.cpu.library import library
+from diptych.kernels.cpu.load import library
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.request import SamplingParams
 from diptych.workers.core.scheduler import SchedulerConfig

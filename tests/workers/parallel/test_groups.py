@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diptych.kernels.cpu.library import Library, library
+from diptych.kernels.cpu.library import Library
+from diptych.kernels.cpu.load import library
 from diptych.kernels.cpu.ranks import SLOT_BYTES, RankSums
 from diptych.workers.common.errors import PeerLost
 from diptych.workers.parallel.groups import Alone, GlooGroup

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.kernels.cpu.library import Team, library
+from diptych.kernels.cpu.library import Team
+from diptych.kernels.cpu.load import library
 from diptych.kernels.cpu.sample import RowSampler
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.sequence import SampledToken, Sequence

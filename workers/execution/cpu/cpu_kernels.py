@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....kernels.cpu.library import ISA_VARIABLE, PATH, Library, StaleLibrary, Team, library
+from ....kernels.cpu.library import ISA_VARIABLE, PATH, Library, StaleLibrary, Team
+from ....kernels.cpu.load import library
 from ...common.errors import ConfigError
 from ...kv.layout import DOT, ROWS
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.cpu.layer import PARTS
-from diptych.kernels.cpu.library import Team, library
+from diptych.kernels.cpu.library import Team
+from diptych.kernels.cpu.load import library
 from diptych.workers.common.request import SamplingParams
 from diptych.workers.core.runner import LayerWatch
 from diptych.workers.core.scheduler import SchedulerConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from diptych.kernels.cpu.library import library
+from diptych.kernels.cpu.load import library
 from diptych.workers.execution.common.host_backend import HostBackend
 from diptych.workers.execution.cpu.compiled_steps import CompiledSteps
 from diptych.workers.execution.eager.eager_steps import EagerSteps

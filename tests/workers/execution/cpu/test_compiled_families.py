@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych.kernels.cpu.library import library
+from diptych.kernels.cpu.load import library
 from diptych.workers.common.request import SamplingParams
 from diptych.workers.core.scheduler import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken

@@ -1,7 +1,8 @@
 import pytest
 
 from diptych.kernels.cpu import library as compiled
-from diptych.kernels.cpu.library import ISA_VARIABLE, library
+from diptych.kernels.cpu.library import ISA_VARIABLE
+from diptych.kernels.cpu.load import library
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.execution.cpu.cpu_kernels import choose
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych.kernels.cpu.library import Team, library
+from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.linear import Linear, linear
+from diptych.kernels.cpu.load import library
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.execution.cpu.compiled import read_weights
 from diptych.workers.models.checkpoint.weights import Checkpoint, LayerWeights

@@ -43,7 +43,7 @@ ID_IN_USE = "the hand-off id is in use: ids are single-use"
 
 
 @dataclass(slots=True)
-class _Outgoing:
+class _OutgoingHandoff:
     handoff_id: str
     sequence: Sequence | None  # None: a prefix
     max_computed: int | None = None  # of a running sequence: with so many tokens computed it waits for its sink
@@ -81,7 +81,7 @@ class OutgoingHandoffs:
         self._layout = layout
         self._clock = clock
         self._forced = min(num_groups, layout.num_layers)
-        self._outgoing: dict[str, _Outgoing] = {}
+        self._outgoing: dict[str, _OutgoingHandoff] = {}
         self._sealed: dict[str, str] = {}  # sequence key -> hand-off id
         self._cost = SegmentCost(layout.num_layers)
         self._num_prefilled = 0  # tokens of the running step, where it fills blocks of a prompt that is offered
@@ -101,7 +101,7 @@ class OutgoingHandoffs:
 
     def open(self, handoff_id: str, sequence: Sequence) -> None:
         """Hand the sequence off once it has its first token."""
-        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence)
+        self._outgoing[handoff_id] = _OutgoingHandoff(handoff_id, sequence)
 
     def refuse(self, handoff_id: str, error: DiptychError) -> None:
         """End a hand-off whose request is not taken."""
@@ -136,7 +136,7 @@ class OutgoingHandoffs:
         except DiptychError as error:
             self.events.append(HandoffRefused(handoff_id, error))
             return
-        outgoing = self._outgoing[handoff_id] = _Outgoing(handoff_id, None, is_sealed=True)
+        outgoing = self._outgoing[handoff_id] = _OutgoingHandoff(handoff_id, None, is_sealed=True)
         num_tokens = len(blocks) * block_size
         self.events.append(HandoffOpened(handoff_id, None, num_tokens, is_live=False))
         self._announce(outgoing, blocks)
@@ -146,7 +146,7 @@ class OutgoingHandoffs:
         num_remaining = sequence.max_num_tokens - sequence.num_tokens
         num_tokens = offered_tokens(sequence.num_tokens, num_remaining, self._cache.block_size)
         sequence.handoff_id = handoff_id
-        self._outgoing[handoff_id] = _Outgoing(handoff_id, sequence, num_tokens)
+        self._outgoing[handoff_id] = _OutgoingHandoff(handoff_id, sequence, num_tokens)
         self.events.append(HandoffOpened(handoff_id, sequence.key, num_tokens, is_live=True))
         self.announce(sequence)
 
@@ -313,22 +313,22 @@ class OutgoingHandoffs:
             self._sealed.pop(outgoing.sequence.key, None)
         return sequence if outgoing.max_computed is None else None
 
-    def _end(self, outgoing: _Outgoing, error: DiptychError) -> None:
+    def _end(self, outgoing: _OutgoingHandoff, error: DiptychError) -> None:
         outgoing.has_ended = True
         self.events.append(HandoffEnded(outgoing.handoff_id, error))
 
     # -- leases -----------------------------------------------------------------------------------------------------
 
-    def _outgoing_of(self, sequence: Sequence) -> _Outgoing:
+    def _outgoing_of(self, sequence: Sequence) -> _OutgoingHandoff:
         assert sequence.handoff_id is not None
         return self._outgoing[sequence.handoff_id]
 
-    def _announce(self, outgoing: _Outgoing, blocks: list[int]) -> None:
+    def _announce(self, outgoing: _OutgoingHandoff, blocks: list[int]) -> None:
         ready = self._lease(outgoing, blocks)
         if ready is not None:
             self.events.append(ready)
 
-    def _lease(self, outgoing: _Outgoing, blocks: list[int]) -> SegmentReady | None:
+    def _lease(self, outgoing: _OutgoingHandoff, blocks: list[int]) -> SegmentReady | None:
         """Lease blocks that follow those leased already."""
         if not blocks:
             return None

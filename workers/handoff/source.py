@@ -70,7 +70,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @dataclass(slots=True, eq=False)
-class _Outgoing:
+class _DrivenHandoff:
     handoff_id: str
     num_tokens: int
     machine: SourceHandoff
@@ -104,8 +104,8 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         self._transports = transports
         self._engine, self._requests = engine, requests
         self._lease_s = lease_s
-        self._open: dict[str, _Outgoing] = {}
-        self._ended: OrderedDict[str, _Outgoing] = OrderedDict()
+        self._open: dict[str, _DrivenHandoff] = {}
+        self._ended: OrderedDict[str, _DrivenHandoff] = OrderedDict()
         self._expected: dict[str, set[asyncio.Future[None]]] = {}  # sinks that came before the offer
 
     @property
@@ -124,7 +124,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         num_blocks = self._layout.num_blocks_for(num_tokens)
         num_layers, now = self._layout.num_layers, self._now()
         machine = SourceHandoff(num_blocks, num_layers, self._lease_s, now, is_live=is_live, prefix=prefix)
-        outgoing = self._open[handoff_id] = _Outgoing(handoff_id, num_tokens, machine, key)
+        outgoing = self._open[handoff_id] = _DrivenHandoff(handoff_id, num_tokens, machine, key)
         self._arm(outgoing)
         self._serve()
         for waiter in self._expected.pop(handoff_id, ()):
@@ -181,13 +181,13 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             actions = outgoing.machine.seal(event.num_computed, event.output_token_ids, self._now())
             self._carry_out(outgoing, actions)
 
-    def _limit_hold(self, outgoing: _Outgoing) -> None:
+    def _limit_hold(self, outgoing: _DrivenHandoff) -> None:
         """Limit the time for which a running sequence waits for its sink; then it runs on here."""
         had_sink = outgoing.machine.sink is not None
         wait_s = self._lease_s * (HOLD_FOR_SINK if had_sink else HOLD_WITHOUT_SINK)
         asyncio.get_running_loop().call_later(wait_s, self._end_hold, outgoing, had_sink)
 
-    def _end_hold(self, outgoing: _Outgoing, had_sink: bool) -> None:
+    def _end_hold(self, outgoing: _DrivenHandoff, had_sink: bool) -> None:
         if not (outgoing.machine.is_live and outgoing.runs_on):
             return
         if not had_sink and outgoing.machine.sink is not None:
@@ -271,7 +271,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     # -- within -----------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, outgoing: _Outgoing, actions: list[SourceAction]) -> bool:
+    def _carry_out(self, outgoing: _DrivenHandoff, actions: list[SourceAction]) -> bool:
         """Carry out what the machine decided; returns its answer to a renewal or a release."""
         held = False
         for action in actions:
@@ -292,7 +292,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
                     pass  # the caller's to say
         return held
 
-    def _end(self, outgoing: _Outgoing) -> None:
+    def _end(self, outgoing: _DrivenHandoff) -> None:
         handoff_id, machine = outgoing.handoff_id, outgoing.machine
         del self._open[handoff_id]
         self._ended[handoff_id] = outgoing
@@ -313,17 +313,17 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _arm(self, outgoing: _Outgoing) -> None:
+    def _arm(self, outgoing: _DrivenHandoff) -> None:
         wake_at = outgoing.machine.wake_at
         if wake_at is not None:
             outgoing.timer = asyncio.get_running_loop().call_at(wake_at, self._on_timer, outgoing)
 
-    def _on_timer(self, outgoing: _Outgoing) -> None:
+    def _on_timer(self, outgoing: _DrivenHandoff) -> None:
         """Let the machine act on its deadline, which renewals have usually moved on."""
         self._carry_out(outgoing, outgoing.machine.tick(self._now()))
         self._arm(outgoing)
 
-    def _find(self, handoff_id: str) -> _Outgoing | None:
+    def _find(self, handoff_id: str) -> _DrivenHandoff | None:
         return self._open.get(handoff_id) or self._ended.get(handoff_id)
 
     def _checksums(self, segment: kv_pb2.Segment, wire: str) -> bytes:
@@ -337,7 +337,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         self._layout.check_bridge(KVLayout.from_proto(request.layout))
         return usable_transports(request, self._transports, None if wire == self._layout.dtype else wire)
 
-    async def _offered(self, handoff_id: str, wait_s: float) -> _Outgoing:
+    async def _offered(self, handoff_id: str, wait_s: float) -> _DrivenHandoff:
         """Wait for the offer: the sink's request may reach us before the router's does."""
         if self._find(handoff_id) is None and math.isfinite(wait_s) and wait_s > 0:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -354,7 +354,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             raise UnknownHandoff("the source worker was not asked to hand this sequence off, or ended it long ago")
         return outgoing
 
-    def _opened(self, outgoing: _Outgoing, transports: Sequence[str]) -> kv_pb2.Opened:
+    def _opened(self, outgoing: _DrivenHandoff, transports: Sequence[str]) -> kv_pb2.Opened:
         opened = kv_pb2.Opened(
             source_incarnation=self._incarnation,
             layout=self._layout.to_proto(),

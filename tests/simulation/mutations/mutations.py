@@ -16,7 +16,7 @@ from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.incoming import IncomingHandoffs
-from diptych.workers.engine.outgoing import OutgoingHandoffs, _Outgoing
+from diptych.workers.engine.outgoing import OutgoingHandoffs, _OutgoingHandoff
 from diptych.workers.handoff.machines import SinkHandoff, SourceHandoff
 from diptych.workers.handoff.pull import Pull
 from diptych.workers.handoff.source import HandoffSource
@@ -391,7 +391,7 @@ def a_prefix_counts_a_block_too_many() -> list[Replacement]:
 
 
 def a_failed_migration_stops_its_source() -> list[Replacement]:
-    return [(_Outgoing, "running", property(lambda self: None))]
+    return [(_OutgoingHandoff, "running", property(lambda self: None))]
 
 
 MUTATIONS: tuple[Callable[[], list[Replacement]], ...] = tuple(

@@ -96,9 +96,9 @@ class SimEngineThread(EngineThread):
         assert worker is not None
         return next(p._job for p in worker.pulls if p._job.key == key)
 
-    def _check_released(self, errand: PullJob, what: str) -> None:
-        if self._world.released.get(errand.source.handoff_id) != errand.sink:
-            self._world.bug(f"{errand.sink} {what} {errand.source.handoff_id}, which was not released to it")
+    def _check_released(self, job: PullJob, what: str) -> None:
+        if self._world.released.get(job.source.handoff_id) != job.sink:
+            self._world.bug(f"{job.sink} {what} {job.source.handoff_id}, which was not released to it")
 
     def _check_and_tell(self, output: StepOutput) -> None:
         for key in output.tokens.keys:

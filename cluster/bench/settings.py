@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -122,3 +123,5 @@ def check_output_files(settings: BenchSettings) -> None:
     plot = settings.plot_file
     if plot is not None and plot.suffix.lower() != ".svg":
         raise ConfigError(f"--plot draws SVG, which every browser shows: write --plot {plot.with_suffix('.svg')}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'diptych[plot]'")

@@ -168,6 +168,12 @@ def test_bad_input_is_named(door: Served, tmp_path: Path) -> None:
         assert message in result.stderr, (args, result.stderr)
 
 
+def test_a_picture_without_matplotlib_is_refused_at_once(door: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.cluster.bench.settings.find_spec", lambda _: None)
+    result = bench(door.url, "--plot", "a.svg")
+    assert result.exit_code == 2 and "pip install 'diptych[plot]'" in result.stderr
+
+
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 def test_a_server_that_is_not_there(door: Served, scheme: str) -> None:
     port = door.http_port if scheme == "grpc" else door.grpc_port  # someone listens, but speaks otherwise

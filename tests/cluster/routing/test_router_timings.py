@@ -51,7 +51,7 @@ async def test_the_last_delta_tells_where_the_time_went(is_early: bool) -> None:
         assert b"diptych_request_first_decode_seconds_count 1.0" in metrics
 
 
-async def test_a_resumed_requests_timings_are_of_the_attempt_that_spoke() -> None:
+async def test_a_resumed_requests_timings_are_of_the_attempt_that_made_its_tokens() -> None:
     async with scripted("mixed", "mixed") as workers, routing(*workers) as router:
         stream = router.stream(request(max_tokens=3))
         first = asyncio.create_task(anext(stream))

@@ -16,7 +16,7 @@ PANEL = 32  # outputs
 
 
 class Epilogue(IntEnum):
-    """What is done with y = x W^T + bias; rounded once."""
+    """Operation that follows y = x W^T + bias in the same pass; rounded once."""
 
     STORE = 0
     ADD = 1  # out += y

@@ -1,4 +1,4 @@
-"""What a request asks of its logits before the choice: biases and bans, a mask of allowed tokens, penalties.
+"""Logits processors: biases and bans, a mask of allowed tokens, and penalties, applied before a token is chosen.
 
 The order is vLLM's: bias; then the repetition penalty over prompt and output (CTRL, Keskar et al. 2019, section 4.1);
 then presence and frequency penalties over output. A banned or masked token is -inf throughout.

@@ -1,4 +1,4 @@
-"""The last value that a count or a mass leaves, without a sort: the range of values is cut at two pivots a pass."""
+"""Threshold of top-k and top-p, without a sort: each pass cuts the range of values at two pivots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..common.lang import jit, tl
 
 @jit
 def sum_within(values: tl.tensor, num: int, one: tl.tensor, two: tl.tensor, IS_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """How many of `num` values (or, of their exponentials, the sum) lie within either bits of a distance from 0."""
+    """Number of the values (or sum of their exponentials) within each of two distances from 0, given as bits."""
     near, far = 0.0, 0.0
     for start in range(0, num, TILE):
         i = start + tl.arange(0, TILE)
@@ -28,8 +28,8 @@ def find_threshold(
     IS_COUNT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The least distance from 0 within which the values' weights reach `wanted`, as bits: those of floats >= 0 are
-    ordered as they are. Two pivots a pass leave a third of the range."""
+    """Least distance from 0 within which the values' weights sum to `wanted`, as bits: the bits of floats >= 0 are in
+    the order of the floats. Each pass leaves a third of the range."""
     low = -1
     while high - low > 1:
         third = tl.maximum((high - low) // 3, 1)

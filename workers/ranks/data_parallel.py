@@ -67,11 +67,11 @@ class Peer(Protocol):
     """What a worker computes with the others."""
 
     def serve(self) -> None:
-        """A step without a batch of one's own. Raises RankLost."""
+        """Compute a step without a batch of this worker's own. Raises RankLost."""
         ...
 
     def leave(self) -> None:
-        """No more steps: the others miss us in the one that they are in."""
+        """Compute no more steps: the other workers' current step fails."""
         ...
 
 
@@ -145,7 +145,7 @@ class DataParallelLoop:
         self._end(error)
 
     def _enters(self, step: int) -> bool:
-        """Waits until it is due; False: the worker closes."""
+        """Wait until `step` is due. Returns False where the worker closes instead."""
         while True:
             with self._lock:
                 if self._is_closing:
@@ -173,7 +173,7 @@ class DataParallelLoop:
         batch.future.set_result(tokens)
 
     def _named(self, error: RankLost) -> RankLost:
-        """The same by the name of the worker that ended, where one has."""
+        """Return an error that names the worker that ended, where one has; otherwise `error`."""
         until = time.monotonic() + END_S
         try:
             while (left_s := until - time.monotonic()) > 0:

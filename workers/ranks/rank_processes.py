@@ -123,16 +123,16 @@ class RankProcesses:
         return self._settings.size * int(torch.cat(said).min())
 
     def shared(self, gpu: Device | None) -> int | Joining:
-        """What makes the KV memory of all ranks one, see KVCache. After `join`."""
+        """Return the means by which the KV memory of all ranks becomes one pool, see KVCache. Call after `join`."""
         memory = virtual_memory_of(gpu) if gpu is not None else None
         return self._memory_fd if memory is None else Joining(memory, self._links)
 
     def begin(self, num_blocks: int) -> None:
-        """Have all make, or map, the KV memory."""
+        """Tell the other ranks to make, or map, their KV memory."""
         self.broadcast(np.array([num_blocks], dtype=np.int32))
 
     def meet(self) -> None:
-        """All are ready for steps."""
+        """Wait until all ranks are ready for steps."""
         assert self._control_group is not None
         self._control_group.meet()
         self._end_rendezvous()
@@ -143,13 +143,13 @@ class RankProcesses:
         broadcast_message(self._control_group, message)
 
     def check(self) -> None:
-        """Raises RankLost where a rank was lost, whatever a device has made of that."""
+        """Raise RankLost if a rank was lost, whatever error a device reports for that."""
         if self._lost is not None:
             raise self._lost
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """What is done within waits for the others, STALL at most: then they are ended."""
+        """Bound the time for which the code within waits for the other ranks: after STALL they are ended."""
         self._since = time.monotonic()
         try:
             yield
@@ -158,7 +158,7 @@ class RankProcesses:
 
     @contextmanager
     def naming(self) -> Generator[None]:
-        """Raises what ended a rank for what that has led to within."""
+        """Replace a RankLost raised within by the error that ended the rank."""
         try:
             yield
         except RankLost as e:

@@ -1,8 +1,8 @@
-"""A batch computed by the compiled CPU kernels: what changed since the last step is written into arrays that stay.
+"""Prepares and computes batches with the compiled CPU kernels. Only what changed since the last step is written.
 
-    prepare: written now, into one of two sets of arrays   ->   what computes it, perhaps on another thread
+    prepare: write one of two sets of arrays   ->   a function that computes the batch, perhaps on another thread
 
-With two sets a batch is prepared while the one before it is computed; it may continue with the tokens that that one
+With two sets a batch is prepared while the previous one is computed; it may continue with the tokens that that one
 yields (Batch.previous_entries), which are filled in just before it is computed. At most two are under way.
 """
 
@@ -30,7 +30,7 @@ from .compiled import CompiledDecoder
 
 @dataclass(frozen=True, slots=True)
 class _StepArrays:
-    """What one batch is written into."""
+    """Arrays of one batch."""
 
     memory: StepMemory
     tables: BatchTables
@@ -110,7 +110,7 @@ class CompiledSteps:
         return sampled
 
     def _score(self, batch: Batch, rows: PromptRows) -> None:
-        """After all else: it overwrites what was sampled."""
+        """Score prompt rows; last, for it overwrites the sampled rows' logits."""
         scorer = PromptScorer(rows, self._sampler.logsumexp_top_k)
         for logits in self._decoder.prompt_logits(rows.rows):
             scorer.add(logits)
@@ -119,7 +119,7 @@ class CompiledSteps:
 
 
 def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
-    """Returns the sequences that are sampled."""
+    """Write a batch; return the sequences that are sampled."""
     num_new: list[int] = []
     context_lens: list[int] = []
     token_ids: list[int] = []

@@ -7,18 +7,12 @@ from dataclasses import dataclass
 from ....kernels.cpu.library import ISA_VARIABLE, PATH, Library, StaleLibrary, Team
 from ....kernels.cpu.load import library
 from ...common.errors import ConfigError
-from ...kv.layout import DOT, ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     library: Library | None  # None: torch computes
     why: str  # one line
-
-    @property
-    def packing(self) -> str:
-        """Of the KV cache, as what computes takes it."""
-        return ROWS if self.library is None else DOT
 
 
 def choose(isa: str = "auto") -> Choice:

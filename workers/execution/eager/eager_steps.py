@@ -1,4 +1,4 @@
-"""A batch computed with torch, on any device: the twin of compiled_steps.py, and what runs where that cannot."""
+"""Computes batches with torch's own operators: the reference of compiled_steps.py, and the fallback."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,11 +45,11 @@ class EagerSteps:
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """A step without a batch of our own, for workers that share experts."""
+        """Compute a step without a batch of this worker's own, for the workers that share experts."""
         self._decoder.serve()
 
     def leave(self) -> None:
-        """No more steps: those whom we share experts with miss us in the one that they are in. Idempotent."""
+        """Leave the workers that share experts: their current step fails. Idempotent."""
         if self._peers is not None:
             self._peers.close()
 
@@ -73,7 +73,7 @@ class EagerSteps:
         return [sampled[id(entry.sequence)] for entry in batch.entries if entry.samples]
 
     def _stored(self, watch: LayerWatch | None) -> Callable[[int], None]:
-        """Passes on the layers that `watch` waits for, once the device has really stored them."""
+        """Return a callback that reports to `watch` the layers it waits for, once the device has stored them."""
         ends = set(watch.ends if watch else ())
 
         def stored(num_layers: int) -> None:

@@ -45,7 +45,7 @@ from .step_plan import KNOWN, NO_ROWS, Ints, Numbers, StepPlan, copy_message
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A step's entries, column by column."""
+    """Entries of a step, column by column."""
 
     entries: SequenceOf[ScheduledSequence]
     table_rows: list[int]
@@ -54,7 +54,7 @@ class _Rows:
     sampled: list[int]  # entries that are sampled
 
     def in_order(self, first: int) -> list[int]:
-        """Entries from `first` on, those with one new token before the others."""
+        """Indices of the entries from `first` on; those with one new token come first."""
         return sorted(range(first, len(self.entries)), key=lambda i: self.entries[i].num_new > 1)
 
     @property
@@ -121,7 +121,7 @@ class GpuSteps:
         self._own.close()
 
     def check_ranks(self) -> None:
-        """Raises RankLost where one is lost, whatever the device has made of that."""
+        """Raise RankLost if a rank was lost, whatever error the device reports for that."""
         if self._ranks is not None:
             self._ranks.check()
 
@@ -151,7 +151,7 @@ class GpuSteps:
             raise
 
     def waiting(self) -> AbstractContextManager[None]:
-        """What is done within waits for other ranks, if there are any: not for ever."""
+        """Bound the time for which the code within waits for other ranks."""
         return self._ranks.waiting() if self._ranks is not None else nullcontext()
 
     def _settle(self) -> None:
@@ -197,7 +197,7 @@ class GpuSteps:
         return _Rows(entries, table_rows, context_lens, previous_rows, sampled)
 
     def _num_in_graph(self, batch: Batch, rows: _Rows, watch: LayerWatch | None) -> int:
-        """How many entries, the first ones, a decode graph computes."""
+        """Number of entries, from the first, that a decode graph computes."""
         if rows.all_decode:
             num = len(rows.entries)
         elif watch is None and batch.num_tokens > self._own.prompts.largest_bucket:
@@ -207,7 +207,7 @@ class GpuSteps:
         return num if num and self._own.graphs.bucket(num) is not None else 0
 
     def _numbers(self, rows: _Rows, first: int, prompt_rows: PromptRows | None) -> Numbers:
-        """Of the entries from `first` on."""
+        """Arrays of the entries from `first` on."""
         of = rows.in_order(first)
         entries, block_size = [rows.entries[i] for i in of], self._block_size
         context_lens = np.array([rows.context_lens[i] for i in of], dtype=np.int32)

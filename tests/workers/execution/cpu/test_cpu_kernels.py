@@ -1,6 +1,6 @@
 import pytest
 
-from diptych.kernels.cpu import library as compiled
+from diptych.kernels.cpu import load as compiled
 from diptych.kernels.cpu.library import ISA_VARIABLE
 from diptych.kernels.cpu.load import library
 from diptych.workers.common.errors import ConfigError

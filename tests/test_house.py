@@ -152,6 +152,7 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_a_class_name_stands_in_one_file() -> None:
+    """One name has one meaning."""
     found: dict[str, set[Path]] = defaultdict(set)
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):

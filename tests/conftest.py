@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 E2E_LIMIT_S = 600.0
 
 

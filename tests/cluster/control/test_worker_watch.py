@@ -44,12 +44,12 @@ class Control:
         return not self.is_busy
 
 
-def test_books_are_compared_once_nobody_of_the_gang_has_requests() -> None:
+async def test_books_are_compared_once_nobody_of_the_gang_has_requests() -> None:
     idle, busy = Control(0), Control(2)
     gang = [WorkerRecord(f"decode-1.{rank}", "decode", Phase.DRAINING) for rank in (0, 1)]
     for worker, control in zip(gang, (idle, busy), strict=True):
         worker.control = cast(WorkerControl, cast(Any, control))
-    asyncio.run(drain(gang, 60.0))
+    await drain(gang, 60.0)
     assert not busy.is_busy
     assert (idle.num_asked, busy.num_asked) == (1, 1)
 
@@ -73,13 +73,13 @@ class Living:
         return await asyncio.get_running_loop().create_future()
 
 
-def test_a_worker_that_reports_no_more_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_reports_no_more_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "TICK_S", 0.001)
     control = Reporting(4 * worker_watch.SILENT_TICKS)
     worker = WorkerRecord("decode-1", "decode", Phase.READY)
     handle = cast(WorkerHandle, cast(Any, Living()))
     watching = until_dead(worker, handle, cast(WorkerControl, cast(Any, control)))
-    error = asyncio.run(asyncio.wait_for(watching, 60))
+    error = await asyncio.wait_for(watching, 60)
     assert isinstance(error, WorkerLost) and "it hangs: silent for 0.015 s" in error.message
     assert control.num_told == 4 * worker_watch.SILENT_TICKS
 
@@ -113,16 +113,16 @@ class Silent(Control):
         raise self._error
 
 
-def test_a_worker_that_does_not_say_whether_it_is_done_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_does_not_say_whether_it_is_done_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "DRAIN_POLL_S", 0.001)
     silent = Silent(3, WorkerLost("UNAVAILABLE"))
-    asyncio.run(drain([silent.record], 60.0))
+    await drain([silent.record], 60.0)
     assert silent.num_asked == 4
 
 
-def test_a_worker_whose_books_are_wrong_is_not_asked_again() -> None:
+async def test_a_worker_whose_books_are_wrong_is_not_asked_again() -> None:
     wrong = Silent(3, InternalError("an invariant is broken"))
-    asyncio.run(drain([wrong.record], 60.0))
+    await drain([wrong.record], 60.0)
     assert wrong.num_asked == 1
 
 
@@ -143,7 +143,7 @@ class Ended:
         return WorkerLost("SIGKILL")
 
 
-def test_a_worker_that_dies_before_its_hello_is_lost_at_once() -> None:
+async def test_a_worker_that_dies_before_its_hello_is_lost_at_once() -> None:
     async def main() -> None:
         async def never() -> WorkerControl:
             await asyncio.Event().wait()
@@ -152,10 +152,10 @@ def test_a_worker_that_dies_before_its_hello_is_lost_at_once() -> None:
         await until_known(cast(WorkerHandle, cast(Any, Ended())), never())
 
     with pytest.raises(WorkerLost, match="SIGKILL"):
-        asyncio.run(main())
+        await main()
 
 
-def test_a_control_that_opens_as_its_task_is_cancelled_is_closed() -> None:
+async def test_a_control_that_opens_as_its_task_is_cancelled_is_closed() -> None:
     class Running:
         async def wait(self) -> DiptychError:
             await asyncio.Event().wait()
@@ -183,17 +183,17 @@ def test_a_control_that_opens_as_its_task_is_cancelled_is_closed() -> None:
             await task
         return closed
 
-    assert asyncio.run(main()) == ["closed"]
+    assert await main() == ["closed"]
 
 
-def test_a_control_that_is_closed_tells_no_state() -> None:
+async def test_a_control_that_is_closed_tells_no_state() -> None:
     async def main() -> None:
         control = WorkerControl("127.0.0.1:1", None)
         await control.close()
         await control.state()
 
     with pytest.raises(WorkerLost, match="closed"):
-        asyncio.run(main())
+        await main()
 
 
 def test_a_gang_is_announced_once_it_has_all_its_members() -> None:
@@ -231,11 +231,11 @@ class Unplaced:
         return ""
 
 
-def test_the_time_without_a_place_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_without_a_place_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
     looks = worker_watch.SILENT_START_LOOKS
     said: list[str] = []
-    started = asyncio.run(until_started(Unplaced(2 * looks - 1, looks // 2), said.append, is_new=False))
+    started = await until_started(Unplaced(2 * looks - 1, looks // 2), said.append, is_new=False)
     assert started.grpc_port == 2
     assert said.count("a node with GPU: 1") == 2 * looks - 1 and said[-1] == ""
 
@@ -271,12 +271,12 @@ class Slow:
         return ""
 
 
-def test_a_start_that_is_slow_to_its_first_answer_and_loads_for_long_is_no_hang(
+async def test_a_start_that_is_slow_to_its_first_answer_and_loads_for_long_is_no_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
     slow = Slow(worker_watch.SILENT_NEW_LOOKS - 2, 2 * worker_watch.SILENT_NEW_LOOKS)
-    assert asyncio.run(until_started(slow, lambda _: None, is_new=True)).grpc_port == 2
+    assert (await until_started(slow, lambda _: None, is_new=True)).grpc_port == 2
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,9 @@ def test_a_start_that_is_slow_to_its_first_answer_and_loads_for_long_is_no_hang(
     ],
     ids=["never answered", "was there before", "answered once"],
 )
-def test_a_start_that_stays_silent_hangs(
+async def test_a_start_that_stays_silent_hangs(
     process: Slow, is_new: bool, num_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
     with pytest.raises(WorkerLost, match=f"silent for {num_looks * 0.001:g} s"):
-        asyncio.run(until_started(process, lambda _: None, is_new=is_new))
+        await until_started(process, lambda _: None, is_new=is_new)

@@ -106,10 +106,10 @@ def test_log_probabilities_say_where_their_tokens_begin() -> None:
     assert got.text == "é"
 
 
-def test_merges_choices_and_counts_usage() -> None:
+async def test_merges_choices_and_counts_usage() -> None:
     source = Echo()
     generation = Generation(source, "r", [completion("ab", index=i) for i in range(4)], n=2)
-    got = asyncio.run(read(generation))
+    got = await read(generation)
     for i in range(4):
         assert "".join(d.text for d in got if d.index == i) == "ababab"
     assert [d.index for d in got[:4]] == [0, 1, 2, 3]  # side by side, not one after the other
@@ -118,10 +118,10 @@ def test_merges_choices_and_counts_usage() -> None:
     assert sorted(source.closed) == ["r-0", "r-1", "r-2", "r-3"]
 
 
-def test_a_stop_string_closes_the_token_stream_and_leaves_the_others() -> None:
+async def test_a_stop_string_closes_the_token_stream_and_leaves_the_others() -> None:
     source = Echo()
     stopped = TextCompletion(0, completion("abc").request, TOKENIZER.detokenizer(), StopStrings(StopTable(["c"])))
-    got = asyncio.run(read(Generation(source, "r", [stopped, completion("xyz", index=1)], n=1)))
+    got = await read(Generation(source, "r", [stopped, completion("xyz", index=1)], n=1))
     assert "".join(d.text for d in got if d.index == 0) == "ab"
     assert "".join(d.text for d in got if d.index == 1) == "xyzxyz"
     assert source.closed == ["r-0", "r-1"]
@@ -139,7 +139,7 @@ async def test_closing_early_closes_every_stream() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-def test_the_first_error_ends_all_after_what_came_before_it() -> None:
+async def test_the_first_error_ends_all_after_what_came_before_it() -> None:
     source = Echo()
     source.fail = lambda made: WorkerLost("gone") if made == 2 else None
 
@@ -153,7 +153,7 @@ def test_the_first_error_ends_all_after_what_came_before_it() -> None:
         assert len(asyncio.all_tasks()) == 1
         return text
 
-    assert asyncio.run(main()) == "ab"
+    assert await main() == "ab"
     assert sorted(source.closed) == ["r-0", "r-1"]
 
 
@@ -188,9 +188,9 @@ class Odd(Echo):
         (Odd(delta("a", FinishReason.ABORT)), RequestAborted),
     ],
 )
-def test_odd_endings_are_errors(source: Odd, error: type[DiptychError]) -> None:
+async def test_odd_endings_are_errors(source: Odd, error: type[DiptychError]) -> None:
     with pytest.raises(error):
-        asyncio.run(read(Generation(source, "r", [completion()], n=1)))
+        await read(Generation(source, "r", [completion()], n=1))
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -209,7 +209,7 @@ async def test_the_deadline_closes_streams_that_nobody_reads(n: int) -> None:
                 await anext(batches)
 
 
-def test_what_waits_for_a_slow_reader_is_bounded() -> None:
+async def test_what_waits_for_a_slow_reader_is_bounded() -> None:
     source = Echo()
     num_tokens = 10 * MAX_UNREAD_DELTAS
 
@@ -227,4 +227,4 @@ def test_what_waits_for_a_slow_reader_is_bounded() -> None:
                 assert source.num_delivered - num_read <= MAX_UNREAD_DELTAS + 2
         return num_read
 
-    assert asyncio.run(asyncio.wait_for(main(), 60)) == 2 * num_tokens
+    assert await asyncio.wait_for(main(), 60) == 2 * num_tokens

@@ -52,9 +52,9 @@ async def test_a_router_keeps_its_last_view_until_the_next_supervisor_answers(mo
     assert asked == [0, 7, 7, 9]
 
 
-def test_what_is_no_sign_of_absence_ends_it() -> None:
+async def test_what_is_no_sign_of_absence_ends_it() -> None:
     async def watch(version: int) -> tuple[int, list[WorkerInfo]]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(follow(lambda: watch, lambda _: None, (Away,)))
+        await follow(lambda: watch, lambda _: None, (Away,))

@@ -1,6 +1,5 @@
 """What a handle learns of an actor's end; actors are called in place, Ray itself is in tests/e2e."""
 
-import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +37,7 @@ class EndedWorker(WorkerActor):
         self._process = SimpleNamespace(ended=ended)
 
 
-def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """By it the supervisor tells the echo of a loss from the loss."""
     monkeypatch.setattr(placement, "WorkerActor", EndedWorker)
     monkeypatch.setattr(placement.ray, "remote", InPlace)
@@ -50,6 +49,6 @@ def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch: pyte
         handle = await RayLauncher(deployment).worker("decode-0", "decode")
         return await handle.wait()
 
-    reason = asyncio.run(main())
+    reason = await main()
     assert type(reason) is PeerLost
     assert reason.message == "rank 1 of 2 lost another rank"

@@ -48,7 +48,7 @@ async def test_a_command_runs_though_its_caller_is_gone() -> None:
     assert errors == []
 
 
-def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
+async def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
     thread, errors, broken = make()
     thread.start()
     thread.post(lambda _: {}["no such key"])  # type: ignore[index]
@@ -56,7 +56,7 @@ def test_a_fault_of_ours_is_told_and_ends_the_thread() -> None:
     thread.stop()
     assert "KeyError" in errors[0].message
     with pytest.raises(Unavailable):
-        asyncio.run(thread.call(lambda engine: engine.check_integrity()))
+        await thread.call(lambda engine: engine.check_integrity())
 
 
 async def test_a_call_that_the_thread_does_not_reach_is_refused() -> None:

@@ -1,6 +1,5 @@
 """What NIXL is told of device memory: its kind and the device's number, in registrations, descriptors and endpoints."""
 
-import asyncio
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -67,7 +66,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> type[NotedAgent]:
     return NotedAgent
 
 
-def test_each_region_is_registered_as_what_it_is(agent: type[NotedAgent]) -> None:
+async def test_each_region_is_registered_as_what_it_is(agent: type[NotedAgent]) -> None:
     transport = NixlTransport([POOL, STAGING, STAGING_ON_DEVICE])
     try:
         assert agent.registered == [
@@ -78,7 +77,7 @@ def test_each_region_is_registered_as_what_it_is(agent: type[NotedAgent]) -> Non
         endpoint = transport.endpoint()
         assert (endpoint.memory, endpoint.device_id, endpoint.base_address) == ("VRAM", 3, POOL.address)
     finally:
-        asyncio.run(transport.close())
+        await transport.close()
 
 
 @pytest.mark.parametrize("into", [POOL, STAGING, STAGING_ON_DEVICE], ids=["pool", "host", "device"])
@@ -110,7 +109,7 @@ async def test_descriptors_name_both_ends_memory(
     assert agent.transfers == [("READ", local, remote, "the source")]
 
 
-def test_a_neighbour_in_host_memory_reads_a_device_otherwise(agent: type[NotedAgent]) -> None:
+async def test_a_neighbour_in_host_memory_reads_a_device_otherwise(agent: type[NotedAgent]) -> None:
     on_device, on_host = NixlTransport([POOL]), NixlTransport([STAGING])
     try:
         here, elsewhere = this_machine(), "another"
@@ -118,5 +117,5 @@ def test_a_neighbour_in_host_memory_reads_a_device_otherwise(agent: type[NotedAg
             request = kv_pb2.SubscribeRequest(machine=machine, on_device=sink_on_device)
             assert on_device.suits(request) == expected and on_host.suits(request) == (machine == here)
     finally:
-        asyncio.run(on_device.close())
-        asyncio.run(on_host.close())
+        await on_device.close()
+        await on_host.close()

@@ -1,6 +1,5 @@
 """Which transports a worker gets."""
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,11 +88,11 @@ async def test_between_machines_kv_goes_over_grpc_unless_an_rdma_fabric_is_trust
             await transport.close()
 
 
-def test_ucx_is_told_to_do_without_tcp_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ucx_is_told_to_do_without_tcp_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,posix,self")
     [transport] = make_transports(("nixl",), [make_memory(SMALL, 2).region]).values()
     assert "tcp" not in os.environ["UCX_TLS"].split(",") and "sysv" not in os.environ["UCX_TLS"].split(",")
-    asyncio.run(transport.close())
+    await transport.close()
 
 
 def test_who_shares_no_memory_is_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

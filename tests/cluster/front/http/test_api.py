@@ -209,7 +209,7 @@ def test_streamed_chat_with_log_probabilities_and_usage(client: openai.OpenAI) -
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 3
 
 
-def test_the_asynchronous_client(server: Served) -> None:
+async def test_the_asynchronous_client(server: Served) -> None:
     async def one(client: openai.AsyncOpenAI, text: str) -> str:
         messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": text}]
         stream = await client.chat.completions.create(model="echo", messages=messages, stream=True)
@@ -220,7 +220,7 @@ def test_the_asynchronous_client(server: Served) -> None:
             assert (await client.completions.create(model="echo", prompt="ab")).choices[0].text == "ab"
             return await asyncio.gather(*(one(client, f"text {i}") for i in range(50)))
 
-    assert asyncio.run(main()) == [f"text {i}" for i in range(50)]
+    assert await main() == [f"text {i}" for i in range(50)]
 
 
 def test_models(client: openai.OpenAI) -> None:

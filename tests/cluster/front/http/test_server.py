@@ -14,7 +14,7 @@ from diptych.workers.common.errors import ConfigError, PortInUse
 from ....support.front import Echo, front_door
 
 
-def test_a_port_in_use_is_named() -> None:
+async def test_a_port_in_use_is_named() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=f"127.0.0.1:{port}: it is in use. Choose another port"):
@@ -24,7 +24,7 @@ def test_a_port_in_use_is_named() -> None:
             with pytest.raises(PortInUse, match=f"cannot listen on 127.0.0.1:{port}"):
                 await InferenceServer(front_door(Echo())).start("127.0.0.1", port)
 
-        asyncio.run(main())
+        await main()
 
 
 def test_a_host_that_is_not_ours_is_named() -> None:
@@ -42,7 +42,7 @@ def test_routers_of_one_machine_share_a_port() -> None:
             bind("127.0.0.1", port)
 
 
-def test_a_stop_lets_open_calls_end() -> None:
+async def test_a_stop_lets_open_calls_end() -> None:
     source = Echo(laps=1)
 
     async def main() -> str:
@@ -66,4 +66,4 @@ def test_a_stop_lets_open_calls_end() -> None:
         assert rest[-1] == "data: [DONE]"
         return "".join(json.loads(e[6:])["choices"][0]["text"] for e in [first, *rest[:-1]])
 
-    assert asyncio.run(main()) == "abc"
+    assert await main() == "abc"

@@ -19,7 +19,7 @@ def group_of(format: Format, k: int) -> int:
 
 
 def stored_bytes(n: int, k: int, item_bytes: int, format: Format) -> int:
-    """Of a weight [n, k] and its float32 scales. item_bytes: of a number that is stored as it is."""
+    """Bytes of a weight [n, k] and its float32 scales. item_bytes: of a number that is stored as it is."""
     match format:
         case Format.PLAIN:
             return n * k * item_bytes

@@ -86,7 +86,7 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Of one rank's share."""
+    """Sizes and options of a decoder, of one rank's share."""
 
     block_size: int  # of the cache
     hidden_size: int

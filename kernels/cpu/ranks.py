@@ -21,7 +21,7 @@ class Abandoned(Exception):
 
 
 class RankSums:
-    """Of one rank. All ranks call the same, with parts of the same sizes, in the same order."""
+    """Shared-memory sums of one rank. All ranks call the same, with parts of the same sizes, in the same order."""
 
     def __init__(
         self, library: Library, memory: Tensor, rank: int, size: int, timeout_s: float, look_again_s: float = 0.1

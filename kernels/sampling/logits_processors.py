@@ -25,8 +25,8 @@ _NUM_WARPS = 4
 
 @dataclass(frozen=True)
 class LogitsProcessors:
-    """Of each row, on the device. Rows share masks and counts by number; -1: none, and the row's tensors are not
-    read."""
+    """Logits processors of each row, on the device. Rows share masks and counts by number; -1: none, and the row's
+    tensors are not read."""
 
     bias_starts: Tensor  # [R + 1] int32: the biases of row i are those from bias_starts[i] to bias_starts[i + 1]
     bias_ids: Tensor  # [B] int32, none twice in a row; B is bias_starts[R]

@@ -100,7 +100,7 @@ class CudaDevice:
 
 
 def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
-    """Of a rank, where rank 0 has the one of torch's name `name`, and each the next one; None: it is the CPU.
+    """GPU of a rank: rank 0 has the one that torch calls `name`, each further rank the next; None: the CPU.
     Raises ConfigError, also where torch does not see as many as `num_ranks` need."""
     if name == FAKE:
         return FakeDevice(is_late=rank == 0)  # nobody waits for what others compute

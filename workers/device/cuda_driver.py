@@ -27,7 +27,7 @@ log = logging.getLogger("diptych.transport")
 
 
 def driver_of(device: Device) -> CudaDriver | None:
-    """None where there is no CUDA: a device for tests, or ROCm."""
+    """Return None where there is no CUDA: a device for tests, or ROCm."""
     if device.torch_device.type != "cuda":
         return None
     try:
@@ -68,7 +68,7 @@ def copy_of(rows: CopyRows) -> Memcpy2D:
 
 
 class LibCuda:
-    """Of one device of this process, in its primary context, which is torch's. Any thread may call it."""
+    """CUDA driver calls for one device, in its primary context, which is torch's. Any thread may call it."""
 
     def __init__(self, index: int) -> None:
         """`index`: torch's. Raises TransportError."""

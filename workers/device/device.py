@@ -45,7 +45,7 @@ class Lane(Protocol):
 class Device(Protocol):
     @property
     def name(self) -> str:
-        """By which cuda_device.py's `gpu_named` finds it, and those of other ranks."""
+        """Name by which cuda_device.py's `gpu_named` finds it, and those of other ranks."""
         ...
 
     @property

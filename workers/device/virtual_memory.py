@@ -58,7 +58,7 @@ class Access(ctypes.Structure):  # CUmemAccessDesc
 
 
 class VirtualMemory(LibCuda):
-    """Of one device of this process. Raises TransportError."""
+    """Virtual memory of one device of this process. Raises TransportError."""
 
     def __init__(self, index: int) -> None:
         """`index`: torch's."""

@@ -222,7 +222,7 @@ def _cache(
     loader: BackendLoader,
     ranks: RankProcesses | None,
 ) -> KVCache:
-    """As large as memory and settings allow; other ranks make theirs at the same time."""
+    """Make the KV cache, as large as memory and settings allow; other ranks make theirs at the same time."""
     available, shared, multiple = available_bytes(loader.torch_device), None, 1
     if ranks is not None:
         available, shared = ranks.available_bytes(available), ranks.shared(loader.gpu)

@@ -25,7 +25,7 @@ _MAX_NOISE_ELEMENTS = 1 << 20  # drawn at a time
 
 
 def choose_compiled(sampler: RowSampler, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[int]:
-    """As `choose`; leaves the logits as they are."""
+    """Choose as `choose` does, without changing the logits."""
     return sampler.sample(logits, [draw_of(sequence, sequence.num_tokens) for sequence in sequences])
 
 

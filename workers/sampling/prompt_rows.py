@@ -32,7 +32,7 @@ class PromptRows:
 
     @classmethod
     def of(cls, entries: SequenceOf[ScheduledSequence]) -> "PromptRows":
-        """Of a step whose rows are these entries' new tokens, in order."""
+        """Prompt rows of a step whose rows are these entries' new tokens, in order."""
         spans: list[PromptSpan] = []
         rows: list[NDArray[np.int32]] = []
         targets: list[int] = []

@@ -24,7 +24,7 @@ def pieces_of(rows: NDArray[np.int32], vocab_size: int) -> Iterator[NDArray[np.i
 
 
 class PromptScorer:
-    """Of one step."""
+    """Scores the prompt rows of one step."""
 
     def __init__(self, rows: PromptRows, logsumexp_top_k: LogsumexpTopK) -> None:
         self._rows, self._logsumexp_top_k = rows, logsumexp_top_k

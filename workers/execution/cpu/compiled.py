@@ -113,7 +113,7 @@ def _packed_outer(team: Team, fields: LayerTensors, arena: Arena) -> PackedOuter
 
 
 class CompiledDecoder:
-    """Of one rank. `memory` is what the next step is given. All ranks call the same, in the same order:
+    """Decoder of one rank. `memory` holds the input of the next step. All ranks call the same, in the same order:
 
     step  ->  logits or picked, if rows were sampled  ->  prompt_logits
     """
@@ -143,7 +143,7 @@ class CompiledDecoder:
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens)
 
     def new_memory(self) -> StepMemory:
-        """Another, to be written while a step computes in the one that is `memory` now."""
+        """Return further step memory, to be written while a step computes in `memory`."""
         return self._new_memory()
 
     def step(self, num_sampled: int, watch: LayerWatch | None = None, *, picks: bool = False) -> None:
@@ -166,7 +166,7 @@ class CompiledDecoder:
             layers.step(memory, layers.num_layers, layers.num_layers)
 
     def logits(self, num_sampled: int) -> Tensor:
-        """Of the step before, at rank 0: [num_sampled, vocab] float32, its until the next one."""
+        """Logits of the last step, on rank 0: [num_sampled, vocab] float32, valid until the next step."""
         own, group = self.memory.logits[:num_sampled], self._group
         if group.size == 1:
             return own
@@ -202,7 +202,7 @@ class CompiledDecoder:
             yield self.logits(len(piece))
 
     def follow(self, step: Step) -> None:
-        """A step that rank 0 told of: the part of it that is this rank's."""
+        """Compute this rank's part of a step that rank 0 broadcast."""
         memory, num_seqs = self.memory, len(step.num_new)
         memory.begin(step.num_new, step.context_lens, step.num_tokens, step.tables.shape[1])
         memory.set_tables(np.ascontiguousarray(step.tables), np.arange(num_seqs))

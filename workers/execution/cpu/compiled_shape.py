@@ -20,12 +20,12 @@ EXPERT_GATES: dict[Activation, Gate] = {
 
 
 def attentions_of(spec: ModelSpec) -> list[AttentionSpec]:
-    """Of each layer; of a spec that the kernels compute."""
+    """Attention of each layer, of a spec that the kernels compute."""
     return [layer.attention for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
 
 
 def attention_ids(spec: ModelSpec) -> list[int]:
-    """Of each layer, which of its DecoderShape's `attentions` it has."""
+    """Index of each layer's attention in its DecoderShape's `attentions`."""
     kinds = _kinds(spec)
     return [list(dict.fromkeys(kinds)).index(kind) for kind in kinds]
 
@@ -69,7 +69,7 @@ def _expert_sizes(of: MoeSpec, hidden_size: int, dtype: torch.dtype) -> ExpertSi
 
 
 def _kinds(spec: ModelSpec) -> list[tuple[int, AttentionOptions]]:
-    """Of each layer: its rope, and how it attends."""
+    """Rope and attention options of each layer."""
     return [
         (rope, AttentionOptions(of.scale, of.softcap, of.window))
         for rope, of in zip(spec.rope_ids, attentions_of(spec), strict=True)

@@ -159,7 +159,7 @@ class DeviceSampler:
         self.choose(0, logits, tokens, 1)
 
     def _settings_of(self, sequences: SequenceOf[Sequence]) -> SamplingColumns:
-        """Of the batch before, most times."""
+        """Columns of these sequences; mostly those of the previous batch."""
         samplings = [s.request.sampling for s in sequences]
         if samplings != self._settings.samplings:
             self._settings = SamplingColumns.of(samplings)

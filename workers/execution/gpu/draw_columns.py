@@ -27,7 +27,7 @@ _MULTIPLE = 4  # of rows: columns begin at multiples of 16 bytes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingColumns:
-    """Of R rows, on the host."""
+    """Sampling parameters of R rows, on the host."""
 
     samplings: list[SamplingParams]
     temperature: NDArray[np.float32]  # 0: greedy

@@ -99,7 +99,7 @@ class ForwardPieces:
         return storing[num_stored - 1] + 1
 
     def angles(self, cos_sin: Tensor) -> Ropes:
-        """Of each of ModelSpec.ropes, where they are side by side."""
+        """Split the columns of `cos_sin` by rope, in the order of ModelSpec.ropes."""
         return cos_sin.split(self.decoder.rope_dims, dim=1)
 
     def compute(self, buffers: ForwardBuffers, index: int) -> None:

@@ -238,7 +238,7 @@ class GpuSteps:
 
 
 def _decodes(rows: _Rows, num: int) -> Ints:
-    """Of the first `num` entries, see StepPlan."""
+    """Decode columns of the first `num` entries, see StepPlan."""
     tokens = [
         0 if feed >= 0 else e.sequence.token_ids[e.sequence.num_computed]
         for e, feed in zip(rows.entries[:num], rows.previous_rows, strict=False)

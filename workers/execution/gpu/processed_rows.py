@@ -26,7 +26,7 @@ Column = TypeVar("Column")
 
 
 class Columns(NamedTuple, Generic[Column]):
-    """Of a step of R rows: arrays on the host, then tensors on the device."""
+    """Columns of a step of R rows: arrays on the host, then tensors on the device."""
 
     bias_starts: Column  # [R + 1] int32: see LogitsProcessors
     bias_ids: Column  # [B] int32

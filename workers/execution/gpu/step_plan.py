@@ -26,7 +26,7 @@ KNOWN = -1  # as a feed: the host knows the token
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """Of S sequences, those with one new token first, with T tokens in all."""
+    """Arrays of S sequences with T tokens in all; those with one new token come first."""
 
     token_ids: Ints  # [T]
     previous_rows: Ints | None  # [T], see DecodeRows; None: the host knows all tokens

@@ -214,7 +214,7 @@ class WeightReader:
         return stored.to(self._dtype_of(piece)) if piece.offset else stored
 
     def _bytes(self, piece: Piece) -> int:
-        """Of what `_read` returns."""
+        """Number of bytes of what `_read` returns."""
         size = self._dtype_of(piece).itemsize if piece.offset else self._checkpoint.stored_size(piece.name)
         return size * math.prod(shape_of_part(piece, self._share))
 

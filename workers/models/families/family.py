@@ -66,7 +66,7 @@ def read_mlp(config: JsonFields, activation: str = "hidden_act") -> MlpSpec:
 
 
 def read_windows(config: JsonFields, slides: Callable[[int], bool]) -> tuple[int, ...]:
-    """Of each layer (0: none), from `layer_types` or, where that is absent, of the layers that `slides`."""
+    """Window of each layer (0: none), from `layer_types` or, where that is absent, of the layers that `slides`."""
     num_layers, types = config.size("num_hidden_layers"), config.get("layer_types")
     if types is None:
         types = [SLIDING if slides(i) else FULL for i in range(num_layers)]

@@ -69,7 +69,7 @@ class AttentionSpec:
 
     @property
     def q_dim(self) -> int:
-        """Of a query head, as LatentSpec has it; and value_dim."""
+        """Size of a query head, under the name that LatentSpec has for it; so is value_dim."""
         return self.head_dim
 
     @property
@@ -107,12 +107,12 @@ class LatentSpec:
 
     @property
     def q_dim(self) -> int:
-        """Of a query head."""
+        """Size of a query head."""
         return self.nope_dim + self.rope_dim
 
     @property
     def kv_dim(self) -> int:
-        """Of what the cache holds of a token."""
+        """Size of what the cache holds of a token."""
         return self.kv_rank + self.rope_dim
 
 
@@ -222,7 +222,7 @@ class ModelSpec:
 
     @property
     def num_experts(self) -> tuple[int, ...]:
-        """Of each layer; empty where no layer has any."""
+        """Number of experts of each layer; empty where no layer has any."""
         each = tuple(of.num_experts if isinstance(of := layer.feed_forward, MoeSpec) else 0 for layer in self.layers)
         return each if any(each) else ()
 
@@ -237,7 +237,7 @@ class ModelSpec:
 
     @property
     def rope_ids(self) -> tuple[int, ...]:
-        """Of each layer, which of `ropes` it has."""
+        """Index of each layer's rope in `ropes`."""
         ropes = self.ropes
         return tuple(ropes.index(layer.attention.rotation) for layer in self.layers)
 

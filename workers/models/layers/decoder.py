@@ -68,7 +68,7 @@ def layers_of(
 
 
 class Decoder:
-    """Of one rank. All ranks call the same, in the same order."""
+    """Decoder of one rank. All ranks call the same methods, in the same order."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]  # rows [N, H], slot of each [N] in
 
 
 class ExpertRanks:
-    """Of one rank, which holds `placement.held[group.rank]`. All ranks call the same, in the same order."""
+    """Experts of one rank, which holds `placement.held[group.rank]`. All ranks call the same, in the same order."""
 
     def __init__(
         self, group: Group, placement: Placement, device: torch.device | None = None, *, is_over: bool = False

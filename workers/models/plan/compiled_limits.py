@@ -70,7 +70,7 @@ def _sizes_of_mixture(of: MoeSpec) -> tuple[int, int, int]:
 
 
 def mixtures_of(spec: ModelSpec) -> list[MoeSpec]:
-    """Of the layers that have one."""
+    """Mixtures of the layers that have one."""
     return [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoeSpec)]
 
 

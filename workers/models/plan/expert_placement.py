@@ -46,7 +46,7 @@ class Placement:
         return len(self.held)
 
     def holders(self) -> list[list[int]]:
-        """Of each expert the ranks that hold it, ascending: they take turns with the rows of a step."""
+        """Ranks that hold each expert, ascending: they take turns with the rows of a step."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, experts in enumerate(self.held):
             for expert in experts:
@@ -54,7 +54,7 @@ class Placement:
         return found
 
     def slots(self, rank: int) -> list[int]:
-        """Of each expert its slot at `rank`; -1 where it is not there."""
+        """Slot of each expert at `rank`; -1 where it is not there."""
         places = {expert: slot for slot, expert in enumerate(self.held[rank])}
         return [places.get(expert, -1) for expert in range(self.num_experts)]
 
@@ -126,7 +126,7 @@ def place_experts(
     num_copies: int = 0,
     setting: str = "expert_parallel",
 ) -> dict[int, Placement]:
-    """By layer, of those that have experts. placement: "contiguous", "round_robin", or the path of a file of loads.
+    """Placement by layer, of those with experts. placement: "contiguous", "round_robin", or a path of a file of loads.
     setting: which asks for so many ranks. Raises ConfigError."""
     sizes = {i: of.num_experts for i, layer in enumerate(spec.layers) if isinstance(of := layer.feed_forward, MoeSpec)}
     if not sizes:

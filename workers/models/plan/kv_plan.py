@@ -38,7 +38,7 @@ def layout_of(
 
 
 def blocks_at_once(layout: KVLayout, granularity: int) -> int:
-    """Of how many blocks a rank's pool has to be a multiple, so that its bytes are one of `granularity`."""
+    """Smallest number of blocks whose bytes, in a rank's pool, are a multiple of `granularity`."""
     return granularity // math.gcd(granularity, layout.rank_block_bytes)
 
 

@@ -49,7 +49,7 @@ def vocabulary_sizes(vocab_size: int, size: int) -> list[int]:
 
 
 def share_of_first(spec: ModelSpec, size: int, placement: str | None = None, num_copies: int = 0) -> Share:
-    """Of rank 0 of `size`. placement: which experts each has whole, see place_experts; None: a part of every one.
+    """Share of rank 0 of `size`. placement: which experts each has whole, see place_experts; None: a part of every one.
     Raises ConfigError where ranks cannot share the model so."""
     check_divides(spec, size, whole_experts=placement is not None)
     return Share(0, size, None if placement is None else place_experts(spec, size, placement, num_copies))
@@ -136,7 +136,7 @@ def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:
 
 
 def shape_of_part(piece: Piece, share: Share) -> Shape:
-    """Of what `share` holds of a piece."""
+    """Shape of what `share` holds of a piece."""
     shape, part = piece.own_shape, part_of_piece(piece, share)
     return tuple(len(range(n)[of]) for n, of in zip(shape, part, strict=False)) + shape[len(part) :]
 

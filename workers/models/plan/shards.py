@@ -76,7 +76,7 @@ def have_equal_bytes(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
 
 
 def _chunks(path: Path, name: str) -> Iterator[bytes]:
-    """Of one tensor, CHUNK_BYTES at once."""
+    """Read one tensor, CHUNK_BYTES at a time."""
     try:
         with path.open("rb", buffering=0) as file:
             start, end = _places(file)[name]
@@ -87,7 +87,7 @@ def _chunks(path: Path, name: str) -> Iterator[bytes]:
 
 
 def _places(file: BinaryIO) -> dict[str, tuple[int, int]]:
-    """Of each tensor, where its bytes begin and end in a file whose header is known to be sound."""
+    """Start and end of each tensor's bytes in a file whose header is known to be sound."""
     header_bytes = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(header_bytes))
     first = 8 + header_bytes

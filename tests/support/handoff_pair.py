@@ -61,6 +61,8 @@ class SourceEngine:
 
     ended: list[str] = field(default_factory=list[str])
     num_caught_up: int = 0
+    handed_off_keys: list[str | None] = field(default_factory=list[str | None])
+    forgotten: list[str] = field(default_factory=list[str])
     reads: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -77,10 +79,10 @@ class SourceEngine:
         self.changed.set()
 
     def handed_off(self, sealed: HandoffSealed) -> None:
-        raise AssertionError("nothing runs here")
+        self.handed_off_keys.append(sealed.key)
 
     def forget(self, key: str) -> None:
-        raise AssertionError("no request of a router is here")
+        self.forgotten.append(key)
 
     async def until_ended(self, count: int = 1) -> None:
         while len(self.ended) < count:

@@ -172,14 +172,14 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     def _seal(self, event: HandoffSealed) -> None:
         """Seal the hand-off. The router is told after all the sequence's tokens, which were sent before."""
-        outgoing = self._open.get(event.handoff_id)
-        if event.is_live and event.key is not None:
+        if event.is_live:
             self._requests.handed_off(event)
-            if outgoing is None:  # the hand-off ended while the engine sealed it
-                self._requests.forget(event.key)
+        outgoing = self._open.get(event.handoff_id)
         if outgoing is not None:
             actions = outgoing.machine.seal(event.num_computed, event.output_token_ids, self._now())
             self._carry_out(outgoing, actions)
+        if event.is_live and event.key is not None and event.handoff_id not in self._open:
+            self._requests.forget(event.key)  # the hand-off ended before it was sealed
 
     def _limit_hold(self, outgoing: _DrivenHandoff) -> None:
         """Limit the time for which a running sequence waits for its sink; then it runs on here."""

@@ -12,7 +12,7 @@ from diptych.proto import kv_pb2, kv_pb2_grpc
 from diptych.workers.common.channel import ERROR_KEY, open_channel
 from diptych.workers.common.errors import HandoffError, RequestAborted
 from diptych.workers.handoff import source as handoff_source
-from diptych.workers.handoff.types import HandoffRefused
+from diptych.workers.handoff.types import HandoffRefused, HandoffSealed
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
@@ -312,3 +312,25 @@ async def test_a_pull_stops_when_its_hand_off_ends(monkeypatch: pytest.MonkeyPat
                 received += (await call.read()).data
         assert len(received) < memory.region.num_bytes
         assert received == before[: len(received)]
+
+
+@pytest.mark.parametrize("end", ["released", "aborted before", "lapsed at the seal"])
+async def test_a_running_sequence_that_is_sealed_is_forgotten_when_its_hand_off_has_ended(end: str) -> None:
+    """Its router is told once, however the hand-off ends."""
+    async with serve() as served, sink(served) as it:
+        source, requests = served.source, served.engine
+        source.offer("h", 11, "1/1", is_live=True)
+        if end == "aborted before":
+            source.abort("h", RequestAborted("x"))
+        elif end == "lapsed at the seal":
+            later = asyncio.get_running_loop().time() + 11.0
+            source._now = lambda: later  # type: ignore[method-assign]
+        assert requests.forgotten == []
+        source.on_event(HandoffSealed("h", "1/1", 11, (7,), is_live=True))
+        assert requests.handed_off_keys == ["1/1"]
+        if end == "released":
+            assert requests.forgotten == []
+            stream = it.subscribe()
+            await stream.read()
+            assert await it.release()
+        assert (requests.forgotten, requests.ended) == (["1/1"], ["h"])

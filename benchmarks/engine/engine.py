@@ -121,7 +121,7 @@ class Bench:
         self._args = args
         self._cost = ModelCost(load_spec(args.model), ITEM_BYTES[args.dtype])
         cores = usable_cores()[: args.threads]
-        config = WorkerConfig(
+        config = WorkerConfig.of(
             str(args.model),
             dtype=args.dtype,
             threads=args.threads,
@@ -134,7 +134,7 @@ class Bench:
         if not args.look_ahead:  # else another thread computes
             bind_this_thread(config.cores)
         self._roofline = measure(args.threads, args.roofline_seconds) if args.roofline_seconds else None
-        self._engine = Engine(runner, config.scheduler(), prefix_cache=False)
+        self._engine = Engine(runner, config.device_scheduler, prefix_cache=False)
         self._vocab_size = runner.info.vocab_size
         self._generate = _transformers(args) if args.transformers else None
 

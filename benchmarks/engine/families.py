@@ -54,8 +54,8 @@ def make_checkpoint(path: Path, family: str) -> None:
 
 
 def engine_of(path: Path, cpu_isa: str, threads: int) -> Engine:
-    config = WorkerConfig(str(path), threads=threads, prefix_cache=False, cpu_isa=cpu_isa, max_context_tokens=4096)
-    return Engine(load_runner(config, lambda _: None), config.scheduler(), prefix_cache=False)
+    config = WorkerConfig.of(str(path), threads=threads, prefix_cache=False, cpu_isa=cpu_isa, max_context_tokens=4096)
+    return Engine(load_runner(config, lambda _: None), config.device_scheduler, prefix_cache=False)
 
 
 def measure(engines: list[Engine], name: str, repeat: int) -> list[float]:

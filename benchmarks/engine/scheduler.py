@@ -20,7 +20,7 @@ from pathlib import Path
 
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.runner import InFlightStep, LayerWatch, ModelInfo
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
 from diptych.workers.core.step_executor import DeferredStep
 from diptych.workers.engine.engine import Engine

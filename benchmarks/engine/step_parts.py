@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from diptych.kernels.cpu.layer import PARTS
 from diptych.workers.common.request import Request, SamplingParams
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.execution.common.host_backend import HostBackend
 from diptych.workers.execution.cpu.compiled_steps import CompiledSteps
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import AttentionSpec, MlpSpec, ModelSpec
 
@@ -114,8 +115,8 @@ def main() -> None:
     parser.add_argument("--isa", default="auto", help="instruction set of the kernels")
     parser.add_argument("--workload", choices=[*WORKLOADS], nargs="*", default=[*WORKLOADS])
     args = parser.parse_args()
-    config = ModelRunnerConfig(
-        args.model, dtype=args.dtype, num_threads=args.threads, cpu_isa=args.isa, max_context_tokens=2048
+    config = WorkerConfig.of(
+        args.model, dtype=args.dtype, threads=args.threads, cpu_isa=args.isa, max_context_tokens=2048
     )
     bench = Bench(ModelRunner.load(config))
     for name in args.workload:

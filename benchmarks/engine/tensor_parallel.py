@@ -62,7 +62,7 @@ class Timing:
 def load(args: argparse.Namespace, num_ranks: int, num_threads: int, usable: tuple[int, ...]) -> "Runner":
     bind_this_thread(usable)  # again to all: ranks and gloo's threads start where this one may run
     cores = usable[:num_threads]
-    config = WorkerConfig(
+    config = WorkerConfig.of(
         str(args.model),
         dtype=args.dtype,
         threads=num_threads,
@@ -78,7 +78,7 @@ def load(args: argparse.Namespace, num_ranks: int, num_threads: int, usable: tup
 
 
 def measure(runner: "Runner", of: Load, spent: Spent, repeat: int) -> Timing:
-    engine = Engine(runner, WorkerConfig("").scheduler(), prefix_cache=False)
+    engine = Engine(runner, WorkerConfig.of("any").device_scheduler, prefix_cache=False)
     steps: list[float] = []
     total = 0.0
     for i in range(-1, repeat):  # the first round warms up

@@ -40,7 +40,7 @@ REQUEST_TIMEOUT_S = 60.0
 HANG_S = REQUEST_TIMEOUT_S + 10.0
 ROUTING = RoutingConfig()
 # How long a worker is stopped or cut off: shorter and longer than its lease and the router's patience.
-AWAY_S = (0.3, 1.2 * max(WorkerConfig(MODEL).lease_s, ROUTING.worker_timeout_s))
+AWAY_S = (0.3, 1.2 * max(WorkerConfig.of(MODEL).handoff.lease_s, ROUTING.worker_timeout_s))
 
 
 @dataclass(frozen=True)

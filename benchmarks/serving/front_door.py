@@ -65,7 +65,7 @@ class InstantRunner(FakeRunner):
 
 async def serve_worker(pipe: Connection, stop: asyncio.Event, step_s: float) -> None:
     runner = InstantRunner(num_blocks=8192, block_size=16, vocab_size=2048, max_context=2048, step_s=step_s)
-    service = WorkerService(WorkerConfig("fake", auth_token=TOKEN, transports=("grpc",)), runner)
+    service = WorkerService(WorkerConfig.of("fake", auth_token=TOKEN, transports=("grpc",)), runner)
     where = await service.start()
     engine = next(t.native_id for t in threading.enumerate() if t.name == "diptych-engine")
     pipe.send((where.address, where.incarnation, engine))

@@ -143,7 +143,7 @@ class Served:
 
 
 def _worker_config(role: str) -> WorkerConfig:
-    return WorkerConfig(model=str(MODEL), role=role, threads=1, kv_memory_bytes=16 << 20, auth_token=TOKEN)
+    return WorkerConfig.of(model=str(MODEL), role=role, threads=1, kv_memory_bytes=16 << 20, auth_token=TOKEN)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ async def work(core: int, bytes_s: float | None, cpus: Sequence[int], settings: 
             return {name: ThrottledTransport(inner, bytes_s) for name, inner in make(*args, **named).items()}
 
         service.make_transports = make_throttled
-    config = WorkerConfig(threads=1, cores=(core,), prefix_cache=False, kv_memory_bytes=KV_BYTES, **settings)
+    config = WorkerConfig.of(threads=1, cores=(core,), prefix_cache=False, kv_memory_bytes=KV_BYTES, **settings)
     ready: Future[WorkerAddress] = Future()
     ready.add_done_callback(lambda f: f.exception() or print(json.dumps(asdict(f.result())), flush=True))
     stop = asyncio.Event()

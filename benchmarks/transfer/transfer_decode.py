@@ -17,9 +17,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diptych.workers.common.request import Request, SamplingParams
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 
 BATCH, PROMPT_TOKENS = 4, 64
 ROUNDS, STEPS = 20, 10  # of each kind
@@ -88,7 +89,7 @@ def _engine() -> Engine:
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
         threads = max((os.cpu_count() or 2) - 1, 1)
-        runner = ModelRunner.load(ModelRunnerConfig(Path(folder), kv_memory_bytes=KV_BYTES, num_threads=threads))
+        runner = ModelRunner.load(WorkerConfig.of(Path(folder), kv_memory_bytes=KV_BYTES, threads=threads))
     engine = Engine(runner, SchedulerConfig(), prefix_cache=False)
     sampling = SamplingParams(temperature=0.0, max_tokens=1024, ignore_eos=True)
     for i in range(BATCH):

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.sequence import Batch, ScheduledSequence, Sequence
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.bridge import Bridge
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.segment import Read, Segment
@@ -60,7 +61,7 @@ def precision(cache: str, wire: str, head_dim: int) -> Precision:
 
 
 def load(model: Path, dtype: str) -> ModelRunner:
-    return ModelRunner.load(ModelRunnerConfig(model, dtype=dtype, kv_memory_bytes=32 << 20))
+    return ModelRunner.load(WorkerConfig.of(model, dtype=dtype, kv_memory_bytes=32 << 20))
 
 
 def sequence_of(prompt: list[int], table: list[int]) -> Sequence:

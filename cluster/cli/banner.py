@@ -57,8 +57,8 @@ def _door(config: ClusterConfig, router: RouterStatus) -> _Door:
     return _Door(
         base_url=f"{scheme}://{host}:{router.http_port}/v1",
         target=f"{host}:{router.grpc_port}",
-        model=config.served_model_name or Path(config.model).name,
-        is_chat=_has_chat_template(Path(config.model)),
+        model=config.shared.model.name,
+        is_chat=_has_chat_template(Path(config.shared.model.model)),
         has_key=config.router.api_key is not None,
         has_grpc_tls=config.router.grpc_tls is not None,
     )

@@ -82,7 +82,7 @@ def _prepare(config: ClusterConfig, console: Console, progress: Progress) -> Non
     if not os.environ.get("RAY_ADDRESS"):
         if warning := crowding(config, len(usable_cores())):
             console.print(Text(warning, style="yellow"), soft_wrap=True)
-        _convert_tokenizer(Path(config.model), progress)
+        _convert_tokenizer(Path(config.shared.model.model), progress)
 
 
 def is_stop(error: BaseException) -> bool:
@@ -98,7 +98,7 @@ def check(config: ClusterConfig) -> None:
     """Whatever can be found wrong before a process is started. Raises DiptychErrors."""
     if not os.environ.get("RAY_ADDRESS"):
         # On a Ray of many machines the model and the ports are another machine's matter.
-        check_checkpoint(Path(config.model))
+        check_checkpoint(Path(config.shared.model.model))
         check_tls(config)
         check_dashboard(config)
         check_ports(config)

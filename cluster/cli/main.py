@@ -1,6 +1,7 @@
 """The `diptych` command. Flags say what cluster.yaml says; Ray is imported only by the commands that need it."""
 
 import functools
+import inspect
 import json
 import os
 import signal
@@ -18,12 +19,14 @@ from rich.text import Text
 from ... import __version__
 from ...workers.common.errors import ConfigError, DiptychError, Unavailable
 from ...workers.common.exit_codes import FOUND, INTERRUPTED, exit_code
+from ...workers.common.secret_file import read_secret
 from ..bench.command import bench
 from ..common import address_file, config_file
 from ..common.config import POOL_NAMES, ClusterConfig
 from ..preflight.checks import resolve_model
 from .experts import experts
 from .plan import plan
+from .serve_flags import given_to_workers, parameters
 
 STOP_S = 30.0
 POLL_S = 0.2
@@ -74,75 +77,33 @@ def _root(
 
 
 Name = Annotated[str, typer.Option(help="The cluster's name.")]
-ServeKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar=config_file.KEY_VARIABLES["api_key"],
-        help="Asked of every client. Other users of this machine can read a flag: use the variable, or a file.",
-    ),
-]
 
 
-@app.command()
 @_reports_errors
-def serve(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
-    model: Annotated[str | None, typer.Argument(help="Folder of a Hugging Face checkpoint, or `tiny`.")] = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers.  [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.  [default: 1]")] = None,
-    mixed: Annotated[int | None, typer.Option(help="Workers that do both.  [default: 0]")] = None,
-    config: Annotated[Path | None, typer.Option(help="cluster.yaml; flags win over it.")] = None,
-    name: Annotated[str | None, typer.Option(help="The cluster's name.  [default: default]")] = None,
-    host: Annotated[str | None, typer.Option(help="Where the front door listens.  [default: 127.0.0.1]")] = None,
-    http_port: Annotated[int | None, typer.Option(help="0: any free port.  [default: 8000]")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="0: any free port.  [default: 50051]")] = None,
-    api_key: ServeKey = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File of the API key; wins over --api-key.")] = None,
-    strict: Annotated[bool | None, typer.Option(help="Refuse requests with unknown fields.  [default: ignore]")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.  [default: bfloat16]")] = None,
-    quantize: Annotated[str | None, typer.Option(help="Weights at load: int8 or int4.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.  [default: cpu]")] = None,
-    max_context_tokens: Annotated[int | None, typer.Option(help="Longest sequence.  [default: the model's]")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Longest prefill chunk; 0: no limit.  [default: 0]")] = None,
-    layer_groups: Annotated[
-        int | None, typer.Option(help="In how many groups of layers KV is handed off; 0: by cost.  [default: 0]")
-    ] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="KV cache of each worker, as 2GiB.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
-    cores: Annotated[int | None, typer.Option(help="Cores that each worker is bound to; 0: none.")] = None,
-    transport: Annotated[list[str] | None, typer.Option(help="How KV travels, best first; may repeat.")] = None,
-    verify_kv: Annotated[bool | None, typer.Option(help="Check by checksums what hand-offs bring.")] = None,
-    dashboard: Annotated[bool | None, typer.Option(help="Start Ray's dashboard, on loopback.")] = None,
-) -> None:
+def serve(**given: Any) -> None:
     """Serve MODEL until Ctrl-C. Starts Ray on this machine, or joins the one named by RAY_ADDRESS."""
-    flags: dict[str, Any] = {
-        "model": model,
-        "name": name,
-        "served_model_name": served_model_name,
-        "dtype": dtype,
-        "quantize": quantize,
-        "device": device,
-        "max_context_tokens": max_context_tokens,
-        "transports": transport or None,
-        "verify_kv": verify_kv,
-        "dashboard": dashboard,
+    key_file: Path | None = given["api_key_file"]
+    flags = {
+        "model": given["model"],
+        "name": given["name"],
+        "dashboard": given["dashboard"],
+        **given_to_workers(given, every_pool=False),
         "router": {
-            "host": host,
-            "http_port": http_port,
-            "grpc_port": grpc_port,
-            "api_key": config_file.read_key(api_key_file) if api_key_file else api_key,
+            "host": given["host"],
+            "http_port": given["http_port"],
+            "grpc_port": given["grpc_port"],
+            "api_key": read_secret(key_file, "--api-key-file", "key") if key_file else given["api_key"],
             "metrics_key": os.environ.get(config_file.KEY_VARIABLES["metrics_key"]),  # no flag: `ps` would show it
-            "strict": strict,
+            "strict": given["strict"],
         },
     }
-    shared = {
-        "chunk_tokens": chunk_tokens,
-        "layer_groups": layer_groups,
-        "kv_memory_bytes": kv_memory,
-        "threads": threads,
-        "cores": cores,
-    }
-    _run(config_file.load(config, flags, {"prefill": prefill, "decode": decode, "mixed": mixed}, shared))
+    replicas = {pool: given[pool] for pool in POOL_NAMES}
+    shared = {"cores": given["cores"], **given_to_workers(given, every_pool=True)}
+    _run(config_file.load(given["config"], flags, replicas, shared))
+
+
+serve.__signature__ = inspect.Signature(parameters())  # typer makes a flag of each
+app.command()(serve)
 
 
 @app.command()
@@ -242,7 +203,7 @@ def _run(settings: ClusterConfig) -> None:
     from .launcher import Stopped, serve
 
     try:
-        serve(settings.model_copy(update={"model": resolve_model(settings.model)}), _console())
+        serve(settings.model_copy(update={"model": resolve_model(settings.shared.model.model)}), _console())
     except Stopped:
         raise typer.Exit(INTERRUPTED) from None
 

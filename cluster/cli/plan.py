@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ...workers.common.errors import ConfigError, InsufficientMemory
+from ...workers.common.settings import parse_bytes
 from ...workers.kv.layout import DTYPE_BYTES
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.plan.formats import QUANTIZE
-from ..common.config import parse_bytes
 from ..common.plurals import count
 from ..preflight.checks import check_model, resolve_model
 from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, kv_formula, plan_memory

@@ -1,60 +1,64 @@
 """Settings of one cluster: frozen, checked once, the same in YAML and in flags. Knows no Ray and no process.
 
-    ClusterConfig            the model and what all its workers share
+    ClusterConfig            settings that all workers share, and the cluster's own
     ├── pools: Pools         prefill, decode, mixed
-    │   └── PoolConfig       how many workers, where Ray may place them, what each may use
+    │   └── PoolConfig       settings in which its workers differ, how many there are, where Ray may place them
     ├── router: RouterConfig the front door: addresses, keys, TLS
     └── service_level        what the autoscaler steers by
+
+What a worker can be set to stands in workers/config alone: its keys here are generated from there, by their scope, and
+its rules are checked there.
 
 What is wrong raises ConfigError, naming the key by its path ("pools.prefill.replicas"), the line where a file gave it,
 and the key that was probably meant.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+from ...workers.common.errors import ConfigError
+from ...workers.common.settings import LOOPBACK_HOSTS, STRICT, Port, Scope
+from ...workers.config.sections import ParallelConfig
+from ...workers.config.worker_config import SETTINGS, WorkerConfig
+
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 DEFAULT_NAME = "default"
 POOL_NAMES = ("prefill", "decode", "mixed")
+AT_START = "(named at start)"  # stands for a rendezvous, which each start of a gang has of its own
 PoolName = Literal["prefill", "decode", "mixed"]
 
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def parse_bytes(value: object) -> object:
-    """'2GiB' -> 2147483648; what is not a text passes through, for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    digits = value.strip().rstrip("KMGTIiBbkmgt ")
-    unit = value.strip()[len(digits) :].strip().upper()
-    try:
-        return int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError) as e:
-        raise ValueError(f"{value!r} is not a size: write bytes, or a number with MiB, GiB, MB or GB") from e
-
-
-NumBytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 MAX_REPLICAS = 4096
 Count = Annotated[int, Field(ge=0, le=MAX_REPLICAS)]
-Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
-Dtype = Literal["bfloat16", "float32"]
-Quantize = Literal["int8", "int4"]
-CpuIsa = Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"]
-BlockSize = Annotated[int, Field(ge=1, le=1024)]
-AxisOrder = Literal["block", "layer"]
-WireDtype = Literal["bfloat16", "int8"]
+def _worker_settings(name: str, *scopes: Scope) -> type[_Settings]:
+    """A class with the workers' settings of these scopes. In a pool, those of the cluster default to the cluster's."""
+    fields: dict[str, Any] = {}
+    for setting in SETTINGS.values():
+        if setting.scope is Scope.BOTH and Scope.POOL in scopes:
+            fields[setting.name] = (setting.annotation | None, None)
+        elif setting.scope in (*scopes, Scope.BOTH):
+            fields[setting.name] = (setting.annotation, ... if setting.is_required else setting.field.default)
+    return create_model(name, __base__=_Settings, **fields)
 
 
-class PoolConfig(_Settings):
-    """One pool: its size, Ray's placement of each worker, and each worker's share of its machine."""
+def _given(settings: _Settings, section: str | None = None) -> dict[str, Any]:
+    """The workers' settings among these, or those of one section."""
+    found: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        if setting.scope is not Scope.PROCESS and section in (None, setting.section):
+            value = getattr(settings, name, None)
+            found |= {name: value} if value is not None else {}
+    return found
+
+
+class PoolConfig(_worker_settings("PoolSettings", Scope.POOL)):
+    """One pool: its size, where Ray may place its workers, and in which settings they differ."""
 
     replicas: Count = 1
     min_replicas: Count | None = None  # with max_replicas: the autoscaler moves the pool between the two
@@ -63,40 +67,26 @@ class PoolConfig(_Settings):
     num_gpus: Annotated[float, Field(ge=0)] | None = None  # None: on cuda one for each rank
     resources: dict[str, float] = Field(default_factory=dict[str, float])  # Ray custom resources of each worker
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])  # Ray node labels that each worker needs
-    cores: Annotated[int, Field(ge=0)] | None = None  # that each worker is bound to; None: its share of this machine
-    threads: Annotated[int, Field(ge=1)] | None = None  # None: one a core
-    dtype: Dtype | None = None  # None, here and for the next three: the cluster's
-    block_size: BlockSize | None = None
-    kv_axis_order: AxisOrder | None = None
-    wire_dtype: WireDtype | None = None
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of each worker
-    expert_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # as many: they hold whole experts of a mixture
-    expert_placement: Annotated[str, Field(min_length=1)] = "contiguous"  # "round_robin", or a file of measured loads
-    expert_copies: Annotated[int, Field(ge=0)] = 0  # with such a file: experts of a layer that are held once more
-    data_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # workers that share a mixture's experts: one replica
-    kv_memory_bytes: NumBytes | None = None  # None: kv_memory_fraction of the memory that is free at start
-    kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.3
-    chunk_tokens: Annotated[int, Field(ge=0)] = 0  # 0: no limit but max_batch_tokens
-    max_batch_tokens: Annotated[int, Field(ge=0)] = 0  # 0: by device
-    max_running: Annotated[int, Field(ge=1)] = 256
-    target_step_s: Annotated[float, Field(ge=0)] | None = None  # with running decodes; 0: no matter; None: by load
-    look_ahead: bool = False  # a step is prepared while the one before it is computed: compiled CPU kernels, one rank
-    cuda_graphs: bool = True  # on cuda: steps are captured at start, and replayed
-    layer_groups: Annotated[int, Field(ge=0)] = 0  # in which a step's KV is handed off; 0: by measured cost
+    cores: Annotated[int, Field(ge=0)] | None = None  # that each worker is bound to; None: its share of the machine
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         low, high = self.bounds
         if not low <= self.replicas <= high:
             raise ValueError(f"replicas ({self.replicas}) must lie in min_replicas..max_replicas ({low}..{high})")
-        if self.cores and self.threads and self.threads > self.cores:
-            raise ValueError(f"threads ({self.threads}) must not exceed cores ({self.cores}): raise cores, or set 0")
+        threads: int | None = _given(self).get("threads")
+        if self.cores and threads and threads > self.cores:
+            raise ValueError(f"threads ({threads}) must not exceed cores ({self.cores}): raise cores, or set 0")
         return self
 
     @property
     def bounds(self) -> tuple[int, int]:
         low = self.replicas if self.min_replicas is None else self.min_replicas
         return low, self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(**_given(self, "parallel"), rendezvous=AT_START)
 
     @property
     def autoscaled(self) -> bool:
@@ -123,7 +113,7 @@ class Pools(_Settings):
     @property
     def num_workers(self) -> int:
         """At first."""
-        return sum(pool.replicas * pool.data_parallel for _, pool in self.items())
+        return sum(pool.replicas * pool.parallel.data_parallel for _, pool in self.items())
 
 
 class TlsConfig(_Settings):
@@ -183,25 +173,10 @@ class ServiceLevel(_Settings):
     tpot_s: Annotated[float, Field(gt=0)] = 0.1  # time per output token
 
 
-class ClusterConfig(_Settings):
-    """One model served on pools of workers."""
+class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
+    """One model served on pools of workers, which share the settings given here."""
 
-    model: Annotated[str, Field(min_length=1)]  # folder of a Hugging Face checkpoint, the same on every machine
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = DEFAULT_NAME
-    served_model_name: Annotated[str, Field(min_length=1)] | None = None
-    dtype: Dtype = "bfloat16"
-    device: str = "cpu"
-    quantize: Quantize | None = None  # weights at load
-    cpu_isa: CpuIsa = "auto"  # instruction set of the compiled CPU kernels; "auto": the best; "none": torch computes
-    block_size: BlockSize = 16  # tokens a block
-    kv_axis_order: AxisOrder = "block"  # the outer axis of the KV cache
-    wire_dtype: WireDtype | None = None  # workers pull KV narrower than it is at the source, over gRPC
-    verify_kv: bool = False  # workers compare what they pulled with the source's checksums
-    max_context_tokens: Annotated[int, Field(ge=1)] | None = None  # None: the model's
-    prefix_cache: bool = True
-    transports: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "auto"
-    trusted_rdma_fabric: bool = False  # whoever is on it may read and write KV: NIXL uses it between machines
-    lease_s: Annotated[float, Field(gt=0)] = 10.0  # how long a source keeps KV for a silent sink
     drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
     dashboard: bool = False
     pools: Pools = Pools(prefill=PoolConfig(), decode=PoolConfig())
@@ -211,33 +186,41 @@ class ClusterConfig(_Settings):
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
         check_targets(self.pools.targets)
+        self._checked(None)
         for name, pool in self.pools.items():
-            if pool.tensor_parallel > 1 and self.is_on_gpus and self.gpus_of(pool) < pool.tensor_parallel:
+            ranks = self._checked(name).parallel.tensor_parallel
+            if ranks > 1 and self.is_on_gpus and self.gpus_of(pool) < ranks:
                 raise ValueError(
-                    f"pools.{name}.num_gpus ({self.gpus_of(pool):g}) is less than its tensor_parallel "
-                    f"({pool.tensor_parallel}), and each rank has a GPU of its own: leave num_gpus out"
-                )
-            if pool.expert_parallel not in (1, pool.tensor_parallel):
-                raise ValueError(
-                    f"pools.{name}.expert_parallel must be 1 or its tensor_parallel ({pool.tensor_parallel}), got "
-                    f"{pool.expert_parallel}"
-                )
-            if pool.data_parallel > 1 and (pool.tensor_parallel > 1 or pool.look_ahead or self.device != "cpu"):
-                raise ValueError(
-                    f"pools.{name}.data_parallel ({pool.data_parallel}) works on cpu alone for now, without "
-                    "tensor_parallel and look_ahead: leave one of them out"
+                    f"pools.{name}.num_gpus ({self.gpus_of(pool):g}) is less than its tensor_parallel ({ranks}), and "
+                    "each rank has a GPU of its own: leave num_gpus out"
                 )
         return self
 
+    def _checked(self, pool: str | None) -> WorkerConfig:
+        try:
+            return self.worker(pool)
+        except ConfigError as e:
+            raise ValueError(f"pools.{pool}.{e.message}" if pool else e.message) from e
+
+    @property
+    def shared(self) -> WorkerConfig:
+        """Settings that all workers share, those included in which pools differ."""
+        return self.worker(None)
+
+    def worker(self, pool: str | None) -> WorkerConfig:
+        """Settings of each worker of a pool, less what is each process's own. Raises ConfigError."""
+        settings = _given(self) | (_given(self.pools.get(pool)) if pool else {})
+        return WorkerConfig.of(**settings, rendezvous=AT_START)
+
     @property
     def is_on_gpus(self) -> bool:
-        return self.device.partition(":")[0] == "cuda"
+        return self.shared.model.device_kind == "cuda"
 
     def gpus_of(self, pool: PoolConfig) -> float:
         """What Ray reserves for each of its workers."""
         if pool.num_gpus is not None:
             return pool.num_gpus
-        return float(pool.tensor_parallel) if self.is_on_gpus else 0.0
+        return float(pool.parallel.tensor_parallel) if self.is_on_gpus else 0.0
 
 
 def check_targets(targets: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ...workers.common.errors import ConfigError
+from ...workers.common.settings import describe
 from .config import ClusterConfig
 
 KEY_VARIABLES = {"api_key": "DIPTYCH_API_KEY", "metrics_key": "DIPTYCH_METRICS_KEY"}  # of router
@@ -62,17 +63,6 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             merged[key] = value
     return merged
-
-
-def read_key(path: Path) -> str:
-    """The API key in a file. Raises ConfigError."""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--api-key-file: cannot read {path} ({e}): check the path") from e
-    if not key:
-        raise ConfigError(f"--api-key-file: {path} is empty: write the key into it")
-    return key
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, int]]:
@@ -145,13 +135,11 @@ def _sentence(loc: Loc, problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{_dotted(loc)} is missing{_REMEDIES.get(_dotted(loc), '')}"
     message = problem["msg"].removeprefix("Value error, ")
-    prefix = f"{_dotted(loc)}: " if loc else ""
     if loc and (variable := KEY_VARIABLES.get(str(loc[-1]))):
         # A key is not for a terminal; who wrote it into the environment looks for it there.
         is_from_there = problem["input"] is not None and problem["input"] == os.environ.get(variable)
         return f"{variable if is_from_there else _dotted(loc)}: {message}"
-    given = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
-    return f"{prefix}{message}{given}"
+    return f"{_dotted(loc)}: {describe(problem)}" if loc else describe(problem)
 
 
 def _keys_at(loc: Loc) -> list[str]:

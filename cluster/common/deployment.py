@@ -8,7 +8,7 @@ from typing import Self
 
 from ...workers.common.cores import usable_cores
 from ...workers.config.worker_config import WorkerConfig
-from ...workers.core.scheduler import TPOT_S
+from ...workers.core.scheduler_config import TPOT_S
 from .config import ClusterConfig, Pools
 from .gang import gang_of, members, rank_of
 from .handles import RouterStarted
@@ -49,7 +49,7 @@ class Deployment:
         settings = self.config.pools.get(pool)
         if settings.cores is not None:
             return settings.cores
-        return (settings.threads or self._fair_cores(pool)) if self.is_local else 0
+        return (self.config.worker(pool).threads or self._fair_cores(pool)) if self.is_local else 0
 
     def _fair_cores(self, pool: str) -> int:
         if not self.is_local:
@@ -60,45 +60,18 @@ class Deployment:
         """`host`: the address on which a worker outside this machine listens."""
         config, settings = self.config, self.config.pools.get(pool)
         # Of the node's memory: a gang is on one, and nobody knows who else is. Whole GPUs are a worker's own.
-        share = max(config.pools.num_workers, 1) if self.is_local else settings.data_parallel
+        share = max(config.pools.num_workers, 1) if self.is_local else settings.parallel.data_parallel
         if config.is_on_gpus and config.gpus_of(settings) >= 1:
             share = 1
-        return WorkerConfig(
-            model=config.model,
+        worker, gang_id = config.worker(pool), gang_of(worker_id)
+        return worker.changed(
             role=pool,
-            served_model_name=config.served_model_name,
-            dtype=settings.dtype or config.dtype,
-            device=config.device,
-            threads=settings.threads or settings.cores or self._fair_cores(pool),
-            quantize=config.quantize,
-            cpu_isa=config.cpu_isa,
-            block_size=settings.block_size or config.block_size,
-            kv_axis_order=settings.kv_axis_order or config.kv_axis_order,
-            wire_dtype=settings.wire_dtype or config.wire_dtype,
-            verify_kv=config.verify_kv,
-            tensor_parallel=settings.tensor_parallel,
-            expert_parallel=settings.expert_parallel,
-            expert_placement=settings.expert_placement,
-            expert_copies=settings.expert_copies,
-            data_parallel=settings.data_parallel,
+            threads=worker.threads or settings.cores or self._fair_cores(pool),
             data_rank=rank_of(worker_id),
-            rendezvous=self._rendezvous(gang_of(worker_id)) if settings.data_parallel > 1 else None,
-            kv_memory_bytes=settings.kv_memory_bytes,
-            kv_memory_fraction=settings.kv_memory_fraction / share,
-            max_context_tokens=config.max_context_tokens,
-            max_batch_tokens=settings.max_batch_tokens,
-            chunk_tokens=settings.chunk_tokens,
-            max_running=settings.max_running,
-            target_step_s=settings.target_step_s,
-            look_ahead=settings.look_ahead,
-            cuda_graphs=settings.cuda_graphs,
-            layer_groups=settings.layer_groups,
+            rendezvous=self._rendezvous(gang_id) if worker.parallel.data_parallel > 1 else None,
+            kv_memory_fraction=worker.cache.kv_memory_fraction / share,
             ttft_s=config.service_level.ttft_s,
             tpot_s=self._tpot_s(),
-            prefix_cache=config.prefix_cache,
-            transports=config.transports,
-            trusted_rdma_fabric=config.trusted_rdma_fabric,
-            lease_s=config.lease_s,
             host="127.0.0.1" if self.is_local else host,
             auth_token=self.token,
         )
@@ -126,7 +99,7 @@ def make_router_id(number: int) -> str:
 
 def first_worker_ids(pools: Pools) -> list[tuple[str, str]]:
     """(worker id, pool) of the workers that a new cluster starts."""
-    gangs = [(name, pool.data_parallel) for name, pool in pools.items() for _ in range(pool.replicas)]
+    gangs = [(name, pool.parallel.data_parallel) for name, pool in pools.items() for _ in range(pool.replicas)]
     return [
         (worker_id, name)
         for number, (name, size) in enumerate(gangs, 1)

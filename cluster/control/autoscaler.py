@@ -140,7 +140,7 @@ class Autoscaler:
     def __init__(self, config: ClusterConfig) -> None:
         self._level = config.service_level
         self._bounds = {name: Bounds(*pool.bounds) for name, pool in config.pools.items() if pool.autoscaled}
-        self._gang_sizes = {name: pool.data_parallel for name, pool in config.pools.items()}
+        self._gang_sizes = {name: pool.parallel.data_parallel for name, pool in config.pools.items()}
         self._trends: dict[str, Trend] = {}
         self._last: tuple[float, Mapping[str, PoolCounters]] | None = None
         self._best_prefill: dict[str, float] = {}  # tokens a second of one worker

@@ -119,7 +119,7 @@ class Supervisor:
             found.setdefault((gang_of(worker_id), pool), []).append(worker_id)
         for (gang_id, pool), worker_ids in found.items():
             self._num_started = max(self._num_started, int(gang_id.rpartition("-")[2]))
-            if len(worker_ids) == self._config.pools.get(pool).data_parallel:
+            if len(worker_ids) == self._config.pools.get(pool).parallel.data_parallel:
                 self._start(gang_id, pool, is_new=False)
                 continue
             log.warning("of %s only %s lives: it is replaced", gang_id, ", ".join(worker_ids))
@@ -156,7 +156,7 @@ class Supervisor:
         return [worker for worker in self._workers.values() if gang_of(worker.worker_id) == gang_id]
 
     def _start(self, gang_id: str, pool: str, *, is_new: bool = True) -> None:
-        for worker_id in members(gang_id, self._config.pools.get(pool).data_parallel):
+        for worker_id in members(gang_id, self._config.pools.get(pool).parallel.data_parallel):
             worker = self._workers[worker_id] = WorkerRecord(worker_id, pool, is_new=is_new)
             worker.task = self._spawn(self._keep_worker(worker))
         self._publish()
@@ -357,7 +357,7 @@ class Supervisor:
         ids = {w.started.incarnation: w.worker_id for w in workers if w.started}
         return ClusterStatus(
             name=self._config.name,
-            model=self._config.model,
+            model=self._config.shared.model.model,
             supervisor_pid=os.getpid(),
             pools=tuple(self._pool_status(pool, now) for pool in self._replicas),
             workers=tuple(w.status(now) for w in workers),

@@ -291,7 +291,7 @@ class RayLauncher:
         settings = config.pools.get(pool)
         bundle = bundle_of(settings.num_cpus, config.gpus_of(settings), settings.resources)
         group = self._deployment.worker_name(gang_of(worker_id))
-        place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.data_parallel)
+        place = Place(group, bundle, settings.label_selector, rank_of(worker_id), settings.parallel.data_parallel)
         name = self._deployment.worker_name(worker_id)
         return _PlacedWorker(name, place, WorkerActor, self._deployment, pool, worker_id)
 

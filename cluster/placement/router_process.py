@@ -56,7 +56,7 @@ class RouterProcess:
         # First, so that a port in use is told before the work of reading the tokenizer.
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         with loading():
-            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.model))
+            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.shared.model.model))
         limits = RequestLimits(
             max_timeout_s=settings.request_timeout_s, strict=settings.strict, body_timeout_s=settings.body_timeout_s
         )

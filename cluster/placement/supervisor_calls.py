@@ -102,9 +102,9 @@ def check_placeable(config: ClusterConfig) -> None:
         key = f"pools.{pool_name}"
         if not pool.bounds[1]:
             continue
-        what = "worker" if pool.data_parallel == 1 else f"gang of {pool.data_parallel} workers"
+        what = "worker" if pool.parallel.data_parallel == 1 else f"gang of {pool.parallel.data_parallel} workers"
         for name, each in {"CPU": pool.num_cpus, "GPU": config.gpus_of(pool), **pool.resources}.items():
-            amount = each * pool.data_parallel  # they are on one machine
+            amount = each * pool.parallel.data_parallel  # they are on one machine
             if amount > have.get(name, 0.0):
                 raise ConfigError(
                     f"{key}: each {what} needs {amount:g} {name} and this machine has {have.get(name, 0.0):g}. "
@@ -123,7 +123,7 @@ def check_placeable(config: ClusterConfig) -> None:
 def _check_cpus(config: ClusterConfig, num_here: float) -> None:
     """Raises ConfigError where workers and routers together are more than a Ray of our own takes: those left over would
     wait for ever."""
-    wanted = sum(pool.replicas * pool.data_parallel * pool.num_cpus for _, pool in config.pools.items())
+    wanted = sum(pool.replicas * pool.parallel.data_parallel * pool.num_cpus for _, pool in config.pools.items())
     wanted += config.router.replicas * config.router.num_cpus
     if round(wanted, RESOURCE_DIGITS) > num_here:
         workers = count(config.pools.num_workers, "worker")
@@ -137,13 +137,13 @@ def _check_cpus(config: ClusterConfig, num_here: float) -> None:
 def _check_gpus(config: ClusterConfig, num_here: float) -> None:
     """Raises ConfigError where all workers together ask for more GPUs: those left over would wait for ever."""
     asking = [(name, pool) for name, pool in config.pools.items() if pool.replicas and config.gpus_of(pool)]
-    wanted = sum(pool.replicas * pool.data_parallel * config.gpus_of(pool) for _, pool in asking)
+    wanted = sum(pool.replicas * pool.parallel.data_parallel * config.gpus_of(pool) for _, pool in asking)
     if round(wanted, RESOURCE_DIGITS) <= num_here:
         return
-    num_workers = sum(pool.replicas * pool.data_parallel for _, pool in asking)
+    num_workers = sum(pool.replicas * pool.parallel.data_parallel for _, pool in asking)
     names = " and ".join(f"pools.{name}" for name, _ in asking)
     remedy = "start fewer (`--mixed 1` instead of pools is one worker that does both)"
-    if all(pool.tensor_parallel == 1 for _, pool in asking):  # ranks have whole ones
+    if all(pool.parallel.tensor_parallel == 1 for _, pool in asking):  # ranks have whole ones
         share = math.floor(100 / math.ceil(num_workers / num_here)) / 100
         remedy = f"set num_gpus: {share:g} in {names} (--config), so that they share what is there, or {remedy}"
     raise ConfigError(

@@ -48,7 +48,9 @@ def check_checkpoint(folder: Path) -> None:
 
 def crowding(config: ClusterConfig, num_cores: int) -> str | None:
     """Warn of more workers than this machine has cores, before they start; None where each has one."""
-    num = sum(pool.replicas * pool.data_parallel * pool.tensor_parallel for _, pool in config.pools.items())
+    num = sum(
+        pool.replicas * pool.parallel.data_parallel * pool.parallel.tensor_parallel for _, pool in config.pools.items()
+    )
     if config.is_on_gpus or num <= num_cores:
         return None
     ranks = ", ranks counted," if num != config.pools.num_workers else ""

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # What engine_gpu.py may import beyond torch, triton, numpy, safetensors and protobuf: nothing. Of what we depend on:
 OTHERS = (
     *("blake3", "grpc", "grpc_health", "grpc_reflection", "httptools", "jinja2", "nixl", "prometheus_client", "psutil"),
-    *("pydantic", "ray", "rich", "starlette", "tokenizers", "transformers", "typer", "uvicorn", "uvloop", "yaml"),
+    *("ray", "rich", "starlette", "tokenizers", "transformers", "typer", "uvicorn", "uvloop", "yaml"),
 )
 
 TINY_RUN = """

@@ -20,7 +20,7 @@ from diptych.cluster.routing.policy import RoutingConfig
 from diptych.cluster.routing.router import Router
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.server.service import WorkerService
 
 from ..support.checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
@@ -87,15 +87,15 @@ async def services(
     async with AsyncExitStack() as stack:
         infos: list[WorkerInfo] = []
         for role in roles:
-            config = WorkerConfig(
+            config = WorkerConfig.of(
                 str(path),
-                role,
+                role=role,
                 chunk_tokens=chunk_tokens,
                 transports=(transport,),
                 dtype="float32",
                 layer_groups=layer_groups,
             )
-            runner = ModelRunner.load(ModelRunnerConfig(path, dtype="float32", num_threads=1, kv_memory_bytes=64 << 20))
+            runner = ModelRunner.load(WorkerConfig.of(path, dtype="float32", threads=1, kv_memory_bytes=64 << 20))
             service = WorkerService(config, runner)
             where = await service.start()
             stack.push_async_callback(service.stop, 0.0)

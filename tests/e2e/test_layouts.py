@@ -21,7 +21,7 @@ from diptych.workers.common.channel import open_channel
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.device.fake_device import FakeDevice
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.server.service import WorkerService
 
 from ..support.checkpoints import random_prompts, reference_greedy, untied_prompts
@@ -67,9 +67,9 @@ async def answers(
         for role, layout in layouts:
             gpu = FakeDevice() if layout.get("gpu") else None
             settled = {name: value for name, value in layout.items() if name != "gpu"}
-            config = WorkerConfig(str(TINY), role, chunk_tokens=48, transports=(transport,), **settled)
+            config = WorkerConfig.of(str(TINY), role=role, chunk_tokens=48, transports=(transport,), **settled)
             computing = {name: layout[name] for name in ("dtype", "block_size", "kv_axis_order") if name in layout}
-            settings = ModelRunnerConfig(Path(TINY), num_threads=1, kv_memory_bytes=32 << 20, **computing)
+            settings = WorkerConfig.of(Path(TINY), threads=1, kv_memory_bytes=32 << 20, **computing)
             service = WorkerService(config, ModelRunner.load(settings, gpu=gpu))
             where = await service.start()
             stack.push_async_callback(service.stop, 0.0)

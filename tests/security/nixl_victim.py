@@ -12,7 +12,9 @@ from diptych.workers.transport.nixl import NixlTransport
 
 
 async def main() -> None:
-    config = WorkerConfig(model="fake", host="0.0.0.0", auth_token="the cluster's token", transports=("nixl", "grpc"))
+    config = WorkerConfig.of(
+        model="fake", host="0.0.0.0", auth_token="the cluster's token", transports=("nixl", "grpc")
+    )
     runner = FakeRunner(num_blocks=4096)
     view = runner.memory.region.view
     assert view is not None

@@ -83,7 +83,7 @@ class World:
     def add_host(self, host: Host) -> None:
         self.hosts[host.name] = host
         self.workers.setdefault(host.name, None)
-        if host.config.verify_kv:
+        if host.config.handoff.verify_kv:
             self.network.verifying.add(host.name)
 
     def add_process(self, name: str) -> ProcessLoop:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.timings import PullTimes
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput, TokenEvent

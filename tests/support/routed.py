@@ -79,7 +79,7 @@ class LoopTime:
 
 async def serve_worker(pipe: Connection, stop: asyncio.Event) -> None:
     runner = InstantRunner(num_blocks=40_000, block_size=16, vocab_size=VOCAB_SIZE, max_context=CONTEXT)
-    service = WorkerService(WorkerConfig("fake", auth_token=TOKEN, transports=("grpc",)), runner)
+    service = WorkerService(WorkerConfig.of("fake", auth_token=TOKEN, transports=("grpc",)), runner)
     where = await service.start()
     pipe.send((where.address, where.incarnation))
     await stop.wait()

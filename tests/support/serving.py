@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
-from diptych.workers.core.scheduler import Scheduler, SchedulerConfig
+from diptych.workers.core.scheduler import Scheduler
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken, Sequence
 from diptych.workers.execution.model_runner import ModelRunner
 

@@ -29,7 +29,7 @@ class FakeProcess:
 
     def __init__(self, pool: str, error: DiptychError | None, runner: Callable[[], FakeRunner]) -> None:
         self._error = error
-        self._config = WorkerConfig(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
+        self._config = WorkerConfig.of(model="fake", role=pool, transports=("grpc",), auth_token=TOKEN)
         self._runner = runner
         self._started: asyncio.Task[WorkerStarted] | None = None
         self.is_stopped = False  # as by SIGSTOP

@@ -16,12 +16,12 @@ O(sequences that run), with a small constant: decodes keep their entries from st
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ..common.role import Role
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
 from .prefix_cache import PrefixCache
+from .scheduler_config import SchedulerConfig
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from .shared_prompts import SharedPrompts
 from .step_cost import Budget, StepCost, StepWork, target_s
@@ -30,18 +30,6 @@ from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
 LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
-TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    max_batch_tokens: int = 2048  # a step's budget
-    chunk_tokens: int = 0  # a sequence's share of it while prefilling; 0: no limit but the budget
-    max_running: int = 256
-    decode_role_prefill_tokens: int = 256  # prefill tokens a step beside running decodes, in the decode role
-    target_step_s: float | None = None  # with running decodes; 0: no matter; None: see step_cost.target_s
-    tpot_s: float = TPOT_S  # what that aims at
-    ttft_s: float = 1.0  # time to first token that the order of admission aims at
 
 
 class Scheduler:
@@ -167,7 +155,7 @@ class Scheduler:
 
     def _alone(self) -> Batch:
         """Make the next step of a sequence that is computed alone; empty where none of them can run."""
-        sequence, budget = self._suspects.first(self._running), Budget(self.config.max_batch_tokens, StepWork())
+        sequence, budget = self._suspects.first(self._running), Budget(self.config.step_tokens, StepWork())
         entries = [entry for entry in self._schedule_decodes() if entry.sequence is sequence]
         num_decodes = len(entries)
         copies: list[tuple[int, int]] = []
@@ -243,7 +231,7 @@ class Scheduler:
     def _schedule_decodes(self) -> list[ScheduledSequence]:
         decoding, block_size = self._decoding, self._cache.block_size
         num_rows = self.config.max_running - len(self._prefilling)  # those that arrived by hand-off may be more
-        limit = max(min(self.config.max_batch_tokens - bool(self._prefilling), num_rows), 1)
+        limit = max(min(self.config.step_tokens - bool(self._prefilling), num_rows), 1)
         if len(decoding) > limit:
             self._take_turns(limit)
         for sequence in [s for s in decoding if len(s.token_ids) > len(s.block_table) * block_size and not s.is_held]:
@@ -258,7 +246,7 @@ class Scheduler:
 
     def _prefill_budget(self, decodes: list[ScheduledSequence]) -> Budget:
         config = self.config
-        num_tokens = config.max_batch_tokens - len(decodes)
+        num_tokens = config.step_tokens - len(decodes)
         if decodes and self.role is Role.DECODE:
             num_tokens = min(num_tokens, config.decode_role_prefill_tokens)
         may_admit = len(self._queue) and len(self._running) < config.max_running

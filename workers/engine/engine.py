@@ -29,7 +29,8 @@ from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
 from ..core.prefix_cache import PrefixCache
 from ..core.runner import Runner
-from ..core.scheduler import Scheduler, SchedulerConfig
+from ..core.scheduler import Scheduler
+from ..core.scheduler_config import SchedulerConfig
 from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
 from ..handoff.types import Seal
 from .events import FailureEvent, StepOutput, TokenNote

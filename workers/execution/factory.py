@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ...kernels.cpu.library import Library
 from ..common.cores import part_of
+from ..config.worker_config import WorkerConfig
 from ..device.cuda_device import gpu_named
 from ..device.device import Device
 from ..models.families.spec import ModelSpec
@@ -16,7 +17,6 @@ from .eager.eager_loader import EagerLoader
 from .gpu.gpu_loader import GpuLoader
 from .gpu.gpu_steps import check_known
 from .gpu.rank_steps import GRAPH_TOKENS
-from .model_runner_config import ModelRunnerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +32,30 @@ class ChosenBackend:
 
 
 def choose_backend(
-    config: ModelRunnerConfig, spec: ModelSpec, max_context_tokens: int, gpu: Device | None = None
+    config: WorkerConfig, spec: ModelSpec, max_context_tokens: int, gpu: Device | None = None
 ) -> ChosenBackend:
     """gpu: computes instead of the device that `config` names. Raises ConfigError."""
-    gpu = gpu or gpu_named(config.device, num_ranks=config.tensor_parallel)
+    gpu = gpu or gpu_named(config.model.device, num_ranks=config.parallel.tensor_parallel)
     own = BackendConfig(
-        dtype=config.dtype,
-        block_size=config.block_size,
+        dtype=config.model.dtype,
+        block_size=config.cache.block_size,
         max_context_tokens=max_context_tokens,
-        quantize=config.quantize,
-        cores=part_of(config.cores, 0, config.tensor_parallel),
-        look_ahead=config.look_ahead,
-        max_running=config.max_running,
-        graph_tokens=GRAPH_TOKENS if config.cuda_graphs else None,
+        quantize=config.model.quantize,
+        cores=part_of(config.cores, 0, config.parallel.tensor_parallel),
+        look_ahead=config.model.look_ahead,
+        max_running=config.scheduler.max_running,
+        graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,
     )
     if gpu is not None:
         check_known(spec)
         loader = GpuLoader(own, gpu, samples=True)
         return ChosenBackend(loader, f"Triton kernels compute, on {gpu.torch_device}", own, gpu.name)
-    sums = choose(config.cpu_isa).library if config.tensor_parallel > 1 else None
-    whole_experts = config.expert_parallel > 1 or config.peer_group is not None
-    why = why_torch(spec, config.block_size, config.tensor_parallel, whole_experts=whole_experts)
+    sums = choose(config.model.cpu_isa).library if config.parallel.tensor_parallel > 1 else None
+    whole_experts = config.parallel.expert_parallel > 1 or config.parallel.peer_group is not None
+    why = why_torch(spec, config.cache.block_size, config.parallel.tensor_parallel, whole_experts=whole_experts)
     if why is not None:
         return ChosenBackend(EagerLoader(own), f"torch computes, slower: {why}", own, sums=sums)
-    choice = choose(config.cpu_isa)
+    choice = choose(config.model.cpu_isa)
     if choice.library is None:
         return ChosenBackend(EagerLoader(own), choice.why, own, sums=sums)
     loader = CompiledLoader(own, choice.library)

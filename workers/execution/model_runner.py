@@ -19,6 +19,7 @@ import torch
 
 from ..common.errors import ConfigError
 from ..common.request import SamplingParams
+from ..config.worker_config import WorkerConfig
 from ..core.runner import InFlightStep, LayerWatch, ModelInfo
 from ..core.sequence import Batch
 from ..device.device import Device
@@ -41,7 +42,6 @@ from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .factory import ChosenBackend, choose_backend
-from .model_runner_config import ModelRunnerConfig
 
 log = logging.getLogger("diptych.worker")
 
@@ -57,32 +57,33 @@ class ModelRunner:
     @classmethod
     def load(
         cls,
-        config: ModelRunnerConfig,
+        config: WorkerConfig,
         progress: Progress = no_progress,
         on_loss: OnLoss = lambda _error: None,
         *,
         gpu: Device | None = None,
     ) -> "ModelRunner":
         """Read the checkpoint and reserve KV memory; `progress` is called with bytes read. `on_loss` is called, on
-        another thread, if a rank is lost later. `gpu`: computes, instead of what `config.device` names (for tests).
+        another thread, if a rank is lost later. `gpu`: computes, instead of what `config` names (for tests).
 
         Raises CheckpointError for what is wrong with the checkpoint, ConfigError for what is wrong with `config`,
         RankLost for a rank that ends.
         """
-        config.validate()
-        path = Path(config.model_path)
+        path = Path(config.model.model)
         spec = load_spec(path)
         share = _share(config, spec)
-        check_shares(spec, config.quantize, share.size)
+        check_shares(spec, config.model.quantize, share.size)
         max_context_tokens = _max_context_tokens(config, spec)
-        threads = config.threads_per_rank
+        threads = _threads_per_rank(config)
         if threads is not None:
             torch.set_num_threads(threads)
         chosen = choose_backend(config, spec, max_context_tokens, gpu)
         _log_choice(chosen.why, spec, max_context_tokens)
         loader = chosen.loader
         with Checkpoint(path, spec) as checkpoint, ExitStack() as stack:
-            check_fits(checkpoint.spec, share, config.dtype, loader.quantize, available_bytes(loader.torch_device))
+            check_fits(
+                checkpoint.spec, share, config.model.dtype, loader.quantize, available_bytes(loader.torch_device)
+            )
             peer_sockets = _connect_peers(config, share, checkpoint)
             if peer_sockets is not None:
                 stack.callback(peer_sockets.close)
@@ -144,56 +145,62 @@ def _log_choice(why: str, spec: ModelSpec, max_context_tokens: int) -> None:
             )
 
 
-def _info(config: ModelRunnerConfig, spec: ModelSpec, max_context_tokens: int) -> ModelInfo:
+def _info(config: WorkerConfig, spec: ModelSpec, max_context_tokens: int) -> ModelInfo:
     return ModelInfo(
-        name=config.served_model_name or Path(config.model_path).resolve().name,
+        name=config.model.name,
         architecture=spec.architecture,
         vocab_size=spec.vocab_size,
         max_context_tokens=max_context_tokens,
         eos_token_ids=spec.eos_token_ids,
-        dtype=config.dtype,
+        dtype=config.model.dtype,
         num_experts=spec.num_experts,
     )
 
 
-def _layout(config: ModelRunnerConfig, checkpoint: Checkpoint, packing: str, max_context_tokens: int) -> KVLayout:
+def _layout(config: WorkerConfig, checkpoint: Checkpoint, packing: str, max_context_tokens: int) -> KVLayout:
     return layout_of(
         checkpoint.spec,
-        config.dtype,
-        config.block_size,
-        model_id=_model_id(checkpoint, config.quantize, max_context_tokens),
-        axis_order=AXIS_ORDERS[config.kv_axis_order],
-        tensor_parallel=config.tensor_parallel,
+        config.model.dtype,
+        config.cache.block_size,
+        model_id=_model_id(checkpoint, config.model.quantize, max_context_tokens),
+        axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
+        tensor_parallel=config.parallel.tensor_parallel,
         packing=packing,
     )
 
 
-def _share(config: ModelRunnerConfig, spec: ModelSpec) -> Share:
-    peer_group, placement = config.peer_group, config.expert_placement
+def _threads_per_rank(config: WorkerConfig) -> int | None:
+    if config.threads is None and config.parallel.tensor_parallel == 1:
+        return None
+    return max((config.threads or torch.get_num_threads()) // config.parallel.tensor_parallel, 1)
+
+
+def _share(config: WorkerConfig, spec: ModelSpec) -> Share:
+    how = config.parallel
+    peer_group, placement = how.peer_group, how.expert_placement
     if peer_group is not None:
-        return share_of_worker(spec, peer_group.rank, peer_group.size, placement, config.expert_copies)
-    is_whole = config.expert_parallel > 1
-    return share_of_first(spec, config.tensor_parallel, placement if is_whole else None, config.expert_copies)
+        return share_of_worker(spec, peer_group.rank, peer_group.size, placement, how.expert_copies)
+    is_whole = how.expert_parallel > 1
+    return share_of_first(spec, how.tensor_parallel, placement if is_whole else None, how.expert_copies)
 
 
-def _connect_peers(config: ModelRunnerConfig, share: Share, checkpoint: Checkpoint) -> PeerSockets | None:
-    if config.peer_group is None:
+def _connect_peers(config: WorkerConfig, share: Share, checkpoint: Checkpoint) -> PeerSockets | None:
+    group = config.parallel.peer_group
+    if group is None:
         return None
     held = hashlib.blake2b(repr(share.experts).encode(), digest_size=8).hexdigest()
-    return connect_peers(config.peer_group, f"checkpoint {checkpoint.fingerprint()}, {config.dtype}, placement {held}")
+    return connect_peers(group, f"checkpoint {checkpoint.fingerprint()}, {config.model.dtype}, placement {held}")
 
 
-def _start_ranks(
-    config: ModelRunnerConfig, share: Share, chosen: ChosenBackend, on_loss: OnLoss
-) -> RankProcesses | None:
-    if config.tensor_parallel == 1:
+def _start_ranks(config: WorkerConfig, share: Share, chosen: ChosenBackend, on_loss: OnLoss) -> RankProcesses | None:
+    if config.parallel.tensor_parallel == 1:
         return None
     own = chosen.config
     settings = RankSettings(
-        model_path=str(config.model_path),
+        model_path=config.model.model,
         dtype=own.dtype,
         block_size=own.block_size,
-        axis_order=AXIS_ORDERS[config.kv_axis_order],
+        axis_order=AXIS_ORDERS[config.cache.kv_axis_order],
         packing=chosen.loader.packing,
         max_context_tokens=own.max_context_tokens,
         num_threads=torch.get_num_threads(),
@@ -204,7 +211,7 @@ def _start_ranks(
         device=chosen.device,
         max_running=own.max_running,
         graph_tokens=own.graph_tokens,
-        size=config.tensor_parallel,
+        size=config.parallel.tensor_parallel,
     )
     return RankProcesses(settings, on_loss, chosen.sums)
 
@@ -216,7 +223,7 @@ def _model_id(checkpoint: Checkpoint, quantize: str | None, max_context_tokens: 
 
 
 def _cache(
-    config: ModelRunnerConfig,
+    config: WorkerConfig,
     layout: KVLayout,
     max_context_tokens: int,
     loader: BackendLoader,
@@ -227,7 +234,7 @@ def _cache(
     if ranks is not None:
         available, shared = ranks.available_bytes(available), ranks.shared(loader.gpu)
         multiple = blocks_at_once(layout, granularity_of(shared))
-    wanted = config.kv_memory_bytes or int(available * config.kv_memory_fraction)
+    wanted = config.cache.kv_memory_bytes or int(available * config.cache.kv_memory_fraction)
     num_blocks = plan_num_blocks(layout, max_context_tokens, wanted, multiple)
     if num_blocks * layout.block_bytes > available:
         raise ConfigError(f"kv_memory_bytes={wanted:,} exceeds the {available:,} bytes that are free: lower it")
@@ -236,8 +243,8 @@ def _cache(
     return loader.make_cache(layout, num_blocks, 0, shared)
 
 
-def _max_context_tokens(config: ModelRunnerConfig, spec: ModelSpec) -> int:
-    wanted = config.max_context_tokens or spec.max_position_embeddings
+def _max_context_tokens(config: WorkerConfig, spec: ModelSpec) -> int:
+    wanted = config.model.max_context_tokens or spec.max_position_embeddings
     if wanted > spec.longest_context:
         raise ConfigError(f"max_context_tokens={wanted} exceeds the model's {spec.longest_context} positions: lower it")
     return wanted

@@ -60,13 +60,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """`start` and `stop` on one running event loop. `config.auth_token` guards every service but health."""
 
     def __init__(self, config: WorkerConfig, runner: Runner) -> None:
-        config.validate()
         self.incarnation = str(uuid.uuid4())
         self._config = config
         self._runner = runner
-        engine = Engine(runner, config.scheduler(), prefix_cache=config.prefix_cache, layer_groups=config.layer_groups)
+        engine = Engine(
+            runner,
+            config.device_scheduler,
+            prefix_cache=config.cache.prefix_cache,
+            layer_groups=config.handoff.layer_groups,
+        )
         engine.set_role(Role(config.role))
-        cores = None if config.look_ahead else part_of(config.cores, 0, config.tensor_parallel)
+        cores = None if config.model.look_ahead else part_of(config.cores, 0, config.parallel.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
         self._links = RouterLinks()
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
@@ -84,10 +88,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         staging = Staging() if memory.device is None else memory.device.staging
         regions = [memory.region, *staging.regions]
         self._transports = make_transports(
-            self._config.transports, regions, memory.device, has_rdma=self._config.trusted_rdma_fabric
+            self._config.handoff.transports, regions, memory.device, has_rdma=self._config.handoff.trusted_rdma_fabric
         )
         self._source = HandoffSource(
-            self.incarnation, memory, self._transports, self._engine, self._links, lease_s=self._config.lease_s
+            self.incarnation, memory, self._transports, self._engine, self._links, lease_s=self._config.handoff.lease_s
         )
         sink = HandoffSink(
             self.incarnation,
@@ -95,7 +99,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._transports,
             port=self._engine,
             token=self._config.auth_token,
-            settings=PullSettings(self._config.wire_dtype or "", self._config.verify_kv),
+            settings=PullSettings(self._config.handoff.wire_dtype or "", self._config.handoff.verify_kv),
             staging=staging,
         )
         self._pulls = Pulls(self._engine, self._links, sink)

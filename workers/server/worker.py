@@ -15,15 +15,16 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from ..common.cores import affinity_kept, bind_this_thread, cores_to_serve, openmp_settings, part_of, usable_cores
-from ..common.errors import ConfigError, DiptychError, InternalError, RankLost, WorkerLost
+from ..common.errors import DiptychError, InternalError, RankLost, WorkerLost
 from ..common.event_loop import new_event_loop
 from ..common.exit_codes import exit_code
 from ..common.garbage import loading
-from ..config.worker_config import WorkerConfig
+from ..common.secret_file import read_secret
+from ..config.worker_config import SETTINGS, Setting, WorkerConfig
 from ..core.runner import Runner
 from .load_progress import load_progress
 from .service import WorkerAddress, WorkerService
@@ -39,35 +40,11 @@ def load_runner(config: WorkerConfig, on_loss: Callable[[RankLost], object]) -> 
     # Read when torch is first imported. Threads that spin while they wait take the cores from the other workers of the
     # machine: a step took up to a hundred times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.update(openmp_settings(part_of(config.cores, 0, config.tensor_parallel)))
+    os.environ.update(openmp_settings(part_of(config.cores, 0, config.parallel.tensor_parallel)))
     from ..execution.model_runner import ModelRunner
-    from ..execution.model_runner_config import ModelRunnerConfig
 
-    settings = ModelRunnerConfig(
-        model_path=Path(config.model),
-        served_model_name=config.served_model_name,
-        dtype=config.dtype,
-        device=config.device,
-        num_threads=config.threads,
-        cores=config.cores,
-        quantize=config.quantize,
-        cpu_isa=config.cpu_isa,
-        look_ahead=config.look_ahead,
-        cuda_graphs=config.cuda_graphs,
-        max_running=config.max_running,
-        tensor_parallel=config.tensor_parallel,
-        expert_parallel=config.expert_parallel,
-        expert_placement=config.expert_placement,
-        expert_copies=config.expert_copies,
-        peer_group=config.peer_group,
-        block_size=config.block_size,
-        kv_axis_order=config.kv_axis_order,
-        kv_memory_bytes=config.kv_memory_bytes,
-        kv_memory_fraction=config.kv_memory_fraction,
-        max_context_tokens=config.max_context_tokens,
-    )
-    with load_progress(config.model) as progress:
-        return ModelRunner.load(settings, progress, on_loss)
+    with load_progress(config.model.model) as progress:
+        return ModelRunner.load(config, progress, on_loss)
 
 
 async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop: asyncio.Event) -> None:
@@ -77,10 +54,9 @@ async def run_worker(config: WorkerConfig, ready: "Future[WorkerAddress]", stop:
     """
     lost: Future[RankLost] = Future()
     try:
-        config.validate()
         with loading():
             runner = await asyncio.to_thread(load_runner, config, lost.set_result)
-        if not config.look_ahead:  # else the engine's thread is one of them, and should be near what computes
+        if not config.model.look_ahead:  # else the engine's thread is one of them, and should be near what computes
             # Before the others are started, for they inherit it.
             bind_this_thread(cores_to_serve(config.cores, usable_cores(), config.role))
         try:
@@ -139,44 +115,32 @@ class WorkerProcess:
 
 
 def parse_args(argv: list[str]) -> WorkerConfig:
-    """Flags are WorkerConfig's fields, with dashes; but the token, which `ps` would show to every user, is read from a
-    file or the environment. Raises ConfigError."""
+    """Settings from flags: one for each setting of a worker. But the token is read from a file or the environment, for
+    `ps` would show it to every user. Raises ConfigError."""
     # A prefix of a flag is none: `--auth-token SECRET` must not pass for the file's name.
     parser = argparse.ArgumentParser(
         prog="python -m diptych.workers.server.worker", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("--auth-token-file", type=Path, help=f"what callers must show; without it {TOKEN_VARIABLE}")
-    defaults = {f.name: f.default for f in fields(WorkerConfig)}
-    types = {"threads": int, "kv_memory_bytes": int, "max_context_tokens": int, "target_step_s": float}
-    for name, default in defaults.items():
-        flag = "--" + name.replace("_", "-")
-        if name == "auth_token":
-            continue
-        if name == "model":
-            parser.add_argument(flag, required=True)
-        elif isinstance(default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
-        elif name == "cores":
-            parser.add_argument(flag, default=default, type=lambda v: tuple(int(core) for core in v.split(",")))
-        elif name == "transports":
-            parser.add_argument(flag, default=default, type=lambda v: v if v == "auto" else tuple(v.split(",")))
-        else:
-            parser.add_argument(flag, default=default, type=types.get(name, str if default is None else type(default)))
-    given = vars(parser.parse_args(argv))
-    token = _auth_token(given.pop("auth_token_file"))
-    return WorkerConfig(**given, auth_token=token)
+    for setting in SETTINGS.values():
+        if setting.name != "auth_token":
+            _add_flag(parser, setting)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    path: Path | None = given.pop("auth_token_file", None)
+    token = read_secret(path, "--auth-token-file", "token") if path else os.environ.get(TOKEN_VARIABLE) or None
+    return WorkerConfig.of(**given, auth_token=token)
 
 
-def _auth_token(path: Path | None) -> str | None:
-    if path is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
-    try:
-        token = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--auth-token-file: cannot read {path} ({e}): check the path") from e
-    if not token:
-        raise ConfigError(f"--auth-token-file: {path} is empty: write the token into it")
-    return token
+def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    def items(text: str) -> object:
+        return text if text == "auto" else tuple(setting.flag_type(item) for item in text.split(","))
+
+    description = setting.help.replace("%", "%%")
+    if setting.flag_type is bool:
+        parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=description)
+    else:
+        kind = items if setting.is_list else setting.flag_type
+        parser.add_argument(setting.flag, type=kind, required=setting.is_required, help=description)
 
 
 async def _main(config: WorkerConfig) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from diptych.workers.core.runner import ModelInfo
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.kv_cache import KVCache, available_bytes
 from diptych.workers.device.precision import settle_products
 from diptych.workers.engine.engine import Engine

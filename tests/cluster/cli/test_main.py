@@ -32,6 +32,10 @@ from diptych.workers.common.errors import (
     WorkloadError,
 )
 from diptych.workers.common.exit_codes import FAULT, FOUND, GIVEN, INTERRUPTED, UNAVAILABLE, exit_code
+from diptych.workers.common.settings import Scope
+from diptych.workers.config.worker_config import SETTINGS
+
+from ...support.other_settings import OTHER
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +97,22 @@ pools:
     )
     assert call("serve", "--config", str(tmp_path / "cluster.yaml")).exit_code == 0
     assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize("name", [name for name, each in SETTINGS.items() if each.scope is not Scope.PROCESS])
+def test_every_setting_of_a_worker_is_a_flag_of_serve(settings: list[ClusterConfig], name: str) -> None:
+    if name == "model":  # the argument
+        return
+    setting, value = SETTINGS[name], OTHER[name]
+    if isinstance(value, bool):
+        flags = [setting.flag if value else f"--no-{setting.flag[2:]}"]
+    else:
+        each = value if isinstance(value, tuple) else [value]
+        flags = [part for item in each for part in (setting.flag, str(item))]
+    flags += ["--tensor-parallel", "2"] if name == "expert_parallel" else []
+    assert call("serve", "tiny", *flags).exit_code == 0
+    worker = settings[0].worker("decode")
+    assert getattr(getattr(worker, setting.section) if setting.section else worker, name) == value
 
 
 @pytest.mark.parametrize(

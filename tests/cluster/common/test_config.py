@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from diptych.cluster.common.config import ClusterConfig, parse_bytes
+from diptych.cluster.common.config import ClusterConfig
 from diptych.cluster.common.config_file import build, load, merge
 from diptych.cluster.placement import supervisor_calls as control
 from diptych.workers.common.errors import ConfigError
+from diptych.workers.common.settings import Scope, parse_bytes
+from diptych.workers.config.worker_config import SETTINGS
+
+from ...support.other_settings import OTHER
 
 
 def refusal(settings: object) -> str:
@@ -197,3 +201,46 @@ def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeyp
     check(2.0, prefill={"replicas": 2, "num_gpus": 0.33}, decode={"replicas": 3, "num_gpus": 0.33})
     said = refused(3.0, decode={"replicas": 2, "tensor_parallel": 2})
     assert "pools.decode: 2 workers would take 4 GPU together" in said and "num_gpus:" not in said
+
+
+OF_YAML = {name: setting for name, setting in SETTINGS.items() if setting.scope is not Scope.PROCESS}
+
+
+@pytest.mark.parametrize("name", OF_YAML)
+def test_every_setting_reaches_the_workers_that_it_is_for(name: str) -> None:
+    setting, value = OF_YAML[name], OTHER[name]
+    more = {"tensor_parallel": 2} if name == "expert_parallel" else {}
+
+    def of(config: ClusterConfig, pool: str) -> object:
+        worker = config.worker(pool)
+        return getattr(getattr(worker, setting.section) if setting.section else worker, name)
+
+    if setting.scope in (Scope.POOL, Scope.BOTH):
+        config = build({"model": "m", "pools": {"prefill": {}, "decode": {name: value, **more}}})
+        assert of(config, "decode") == value != of(config, "prefill")
+    if setting.scope in (Scope.CLUSTER, Scope.BOTH):
+        config = build({"model": "m", name: value})
+        assert of(config, "prefill") == of(config, "decode") == value
+    if setting.scope is Scope.POOL:
+        assert f"{name}: unknown key" in refusal({"model": "m", name: value})
+    if setting.scope is Scope.CLUSTER:
+        assert f"pools.decode.{name}: unknown key" in refusal({"model": "m", "pools": {"decode": {name: value}}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"pools": {"decode": {"expert_parallel": 3}}},
+            "pools.decode.expert_parallel must be 1 or tensor_parallel (1)",
+        ),
+        (
+            {"pools": {"decode": {"look_ahead": True, "tensor_parallel": 2}}},
+            "pools.decode.look_ahead works with one rank",
+        ),
+        ({"pools": {"mixed": {"wire_dtype": "int8"}}, "transports": ["nixl"]}, "pools.mixed.wire_dtype int8 needs the"),
+        ({"wire_dtype": "int8", "transports": ["nixl"]}, "wire_dtype int8 needs the transport grpc"),
+    ],
+)
+def test_the_rules_of_a_worker_are_those_of_its_pool(settings: dict[str, object], expected: str) -> None:
+    assert refusal({"model": "m"} | settings).startswith(expected)

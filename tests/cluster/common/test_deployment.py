@@ -34,7 +34,7 @@ def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -
     config = deployment(prefill={"replicas": 1}, decode={"replicas": 2}).worker_config("decode", "10.0.0.1", "decode-1")
     assert config.threads == 8 // 3
     assert config.cores is None, "which ones is for the worker's process to say"
-    assert config.kv_memory_fraction == pytest.approx(0.1)
+    assert config.cache.kv_memory_fraction == pytest.approx(0.1)
     assert config.host == "127.0.0.1"
     assert config.auth_token == "secret"
 
@@ -42,8 +42,8 @@ def test_local_workers_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -
 def test_workers_with_gpus_of_their_own_share_none_of_their_memory() -> None:
     pools = {"prefill": {"replicas": 1, "num_gpus": 0.5}, "decode": {"replicas": 2, "tensor_parallel": 2}}
     found = Deployment(build({"model": "m", "device": "cuda", "pools": pools}), "secret", is_local=True)
-    assert found.worker_config("decode", "", "decode-1").kv_memory_fraction == 0.3
-    assert found.worker_config("prefill", "", "prefill-1").kv_memory_fraction == pytest.approx(0.1)
+    assert found.worker_config("decode", "", "decode-1").cache.kv_memory_fraction == 0.3
+    assert found.worker_config("prefill", "", "prefill-1").cache.kv_memory_fraction == pytest.approx(0.1)
 
 
 def test_more_workers_than_cores_get_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +54,8 @@ def test_more_workers_than_cores_get_a_thread_each(monkeypatch: pytest.MonkeyPat
 def test_workers_elsewhere_have_what_ray_reserves_for_them() -> None:
     settings = {"replicas": 2, "num_cpus": 4.0, "chunk_tokens": 64, "kv_memory_bytes": "1GiB"}
     config = deployment(is_local=False, decode=settings).worker_config("decode", "10.0.0.1", "decode-1")
-    assert (config.threads, config.host, config.kv_memory_fraction) == (4, "10.0.0.1", 0.3)
-    assert (config.role, config.chunk_tokens, config.kv_memory_bytes) == ("decode", 64, 1 << 30)
-    config.validate()
+    assert (config.threads, config.host, config.cache.kv_memory_fraction) == (4, "10.0.0.1", 0.3)
+    assert (config.role, config.scheduler.chunk_tokens, config.cache.kv_memory_bytes) == ("decode", 64, 1 << 30)
 
 
 def test_steps_aim_at_the_time_per_token_that_is_promised() -> None:
@@ -64,9 +63,9 @@ def test_steps_aim_at_the_time_per_token_that_is_promised() -> None:
         config = build({"model": "m", "pools": {"decode": pool}, "service_level": level})
         return Deployment(config, "secret", is_local=True).worker_config("decode", "", "decode-1")
 
-    assert worker({}, ttft_s=0.5).tpot_s == WorkerConfig(model="m").tpot_s
-    assert (worker({}, tpot_s=0.1).target_step_s, worker({}, tpot_s=0.1).tpot_s) == (None, 0.1)
-    assert worker({"target_step_s": 0.0}, tpot_s=0.1).target_step_s == 0.0
+    assert worker({}, ttft_s=0.5).scheduler.tpot_s == WorkerConfig.of(model="m").scheduler.tpot_s
+    assert (worker({}, tpot_s=0.1).scheduler.target_step_s, worker({}, tpot_s=0.1).scheduler.tpot_s) == (None, 0.1)
+    assert worker({"target_step_s": 0.0}, tpot_s=0.1).scheduler.target_step_s == 0.0
 
 
 def test_threads_that_are_given_stay() -> None:
@@ -106,17 +105,20 @@ def test_a_pool_may_lay_its_kv_out_in_its_own_way() -> None:
     own = {"dtype": "bfloat16", "block_size": 64, "kv_axis_order": "layer", "wire_dtype": "int8"}
     config = build(cluster | {"pools": {"prefill": {}, "decode": own}})
     found = [Deployment(config, "secret", True).worker_config(pool, "", "decode-1") for pool in ("prefill", "decode")]
-    settings = [(c.dtype, c.block_size, c.kv_axis_order, c.wire_dtype, c.verify_kv) for c in found]
-    assert settings == [("float32", 32, "block", "bfloat16", True), ("bfloat16", 64, "layer", "int8", True)]
-    for worker in found:
-        worker.validate()
+    layouts = [(worker.model.dtype, worker.cache.block_size, worker.cache.kv_axis_order) for worker in found]
+    assert layouts == [("float32", 32, "block"), ("bfloat16", 64, "layer")]
+    assert [(worker.handoff.wire_dtype, worker.handoff.verify_kv) for worker in found] == [
+        ("bfloat16", True),
+        ("int8", True),
+    ]
     assert not any(group >= {"prefill", "decode"} for group in interchangeable(config.pools))
 
 
 def test_how_a_pool_announces_its_kv_reaches_its_workers() -> None:
     found = deployment(prefill={"layer_groups": 4}, decode={"look_ahead": True})
-    assert [found.worker_config(pool, "", "decode-1").look_ahead for pool in ("prefill", "decode")] == [False, True]
-    assert [found.worker_config(pool, "", "decode-1").layer_groups for pool in ("prefill", "decode")] == [4, 0]
+    prefill, decode = (found.worker_config(pool, "", "decode-1") for pool in ("prefill", "decode"))
+    assert (prefill.model.look_ahead, decode.model.look_ahead) == (False, True)
+    assert (prefill.handoff.layer_groups, decode.handoff.layer_groups) == (4, 0)
     with pytest.raises(ConfigError, match=r"layer_groups"):
         deployment(decode={"layer_groups": -1})
 
@@ -133,12 +135,12 @@ def test_a_gang_shares_one_machine_and_meets_at_a_place_of_its_own() -> None:
         found.worker_config("decode", "", each) for each in ("decode-1.0", "decode-1.1", "decode-2.0")
     )
     for config, rank in ((first, 0), (second, 1), (other, 0)):
-        config.validate()
-        assert (config.data_parallel, config.data_rank) == (2, rank)
-        assert config.kv_memory_fraction == 0.5 / found.config.pools.num_workers
+        assert (config.parallel.data_parallel, config.parallel.data_rank) == (2, rank)
+        assert config.cache.kv_memory_fraction == 0.5 / found.config.pools.num_workers
     joined = replace(found, is_local=False)
-    assert joined.worker_config("decode", "10.0.0.1", "decode-1.0").kv_memory_fraction == 0.25
-    assert joined.worker_config("prefill", "10.0.0.1", "prefill-1").kv_memory_fraction == 0.3
-    assert first.rendezvous == second.rendezvous != other.rendezvous
-    assert replace(found, token="another").worker_config("decode", "", "decode-1.0").rendezvous != first.rendezvous
-    assert deployment(decode={"replicas": 1}).worker_config("decode", "", "decode-1").rendezvous is None
+    assert joined.worker_config("decode", "10.0.0.1", "decode-1.0").cache.kv_memory_fraction == 0.25
+    assert joined.worker_config("prefill", "10.0.0.1", "prefill-1").cache.kv_memory_fraction == 0.3
+    assert first.parallel.rendezvous == second.parallel.rendezvous != other.parallel.rendezvous
+    again = replace(found, token="another").worker_config("decode", "", "decode-1.0")
+    assert again.parallel.rendezvous != first.parallel.rendezvous
+    assert deployment(decode={"replicas": 1}).worker_config("decode", "", "decode-1").parallel.rendezvous is None

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from diptych.cluster.cli.main import app
 from diptych.cluster.preflight.memory_plan import Memory, Parallelism, kv_formula, plan_memory
 from diptych.workers.common.errors import ConfigError, InsufficientMemory
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import KVLayout
 from diptych.workers.models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights
 from diptych.workers.models.families.registry import load_spec
@@ -214,5 +215,5 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, mo
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 1000)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     read: list[int] = []
     with pytest.raises(InsufficientMemory, match=r"the weights take .* and 1,000 are free"):
-        ModelRunner.load(ModelRunnerConfig(llama), lambda done, _total: read.append(done))
+        ModelRunner.load(WorkerConfig.of(llama), lambda done, _total: read.append(done))
     assert not read

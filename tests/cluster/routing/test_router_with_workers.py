@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -77,7 +77,7 @@ class Cluster:
 async def start_worker(
     role: str, step_s: float, *, num_blocks: int = 1024, max_context: int = 512, **settings: object
 ) -> LiveWorker:
-    config = WorkerConfig(
+    config = WorkerConfig.of(
         model="fake",
         role=role,
         chunk_tokens=8,
@@ -86,7 +86,7 @@ async def start_worker(
         auth_token=TOKEN,
     )
     runner = FakeRunner(num_blocks=num_blocks, max_context=max_context, step_s=step_s)
-    service = WorkerService(replace(config, **settings), runner)  # type: ignore[arg-type]
+    service = WorkerService(config.changed(**settings), runner)  # type: ignore[arg-type]
     where = await service.start()
     return LiveWorker(service, WorkerInfo(where.incarnation, where.address, role, role), runner)
 

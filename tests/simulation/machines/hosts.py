@@ -46,7 +46,7 @@ class Hosts:
         own = self._usual if self._are_alike else self._vary(rng)
         num_blocks = own.num_blocks_for(rng.randint(*NUM_TOKENS)) + (own.block_size > 4)
         verifies = rng.random() < 0.3
-        config = WorkerConfig(
+        config = WorkerConfig.of(
             model="fake",
             role=pool,
             chunk_tokens=rng.choice((4, 6, 12, 0)),

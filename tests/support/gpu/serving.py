@@ -7,8 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.runner import InFlightStep, LayerWatch
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch
 from diptych.workers.device.device import Device
 from diptych.workers.device.fake_device import FakeDevice
@@ -16,7 +17,7 @@ from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.execution import factory
 from diptych.workers.execution.gpu.gpu_steps import GpuSteps
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 
 from ..checkpoints import untied_prompts
 from ..engines import assert_clean, tokens
@@ -27,11 +28,11 @@ DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 
 
 def load(path: Path, gpu: Device | None, **changes: Any) -> ModelRunner:
-    config = ModelRunnerConfig(
+    config = WorkerConfig.of(
         path, dtype="float32", kv_memory_bytes=4 << 20, max_context_tokens=512, cpu_isa="none", max_running=6
     )
     with patch.object(factory, "GRAPH_TOKENS", GRAPH_TOKENS):  # what was to capture takes time
-        return ModelRunner.load(replace(config, **changes), gpu=gpu)
+        return ModelRunner.load(config.changed(**changes), gpu=gpu)
 
 
 Cases = tuple[Path, list[list[int]], list[list[int]]]  # prompts and transformers' greedy tokens

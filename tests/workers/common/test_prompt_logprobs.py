@@ -7,10 +7,11 @@ import torch
 
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
 from diptych.workers.common.request import Request, SamplingParams
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.engine.engine import Engine
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.sampling import prompt_scorer
 
 from ...support.checkpoints import random_prompts, reference_model
@@ -23,7 +24,7 @@ LENGTHS = [2, 16, 17, 33, 100, 250]
 
 def load(path: Path, isa: str = "auto", **changes: int) -> ModelRunner:
     return ModelRunner.load(
-        ModelRunnerConfig(path, dtype="float32", cpu_isa=isa, max_context_tokens=512, num_threads=1, **changes)
+        WorkerConfig.of(path, dtype="float32", cpu_isa=isa, max_context_tokens=512, threads=1, **changes)
     )
 
 

@@ -1,50 +1,160 @@
-from dataclasses import replace
+"""Settings of a worker: their rules, their names, and the flags that are made of them."""
+
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from diptych.workers.common.errors import ConfigError
-from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.common.settings import Scope
+from diptych.workers.config.worker_config import SECTIONS, SETTINGS, WorkerConfig
+from diptych.workers.kv.layout import AXIS_ORDERS
+from diptych.workers.kv.wire import WIRE_DTYPES
+from diptych.workers.models.checkpoint.weights import DTYPES
+from diptych.workers.models.plan.expert_placement import IN_ORDER
+from diptych.workers.models.plan.formats import QUANTIZE
 from diptych.workers.parallel.rendezvous import PeerGroup
+from diptych.workers.server.worker import parse_args
+
+from ...support.other_settings import OTHER
 
 
 @pytest.mark.parametrize(("device", "asked", "expected"), [("cpu", 0, 768), ("cuda:1", 0, 8192), ("cpu", 7, 7)])
 def test_a_steps_budget_is_the_devices_unless_it_is_given(device: str, asked: int, expected: int) -> None:
-    config = WorkerConfig("model", device=device, max_batch_tokens=asked)
-    config.validate()
-    assert config.scheduler().max_batch_tokens == expected
+    config = WorkerConfig.of("model", device=device, max_batch_tokens=asked)
+    assert config.device_scheduler.max_batch_tokens == expected
 
 
-@pytest.mark.parametrize(("ranks", "experts", "copies"), [(1, 2, 0), (4, 2, 0), (2, 0, 0), (2, 2, -1)])
-def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: int) -> None:
-    WorkerConfig("model", tensor_parallel=4, expert_parallel=4, expert_copies=2).validate()
-    with pytest.raises(ConfigError, match="expert_parallel must be 1 or" if copies == 0 else "expert_copies must be"):
-        WorkerConfig("model", tensor_parallel=ranks, expert_parallel=experts, expert_copies=copies).validate()
+@pytest.mark.parametrize(
+    ("ranks", "experts", "copies", "message"),
+    [
+        (1, 2, 0, r"expert_parallel must be 1 or tensor_parallel \(1\), got 2"),
+        (4, 2, 0, r"expert_parallel must be 1 or tensor_parallel \(4\), got 2"),
+        (2, 0, 0, "expert_parallel: Input should be greater than or equal to 1, got 0"),
+        (2, 2, -1, "expert_copies: Input should be greater than or equal to 0, got -1"),
+    ],
+)
+def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: int, message: str) -> None:
+    WorkerConfig.of("model", tensor_parallel=4, expert_parallel=4, expert_copies=2)
+    with pytest.raises(ConfigError, match=message):
+        WorkerConfig.of("model", tensor_parallel=ranks, expert_parallel=experts, expert_copies=copies)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"data_parallel": 0}, "data_parallel must be in"),
-        ({"data_parallel": 65}, "data_parallel must be in"),
+        ({"data_parallel": 0}, "data_parallel: Input should be greater"),
+        ({"data_parallel": 65}, "data_parallel: Input should be less"),
         ({"data_rank": 2}, r"data_rank must be in \[0, 1\]"),
-        ({"data_rank": -1}, "data_rank must be in"),
+        ({"data_rank": -1}, "data_rank: Input should be greater"),
         ({"rendezvous": None}, "needs a rendezvous"),
-        ({"tensor_parallel": 2}, "do not work together"),
+        ({"tensor_parallel": 2}, "without tensor_parallel and look_ahead"),
         ({"device": "cuda"}, "works on cpu alone"),
-        ({"look_ahead": True}, "look_ahead does not work with data_parallel"),
+        ({"look_ahead": True}, "without tensor_parallel and look_ahead"),
     ],
 )
 def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None:
-    config = WorkerConfig("model", data_parallel=2, data_rank=1, rendezvous="place")
-    config.validate()
-    assert config.peer_group == PeerGroup(1, 2, Path("place"))
+    config = WorkerConfig.of("model", data_parallel=2, data_rank=1, rendezvous="place")
+    assert config.parallel.peer_group == PeerGroup(1, 2, Path("place"))
     with pytest.raises(ConfigError, match=message):
-        replace(config, **wrong).validate()
+        config.changed(**wrong)
 
 
 def test_ranks_do_not_look_ahead() -> None:
-    WorkerConfig("model", look_ahead=True).validate()
+    WorkerConfig.of("model", look_ahead=True)
     with pytest.raises(ConfigError, match="look_ahead works with one rank"):
-        WorkerConfig("model", look_ahead=True, tensor_parallel=2).validate()
+        WorkerConfig.of("model", look_ahead=True, tensor_parallel=2)
+
+
+def test_kv_is_narrowed_over_grpc_alone() -> None:
+    WorkerConfig.of("model", wire_dtype="int8", transports=("nixl", "grpc"))
+    with pytest.raises(ConfigError, match="wire_dtype int8 needs the transport grpc"):
+        WorkerConfig.of("model", wire_dtype="int8", transports=("nixl",))
+
+
+def test_a_worker_that_others_can_reach_asks_for_a_token() -> None:
+    WorkerConfig.of("model", host="0.0.0.0", auth_token="secret")
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 needs an auth_token"):
+        WorkerConfig.of("model", host="0.0.0.0")
+
+
+def test_what_is_wrong_in_several_sections_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig.of("model", dtype="int8", block_size=0, transports=())
+    assert [part.partition(":")[0] for part in caught.value.message.split("; ")] == [
+        "dtype",
+        "block_size",
+        "transports",
+    ]
+
+
+def test_choices_are_those_that_are_known_where_they_are_used() -> None:
+    """The settings must not import torch, nor what does."""
+
+    def choices(name: str) -> set[object]:
+        annotation = SETTINGS[name].field.annotation
+        found = {choice for arm in get_args(annotation) for choice in get_args(arm) or (arm,)}
+        return found - {type(None)}
+
+    assert choices("dtype") == set(DTYPES)
+    assert choices("quantize") == set(QUANTIZE)
+    assert choices("kv_axis_order") == set(AXIS_ORDERS)
+    assert choices("wire_dtype") == set(WIRE_DTYPES)
+    assert SETTINGS["expert_placement"].field.default == IN_ORDER
+
+
+def test_every_field_is_a_setting_of_its_own_name() -> None:
+    of_sections = [field.name for kind in SECTIONS.values() for field in fields(kind)]
+    own = [field.name for field in fields(WorkerConfig) if field.name not in SECTIONS]
+    assert [*of_sections, *own] == list(SETTINGS)
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert [name for name, setting in SETTINGS.items() if not setting.help and name != "auth_token"] == []
+
+
+# What such a value needs beside it.
+WITH = {
+    "expert_parallel": ["--tensor-parallel", "2"],
+    "data_parallel": ["--rendezvous", "place"],
+    "data_rank": ["--data-parallel", "2", "--rendezvous", "place"],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "auth_token"])
+def test_every_setting_is_a_flag_of_the_worker(name: str) -> None:
+    setting, args = SETTINGS[name], ["--model", "m", *WITH.get(name, [])]
+    expected = OTHER[name]
+    if isinstance(expected, bool):
+        args.append(setting.flag if expected else f"--no-{setting.flag[2:]}")
+    else:
+        args += [setting.flag, ",".join(map(str, expected)) if isinstance(expected, tuple) else str(expected)]
+    config = parse_args(args)
+    holder = getattr(config, setting.section) if setting.section else config
+    assert getattr(holder, name) == expected != setting.field.default
+
+
+def test_flags_of_a_wrong_type_or_value_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--model", "m", "--max-running", "many"])
+    assert caught.value.code == 2 and "--max-running: invalid int value: 'many'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="max_running: Input should be greater than or equal to 1, got 0"):
+        parse_args(["--model", "m", "--max-running", "0"])
+
+
+def test_what_the_cluster_sets_itself_is_no_setting_of_a_pool() -> None:
+    own = {name for name, setting in SETTINGS.items() if setting.scope is Scope.PROCESS}
+    assert own == {
+        "tpot_s",
+        "ttft_s",
+        "decode_role_prefill_tokens",
+        "data_rank",
+        "rendezvous",
+        "role",
+        "cores",
+        "host",
+    } | {
+        "port",
+        "auth_token",
+    }

@@ -3,7 +3,8 @@ import pytest
 from diptych.workers.common.role import Role
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
-from diptych.workers.core.scheduler import LEAST_PREFILL_TOKENS, Scheduler, SchedulerConfig
+from diptych.workers.core.scheduler import LEAST_PREFILL_TOKENS, Scheduler
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
 from diptych.workers.core.step_cost import ANSWER_TOKENS, TARGET_DECODE_STEPS, WAITING_PER_LEFT, StepWork
 

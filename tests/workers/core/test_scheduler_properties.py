@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from diptych.workers.common.role import Role
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
-from diptych.workers.core.scheduler import LEAST_PREFILL_TOKENS, Scheduler, SchedulerConfig
+from diptych.workers.core.scheduler import LEAST_PREFILL_TOKENS, Scheduler
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence
 from diptych.workers.core.step_cost import StepWork
 

@@ -18,7 +18,7 @@ def test_an_idle_worker_notices_and_ends(llama: Path, monkeypatch: pytest.Monkey
     device = FakeDevice()
     monkeypatch.setattr(engine_thread, "IDLE_WAIT_S", 0.01)
     monkeypatch.setattr(worker, "load_runner", lambda *_: load(llama, device, cuda_graphs=False))
-    process = WorkerProcess(WorkerConfig(model="llama", transports=("grpc",)))
+    process = WorkerProcess(WorkerConfig.of(model="llama", transports=("grpc",)))
     process.start_in_thread()
     assert not process.ended.done()
     device.is_lost = True

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.workers.common.errors import ConfigError, DeviceLost, OutOfDeviceMemory
 from diptych.workers.common.request import Request
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.device_errors import is_full, lost, needing_memory
 from diptych.workers.device.fake_device import FakeDevice
 from diptych.workers.device.kv_cache import KVCache

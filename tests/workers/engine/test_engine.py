@@ -10,7 +10,7 @@ import pytest
 from diptych.workers.common.errors import DeadlineExceeded, DiptychError, InvalidRequest, LeaseLost, RequestAborted
 from diptych.workers.common.request import FinishReason, Request, SamplingParams
 from diptych.workers.common.timings import HandoffTimings, PullTimes, SequenceTimings
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.handoff.types import HandoffEnded, HandoffSealed, Reservation, SegmentReady

@@ -7,7 +7,8 @@ import pytest
 
 from diptych.workers.common.errors import OutOfDeviceMemory
 from diptych.workers.core.runner import LayerWatch
-from diptych.workers.core.scheduler import Scheduler, SchedulerConfig
+from diptych.workers.core.scheduler import Scheduler
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput

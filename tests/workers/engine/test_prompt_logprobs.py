@@ -7,7 +7,7 @@ import pytest
 
 from diptych.workers.common.prompt_logprobs import PromptLogprobs
 from diptych.workers.common.request import Request
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
 from diptych.workers.handoff.types import Reservation

@@ -8,7 +8,7 @@ from diptych.workers.common.timings import HandoffTimings, PullTimes, SequenceTi
 from diptych.workers.core.batch_tables import BatchTables
 from diptych.workers.core.prefix_cache import block_hashes
 from diptych.workers.core.runner import LayerWatch
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput, TokenEvent

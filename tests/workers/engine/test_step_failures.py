@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from diptych.workers.common.errors import DiptychError, StepFailed, StepFailedAlone
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput

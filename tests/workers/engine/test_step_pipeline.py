@@ -10,7 +10,7 @@ from diptych.workers.common.errors import DeadlineExceeded
 from diptych.workers.common.request import FinishReason, SamplingParams
 from diptych.workers.common.timings import SequenceTimings
 from diptych.workers.core.runner import LayerWatch
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput

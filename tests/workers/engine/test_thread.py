@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from diptych.workers.common.errors import InternalError, Unavailable
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine import thread as engine_thread
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput

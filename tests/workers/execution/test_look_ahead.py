@@ -8,13 +8,14 @@ import pytest
 
 from diptych.kernels.cpu.load import library
 from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.runner import LayerWatch
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, SampledToken, ScheduledSequence
 from diptych.workers.core.step_executor import Compute, ThreadExecutor, submit_step
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.events import StepOutput
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 
 from ...support.checkpoints import random_prompts
 from ...support.engines import assert_clean, tokens
@@ -26,7 +27,7 @@ DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 
 def generate(path: Path, samplings: list[SamplingParams], *, look_ahead: bool) -> tuple[list[list[int]], int]:
     """The tokens of each prompt, and in how many steps another was under way at the end."""
-    config = ModelRunnerConfig(path, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=look_ahead)
+    config = WorkerConfig.of(path, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=look_ahead)
     runner = ModelRunner.load(config)
     engine = Engine(runner, SchedulerConfig(chunk_tokens=48, max_batch_tokens=64))
     num_ahead = 0
@@ -131,7 +132,7 @@ def test_what_is_watched_is_computed_there_and_heard_of_here(fails: str) -> None
 
 @pytest.mark.skipif(library() is None, reason="the kernels are not built")
 def test_a_step_that_is_watched_runs_on_the_thread_and_yields_the_same_tokens(llama: Path) -> None:
-    config = ModelRunnerConfig(llama, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=True)
+    config = WorkerConfig.of(llama, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=True)
     runner, heard = ModelRunner.load(config), list[int]()
     num_layers = runner.layout.num_layers
     tokens_of: list[int] = []

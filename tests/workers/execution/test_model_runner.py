@@ -6,7 +6,6 @@ Ties are excluded exactly: checkpoints.py takes prompts whose reference never ha
 
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ import torch
 
 from diptych.workers.common.errors import CheckpointError, ConfigError, RankLost
 from diptych.workers.common.request import SamplingParams
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
 from diptych.workers.execution.common.host_backend import HostBackend
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 
 from ...support.checkpoints import ARCHITECTURES, make_checkpoint, untied_prompts
 from ...support.serving import Server
@@ -32,8 +32,8 @@ Reference = list[tuple[list[int], list[int]]]
 
 
 def load(path: Path, **changes: Any) -> ModelRunner:
-    config = ModelRunnerConfig(path, dtype="float32", max_context_tokens=MAX_CONTEXT)
-    return ModelRunner.load(replace(config, **changes))
+    config = WorkerConfig.of(path, dtype="float32", max_context_tokens=MAX_CONTEXT)
+    return ModelRunner.load(config.changed(**changes))
 
 
 def greedy(server: Server, reference: Reference) -> list[list[int]]:
@@ -125,7 +125,7 @@ def test_greedy_of_every_family(checkpoint_of: CheckpointOf, arch: str) -> None:
     """Alone, and in a batch whose chunks end within a window and beyond it."""
     path = checkpoint_of(arch)
     reference = untied_prompts(path, seed=9, lengths=[20, 90], max_tokens=8)
-    runner = load(path, num_threads=1, kv_memory_bytes=32 << 20)
+    runner = load(path, threads=1, kv_memory_bytes=32 << 20)
     chunked = Server(runner, SchedulerConfig(chunk_tokens=16), prefix_cache=False)
     assert greedy(chunked, reference) == [tokens for _, tokens in reference]
     for one in reference:
@@ -220,15 +220,15 @@ def test_two_dtypes_of_one_checkpoint_share_its_name(llama: Path, qwen3: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "float16"}, "dtype must be one of"),
+        ({"dtype": "float16"}, "dtype: Input should be"),
         ({"device": "abacus"}, "not one that torch knows"),
         ({"device": "mps"}, "not supported"),
-        ({"block_size": 0}, "block_size must be in"),
-        ({"kv_memory_fraction": 1.5}, "kv_memory_fraction must be in"),
-        ({"kv_memory_bytes": -1}, "kv_memory_bytes must be at least 1"),
+        ({"block_size": 0}, "block_size: Input should be"),
+        ({"kv_memory_fraction": 1.5}, "kv_memory_fraction: Input should be"),
+        ({"kv_memory_bytes": -1}, "kv_memory_bytes: Input should be"),
         ({"kv_memory_bytes": 1000}, "one context of 1056 tokens needs"),
         ({"max_context_tokens": 4096}, "exceeds the model's 2048 positions"),
-        ({"num_threads": 0}, "num_threads must be at least 1"),
+        ({"threads": 0}, "threads: Input should be"),
     ],
 )
 def test_settings_out_of_range_are_refused(llama: Path, changes: dict[str, Any], message: str) -> None:

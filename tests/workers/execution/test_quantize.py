@@ -1,6 +1,5 @@
 """Weights quantised at load: what is stored how, and that torch and the compiled kernels compute with the same."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from diptych.kernels.cpu.formats import Format
 from diptych.kernels.cpu.load import library
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.common.request import SamplingParams
-from diptych.workers.core.scheduler import SchedulerConfig
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.checkpoint.weights import Checkpoint, load_weights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.formats import format_of
@@ -26,7 +26,7 @@ PROMPTS = [[5, 9, 17, 3, 8], [44, 2] * 20]
 
 
 def tokens(path: Path, isa: str, quantize: str) -> list[list[int]]:
-    config = ModelRunnerConfig(path, dtype="float32", max_context_tokens=128, cpu_isa=isa, quantize=quantize)
+    config = WorkerConfig.of(path, dtype="float32", max_context_tokens=128, cpu_isa=isa, quantize=quantize)
     server = Server(ModelRunner.load(config), SchedulerConfig())
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     return [[token.token_id for token in row] for row in server.generate(PROMPTS, [sampling] * len(PROMPTS))]
@@ -85,11 +85,11 @@ def test_experts_are_quantised_some_rows_at_a_time(
 
 
 def test_kv_of_other_weights_has_another_name(llama: Path) -> None:
-    config = ModelRunnerConfig(llama, dtype="float32", max_context_tokens=128, cpu_isa="none")
-    configs = [config, replace(config, quantize="int8"), replace(config, quantize="int4")]
+    config = WorkerConfig.of(llama, dtype="float32", max_context_tokens=128, cpu_isa="none")
+    configs = [config, config.changed(quantize="int8"), config.changed(quantize="int4")]
     assert len({ModelRunner.load(c).layout.model_id for c in configs}) == 3
 
 
 def test_unknown_format(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="quantize must be int8 or int4, got 'int3'"):
-        ModelRunner.load(ModelRunnerConfig(llama, quantize="int3"))
+    with pytest.raises(ConfigError, match="quantize: Input should be 'int8' or 'int4', got 'int3'"):
+        ModelRunner.load(WorkerConfig.of(llama, quantize="int3"))

@@ -28,7 +28,7 @@ TIMEOUT_S = 20.0
 @asynccontextmanager
 async def worker(step_s: float = 0.0, **config: object) -> AsyncIterator[tuple[WorkerService, str]]:
     settings = {"transports": ("grpc",)} | config
-    service = WorkerService(WorkerConfig(model="fake", **settings), FakeRunner(step_s=step_s))  # type: ignore[arg-type]
+    service = WorkerService(WorkerConfig.of(model="fake", **settings), FakeRunner(step_s=step_s))  # type: ignore[arg-type]
     where = await service.start()
     try:
         yield service, where.address
@@ -284,7 +284,7 @@ def test_an_engine_whose_loop_was_closed_says_nothing() -> None:
     """Its thread may still step while the process ends; a traceback there would hide why."""
 
     async def make() -> WorkerService:
-        return WorkerService(WorkerConfig(model="fake"), FakeRunner())
+        return WorkerService(WorkerConfig.of(model="fake"), FakeRunner())
 
     service, service._loop = asyncio.run(make()), asyncio.new_event_loop()
     service._broken = service._loop.create_future()

@@ -13,7 +13,7 @@ from diptych.workers.testing.fake_runner import FakeRunner
 
 def start(monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
     monkeypatch.setattr(worker, "load_runner", lambda *_: FakeRunner())
-    process = WorkerProcess(WorkerConfig(model="fake", transports=("grpc",)))
+    process = WorkerProcess(WorkerConfig.of(model="fake", transports=("grpc",)))
     process.start_in_thread()
     return process
 

@@ -15,11 +15,12 @@ from diptych.kernels.cpu.layer import PARTS
 from diptych.kernels.cpu.library import Team
 from diptych.kernels.cpu.load import library
 from diptych.workers.common.request import SamplingParams
+from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.core.runner import LayerWatch
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.device.kv_cache import KVCache
 from diptych.workers.execution.cpu.compiled import CompiledDecoder, read_weights
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.kv.layout import DOT, KVLayout
 from diptych.workers.models.checkpoint.weights import Checkpoint
 from diptych.workers.models.families.registry import load_spec
@@ -51,7 +52,7 @@ def test_the_same_bits_alone_and_batched_and_chunked_and_threaded(arch: str, req
     prompts = random_prompts(3, [1, 17, 40, 290, 600])
     expected: Tops | None = None
     for num_threads in (1, 2):
-        config = ModelRunnerConfig(path, max_context_tokens=1024, num_threads=num_threads, kv_memory_bytes=32 << 20)
+        config = WorkerConfig.of(path, max_context_tokens=1024, threads=num_threads, kv_memory_bytes=32 << 20)
         runner = ModelRunner.load(config)
         alone = [tops(runner, [prompt])[0] for prompt in prompts]
         expected = expected or alone
@@ -173,7 +174,7 @@ def test_the_likeliest_tokens_are_picked_without_their_logits(llama: Path) -> No
 
 
 def test_picked_tokens_are_those_of_the_logits(llama: Path) -> None:
-    runner = ModelRunner.load(ModelRunnerConfig(llama, max_context_tokens=512, kv_memory_bytes=8 << 20))
+    runner = ModelRunner.load(WorkerConfig.of(llama, max_context_tokens=512, kv_memory_bytes=8 << 20))
     prompts = random_prompts(5, [3, 17, 40, 9, 130])
     server, plain = Server(runner, SchedulerConfig(), prefix_cache=False), SamplingParams(temperature=0.0, max_tokens=9)
     found: list[list[list[int]]] = []

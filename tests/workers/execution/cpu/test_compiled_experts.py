@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from diptych.kernels.cpu.load import library
+from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.execution.common.host_backend import HostBackend
 from diptych.workers.execution.cpu.compiled_steps import CompiledSteps
 from diptych.workers.execution.eager.eager_steps import EagerSteps
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import MoeSpec
 
@@ -25,7 +26,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def load(path: Path, **changes: Any) -> ModelRunner:
-    return ModelRunner.load(ModelRunnerConfig(path, max_context_tokens=1024, kv_memory_bytes=32 << 20, **changes))
+    return ModelRunner.load(WorkerConfig.of(path, max_context_tokens=1024, kv_memory_bytes=32 << 20, **changes))
 
 
 def assert_counted(steps: CompiledSteps, path: Path, num_tokens: int) -> None:
@@ -54,7 +55,7 @@ def test_the_tokens_of_torch(checkpoint: Path) -> None:
 def test_the_same_bits_alone_and_batched_and_chunked_and_threaded(checkpoint: Path, quantize: str | None) -> None:
     prompts, found = random_prompts(3, [1, 17, 40, 290]), []
     for num_threads in (1, 2):
-        runner = load(checkpoint, num_threads=num_threads, quantize=quantize)
+        runner = load(checkpoint, threads=num_threads, quantize=quantize)
         found.append([tops(runner, [prompt])[0] for prompt in prompts])
         found.append(tops(runner, prompts))
         found.append(tops(runner, prompts, chunk_tokens=7, max_batch_tokens=30))

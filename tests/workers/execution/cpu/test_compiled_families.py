@@ -8,9 +8,10 @@ import pytest
 
 from diptych.kernels.cpu.load import library
 from diptych.workers.common.request import SamplingParams
-from diptych.workers.core.scheduler import SchedulerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import SampledToken
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.plan.compiled_limits import why_not
 
@@ -30,8 +31,8 @@ def compiled(arch: str, checkpoint_of: CheckpointOf) -> Path:
 
 @contextmanager
 def runner_of(path: Path, dtype: str, cpu_isa: str = "auto") -> Iterator[ModelRunner]:
-    config = ModelRunnerConfig(
-        path, dtype, max_context_tokens=512, kv_memory_bytes=16 << 20, num_threads=2, cpu_isa=cpu_isa
+    config = WorkerConfig.of(
+        path, dtype=dtype, max_context_tokens=512, kv_memory_bytes=16 << 20, threads=2, cpu_isa=cpu_isa
     )
     runner = ModelRunner.load(config)
     yield runner

@@ -9,7 +9,8 @@ from torch import Tensor
 from diptych.kernels.attention.paged_batch import PagedBatch
 from diptych.kernels.mla import latent_attention
 from diptych.kernels.mla.prefill import MASK_BYTES
-from diptych.workers.execution.model_runner import ModelRunner, ModelRunnerConfig
+from diptych.workers.config.worker_config import WorkerConfig
+from diptych.workers.execution.model_runner import ModelRunner
 from diptych.workers.models.checkpoint.weights import LayerWeights
 from diptych.workers.models.families.registry import load_spec
 from diptych.workers.models.families.spec import LatentSpec, RopeSpec
@@ -124,7 +125,7 @@ def test_the_form_is_the_one_of_fewer_multiplications() -> None:
 def test_a_token_takes_the_latent_and_the_rotated_key_of_each_layer(checkpoint_of: CheckpointOf) -> None:
     """DeepSeek-V2, table 1: (d_c + d_h^R) l numbers a token."""
     path = checkpoint_of("deepseek-v2")
-    runner = ModelRunner.load(ModelRunnerConfig(path, dtype="bfloat16", num_threads=1, kv_memory_bytes=8 << 20))
+    runner = ModelRunner.load(WorkerConfig.of(path, dtype="bfloat16", threads=1, kv_memory_bytes=8 << 20))
     layout, spec = runner.layout, load_spec(path)
     runner.close()
     assert layout.block_bytes == layout.block_size * spec.num_layers * (32 + 8) * 2

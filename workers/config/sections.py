@@ -1,0 +1,137 @@
+"""The sections of a worker's settings; the scheduler's stands beside the scheduler. No torch.
+
+The text of a field is its help: flags show it. docs/configuration.md says more.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from ..common.settings import STRICT, NumBytes, NumRanks, Scope, SettingError
+from ..parallel.rendezvous import PeerGroup
+
+Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class ModelConfig:
+    """What is computed, and with what."""
+
+    model: Annotated[str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint.")]
+    served_model_name: Annotated[
+        str | None,
+        Scope.CLUSTER,
+        Field(min_length=1, description="What clients call the model.  [default: the folder's name]"),
+    ] = None
+    dtype: Annotated[Literal["bfloat16", "float32"], Scope.BOTH, Field(description="Type of numbers.")] = "bfloat16"
+    device: Annotated[str, Scope.CLUSTER, Field(description="cpu or cuda.")] = "cpu"
+    quantize: Annotated[Literal["int8", "int4"] | None, Scope.CLUSTER, Field(description="Weights at load.")] = None
+    cpu_isa: Annotated[
+        Literal["auto", "none", "portable", "avx2", "avx512", "avx512bf16"],
+        Scope.CLUSTER,
+        Field(description="Instruction set of the compiled CPU kernels (auto: the best; none: torch computes)."),
+    ] = "auto"
+    max_context_tokens: Annotated[
+        int | None, Scope.CLUSTER, Field(ge=1, description="Longest sequence.  [default: the model's]")
+    ] = None
+    look_ahead: Annotated[bool, Field(description="Prepare a step while the one before it is computed, on CPU.")] = (
+        False
+    )
+    cuda_graphs: Annotated[bool, Field(description="On cuda: capture steps at start, and replay them.")] = True
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.model).resolve().name
+
+    @property
+    def device_kind(self) -> str:
+        """The device without its number."""
+        return self.device.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: Annotated[int, Scope.BOTH, Field(ge=1, le=1024, description="Tokens of a KV block.")] = 16
+    kv_axis_order: Annotated[
+        Literal["block", "layer"], Scope.BOTH, Field(description="Outer axis of the KV cache.")
+    ] = "block"
+    kv_memory_bytes: Annotated[NumBytes | None, Field(description="KV cache of each worker, as 2GiB.")] = None
+    kv_memory_fraction: Annotated[float, Field(gt=0, le=0.95, description="Of the memory that is free at start.")] = 0.3
+    prefix_cache: Annotated[bool, Scope.CLUSTER, Field(description="Keep the KV of common prefixes.")] = True
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class ParallelConfig:
+    """Ranks of one worker, and workers that share the experts of a mixture."""
+
+    tensor_parallel: Annotated[NumRanks, Field(description="Ranks of each worker.")] = 1
+    expert_parallel: Annotated[NumRanks, Field(description="As many: ranks hold whole experts.")] = 1
+    expert_placement: Annotated[
+        str, Field(min_length=1, description="contiguous, round_robin, or a JSON file of measured loads.")
+    ] = "contiguous"
+    expert_copies: Annotated[
+        int, Field(ge=0, description="With such a file: experts of a layer that are held once more.")
+    ] = 0
+    data_parallel: Annotated[NumRanks, Field(description="Workers that share the experts of a mixture.")] = 1
+    data_rank: Annotated[int, Scope.PROCESS, Field(ge=0, description="Which of them this one is.")] = 0
+    rendezvous: Annotated[
+        str | None,
+        Scope.PROCESS,
+        Field(description="Folder on this machine through which they connect, a new one for each start."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        size = self.data_parallel
+        if self.expert_parallel not in (1, self.tensor_parallel):
+            text = f"must be 1 or tensor_parallel ({self.tensor_parallel}), got {self.expert_parallel}"
+            raise SettingError("expert_parallel", text)
+        if self.data_rank >= size:
+            text = f"must be in [0, {size - 1}] with data_parallel={size}, got {self.data_rank}"
+            raise SettingError("data_rank", text)
+        if size > 1 and not self.rendezvous:
+            raise SettingError("data_parallel", f"({size}) needs a rendezvous: one folder for all {size} workers")
+        return self
+
+    @property
+    def peer_group(self) -> PeerGroup | None:
+        """The workers that this one shares experts with."""
+        if self.data_parallel == 1:
+            return None
+        assert self.rendezvous is not None  # checked
+        return PeerGroup(self.data_rank, self.data_parallel, Path(self.rendezvous))
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class HandoffConfig:
+    """How KV moves between workers."""
+
+    transports: Annotated[Transports, Scope.CLUSTER, Field(description="How KV travels, best first.")] = "auto"
+    trusted_rdma_fabric: Annotated[
+        bool,
+        Scope.CLUSTER,
+        Field(description="Use NIXL between machines: whoever is on that fabric can read and write KV."),
+    ] = False
+    lease_s: Annotated[
+        float, Scope.CLUSTER, Field(gt=0, description="Seconds that a source keeps KV for a silent sink.")
+    ] = 10.0
+    wire_dtype: Annotated[
+        Literal["bfloat16", "int8"] | None,
+        Scope.BOTH,
+        Field(description="Pull KV narrower than the source has it, over gRPC."),
+    ] = None
+    verify_kv: Annotated[bool, Scope.CLUSTER, Field(description="Check by checksums what hand-offs bring.")] = False
+    layer_groups: Annotated[
+        int, Field(ge=0, description="In how many groups of layers KV is handed off; 0: by cost.")
+    ] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:
+            raise SettingError("wire_dtype", f"{self.wire_dtype} needs the transport grpc, which alone can narrow KV")
+        return self

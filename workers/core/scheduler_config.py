@@ -1,0 +1,38 @@
+"""Settings of the scheduler."""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from ..common.settings import STRICT, Scope
+
+TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
+STEP_TOKENS = 2048  # budget of a step where neither settings nor a device give one
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class SchedulerConfig:
+    max_batch_tokens: Annotated[int, Field(ge=0, description="A step's token budget; 0: by device.")] = 0
+    chunk_tokens: Annotated[int, Field(ge=0, description="Longest prefill chunk; 0: no limit.")] = 0
+    max_running: Annotated[int, Field(ge=1, description="Sequences in one batch.")] = 256
+    target_step_s: Annotated[
+        float | None,
+        Field(ge=0, description="Seconds of a step with running decodes; 0: no matter.  [default: by load]"),
+    ] = None
+    tpot_s: Annotated[
+        float, Scope.PROCESS, Field(ge=0, description="Time per output token that such a step aims at by load.")
+    ] = TPOT_S
+    ttft_s: Annotated[
+        float, Scope.PROCESS, Field(ge=0, description="Time to first token that the order of admission aims at.")
+    ] = 1.0
+    decode_role_prefill_tokens: Annotated[
+        int,
+        Scope.PROCESS,
+        Field(ge=1, description="Prompt tokens of a step beside running decodes, in the decode role."),
+    ] = 256
+
+    @property
+    def step_tokens(self) -> int:
+        """Token budget of a step."""
+        return self.max_batch_tokens or STEP_TOKENS

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "tiny"
 ROOMS = tuple(f"{ROOT / room}/" for room in ("cluster", "workers", "kernels"))
 KERNELS = f"{ROOT / 'kernels'}/"
-BLOCK_MANAGER = str(ROOT / "workers" / "core" / "block_manager.py")
+BLOCKS_FREE = (str(ROOT / "workers" / "core" / "block_manager.py"), "BlockManager.end_lease")
 TOKEN = "the token of this cluster"
 REPEATS = 8
 PROMPT_TOKENS = 48  # three blocks
@@ -223,7 +223,7 @@ def main() -> None:
 
 def _lease(calls: list[Call]) -> list[Call]:
     released = calls[next(i for i, call in enumerate(calls) if call[1].endswith(".Release")) :]
-    return until(released, lambda call: call[0] == BLOCK_MANAGER)
+    return until(released, lambda call: call == BLOCKS_FREE)
 
 
 if __name__ == "__main__":

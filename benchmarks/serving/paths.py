@@ -1,6 +1,6 @@
 """Counts the files and calls of ours on a request's paths: to the first kernel, a decode step, a hand-off, a lease.
 
-    python -m benchmarks.serving.paths [--files]
+    python -m benchmarks.serving.paths [--files] [--repeats 8]
 
 A router and its workers run as threads of this process, over real sockets, with the compiled kernels and the model that
 ships with Diptych. A call is counted when a function of `cluster`, `workers` or `kernels` begins or goes on. Nothing is
@@ -36,7 +36,6 @@ ROOMS = tuple(f"{ROOT / room}/" for room in ("cluster", "workers", "kernels"))
 KERNELS = f"{ROOT / 'kernels'}/"
 BLOCKS_FREE = (str(ROOT / "workers" / "core" / "block_manager.py"), "BlockManager.end_lease")
 TOKEN = "the token of this cluster"
-REPEATS = 8
 PROMPT_TOKENS = 48  # three blocks
 Call = tuple[str, str]  # file, function
 HAND_OVERS = (("cluster/routing/worker_link.py", "submit"), ("workers/engine/thread.py", "post"), ("kernels/", ""))
@@ -178,10 +177,10 @@ def common(repeats: list[list[Call]]) -> Counter[Call]:
     return least
 
 
-def a_step(cluster: Served, few: int = 8, many: int = 40) -> Counter[Call]:
-    """What another token costs."""
-    low = common([cluster.complete(few) for _ in range(REPEATS)])
-    high = common([cluster.complete(many) for _ in range(REPEATS)])
+def a_step(cluster: Served, repeats: int, few: int = 8, many: int = 40) -> Counter[Call]:
+    """The calls of one more token."""
+    low = common([cluster.complete(few) for _ in range(repeats)])
+    high = common([cluster.complete(many) for _ in range(repeats)])
     share = {call: round((high[call] - low[call]) / (many - few)) for call in high}
     return Counter({call: num for call, num in share.items() if num > 0})
 
@@ -200,19 +199,21 @@ def show(title: str, calls: Counter[Call], verbose: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="name the files and functions of each path")
-    verbose = parser.parse_args().files
+    parser.add_argument("--repeats", type=int, default=8, help="requests of each kind; a call counts if all have it")
+    args = parser.parse_args()
+    verbose, repeats = args.files, args.repeats
     trace = Trace()
     trace.install()
     with served(trace, "mixed") as cluster:
-        whole = [cluster.complete(8) for _ in range(REPEATS)]
+        whole = [cluster.complete(8) for _ in range(repeats)]
         to_kernel = [until(calls, lambda call: call[0].startswith(KERNELS)) for calls in whole]
         show("a request, from HTTP to the first kernel (one worker)", common(to_kernel), verbose)
         relay = Counter((path, "") for path in set[str]().union(*trace.relays.values()))
         show("of it, the relay", relay, verbose)
-        show("a decode step, from the scheduler to HTTP", a_step(cluster), verbose)
+        show("a decode step, from the scheduler to HTTP", a_step(cluster, repeats), verbose)
         alone = common(whole)
     with served(trace, "prefill", "decode") as cluster:
-        whole = [cluster.complete(8) for _ in range(REPEATS)]
+        whole = [cluster.complete(8) for _ in range(repeats)]
         handed_off = common(whole)
         show("a request that is handed off, whole", handed_off, verbose)
         workers = Counter({call: num for call, num in (handed_off - alone).items() if "/workers/" in call[0]})

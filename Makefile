@@ -1,12 +1,12 @@
 # Each target makes .venv and installs what it needs first. Variables:
 #   PYTHON  the interpreter that makes .venv (3.11 or later)
 #   TORCH   which torch to install; any >= 2.11 will do (on a GPU machine: make serve TORCH=torch)
-#   PROCESSES  how many share the unit tests
+#   PROCESSES  how many share the unit tests: more than cores, for some tests wait
 #   START, SEEDS  which runs of the simulated cluster `make soak` makes
 #   MODEL   what `make serve` serves, tiny unless ARGS names a --config; ARGS: flags for `diptych serve`
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-PROCESSES ?= 2
+PROCESSES ?= 3
 START ?= 0
 SEEDS ?= 20000
 MODEL ?= $(if $(findstring --config,$(ARGS)),,tiny)
@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers docs soak bench proto clean
+.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers long docs soak bench proto clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,23 +39,30 @@ types: $(VENV)/.installed-dev
 	$(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
-unit e2e e2e-clusters e2e-workers: export OMP_NUM_THREADS = 1
+unit long e2e e2e-clusters e2e-workers: export OMP_NUM_THREADS = 1
 
 # A file's tests run in one process, in order.
 unit: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not e2e and not gpu" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -m "not e2e and not gpu and not long" --ignore=tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev
 	$(MAKE) --jobs=2 e2e-clusters e2e-workers
 	$(BIN)/pytest -q -m "not gpu and alone" tests/e2e
 
-e2e-clusters e2e-workers: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not gpu and not alone and $(if $(filter %-workers,$@),not )cluster" tests/e2e
+e2e-clusters: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m "not gpu and not alone and cluster" tests/e2e
+
+e2e-workers: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m "not gpu and not alone and not cluster" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 
 # The documentation as a site, in build/site. The unit tests build it too.
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Cases of which the unit tests run a part.
+long: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)

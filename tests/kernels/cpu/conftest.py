@@ -18,7 +18,7 @@ def built(request: pytest.FixtureRequest) -> Library:
     return kernels.using(request.param)
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long), 3])
 def team(built: Library, request: pytest.FixtureRequest) -> Iterator[Team]:
     made = Team(built, request.param)
     yield made

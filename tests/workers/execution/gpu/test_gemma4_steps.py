@@ -41,7 +41,9 @@ def runner(cases: Cases) -> ModelRunner:
     return load(cases[0], late())
 
 
-@pytest.mark.parametrize("config", ALL_SORTS_OF_STEPS)
+@pytest.mark.parametrize(
+    "config", [ALL_SORTS_OF_STEPS[0], *(pytest.param(c, marks=pytest.mark.long) for c in ALL_SORTS_OF_STEPS[1:])]
+)
 def test_tokens(runner: ModelRunner, cases: Cases, config: dict[str, Any]) -> None:
     assert_tokens(runner, cases, config)
 

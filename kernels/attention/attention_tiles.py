@@ -1,4 +1,4 @@
-"""What the attention kernels over the paged cache share: the walk of one tile of query rows over tiles of slots.
+"""Shared code of the attention kernels over the paged cache: the walk of one tile of query rows over tiles of slots.
 
 Softmax is taken online (FlashAttention-2, algorithm 1) and to base 2. Rows and slots: row r of a tile is one query head
 of one token; slot j of a sequence is its j-th token. A tile of slots that every row sees whole is walked unmasked.

@@ -27,7 +27,7 @@ def decode_attention_twin(
     options: AttentionOptions = NO_OPTIONS,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """As decode_attention_triton: the same splits, each attended to by itself, then merged; in float32."""
+    """Compute what decode_attention_triton does, in float32: attend to each of the same splits, then merge them."""
     num_heads, dim = q.shape[1:]
     num_kv_heads, group = cache.shape[3], num_heads // cache.shape[3]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)

@@ -140,7 +140,7 @@ def plan_decode_triton(decodes: Decodes, programs: int, capacity: int, slots: in
 def plan_decode(
     decodes: Decodes, num_kv_heads: int, config: DecodeConfig, window: int = 0, tiles_of_rows: int = 1
 ) -> DecodePlan:
-    """For layers of so many KV heads (each read by so many tiles of rows) and such a window. Waits for nothing."""
+    """Plan the layers with these KV heads, tiles of rows for each and window. Does not wait for the device."""
     chip = chip_of(decodes.context_lens.device)
     programs = -(-chip.num_cores * config.programs_per_core // (num_kv_heads * tiles_of_rows))
     run = kernel_for(decodes.context_lens, plan_decode_triton, plan_decode_twin)

@@ -83,7 +83,7 @@ def prefill_attention_twin(
     options: AttentionOptions = NO_OPTIONS,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """As prefill_attention_triton, of all the batch's sequences: written out, in float32."""
+    """Compute what prefill_attention_triton does for all the batch's sequences, in float32."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group, start = q.shape[1] // cache.shape[3], 0
     for table, context_len, num_new in zip(

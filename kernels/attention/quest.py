@@ -21,7 +21,7 @@ _BLOCKS_AT_ONCE = 32
 
 
 def summarise_twin(cache: Tensor, summaries: Tensor, blocks: Tensor, lengths: Tensor) -> None:
-    """As summarise_triton."""
+    """Compute what summarise_triton does."""
     used = torch.arange(cache.shape[2], device=cache.device) < lengths[:, None]
     keys = cache[blocks, 0]
     for which, (most, reduce) in enumerate(((torch.inf, torch.amin), (-torch.inf, torch.amax))):
@@ -55,7 +55,7 @@ def summarise_triton(cache: Tensor, summaries: Tensor, blocks: Tensor, lengths: 
 
 
 def score_blocks_twin(q: Tensor, summaries: Tensor, block_tables: Tensor, num_blocks: Tensor) -> Tensor:
-    """As score_blocks_triton."""
+    """Compute what score_blocks_triton does."""
     num_seqs, num_heads, dim = q.shape
     num_kv_heads = summaries.shape[2]
     smallest, largest = (summaries[block_tables.long(), which].float() for which in (0, 1))

@@ -1,4 +1,4 @@
-"""Which configuration a kernel is launched with: frozen tables by device and size, looked up, never searched.
+"""Tables of launch configurations by device and size: frozen, looked up, never searched.
 
 A kernel's file holds its `Tuned` table: for the devices on which it was measured, and a generic one for all others.
 A lookup is pure and takes about a microsecond: it may stand on the request path and inside a graph's capture.
@@ -28,7 +28,7 @@ class Chip:
     shared_bytes: int  # that one program may have
 
     def resident_programs(self, num_warps: int) -> int:
-        """How many of so many warps it holds at once, by their threads alone: a persistent grid has no more."""
+        """Return how many such programs the device holds at once, by threads alone: a persistent grid's size."""
         return self.num_cores * max(_THREADS // (32 * num_warps), 1)
 
 
@@ -66,8 +66,11 @@ class Tuned(Generic[Config]):
 
 
 def nvidia_kinds(major: int, minor: int, shared_bytes: int) -> tuple[str, ...]:
-    """Of a GPU of no known name. The rows of "cuda" are for more shared memory than an A100 has, those of "sm_80" do
-    with the 99 KiB of the GPUs of workstations (sm_86, sm_89, sm_120)."""
+    """Return the kinds of an NVIDIA GPU whose name is not known.
+
+    The rows of "cuda" are for more shared memory than an A100 has. Those of "sm_80" suit the 99 KiB of workstation
+    GPUs (sm_86, sm_89, sm_120).
+    """
     return (f"sm_{major}{minor}", "cuda" if shared_bytes > CHIPS["a100"].shared_bytes else "sm_80")
 
 

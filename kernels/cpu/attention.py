@@ -23,7 +23,7 @@ _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
 class Cache(ctypes.Structure):
-    """One layer of a pool. Holds addresses: valid while the tensor lives."""
+    """The cache of one layer of a pool. Holds addresses: valid while the tensor lives."""
 
     _fields_ = [("base", _P), ("block_stride", _L), ("block_size", _L), ("num_kv_heads", _L), ("head_dim", _L)]
 
@@ -84,7 +84,7 @@ class AttentionLimits(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """What the threads of a team keep between the pieces of their work, and the plan of a step."""
+    """Memory that the threads of a team keep between pieces of their work, and the plan of a step."""
 
     limits: AttentionLimits
     memory: Tensor  # uint8
@@ -164,7 +164,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Of the T tokens of a step."""
+    """Cache places of the T tokens of a step."""
 
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64: block * block_size + offset; those of one sequence in order
@@ -214,7 +214,7 @@ def plan_attention(team: Team, dtype: torch.dtype, heads: Heads, batch: PagedBat
 def paged_attention(
     team: Team, q: Tensor, cache: Tensor, batch: PagedBatch, heads: Heads, scratch: AttentionScratch
 ) -> Tensor:
-    """As paged_attention.paged_attention, by the plan in `scratch`.
+    """Compute what paged_attention.paged_attention does, by the plan in `scratch`.
 
     q: [T, N, D], a row contiguous; cache: packed, of q's dtype. Returns [T, N, D] contiguous.
     """

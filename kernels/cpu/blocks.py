@@ -39,7 +39,7 @@ def copy_blocks_twin(pool: Tensor, sources: Sequence[int], targets: Sequence[int
 
 
 def _checked(pool: Tensor, sources: Sequence[int], targets: Sequence[int]) -> int:
-    """How many pairs they are."""
+    """Check the pairs of blocks and return their number."""
     num_blocks, written = pool.shape[1], set(targets)
     assert len(sources) == len(targets) == len(written) and written.isdisjoint(sources)
     assert all(0 <= block < num_blocks for block in (*sources, *targets))

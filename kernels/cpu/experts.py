@@ -1,4 +1,4 @@
-"""What a row's experts make of it, compiled. Their twin is workers/models/layers/moe.py's."""
+"""Compiled kernels of a mixture's experts. Their twin is workers/models/layers/moe.py's."""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _LINE_BYTES = 64  # of a cache
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """How gate and up meet: activation(gate) * up, or gpt-oss's clamped form, with its `alpha` and `limit`."""
+    """The function of gate and up: activation(gate) * up, or gpt-oss's clamped form, with its `alpha` and `limit`."""
 
     epilogue: Epilogue = Epilogue.SILU_MUL
     alpha: float = 0.0
@@ -85,7 +85,7 @@ class PackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class PackedMixture:
-    """What a layer has in the place of an MLP, H wide; `choice_bias`: [E] float32, or None."""
+    """Packed weights of a mixture in place of a layer's MLP, H wide; `choice_bias`: [E] float32, or None."""
 
     router: PackedLinear  # [E, H], E experts of all ranks
     routing: Routing
@@ -103,7 +103,7 @@ class PackedMixture:
 
 
 class ExpertMemory:
-    """What the experts of up to so many rows are computed in, in one layer after another."""
+    """Memory in which experts compute up to a number of rows; all layers use it in turn."""
 
     def __init__(self, team: Team, of: ExpertSizes, num_rows: int) -> None:
         dtype = of.dtype
@@ -127,7 +127,7 @@ class ExpertMemory:
         self.address = ctypes.addressof(self.struct)
 
     def fill(self, weights: Tensor, ids: Tensor) -> None:
-        """As `experts` has them."""
+        """Copy the weights and ids, laid out as in `experts`."""
         num_rows = len(ids)
         assert num_rows <= len(self.ids)
         self.struct.num_rows = num_rows

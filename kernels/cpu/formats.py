@@ -1,10 +1,10 @@
-"""How weights are stored for the compiled kernels' products. No torch."""
+"""Storage formats of weights for the compiled kernels' products. No torch."""
 
 from enum import IntEnum
 
 
 class Format(IntEnum):
-    """How weights are stored."""
+    """Storage format of weights."""
 
     PLAIN = 0  # as they are
     INT8 = 1  # whole numbers from -127 to 127, a scale for each output

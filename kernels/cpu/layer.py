@@ -133,7 +133,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedOuter:
-    """What is outside the layers."""
+    """Packed weights outside the layers."""
 
     norm: Tensor  # [H] float32
     head: PackedLinear
@@ -141,7 +141,7 @@ class PackedOuter:
 
 
 class StepMemory:
-    """What one step is given, and what it computes in: made once, grown to the largest step so far, and reused.
+    """Inputs and working memory of a step: made once, grown to the largest step so far, and reused.
 
         begin(...)  ->  token_ids[:T], sampled[:R] written by the caller  ->  CompiledLayers.step
 
@@ -180,7 +180,7 @@ class StepMemory:
         self._table_rows[: len(rows)] = rows
 
     def want(self, num_sampled: int, *, picks: bool) -> None:
-        """What becomes of the sampled rows when their head is next computed: their likeliest tokens, or logits."""
+        """Choose what the next head computes of the sampled rows: their likeliest tokens, or logits."""
         self.struct.num_sampled, self.struct.picks = num_sampled, picks
         if picks and num_sampled > self._num_picked:
             self._num_picked, num_threads = _grown(num_sampled), self._team.num_threads
@@ -192,7 +192,7 @@ class StepMemory:
             self.logits = self._make("logits", (num_sampled, self._shape.vocab_size), torch.float32)
 
     def profile(self) -> Tensor:
-        """From now on gains the nanoseconds of each of PARTS, [len(PARTS)] int64."""
+        """Return a [len(PARTS)] int64 tensor that gains the nanoseconds of each of PARTS from now on."""
         return self._make("nanoseconds", (len(PARTS),), torch.int64)
 
     def _reserve(self, num_rows: int, num_seqs: int, width: int) -> None:

@@ -1,4 +1,4 @@
-"""Which experts a row goes to, compiled: the twin of ../moe/moe_routing.py."""
+"""Compiled choice of each row's experts: the twin of ../moe/moe_routing.py."""
 
 import ctypes
 
@@ -34,7 +34,7 @@ class PackedRouting(ctypes.Structure):
 
 
 def route(team: Team, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As moe_routing. logits: [T, E] float32, last axis contiguous."""
+    """Compute what moe_routing does. logits: [T, E] float32, last axis contiguous."""
     num_tokens, num_experts = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     by = PackedRouting.of(routing, num_experts, bias)

@@ -13,7 +13,7 @@ _LANES = 16
 
 
 class Draw(ctypes.Structure):
-    """How to choose the token of one row: Draw of sample.h."""
+    """Parameters of the choice of one row's token: Draw of sample.h."""
 
     _fields_ = (
         ("temperature", ctypes.c_float),  # 0: greedy

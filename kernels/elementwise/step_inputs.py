@@ -1,4 +1,4 @@
-"""What a decode step computes from: made on the device, from what the host wrote and the step before yielded."""
+"""Inputs of a decode step: made on the device, from the host's inputs and the results of the step before."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ..common.lang import jit, tl
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a matrix kernel is launched."""
+    """Launch configuration of a matrix kernel."""
 
     block_m: int  # rows of x
     block_n: int  # rows of the weight

@@ -95,14 +95,14 @@ def scaled_gemm_twin(
 
 
 def rows_unpacked(x: Tensor, x_scales: Tensor) -> Tensor:
-    """What quantise_rows took apart, float32 [M, K]."""
+    """Dequantise the rows of quantise_rows, float32 [M, K]."""
     if x_scales.dim() == 1:
         return x.float() * x_scales[:, None]
     return x.float() * x_scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, : x.shape[1]]
 
 
 def static_workspace(device: torch.device) -> SplitWorkspace:
-    """For every scaled_gemm of one stream."""
+    """Make the workspace that all scaled_gemm calls of one stream share."""
     tile = _TILES.of(chip_of(device), _SPLIT_ROWS, 1)
     return SplitWorkspace.of(device, tile.block_m * tile.block_n)
 

@@ -17,7 +17,7 @@ _MIN_BLOCKS = 4  # of K that a split has
 
 @dataclass(frozen=True)
 class SplitWorkspace:
-    """What the programs of a split product leave for each other. One at a time: not for two streams at once."""
+    """Memory through which the programs of a split product share partial sums. Serves one stream at a time."""
 
     partial: Tensor  # float32: a tile's elements for each program
     counters: Tensor  # int32, one a tile, 0 between launches
@@ -33,7 +33,7 @@ class SplitWorkspace:
 
 
 def num_splits(tiles: int, k_blocks: int, device: torch.device) -> int:
-    """How many programs share a tile of one row of tiles: by the weight's shape and the chip, not by the rows."""
+    """Count the programs that share a tile of one row of tiles: by the weight's shape and the chip, not by the rows."""
     programs, splits = _PROGRAMS_PER_CORE * chip_of(device).num_cores, 1
     while splits < MAX_SPLITS and 2 * splits * tiles <= programs and k_blocks >= 2 * splits * _MIN_BLOCKS:
         splits *= 2

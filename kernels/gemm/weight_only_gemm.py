@@ -49,7 +49,7 @@ def weight_only_gemm_twin(x: Tensor, weight: PackedWeight, bias: Tensor | None =
 
 
 def static_workspace(device: torch.device) -> SplitWorkspace:
-    """For every weight_only_gemm of one stream."""
+    """Make the workspace that all weight_only_gemm calls of one stream share."""
     tile = _TILES.of(chip_of(device), _SPLIT_ROWS)
     return SplitWorkspace.of(device, tile.block_m * tile.block_n)
 

@@ -54,7 +54,7 @@ def copy_blocks_triton(source: Tensor, target: Tensor, source_ids: Tensor | None
 
 
 def _checked(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None) -> int:
-    """How many blocks are copied."""
+    """Check the arguments and return the number of blocks to copy."""
     assert source.dtype == target.dtype and source.shape[1:] == target.shape[1:] and source.dim() >= 3
     assert source[0, 0].is_contiguous() and target[0, 0].is_contiguous()
     given = [ids for ids in (source_ids, target_ids) if ids is not None]

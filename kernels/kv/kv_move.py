@@ -22,7 +22,7 @@ _NUM_WARPS = 4
 
 @dataclass(frozen=True)
 class KVSlots:
-    """Where tokens lie: token t in slot (t - start) % block_size of block table[(t - start) // block_size]."""
+    """Slots of tokens: token t is in slot (t - start) % block_size of block table[(t - start) // block_size]."""
 
     numbers: Tensor  # [blocks, layers, V, block_size, heads, D], last axis contiguous
     table: Tensor  # [n] int64 contiguous, on the device: blocks that exist
@@ -129,7 +129,7 @@ def _offset(
     slot_stride: int,
     head_stride: int,
 ):
-    """Of each vector in its tensor, [ROWS, 1] int64."""
+    """Return the offset of each vector in its tensor, [ROWS, 1] int64."""
     slot = (place % block_size).to(tl.int64)
     return block * block_stride + layer * layer_stride + which * kv_stride + slot * slot_stride + head * head_stride
 

@@ -37,7 +37,7 @@ def _tuned(cache: Tensor, rank: int, rows: int) -> tuple[int, DecodeConfig]:
 
 
 def plan_mla_decode(decodes: Decodes, cache: Tensor, num_heads: int, rank: int) -> DecodePlan:
-    """For all latent layers of a step. cache: [num_blocks, block_size, rank + rope]."""
+    """Plan all latent layers of a step. cache: [num_blocks, block_size, rank + rope]."""
     rows = decodes.max_queries * num_heads
     block_m, config = _tuned(cache, rank, rows)
     return plan_decode(decodes, 1, config, tiles_of_rows=-(-rows // block_m))
@@ -46,7 +46,7 @@ def plan_mla_decode(decodes: Decodes, cache: Tensor, num_heads: int, rank: int) 
 def mla_decode_twin(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, decodes: Decodes, plan: DecodePlan, scale: float
 ) -> Tensor:
-    """As mla_decode_triton: each sequence whole, in float32. The plan does not matter."""
+    """Compute what mla_decode_triton does: each sequence whole, in float32. The plan is not used."""
     rank = q_latent.shape[2]
     out = torch.zeros_like(q_latent, memory_format=torch.contiguous_format)
     block_size = cache.shape[1]
@@ -139,7 +139,7 @@ def _walk_latents(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As attention_tiles.walk, where a tile of latents is both keys and values."""
+    """Do what attention_tiles.walk does, where a tile of latents is both keys and values."""
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         used = slot < stop

@@ -80,7 +80,7 @@ def _over(q: Tensor, contexts: Tensor, scale: float, bias: Tensor | None = None)
 
 
 def _context(cache: Tensor, batch: PagedBatch, s: int) -> Tensor:
-    """Of sequence s, [context, rank + rope]."""
+    """Return the cached latents of sequence s, [context, rank + rope]."""
     context_len = batch.host_context_lens[s]
     blocks = batch.block_tables[s, : -(-context_len // batch.block_size)]
     return cache.index_select(0, blocks).flatten(0, 1)[:context_len]
@@ -99,7 +99,7 @@ def latent_attention_triton(
 
 @dataclass(frozen=True)
 class _Call:
-    """Of the kernel."""
+    """Call of the kernel."""
 
     rows: slice  # of the queries
     decodes: Decodes

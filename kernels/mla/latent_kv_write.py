@@ -132,7 +132,7 @@ def _latent_kv_write_kernel(
 
 @jit
 def _store_latent(source: tl.tensor, norm: tl.tensor, target: tl.tensor, rank: int, eps: float, BLOCK_R: tl.constexpr):
-    """One row of `rank`, normed."""
+    """Norm and store one row of `rank` numbers."""
     r = tl.arange(0, BLOCK_R)
     value = tl.load(source + r, mask=r < rank, other=0.0)
     wide = value.to(tl.float32)

@@ -98,7 +98,7 @@ def attend_in_order(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
 
 
 def _attend_in_order(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """As attend_in_order, at once and of values as wide as keys."""
+    """Compute what attend_in_order does, at once, with values as wide as keys."""
     mask = None
     if len(q) < len(keys):
         mask = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device).tril_(len(keys) - len(q))
@@ -109,7 +109,7 @@ def _attend_in_order(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
 def mla_prefill_triton(
     q: Tensor, keys: Tensor, rope_keys: Tensor, values: Tensor, chunks: Chunks, scale: float
 ) -> Tensor:
-    """As mla_prefill; D, rope and V are powers of 2 from 16 on. Returns a contiguous tensor."""
+    """Compute what mla_prefill does; D, rope and V are powers of 2 from 16 on. Returns a contiguous tensor."""
     num_tokens, num_heads, _ = q.shape
     dim, rope, value_dim = keys.shape[2], rope_keys.shape[1], values.shape[2]
     assert q.shape[2] == dim + rope and keys.shape[:2] == values.shape[:2] == (len(rope_keys), num_heads)
@@ -167,7 +167,7 @@ def _walk_keys(
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As attention_tiles.walk, over keys and values that lie in order."""
+    """Do what attention_tiles.walk does, over contiguous keys and values."""
     for first in range(start, stop, BLOCK_N):
         slot = first + tl.arange(0, BLOCK_N)
         used = (slot < stop)[:, None] if IS_MASKED else None

@@ -1,4 +1,4 @@
-"""How many tokens have gone to each expert, counted where they are routed: what a step adds waits for no device."""
+"""Counts of tokens for each expert, added up on the device that routes them: no step waits for them."""
 
 from __future__ import annotations
 

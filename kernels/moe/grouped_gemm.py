@@ -99,7 +99,7 @@ def grouped_product_twin(
     bias: Tensor | None = None,
     gate: int | None = None,
 ) -> Tensor:
-    """One expert after another, in float32; 0 for pairs of no expert here."""
+    """Compute one expert after another, in float32; 0 for pairs whose expert is not held here."""
     wide = x.float() if x_scales is None else rows_unpacked(x, x_scales)
     dense = weight.float() if isinstance(weight, Tensor) else weight.unpacked()
     added = dense.new_zeros(dense.shape[:2]) if bias is None else bias.float()

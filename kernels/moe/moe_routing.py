@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights, from the router's logits."""
+"""Choice of each token's experts and their weights, from the router's logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TINY = 1e-20
 
 @dataclass(frozen=True)
 class Routing:
-    """How a model chooses: Mixtral, Qwen3 (renormalised softmax), DeepSeek-V2 (groups), V3 (sigmoid, bias, groups)."""
+    """Routing of a model: Mixtral, Qwen3 (renormalised softmax), DeepSeek-V2 (groups), V3 (sigmoid, bias, groups)."""
 
     top_k: int
     sigmoid: bool = False  # else softmax

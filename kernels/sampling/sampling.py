@@ -1,4 +1,4 @@
-"""One token a row of logits: greedy, or temperature, min-p, top-k, top-p and Gumbel-max, without sorting a row.
+"""Choice of a token for each row of logits: greedy, or temperature, min-p, top-k, top-p and Gumbel-max, unsorted.
 
 A row is cut into tiles of TILE tokens, whose results are written down a tile each and put together in their order: so a
 row's token depends on that row alone, however many programs share it. Four launches, the same for any batch:
@@ -36,7 +36,7 @@ _EDGES = (-0.75, -2.0, -4.0, -7.5, -13.0, -3.0e38)
 
 @dataclass(frozen=True)
 class Draws:
-    """How to choose the token of each row, on the device."""
+    """Parameters of the choice of each row's token, on the device."""
 
     temperature: Tensor  # [R] float32; 0: greedy
     log_min_p: Tensor  # [R] float32; -inf: off
@@ -53,7 +53,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class SamplingScratch:
-    """What draws of at most `best.shape[0]` rows write down on their way. One at a time uses it: a captured graph may
+    """Working memory for draws of at most `best.shape[0]` rows. One at a time uses it: a captured graph may
     keep it, and all graphs of a stream may share it."""
 
     best: Tensor  # [rows, tiles] int64: of logits, then of logits + noise

@@ -1,4 +1,4 @@
-"""What a CUDA engine needs of a device: lanes on which work is queued, events, pinned memory, graphs.
+"""Device interface of a CUDA engine: lanes on which work is queued, events, pinned memory, graphs.
 
     host     run(work) ─── run(work) ─── record() ──> event                    event.wait()
     lane           work ────────── work ─────── the event happens ────────────────^
@@ -31,12 +31,12 @@ class Event(Protocol):
 
 
 class Lane(Protocol):
-    """What is run on it is done in order, beside what is run on other lanes."""
+    """Queue of work on a device: its work runs in order, concurrently with other lanes."""
 
     def run(self, work: Work) -> None: ...
 
     def after(self, event: Event) -> None:
-        """What is run from now on begins once the event has happened; the host does not wait."""
+        """Make work queued from now on wait for the event; the host does not wait."""
         ...
 
     def record(self) -> Event: ...

@@ -1,4 +1,4 @@
-"""What torch says when a GPU fails, or is full, by our names."""
+"""Translation of torch's errors of a failed or full GPU to Diptych's."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def is_full(error: Exception) -> bool:
 
 
 def lost(error: Exception) -> DeviceLost | None:
-    """What no later step on the device can survive; None: it is something else."""
+    """Return a DeviceLost if no later step on the device can survive `error`; None: it is something else."""
     if is_full(error) or not _is_the_device_s(error):
         return None
     return DeviceLost(
@@ -29,7 +29,7 @@ def lost(error: Exception) -> DeviceLost | None:
 
 
 def of_step(error: Exception) -> OutOfDeviceMemory | DeviceLost | None:
-    """What a step that raised `error` raises; None: it is something else."""
+    """Return the error to raise for a step that raised `error`; None: it is something else."""
     if not is_full(error):
         return lost(error)
     return OutOfDeviceMemory(
@@ -39,7 +39,7 @@ def of_step(error: Exception) -> OutOfDeviceMemory | DeviceLost | None:
 
 
 def of_copy(error: Exception) -> TransportError | None:
-    """What a copy of KV that raised `error` raises; None: it is something else."""
+    """Return the error to raise for a copy of KV that raised `error`; None: it is something else."""
     if is_full(error) or lost(error) is not None:
         return TransportError(f"the GPU could not copy KV: {_first_line(error)}")
     return None

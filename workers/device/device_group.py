@@ -35,7 +35,7 @@ SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set t
 
 
 def device_rendezvous(rendezvous: Path) -> Path:
-    """Where the group of devices meets, beside that of processes."""
+    """Return the rendezvous of the group of devices, beside that of processes."""
     return rendezvous.with_name(f"{rendezvous.name}-devices")
 
 

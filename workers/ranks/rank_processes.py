@@ -247,7 +247,7 @@ class RankProcesses:
                 return self._loss()
 
     def _loss(self) -> RankLost:
-        """Who ended and how. Where one was killed, the others' own ends are its consequence."""
+        """Describe who ended and how. Where one was killed, the others' own ends are its consequence."""
         until = time.monotonic() + EXIT_S
         while all(p.poll() is None for p in self._processes) and time.monotonic() < until:
             time.sleep(0.01)

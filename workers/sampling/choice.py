@@ -1,4 +1,4 @@
-"""One token a row of logits: greedy, or temperature, min-p, top-k, top-p and Gumbel-max.
+"""Choice of one token for each row of logits: greedy, or temperature, min-p, top-k, top-p and Gumbel-max.
 
 Twice: with torch, on any device, and by the compiled kernel where it was built. The noise is a function of (seed,
 position, token id) alone (see noise.py), so a draw does not depend on the batch it is made in. The two differ where
@@ -30,7 +30,7 @@ def choose_compiled(sampler: RowSampler, logits: Tensor, sequences: SequenceOf[S
 
 
 def draw_of(sequence: Sequence, position: int) -> Draw:
-    """Of its token at `position`."""
+    """Return the draw of the sequence's token at `position`."""
     sampling = sequence.request.sampling
     if sampling.is_greedy:
         return Draw()
@@ -58,7 +58,7 @@ def choose(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
 
 
 def _draw(logits: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
-    """One draw a row by Gumbel-max, [r] int64. Changes `logits`."""
+    """Draw one token for each row by Gumbel-max, [r] int64. Changes `logits`."""
     temperatures = [max(s.request.sampling.temperature, MIN_TEMPERATURE) for s in sequences]
     logits -= logits.amax(dim=-1, keepdim=True)
     if any(t != 1.0 for t in temperatures):

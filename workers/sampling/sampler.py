@@ -75,7 +75,7 @@ class Sampler:
         return logits.logsumexp(dim=-1), top.indices, top.values
 
     def _raw_logprobs(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> _Logprobs | None:
-        """Of the rows that ask for it, before anything changes them."""
+        """Return log-probabilities of the rows that ask for them, before any logits change."""
         asking = [row for row, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
         if not asking:
             return None

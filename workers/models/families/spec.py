@@ -36,7 +36,7 @@ class RopeSpec:
     turning: float = 1.0
 
     def rotated(self, dim: int) -> int:
-        """How many numbers of a head of `dim` are rotated."""
+        """Return how many numbers of a head of `dim` are rotated."""
         return int(dim * self.partial)
 
     def is_long(self, num_positions: int) -> bool:
@@ -188,7 +188,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a layer keeps of a token: `num_vectors` (key and value, or one latent) of `dim` numbers of each of
+    """Shape of a layer's KV for one token: `num_vectors` (key and value, or one latent) of `dim` numbers of each of
     `num_heads` heads."""
 
     num_layers: int  # that keep any

@@ -15,7 +15,7 @@ from ..families.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """What every layer of one step shares. T tokens."""
+    """Data of a step that all its layers share. T tokens."""
 
     cos_sin: tuple[Tensor, ...]  # of each of ModelSpec.ropes [T, D] float32, of each token's position
     slots: Tensor  # [T] int64: where each token's KV goes

@@ -119,7 +119,7 @@ def _contexts(batch: PagedBatch, sequences: range) -> tuple[Tensor, Tensor, Chun
 def absorbed(
     spec: LatentSpec, weights: LayerWeights, q: Tensor, latents: Tensor, batch: PagedBatch, sequences: range
 ) -> Tensor:
-    """As `expanded`."""
+    """Compute what `expanded` does, by way of latents."""
     keys, values = _per_head(spec, weights)
     nope, rope = q.split((spec.nope_dim, spec.rope_dim), dim=2)
     queries = torch.bmm(nope.transpose(0, 1), keys).transpose(0, 1)

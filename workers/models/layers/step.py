@@ -31,7 +31,7 @@ NO_ROWS = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step of this worker can hold."""
+    """Limits of a step of this worker."""
 
     block_size: int
     num_blocks: int

@@ -1,4 +1,4 @@
-"""What every layer is given of each token beside the residual (Gemma 4; Gemma 3n's per-layer embeddings).
+"""Per-token inputs of every layer beside the residual (Gemma 4; Gemma 3n's per-layer embeddings).
 
 before the layers   of a table of its own, and projected of the embeddings: P numbers for each token and layer
 in each layer       residual += norm(out(act(gate(residual)) * these numbers))

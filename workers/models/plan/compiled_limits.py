@@ -1,4 +1,4 @@
-"""What the compiled CPU kernels compute: what a worker does by them and what a plan counts follow from it. No torch."""
+"""Limits of the compiled CPU kernels: what a worker does by them and what a plan counts follow from it. No torch."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Which ranks hold which experts. Arithmetic only, no torch.
+"""Placement of experts on ranks. Arithmetic only, no torch.
 
 From the config: in order, or dealt out like cards. From measured load: hot experts are held more than once, and each
 copy goes to the rank that has least to do, the heaviest first (Graham 1969). Where several ranks hold an expert, they
@@ -59,7 +59,7 @@ class Placement:
         return [places.get(expert, -1) for expert in range(self.num_experts)]
 
     def load(self, loads: Sequence[float]) -> list[float]:
-        """What each rank has to do where expert i has loads[i], which its holders share evenly."""
+        """Return the load of each rank where expert i has loads[i], which its holders share evenly."""
         shares = [load / len(ranks) for load, ranks in zip(loads, self.holders(), strict=True)]
         return [sum(shares[expert] for expert in experts) for experts in self.held]
 

@@ -1,4 +1,4 @@
-"""Which weights a `quantize` setting stores in which format.
+"""Storage formats of a model's weights under each `quantize` setting.
 
 All products of the layers in that format, and the head, where its weights are its own, in int8 either way: its errors
 are those of the logits, with nothing after them to even them out. Embeddings, and so a head tied to them, biases and

@@ -1,4 +1,4 @@
-"""What a rank of a worker is started with, and the first bytes that it and rank 0 exchange. No torch."""
+"""Start settings of a worker's rank, and the first bytes that it and rank 0 exchange. No torch."""
 
 import json
 from dataclasses import asdict, dataclass

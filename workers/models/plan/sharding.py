@@ -1,4 +1,4 @@
-"""Which part of a decoder each rank of a worker holds. Arithmetic only, no torch.
+"""Division of a decoder among a worker's ranks. Arithmetic only, no torch.
 
 Query heads, KV heads and the MLP's inner dimension are divided evenly, in order; where there are more ranks than KV
 heads, neighbouring ranks hold the same one (kv/layout.py says which). So is the vocabulary of embedding and head: where
@@ -43,7 +43,7 @@ ADDED_ONCE = ("o_bias", "down_bias")  # fields of LayerWeights
 
 
 def vocabulary_sizes(vocab_size: int, size: int) -> list[int]:
-    """How many tokens each of `size` ranks has."""
+    """Return how many tokens of the vocabulary each of `size` ranks has."""
     parts = [Share(rank, size).vocabulary(vocab_size) for rank in range(size)]
     return [part.stop - part.start for part in parts]
 
@@ -72,7 +72,7 @@ def check_divides(spec: ModelSpec, size: int, *, whole_experts: bool = False) ->
 
 
 def _faults(spec: ModelSpec, size: int, whole_experts: bool) -> Iterator[str]:
-    """What `size` ranks cannot share evenly."""
+    """List what `size` ranks cannot share evenly."""
     for layer in dict.fromkeys(spec.layers):
         attention = layer.attention
         if attention.num_heads % size:
@@ -117,7 +117,7 @@ def _mlp_of(whole: MlpSpec, share: Share) -> MlpSpec:
 
 
 def part_of_piece(piece: Piece, share: Share) -> tuple[slice, ...]:
-    """What `share` holds of a piece, as an index of its `own_shape`."""
+    """Return the part of a piece that `share` holds, as an index of its `own_shape`."""
     shape = piece.own_shape
     match piece.cut:
         case Cut.WHOLE:

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face checkpoint make up a decoder, by name and shape, and how ranks share them."""
+"""Tensors of a Hugging Face checkpoint that make up a decoder, by name and shape, and how ranks share them."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a checkpoint, or a part of it, that is stacked with others into a field of LayerWeights.
+    """Tensor of a checkpoint, or a part of it, that is stacked with others into a field of LayerWeights.
 
     tensor as stored -> [at] -> transposed -> a rank's cut -> order of a head's rows -> + offset
     """
@@ -80,7 +80,7 @@ Pieces = tuple[Piece, ...]
 
 
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, Pieces]:
-    """For each field of LayerWeights, what is stacked into it."""
+    """Return the pieces stacked into each field of LayerWeights."""
     of, prefix = spec.layers[layer], f"model.layers.{layer}."
     fields = _norms(spec, of, prefix)
     if isinstance(of.attention, LatentSpec):
@@ -139,7 +139,7 @@ def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
 
 
 def own_name(spec: ModelSpec, stored: str) -> str | None:
-    """What a checkpoint's tensor is called here; None: it is of a part that is not served, and left out."""
+    """Return this package's name of a checkpoint's tensor; None: it is of a part that is not served, and left out."""
     others = OTHER_PARTS.get(spec.architecture)
     if others is None:
         return stored

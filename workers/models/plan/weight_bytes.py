@@ -1,4 +1,4 @@
-"""What a rank's weights take in memory, from the spec alone. Arithmetic only, no torch."""
+"""Memory of a rank's weights, from the spec alone. Arithmetic only, no torch."""
 
 import math
 from dataclasses import replace

@@ -51,6 +51,11 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
         assert f"| _decode_attention_kernel | bf16 d 128 | {target} |" in table
 
 
+@pytest.mark.long
+def test_all_launches_compile_for_every_target(tmp_path: Path) -> None:
+    run(str(HERE / "ahead_of_time.py"), "--all", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_kernels_on_a_gpu_equal_their_twins() -> None:

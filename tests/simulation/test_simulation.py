@@ -1,4 +1,4 @@
-"""A cluster through kills, stops, cuts and fog, 2,000 times. `make soak` runs as many as you like.
+"""A cluster through kills, stops, cuts and fog, 1,000 times. `make soak` runs as many as you like.
 
 Two processes share the work; a failure shows the seed and its schedule.
 """
@@ -15,7 +15,7 @@ from .processes.supervised import is_supervised
 from .world import World, simulate
 
 ROOT = Path(__file__).parent.parent.parent
-NUM_SEEDS = 2000
+NUM_SEEDS = 1000
 NUM_PROCESSES = 2
 # See test_migration.py's test_what_may_end_before_its_move_is_done_stays; remote.py's `_end`.
 ONCE_FAILED = (7012601, 500020547, 600004727, 600008801, 800025853, 900010355)

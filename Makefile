@@ -62,7 +62,7 @@ docs: $(VENV)/.installed-dev
 
 # Cases of which the unit tests run a part.
 long: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers
+	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)

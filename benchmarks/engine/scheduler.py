@@ -63,6 +63,9 @@ class NullRunner:
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return False
 
+    def expert_tokens(self) -> None:
+        """It has no experts."""
+
     def check(self) -> None:
         """Nothing can be lost."""
 

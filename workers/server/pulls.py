@@ -15,6 +15,7 @@ from ..handoff.sink import HandoffSink
 from .router_links import RouterLinks
 
 PREFIX_TIMEOUT_S = 3.0  # a prefix that takes longer is computed
+PREFIX_SHARE = 1 / 4  # nor may it take more of the time that the request has left
 
 log = logging.getLogger("diptych.worker")
 
@@ -39,7 +40,7 @@ class Pulls:
         self._tasks[key] = asyncio.create_task(self._pull(key, source, timeout_s))
 
     def pull_prefix(self, key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> None:
-        self._tasks[key] = asyncio.create_task(self._pull_prefix(key, source, min(PREFIX_TIMEOUT_S, timeout_s)))
+        self._tasks[key] = asyncio.create_task(self._pull_prefix(key, source, prefix_timeout_s(timeout_s)))
 
     def cancel(self, key: str) -> None:
         """End a pull. Idempotent."""
@@ -79,3 +80,8 @@ class Pulls:
         load.num_checksum_failures = self._sink.num_checksum_failures
         del load.links[:]  # it may be a report that is sent again
         load.links.extend(self._sink.transfer_stats())
+
+
+def prefix_timeout_s(request_timeout_s: float) -> float:
+    """Seconds for which a sequence waits for its prefix before it is computed here."""
+    return min(PREFIX_TIMEOUT_S, PREFIX_SHARE * request_timeout_s)

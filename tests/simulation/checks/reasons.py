@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from diptych.cluster.routing.actions import Actions
+from diptych.cluster.routing.actions import Actions, OfferPrefix
 from diptych.cluster.routing.request_state import RequestState
 from diptych.workers.common.errors import DiptychError, WorkerDraining
 
@@ -120,6 +120,7 @@ class WatchedState(RequestState):
     def _met(self, actions: Actions) -> Actions:
         attempt = self.story.attempts[-1]
         attempt.hosts |= {worker_request.worker.partition(".")[0] for worker_request in self._worker_requests.values()}
+        attempt.hosts |= {action.worker.partition(".")[0] for action in actions if isinstance(action, OfferPrefix)}
         return actions
 
 
@@ -145,7 +146,11 @@ def check_failure(world: "World", client: "Client") -> None:
     if error.code == "service_unavailable":
         waited = state.story.attempts[-1].ended if state.story.attempts else client.arrives_at
         gone_s = length_of(troubles.spans((state.story.router, fleet_of(state.story.router)), waited, ended))
-        demand(gone_s >= world.no_worker_wait_s - SHORT_S, f"{name} was given up after {gone_s:.1f} s: {error!r}")
+        jumped_s = world.routers.at(state.story.router).jumped_s
+        demand(
+            gone_s + jumped_s >= world.no_worker_wait_s - SHORT_S,
+            f"{name} was given up after {gone_s:.1f} s: {error!r}",
+        )
 
 
 def length_of(spans: list[tuple[float, float]]) -> float:

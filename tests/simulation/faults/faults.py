@@ -165,4 +165,6 @@ def clock_jumps(world: "World") -> None:
     seconds = rng.choice((rng.uniform(0.01, 0.5), rng.uniform(0.3, 2.0) * world.lease_s))
     world.note(f"the clock of {process.name} jumps by {seconds:.2f} s")
     world.network.troubles.add(world.clock.now, world.clock.now, process.name)
+    if router := world.routers.of(process):
+        router.jumped_s += seconds
     process.jump(seconds)

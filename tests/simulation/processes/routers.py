@@ -33,6 +33,7 @@ class RouterProcess:
     router: Router | None = None
     infos: list[WorkerInfo] = field(default_factory=list[WorkerInfo])  # its last word from the supervisor
     stall_s: float = 0.0
+    jumped_s: float = 0.0  # of its clock, ahead
 
     @property
     def name(self) -> str:

@@ -1,0 +1,10 @@
+"""The pulls of one worker."""
+
+import pytest
+
+from diptych.workers.server.pulls import prefix_timeout_s
+
+
+@pytest.mark.parametrize(("request_timeout_s", "expected"), [(600.0, 3.0), (12.0, 3.0), (4.0, 1.0), (0.5, 0.125)])
+def test_a_prefix_may_take_a_part_of_the_time_that_its_request_has(request_timeout_s: float, expected: float) -> None:
+    assert prefix_timeout_s(request_timeout_s) == expected

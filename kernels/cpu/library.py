@@ -49,23 +49,39 @@ class Library:
 class Team:
     """Threads that compute steps together: the caller of a kernel and `num_threads` - 1 of their own.
 
-    One kernel at a time. `cores`: where each runs, the caller's first, which is left where it is.
+    One kernel at a time. `cores`: where each active thread runs, the caller's first, which is left where it is.
+    `num_active`: threads that compute until `resize`; default: all. The others sleep.
     """
 
-    def __init__(self, library: Library, num_threads: int, cores: Sequence[int] | None = None) -> None:
-        assert num_threads >= 1 and (cores is None or len(cores) == num_threads)
-        self.library, self.num_threads = library, num_threads
+    def __init__(
+        self, library: Library, num_threads: int, cores: Sequence[int] | None = None, num_active: int | None = None
+    ) -> None:
+        num_active = num_active or num_threads
+        assert 1 <= num_active <= num_threads and (cores is None or len(cores) == num_active)
+        self.library, self.num_threads, self.num_active = library, num_threads, num_active
         handle = library.handle
         handle.diptych_team_create.restype = ctypes.c_void_p
-        numbers = (ctypes.c_int32 * num_threads)(*cores) if cores is not None else None
-        self.address: int = handle.diptych_team_create(ctypes.c_int32(num_threads), numbers)
+        sizes = ctypes.c_int32(num_threads), ctypes.c_int32(num_active)
+        self.address: int = handle.diptych_team_create(*sizes, _numbers(cores))
         self._end = weakref.finalize(self, handle.diptych_team_destroy, ctypes.c_void_p(self.address))
         self._end.atexit = False  # its threads end with the process
+
+    def resize(self, cores: Sequence[int]) -> None:
+        """From now on one thread computes on each of `cores`, at most `num_threads`; between kernels. What is computed
+        does not depend on it."""
+        self.num_active = len(cores)
+        assert 1 <= self.num_active <= self.num_threads
+        address, size = ctypes.c_void_p(self.address), ctypes.c_int32(self.num_active)
+        self.library.handle.diptych_team_resize(address, size, _numbers(cores))
 
     def close(self) -> None:
         """Idempotent."""
         self.address = 0
         self._end()
+
+
+def _numbers(cores: Sequence[int] | None) -> "ctypes.Array[ctypes.c_int32] | None":
+    return None if cores is None else (ctypes.c_int32 * len(cores))(*cores)
 
 
 def available_isas(handle: ctypes.CDLL) -> list[str]:

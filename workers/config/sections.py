@@ -36,6 +36,9 @@ class ModelConfig:
     max_context_tokens: Annotated[
         int | None, Scope.CLUSTER, Field(ge=1, description="Longest sequence.  [default: the model's]")
     ] = None
+    share_cores: Annotated[
+        bool, Field(description="On CPU: lend cores to other workers of the machine while idle, and borrow theirs.")
+    ] = True
     look_ahead: Annotated[bool, Field(description="Prepare a step while the one before it is computed, on CPU.")] = (
         False
     )

@@ -42,6 +42,7 @@ def choose_backend(
         max_context_tokens=max_context_tokens,
         quantize=config.model.quantize,
         cores=part_of(config.cores, 0, config.parallel.tensor_parallel),
+        share_cores=config.model.share_cores and config.parallel.tensor_parallel == config.parallel.data_parallel == 1,
         look_ahead=config.model.look_ahead,
         max_running=config.scheduler.max_running,
         graph_tokens=GRAPH_TOKENS if config.model.cuda_graphs else None,

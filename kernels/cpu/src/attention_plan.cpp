@@ -118,8 +118,8 @@ API(paged_attention_scratch)(Team *team, int32_t dtype, const void *heads, const
   using namespace DIPTYCH_ISA;
   const Heads &of = *static_cast<const Heads *>(heads);
   const AttentionLimits &most = *static_cast<const AttentionLimits *>(limits);
-  *bytes = dtype == kBfloat16 ? paged_attention_scratch_bytes<bf16>(of, most, team->size)
-                              : paged_attention_scratch_bytes<float>(of, most, team->size);
+  *bytes = dtype == kBfloat16 ? paged_attention_scratch_bytes<bf16>(of, most, team->capacity)
+                              : paged_attention_scratch_bytes<float>(of, most, team->capacity);
 }
 
 API(plan_attention)(Team *team, int32_t dtype, const void *heads, const void *sequences, const void *limits,

@@ -16,6 +16,8 @@
 namespace {
 
 constexpr int kSpins = 20000;  // some 200 us
+constexpr uint32_t kMaxThreads = 1024;
+constexpr int32_t kNoCore = -1;
 
 void relax() {
 #if defined(__x86_64__)
@@ -36,54 +38,89 @@ void bind([[maybe_unused]] std::thread &thread, [[maybe_unused]] int core) {
 
 struct Team::State {
   std::vector<std::thread> threads;
+  std::vector<int32_t> cores;          // of each thread; kNoCore: left to the kernel
   void (*job)(void *, int) = nullptr;  // null: end
   void *of = nullptr;
-  alignas(64) std::atomic<uint32_t> epoch{0};  // of the last job
+  // Of the last job: its number, and how many threads compute it. In one word, so that a thread which was not one of
+  // them, and looks late, never takes one job's number for another job's.
+  alignas(64) std::atomic<uint32_t> epoch{0};
   alignas(64) std::atomic<int> num_here{0};
   alignas(64) std::atomic<uint32_t> phase{0};
+  alignas(64) std::atomic<int> num_active{0};  // where threads sleep that are not
+  std::atomic<uint32_t> resumed_at{0};         // the epoch when that changed
 
-  void begin() {
-    epoch.fetch_add(1, std::memory_order_release);
+  void begin(int size) {
+    uint32_t number = epoch.load(std::memory_order_relaxed) / kMaxThreads + 1;
+    epoch.store(number * kMaxThreads + uint32_t(size - 1), std::memory_order_release);
     epoch.notify_all();
+  }
+
+  // Sleeps until the thread is active. Returns the last job that it must not do.
+  uint32_t park(int index) {
+    for (int active; (active = num_active.load(std::memory_order_acquire)) <= index;)
+      num_active.wait(active, std::memory_order_acquire);
+    return resumed_at.load(std::memory_order_acquire);
   }
 };
 
-Team::Team(int num_threads, const int32_t *cores) : size(num_threads), state_(new State) {
-  for (int i = 1; i < size; i++) {
+Team::Team(int capacity, int num_active, const int32_t *cores)
+    : capacity(capacity), size(num_active), state_(new State) {
+  state_->cores.assign(capacity, kNoCore);
+  state_->num_active = num_active;
+  for (int i = 1; i < capacity; i++) {
     state_->threads.emplace_back([this, i] {
-      for (uint32_t seen = 0;; seen++) {
+      for (uint32_t seen = state_->park(i);;) {
         for (int turn = 0; state_->epoch.load(std::memory_order_acquire) == seen && turn < kSpins; turn++) relax();
         state_->epoch.wait(seen, std::memory_order_acquire);
+        seen = state_->epoch.load(std::memory_order_acquire);
+        if (uint32_t(i) > seen % kMaxThreads) {
+          seen = state_->park(i);
+          continue;
+        }
         if (!state_->job) return;
         state_->job(state_->of, i);
         barrier();
       }
     });
-    if (cores) bind(state_->threads.back(), cores[i]);
   }
+  if (cores) resize(num_active, cores);
 }
 
 Team::~Team() {
+  resize(capacity, nullptr);
   state_->job = nullptr;
-  state_->begin();
+  state_->begin(size);
   for (auto &thread : state_->threads) thread.join();
   delete state_;
+}
+
+void Team::resize(int num_active, const int32_t *cores) {
+  for (int i = 1; cores && i < num_active; i++) {
+    if (state_->cores[i] != cores[i]) bind(state_->threads[i - 1], cores[i]);
+    state_->cores[i] = cores[i];
+  }
+  if (num_active == size) return;
+  size = num_active;
+  state_->resumed_at.store(state_->epoch.load(std::memory_order_relaxed), std::memory_order_release);
+  state_->num_active.store(num_active, std::memory_order_release);
+  state_->num_active.notify_all();
 }
 
 void Team::call(void (*job)(void *, int), void *of) {
   if (size > 1) {
     state_->job = job;
     state_->of = of;
-    state_->begin();
+    state_->begin(size);
   }
   job(of, 0);
   barrier();
 }
 
 void Team::barrier() {
-  if (size == 1) return;
+  const int num = size;  // read before we are counted: the caller may resize once all are
+  if (num == 1) return;
   uint32_t phase = state_->phase.load(std::memory_order_relaxed);
-  if (state_->num_here.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+  if (state_->num_here.fetch_add(1, std::memory_order_acq_rel) == num - 1) {
     state_->num_here.store(0, std::memory_order_relaxed);
     state_->phase.store(phase + 1, std::memory_order_release);
     return;
@@ -96,7 +133,13 @@ void Team::barrier() {
 
 #define API extern "C" __attribute__((visibility("default")))
 
-API void *diptych_team_create(int32_t num_threads, const int32_t *cores) { return new Team(num_threads, cores); }
+API void *diptych_team_create(int32_t capacity, int32_t num_active, const int32_t *cores) {
+  return new Team(capacity, num_active, cores);
+}
+
+API void diptych_team_resize(void *team, int32_t num_active, const int32_t *cores) {
+  static_cast<Team *>(team)->resize(num_active, cores);
+}
 
 API void diptych_team_destroy(void *team) { delete static_cast<Team *>(team); }
 

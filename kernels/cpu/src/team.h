@@ -1,7 +1,8 @@
 // A few threads that compute one step together. The caller is the first of them; the others wait between steps.
 //
-//     run(work): every thread calls work(its index); returns when all have
-//     barrier(): inside `run`, until all threads are there
+//     run(work): every active thread calls work(its index); returns when all have
+//     barrier(): inside `run`, until all active threads are there
+//     resize(n): from now on the first n threads are active; the others sleep, also through `run`
 //
 // Waiting spins first, because the next work is microseconds away, and sleeps when it is not. One thread: no waiting.
 // Included for every instruction set, so nothing but templates over types of the includer is defined here.
@@ -11,12 +12,16 @@
 
 class Team {
  public:
-  const int size;
+  const int capacity;  // threads
+  int size;            // of those, active
 
   // cores: one a thread, or null to leave them to the kernel. The caller's own is not touched.
-  Team(int num_threads, const int32_t *cores);
+  Team(int capacity, int num_active, const int32_t *cores);
   ~Team();
   Team(const Team &) = delete;
+
+  // Only outside `run`. cores: one for each active thread, or null to leave them where they are.
+  void resize(int num_active, const int32_t *cores);
 
   template <class Work>
   void run(Work &&work) {

@@ -1,6 +1,7 @@
 """The compiled layers as families differ in them, against the same written out plainly in torch."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -155,7 +156,10 @@ def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 class Compiled:
-    """The same by the kernels, over a cache of its own; sequence s has blocks 4 s to 4 s + 3."""
+    """The same by the kernels, over a cache of its own; sequence s has blocks 4 s to 4 s + 3. `between`: cores on which
+    the team computes from the middle of a step on."""
+
+    between: Sequence[int] | None = None
 
     def __init__(self, team: Team, model: Model) -> None:
         family, dtype = model.family, model.weights.dtype
@@ -185,6 +189,7 @@ class Compiled:
             vectors = {name: layer.get(name) for name in (*NORMS, "q_norm", "k_norm", "sinks")}
             return PackedLayer(**vectors, **products, attention=number % len(kinds), gate=family.gate)
 
+        self.team = team
         self.cache = torch.full((16, 3, 2, K, 1, BLOCK_SIZE * D), torch.nan, dtype=dtype)
         outer = PackedOuter(model.norm, pack(team, [model.embed.to(dtype)]), None)
         layers = [packed(layer, i) for i, layer in enumerate(model.layers)]
@@ -203,6 +208,8 @@ class Compiled:
         memory.sampled[: len(chunks)] = np.cumsum(num_new) - 1
         memory.want(len(chunks), picks=picks)
         self.layers.step(memory, 0, 2)
+        if self.between is not None:
+            self.team.resize(self.between)
         self.layers.step(memory, 2, 3)
         return torch.from_numpy(memory.ids[: len(chunks)].copy()) if picks else memory.logits[: len(chunks)].clone()
 
@@ -242,6 +249,20 @@ def test_a_rows_bits_are_its_own(built: Library, name: str) -> None:
         for start, end in zip([0, *ends], ends, strict=False):
             found = crowd.logits([(1, tokens[1], 0), (3, tokens[0][start:end], start), (2, tokens[2], 0)])
         assert torch.equal(found, expected[[1, 0, 2]])
+    for team in teams:
+        team.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_rows_bits_do_not_depend_on_threads_that_come_and_go(built: Library, name: str) -> None:
+    model, tokens = Model(FAMILIES[name], Weights(torch.bfloat16)), sequences(50, 3, 20)
+    teams = [Team(built, 1), Team(built, 4, num_active=2)]
+    alone, crowd = (Compiled(team, model) for team in teams)
+    expected = torch.cat([alone.logits([(s, ids, 0)]) for s, ids in enumerate(tokens)])
+    for before, between in itertools.product([1, 3, 4], [1, 2, 4]):
+        teams[1].resize([0] * before)
+        crowd.between = [0] * between
+        assert torch.equal(crowd.logits([(s, ids, 0) for s, ids in enumerate(tokens)]), expected)
     for team in teams:
         team.close()
 

@@ -1,9 +1,12 @@
-"""Threads of the compiled kernels end with their Team, however it ends."""
+"""Threads of the compiled kernels: they end with their Team, and compute the same however many they are."""
 
 import gc
+import random
 
 import pytest
+import torch
 
+from diptych.kernels.cpu.embed import embed
 from diptych.kernels.cpu.library import Library, Team
 
 
@@ -23,3 +26,23 @@ def test_a_team_that_could_not_be_made_has_nothing_to_end(built: Library) -> Non
     with pytest.raises(AssertionError):
         Team(built, 0)
     gc.collect()
+
+
+def test_a_team_computes_the_same_while_its_size_changes(built: Library) -> None:
+    """At random: threads wake late, sleep, and come back, while kernels follow each other closely."""
+    team, rng = Team(built, 4, num_active=1), random.Random(1)
+    table = torch.randn(64, 31)
+    ids = torch.randint(64, (200,))
+    expected = table[ids]
+    for _ in range(3000):
+        team.resize([0] * rng.randint(1, 4))
+        for _ in range(rng.randint(0, 3)):
+            assert torch.equal(embed(team, ids, table), expected)
+    team.close()
+
+
+def test_a_team_closes_while_threads_sleep(built: Library) -> None:
+    for num_active in (1, 2, 3):
+        Team(built, 3, num_active=num_active).close()
+    with pytest.raises(AssertionError):
+        Team(built, 2, num_active=3)

@@ -43,6 +43,7 @@ class BackendConfig:
     max_context_tokens: int
     quantize: str | None = None
     cores: tuple[int, ...] | None = None  # of this rank's threads; None: not bound
+    share_cores: bool = False  # lend them while there is nothing to compute, and borrow others
     look_ahead: bool = False  # prepare a step while the previous one is computed, where that is an option
     max_running: int = 1  # sequences in a batch, where buffers have a fixed size
     graph_tokens: int | None = None  # see RankSteps

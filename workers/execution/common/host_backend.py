@@ -35,15 +35,31 @@ class HostSteps(Protocol):
         ...
 
 
+class CoreLender(Protocol):
+    """Lends the cores that compute to other workers."""
+
+    def rest(self) -> None:
+        """Lend them until the next step. Idempotent."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class HostBackend:
     """A Backend."""
 
     def __init__(
-        self, steps: HostSteps, cache: KVCache, ranks: RankProcesses | None = None, executor: StepExecutor | None = None
+        self,
+        steps: HostSteps,
+        cache: KVCache,
+        ranks: RankProcesses | None = None,
+        executor: StepExecutor | None = None,
+        sharing: CoreLender | None = None,
     ) -> None:
         """executor: computes every step; None: whoever waits for a step computes it. An executor that runs ahead needs
-        steps that can prepare two batches."""
+        steps that can prepare two batches. sharing: of the cores that compute."""
         self.steps, self._cache, self._ranks, self._executor = steps, cache, ranks, executor
+        self._sharing = sharing
 
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         executor = self._executor
@@ -64,10 +80,14 @@ class HostBackend:
     def check(self) -> None:
         if self._executor is not None:
             self._executor.check()
+        if self._sharing is not None:
+            self._sharing.rest()
 
     def close(self) -> None:
         if self._executor is not None:
             self._executor.close()
+        if self._sharing is not None:
+            self._sharing.close()
         if self._ranks is not None:
             self._ranks.close()
 

@@ -10,6 +10,7 @@ before the first, and of the head's results rank 0 makes the whole.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from ...parallel.groups import Alone, Group
 from ...sampling.prompt_scorer import pieces_of
 from .compiled_experts import read_mixture
 from .compiled_shape import attention_ids, gate_of, shape_of
+from .elastic_team import ElasticTeam
 
 ARENA_BYTES = 64 << 20
 ALIGNMENT = 64
@@ -126,8 +128,11 @@ class CompiledDecoder:
         cos_sin: Ropes,
         team: Team,
         group: Group | None = None,
+        elastic: ElasticTeam | None = None,
     ) -> None:
-        """spec, weights, cache: of this rank's share; the kernels compute it. cos_sin: of each of its ropes."""
+        """spec, weights, cache: of this rank's share; the kernels compute it. cos_sin: of each of its ropes. elastic:
+        the same team, where its cores change."""
+        self._elastic = elastic
         self._group = Alone() if group is None else group
         self._is_split = self._group.size > 1
         assert why_not(spec, self._group.size) is None
@@ -150,17 +155,20 @@ class CompiledDecoder:
         """Compute what `memory` holds: the KV of the new tokens into the cache, and the head of the sampled rows. It
         leaves their logits; where it `picks`, their likeliest tokens alone."""
         memory, layers = self.memory, self._layers
-        if watch is None and not self._is_split:
+        if watch is None and self._elastic is None and not self._is_split:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, 0, layers.num_layers)
             return
         memory.want(0, picks=False)
         if self._is_split:
             self._halves(watch)
-        elif watch is not None:
-            for first, last in zip((0, *watch.ends), watch.ends, strict=False):
+        else:
+            ends = (layers.num_layers,) if watch is None else watch.ends
+            pieces = pairwise((0, *ends)) if self._elastic is None else self._elastic.pieces(ends)
+            for first, last in pieces:
                 layers.step(memory, first, last)
-                watch.reached(last)
+                if watch is not None and last in ends:
+                    watch.reached(last)
         if num_sampled:
             memory.want(num_sampled, picks=picks)
             layers.step(memory, layers.num_layers, layers.num_layers)

@@ -22,6 +22,7 @@ from ..common.host_backend import HostBackend
 from .compiled import CompiledDecoder, CompiledWeights, read_weights
 from .compiled_steps import CompiledSteps
 from .cpu_kernels import make_team
+from .elastic_team import ElasticTeam, share_cores
 
 
 class CompiledLoader:
@@ -37,11 +38,14 @@ class CompiledLoader:
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> "PackedWeights":
         config = self._config
-        team = make_team(self._library, torch.get_num_threads(), config.cores)
+        shared = None
+        if config.share_cores and config.cores and len(config.cores) == torch.get_num_threads():
+            shared = share_cores(self._library, config.cores)
+        team = shared.team if shared else make_team(self._library, torch.get_num_threads(), config.cores)
         with put_on(None, config.quantize) as put:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
-            return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader))
+            return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader), shared)
 
     def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)
@@ -56,6 +60,7 @@ class PackedWeights:
     share: Share
     team: Team
     weights: CompiledWeights
+    shared: ElasticTeam | None  # whose team it is
 
     def build(self, resources: StepResources) -> Backend:
         config, cache, ranks = self.config, resources.cache, resources.ranks
@@ -65,7 +70,7 @@ class PackedWeights:
         sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team))
         steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks)
         executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
-        return HostBackend(steps, cache, ranks, executor)
+        return HostBackend(steps, cache, ranks, executor, self.shared)
 
     def follow(self, resources: StepResources) -> Follow:
         config, cache = self.config, resources.cache
@@ -79,4 +84,6 @@ class PackedWeights:
 
     def _decoder(self, resources: StepResources) -> CompiledDecoder:
         own = spec_of(self.spec, self.share)
-        return CompiledDecoder(own, self.weights, resources.cache, resources.cos_sin, self.team, resources.group)
+        return CompiledDecoder(
+            own, self.weights, resources.cache, resources.cos_sin, self.team, resources.group, self.shared
+        )

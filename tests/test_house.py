@@ -1,9 +1,11 @@
 """The rules of the house that a machine can check: who imports whom, and that the protobuf modules are current."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -70,11 +72,13 @@ FORBIDDEN = {
 }
 MAY_IMPORT = {"cluster/tokens/convert_tokenizer.py": {"transformers"}}  # a process of its own
 NEVER = {"pickle", "cloudpickle", "dill"}
+PROSE = [*ROOMS, "benchmarks", "deploy", "examples", "tests"]  # folders whose comments and docstrings are checked
+BANNER = re.compile(r"^\s*#\W*[-=─*#]{2,}|#.*[-=─*]{4,}\s*$")
 
 
-def sources() -> list[Path]:
+def sources(rooms: Iterable[str] = ROOMS) -> list[Path]:
     return sorted(
-        p for room in ROOMS for p in (ROOT / room).rglob("*.py") if not p.name.endswith(("_pb2.py", "_pb2_grpc.py"))
+        p for room in rooms for p in (ROOT / room).rglob("*.py") if not p.name.endswith(("_pb2.py", "_pb2_grpc.py"))
     )
 
 
@@ -170,6 +174,17 @@ def test_files_are_short() -> None:
 def test_a_folder_holds_no_more_files_than_a_reader_keeps_in_mind() -> None:
     numbers = Counter(path.parent for path in sources())
     assert {str(folder.relative_to(ROOT)): n for folder, n in numbers.items() if n > MOST_FILES} == {}
+
+
+def banners(text: str) -> list[int]:
+    """Numbers of the lines that are banner comments."""
+    return [number for number, line in enumerate(text.splitlines(), 1) if BANNER.search(line)]
+
+
+def test_no_file_needs_banner_comments() -> None:
+    found = {str(path.relative_to(ROOT)): banners(path.read_text()) for path in sources(PROSE)}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert banners("x = 1  # a - b\n# -- life ---\n    # ======\n#### ends\n# read -----\n") == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("folder", NO_TORCH)

@@ -97,8 +97,6 @@ class Fleet:
         self._layout: KVLayout | None = None
         self._requests: dict[int, RequestLoad] = {}
 
-    # -- who there is -----------------------------------------------------------------------------------------------
-
     def update(self, infos: Iterable[WorkerInfo]) -> list[WorkerInfo]:
         """Take the supervisor's list. Returns the new workers in it. A missing one is unlisted until `forget`."""
         listed = {info.incarnation: info for info in infos}
@@ -142,8 +140,6 @@ class Fleet:
             num_mixed_workers=roles.count(Role.MIXED),
             num_requests=num_requests,
         )
-
-    # -- what they say ----------------------------------------------------------------------------------------------
 
     def register(self, incarnation: str, hello: worker_pb2.Hello) -> None:
         """Take the first message of a worker. Raises ConfigError where it serves another model than the first worker,
@@ -190,8 +186,6 @@ class Fleet:
         view = self._views.get(incarnation)
         if view is not None:
             view.is_up, view.problem = False, reason
-
-    # -- what we sent them ------------------------------------------------------------------------------------------
 
     def add_request(self, handle: int, load: RequestLoad) -> None:
         self._requests[handle] = load

@@ -78,8 +78,6 @@ class RequestDriver:
         self._waiter: asyncio.Future[None] | None = None
         self._was_behind = False  # `next` left tokens for the next call
 
-    # -- attempts ---------------------------------------------------------------------------------------------------
-
     def route(self) -> None:
         """Begin an attempt, or wait for a worker."""
         if self.state.is_over:
@@ -128,8 +126,6 @@ class RequestDriver:
         self._moved_at, self._moved_from = self._loop.time(), source.worker
         self._do(self.state.migrate(worker, secrets.token_hex(16), self._context.handles))
 
-    # -- for the caller ---------------------------------------------------------------------------------------------
-
     async def next(self) -> TokenDelta:
         """Wait for the tokens since the last call, at least one. They carry timings where more than the total has
         changed. Raises the error that ended the request."""
@@ -165,8 +161,6 @@ class RequestDriver:
         self._context.group_routes.pop(self.state.request.group, None)
         self.fail(RequestAborted("the client went away"))
 
-    # -- RequestListener --------------------------------------------------------------------------------------------
-
     def on_token(self, handle: int, token: WorkerToken) -> None:
         self._after(self.state.token(handle, token))
 
@@ -181,8 +175,6 @@ class RequestDriver:
 
     def on_failed(self, handle: int, error: DiptychError, *, handoff: bool) -> None:
         self._after(self.state.failed(handle, error, handoff=handoff))
-
-    # -- actions ----------------------------------------------------------------------------------------------------
 
     def _after(self, actions: Actions) -> None:
         """Finish an event, which may have brought tokens or the request's end."""
@@ -259,8 +251,6 @@ class RequestDriver:
             group=group,
             group_route=context.group_routes.get(group),
         )
-
-    # -- inside -----------------------------------------------------------------------------------------------------
 
     def _wait_for_worker(self, error: Unavailable) -> None:
         if self._no_worker_timer is None:

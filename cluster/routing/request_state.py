@@ -146,8 +146,6 @@ class RequestState:
             elapsed_s=elapsed_s,
         )
 
-    # -- attempts ---------------------------------------------------------------------------------------------------
-
     def begin(self, route: Route, handoff_id: str, handles: Iterator[int], prefix_id: str = "") -> Actions:
         """Begin an attempt along `route`. `handoff_id`: for a route of two workers; `prefix_id`: for one that pulls a
         prefix. Handles are never reused."""
@@ -190,8 +188,6 @@ class RequestState:
     @staticmethod
     def _submit_sink(handoff: RequestHandoff, sink: WorkerRequest) -> Submit:
         return Submit(sink, handoff.output_token_ids, handoff.id, handoff.source.worker)
-
-    # -- tokens -----------------------------------------------------------------------------------------------------
 
     def token(self, handle: int, token: WorkerToken) -> Actions:
         worker_request = self._worker_requests.get(handle)
@@ -302,8 +298,6 @@ class RequestState:
         what = f"a worker sent the token at position {gap.position} where {gap.expected} was next"
         return self.fail(InternalError(what))
 
-    # -- failures ---------------------------------------------------------------------------------------------------
-
     def failed(self, handle: int, error: DiptychError, *, handoff: bool = False) -> Actions:
         """End a worker request that did not finish. `handoff`: its KV could not be had: no such error is final."""
         worker_request = self._worker_requests.pop(handle, None)
@@ -369,8 +363,6 @@ class RequestState:
     def _abort_worker_requests(self) -> Actions:
         worker_requests, self._worker_requests, self._handoff = self._worker_requests, {}, None
         return [Abort(r) for r in worker_requests.values()]
-
-    # -- worker requests --------------------------------------------------------------------------------------------
 
     def _open(self, handle: int, worker: str, part: Part) -> WorkerRequest:
         worker_request = WorkerRequest(handle, worker, part)

@@ -44,8 +44,6 @@ class Router:
         self._mean_duration_s = 1.0
         self._is_running = False
 
-    # -- life -------------------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
         """Connect to the known workers, and from now on to new ones."""
         self._is_running = True
@@ -70,8 +68,6 @@ class Router:
     def workers(self) -> list[FleetWorker]:
         """Known workers, with their current state."""
         return self._fleet.views()
-
-    # -- TokenSource ------------------------------------------------------------------------------------------------
 
     def model(self) -> ModelInfo:
         """Raises Unavailable before the first worker is known."""
@@ -134,8 +130,6 @@ class Router:
         for driver in list(self._drivers):
             driver.on_worker()
 
-    # -- LinkOwner --------------------------------------------------------------------------------------------------
-
     def on_hello(self, info: WorkerInfo, hello: worker_pb2.Hello) -> None:
         self._fleet.register(info.incarnation, hello)
 
@@ -161,8 +155,6 @@ class Router:
     def on_closed(self, info: WorkerInfo) -> None:
         self._migrations.on_end(info.incarnation)
         self._retire(info.incarnation)
-
-    # -- links ------------------------------------------------------------------------------------------------------
 
     def _reconcile(self) -> None:
         for view in self._fleet.views():

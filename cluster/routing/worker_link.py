@@ -97,8 +97,6 @@ class WorkerLink:
         self._reason = ""
         self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
 
-    # -- for the router ---------------------------------------------------------------------------------------------
-
     @property
     def is_idle(self) -> bool:
         return not self._listeners
@@ -133,8 +131,6 @@ class WorkerLink:
         """Close the stream: the worker aborts what is left. Idempotent."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-
-    # -- life -------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         delay_s = self._config.reconnect_s
@@ -200,8 +196,6 @@ class WorkerLink:
         for handle, listener in listeners.items():
             listener.on_failed(handle, error, handoff=False)
 
-    # -- the three tasks of a stream --------------------------------------------------------------------------------
-
     async def _read(self, call: "Call") -> None:
         first = await call.read()
         if not isinstance(first, worker_pb2.WorkerMessage) or first.WhichOneof("message") != "hello":
@@ -255,8 +249,6 @@ class WorkerLink:
     def _send(self, message: worker_pb2.RouterMessage) -> None:
         self._outbox.append(message)
         self._has_messages.set()
-
-    # -- messages ---------------------------------------------------------------------------------------------------
 
     def _on_hello(self, hello: worker_pb2.Hello) -> None:
         if hello.incarnation != self.info.incarnation:

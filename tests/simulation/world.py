@@ -78,8 +78,6 @@ class World:
         self.released: dict[str, str] = {}  # hand-off -> the sink that it was released to
         self.states: dict[str, WatchedState] = {}
 
-    # -- the cluster ------------------------------------------------------------------------------------------------
-
     def add_host(self, host: Host) -> None:
         self.hosts[host.name] = host
         self.workers.setdefault(host.name, None)
@@ -218,8 +216,6 @@ class World:
 
     def make_state(self, request: Request, max_attempts: int) -> WatchedState:
         return self.states.setdefault(request.request_id, WatchedState(self, request, max_attempts))
-
-    # -- a run ------------------------------------------------------------------------------------------------------
 
     def note(self, what: str) -> None:
         if self.is_tracing:

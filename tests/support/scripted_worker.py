@@ -85,8 +85,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
                 case _:
                     self.received.put_nowait(message)
 
-    # -- what a test says -------------------------------------------------------------------------------------------
-
     def send(self, **message: Any) -> None:
         self._outbox.put_nowait(worker_pb2.WorkerMessage(**message))
 
@@ -123,8 +121,6 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             num_blocks=NUM_BLOCKS, num_free_blocks=num_free, role=ROLE_TO_PROTO[Role(self.role)], **fields
         )
         self.send(load=load)
-
-    # -- what a test hears ------------------------------------------------------------------------------------------
 
     async def submitted(self) -> worker_pb2.Submit:
         message = await self.received.get()

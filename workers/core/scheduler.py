@@ -85,8 +85,6 @@ class Scheduler:
         compute_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
         return goal_s - compute_s if compute_s < goal_s else goal_s
 
-    # -- who is here ------------------------------------------------------------------------------------------------
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
         assert not sequence.block_table and sequence.num_computed == 0
@@ -141,8 +139,6 @@ class Scheduler:
             for entry in batch.entries[batch.num_decodes :]:
                 work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
             self.cost.add(work, seconds)
-
-    # -- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch:
         """Make the next step's batch; empty when nothing can run."""
@@ -338,8 +334,6 @@ class Scheduler:
     def copied(self, batch: Batch) -> None:
         """Note that the batch's copies are made, or never will be."""
         self._manager.release([source for source, _ in batch.copies])
-
-    # -- memory -----------------------------------------------------------------------------------------------------
 
     def _grow(self, sequence: Sequence) -> None:
         """Allocate for one more token; where blocks are short, preempt a sequence, perhaps this one."""

@@ -129,8 +129,6 @@ class SharedPrompts:
     def held_blocks(self) -> list[int]:
         return [block for tail in set(self._tails.values()) for block in tail.blocks]
 
-    # -- inside -----------------------------------------------------------------------------------------------------
-
     def _keep_tail(self, sequence: Sequence, claim: _Claim) -> None:
         followers = self._unclaim(sequence, claim.tail)
         if followers:

@@ -55,8 +55,6 @@ class WaitingQueue:
     def is_preempted(self, sequence: Sequence) -> bool:
         return sequence in self._preempted
 
-    # -- who comes and goes -----------------------------------------------------------------------------------------
-
     def enter(self, sequence: Sequence) -> None:
         """Register a sequence that is on this worker, until `leave`."""
         salt = sequence.request.cache_salt
@@ -95,8 +93,6 @@ class WaitingQueue:
         self.num_tokens -= sequence.num_tokens
         return True
 
-    # -- who is next ------------------------------------------------------------------------------------------------
-
     def peek(self) -> Sequence | None:
         """The next sequence to admit; None: there is none that is not parked."""
         heap = self._preempted_heap
@@ -132,8 +128,6 @@ class WaitingQueue:
         for sequence in parked:
             self._line_up(sequence)
         return parked
-
-    # -- inside -----------------------------------------------------------------------------------------------------
 
     def _next_tenant(self) -> _Tenant | None:
         """The tenant served least of those that have a sequence in the queue, which is then the first of its queue."""

@@ -88,8 +88,6 @@ class DevicePool:
     def run(self, work: Callable[[], object]) -> None:
         self._in.run(work)
 
-    # -- on a lane --------------------------------------------------------------------------------------------------
-
     def _gather(self, runs: Runs, buffer: Tensor) -> None:
         at = 0
         for offset, length in zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True):

@@ -71,8 +71,6 @@ class Engine:
         self.steps = StepPipeline(runner, self.scheduler, self.manager, self._load, clock)
         self._output = Outbox(self._load, self.cache, self.outgoing, clock)
 
-    # -- commands ---------------------------------------------------------------------------------------------------
-
     def submit(
         self,
         key: str,
@@ -245,8 +243,6 @@ class Engine:
     def set_role(self, role: Role) -> None:
         self.scheduler.role = role
 
-    # -- one step ---------------------------------------------------------------------------------------------------
-
     def _advance(self, batch: Batch, began: float) -> None:
         """Count what the batch computed as cached. This and `_accept` run once a token."""
         block_size = self.cache.block_size
@@ -332,8 +328,6 @@ class Engine:
                     f"({sequence.num_output} tokens made): allow more time or ask for fewer tokens"
                 )
                 self._fail(sequence, DeadlineExceeded(why))
-
-    # -- ends -------------------------------------------------------------------------------------------------------
 
     def _fail(self, sequence: Sequence, error: DiptychError) -> None:
         self._output.failures.append(FailureEvent(sequence.key, error))

@@ -94,8 +94,6 @@ class OutgoingHandoffs:
     def num_open(self) -> int:
         return len(self._outgoing)
 
-    # -- offers -----------------------------------------------------------------------------------------------------
-
     def is_open(self, handoff_id: str) -> bool:
         return handoff_id in self._outgoing
 
@@ -149,8 +147,6 @@ class OutgoingHandoffs:
         self._outgoing[handoff_id] = _OutgoingHandoff(handoff_id, sequence, num_tokens)
         self.events.append(HandoffOpened(handoff_id, sequence.key, num_tokens, is_live=True))
         self.announce(sequence)
-
-    # -- what a step makes readable -----------------------------------------------------------------------------------
 
     def announce(self, sequence: Sequence) -> None:
         """Lease and announce the full blocks that are computed and were not announced yet."""
@@ -235,8 +231,6 @@ class OutgoingHandoffs:
                 self._manager.lease((block,))
                 outgoing.replaced[position] = block
 
-    # -- ends -------------------------------------------------------------------------------------------------------
-
     def must_seal(self, sequence: Sequence) -> bool:
         """Whether an offered sequence stops here with the token that it has just got. One that ran before it was
         offered does not; it waits for its sink once it has made all that was offered."""
@@ -316,8 +310,6 @@ class OutgoingHandoffs:
     def _end(self, outgoing: _OutgoingHandoff, error: DiptychError) -> None:
         outgoing.has_ended = True
         self.events.append(HandoffEnded(outgoing.handoff_id, error))
-
-    # -- leases -----------------------------------------------------------------------------------------------------
 
     def _outgoing_of(self, sequence: Sequence) -> _OutgoingHandoff:
         assert sequence.handoff_id is not None

@@ -81,8 +81,6 @@ class EngineThread:
         finally:
             self._calls.discard(future)
 
-    # -- what a sink asks of its engine (handoff/ports.py) ----------------------------------------------------------
-
     async def reserve(self, key: str, num_tokens: int) -> Reservation:
         """Wait until the blocks are reserved. Raises RequestAborted when the request ends first."""
         loop = asyncio.get_running_loop()
@@ -116,8 +114,6 @@ class EngineThread:
     async def settle(self, key: str) -> None:
         with suppress(Unavailable):
             await self.call(lambda engine: engine.incoming.settle(key))
-
-    # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         bind_this_thread(self._cores[:1] if self._cores else None)  # where the first of a team computes

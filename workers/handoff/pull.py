@@ -107,8 +107,6 @@ class Pull:
     def give_up(self, error: DiptychError) -> None:
         self._carry_out(self._machine.failed(error, self._now()))
 
-    # -- what the machine decides -----------------------------------------------------------------------------------
-
     def _carry_out(self, actions: list[SinkAction]) -> None:
         for action in actions:
             match action:
@@ -159,8 +157,6 @@ class Pull:
                 self.done.set_exception(error)
         if self._machine.is_over and not self._workers and not self._cleaners:
             self._finished.set()
-
-    # -- the source's announcements ---------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         request = kv_pb2.SubscribeRequest(
@@ -242,8 +238,6 @@ class Pull:
         seal = Seal(sealed.num_segments, sealed.num_computed_tokens, tuple(sealed.output_token_ids))
         self._carry_out(self._machine.sealed(seal, self._now()))
 
-    # -- our doings -------------------------------------------------------------------------------------------------
-
     async def _connect(self, opened: kv_pb2.Opened, bridge: Bridge) -> tuple[str, SegmentReceiver]:
         """Connect by the transport that the source chose, or, where that cannot reach it, by the next of ours that
         can."""
@@ -307,8 +301,6 @@ class Pull:
             log.debug("a release was not answered: %s", e.details())
         else:
             self._carry_out(self._machine.released(answer.held, self._now()))
-
-    # -- ends -------------------------------------------------------------------------------------------------------
 
     async def _commit(self, commit: Commit) -> None:
         self._stop_workers()

@@ -112,8 +112,6 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     def num_open(self) -> int:
         return len(self._open)
 
-    # -- offers and the engine's events -----------------------------------------------------------------------------
-
     def offer(
         self, handoff_id: str, num_tokens: int, key: str | None = None, *, is_live: bool = False, prefix: bool = False
     ) -> None:
@@ -201,8 +199,6 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         for handoff_id in list(self._open):
             self.abort(handoff_id, Unavailable("the source worker is stopping"))
 
-    # -- diptych.v1.KVHandoff ---------------------------------------------------------------------------------------
-
     async def Subscribe(self, request: kv_pb2.SubscribeRequest, context: Context) -> AsyncIterator[kv_pb2.Announcement]:
         try:
             check_subscription(request)
@@ -268,8 +264,6 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         if outgoing is not None:
             self._carry_out(outgoing, outgoing.machine.leave(request.sink_incarnation, self._now()))
         return kv_pb2.AbandonResponse()
-
-    # -- within -----------------------------------------------------------------------------------------------------
 
     def _carry_out(self, outgoing: _DrivenHandoff, actions: list[SourceAction]) -> bool:
         """Carry out what the machine decided; returns its answer to a renewal or a release."""

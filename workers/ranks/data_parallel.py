@@ -124,8 +124,6 @@ class DataParallelLoop:
                 self._peer_sockets.wake()
         self._thread.join()
 
-    # -- the thread -------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         bind_this_thread(self._cores)
         step = LOADED + 1

@@ -186,8 +186,6 @@ class RankProcesses:
         for link in self._links:
             link.close()
 
-    # -- the thread -------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             for rank in range(1, self._settings.size):

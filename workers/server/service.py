@@ -77,8 +77,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._is_draining = False
         self._server = make_server(config.auth_token)
 
-    # -- life -------------------------------------------------------------------------------------------------------
-
     async def start(self) -> WorkerAddress:
         """Listen and start the engine. Raises PortInUse or ConfigError."""
         self._loop = asyncio.get_running_loop()
@@ -142,8 +140,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await transport.close()
         self._runner.close()
 
-    # -- diptych.v1.Worker ------------------------------------------------------------------------------------------
-
     async def Link(
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: "Context"
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
@@ -175,8 +171,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         state.num_unfinished_links = sum(self._is_draining and not link.is_done for link in self._links)
         self._complete(state.load)
         return state
-
-    # -- from the router --------------------------------------------------------------------------------------------
 
     async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in messages:
@@ -268,8 +262,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         link.keys.pop(key, None)
         self._engine.post(lambda engine: engine.abort(key))
         self._pulls.cancel(key)
-
-    # -- from the engine --------------------------------------------------------------------------------------------
 
     def _on_step(self, output: StepOutput) -> None:
         """Send a step's output; called on the engine's thread."""

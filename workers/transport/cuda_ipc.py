@@ -116,8 +116,6 @@ class CudaIpcTransport(Transport):
             self.forget(incarnation)
         await asyncio.to_thread(self._threads.shutdown)
 
-    # -- for readers ------------------------------------------------------------------------------------------------
-
     def start(self, peer: _IpcPeer, job: Callable[[int], None]) -> "Future[None]":
         """Run `job`, with the address of the peer's allocation, on a thread. On the loop; raises TransportError for one
         that was forgotten."""
@@ -134,8 +132,6 @@ class CudaIpcTransport(Transport):
         rows = equally_spaced(copies, into.address, address + endpoint.offset)
         for first in range(0, len(rows), MAX_COPIES):
             self._device.run(partial(self._driver.copy, rows[first : first + MAX_COPIES]))
-
-    # -- mappings ---------------------------------------------------------------------------------------------------
 
     def _with_mapping(self, peer: _IpcPeer, job: Callable[[int], None]) -> None:
         with peer.lock:

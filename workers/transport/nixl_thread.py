@@ -105,8 +105,6 @@ class NixlThread:
         self._thread.start()
         ready.result()
 
-    # -- from any thread --------------------------------------------------------------------------------------------
-
     def connect(self, incarnation: str, endpoint: Endpoint) -> "Future[None]":
         """Make the peer known; idempotent. The future raises TransportError."""
         return self._call(lambda: self._add_peer(incarnation, endpoint))
@@ -158,8 +156,6 @@ class NixlThread:
         self._commands.put(command)
         if not self._thread.is_alive():
             self._run_commands(wait=0)  # nothing is left to act on: each fails, or has nothing to do
-
-    # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self, ready: "Future[None]") -> None:
         try:
@@ -239,8 +235,6 @@ class NixlThread:
         except self._errors as e:
             log.debug("NIXL could not release: %r", e)
 
-    # -- peers ------------------------------------------------------------------------------------------------------
-
     def _add_peer(self, incarnation: str, endpoint: Endpoint) -> None:
         if self._is_stopping:
             raise TransportError("the worker is stopping")
@@ -278,8 +272,6 @@ class NixlThread:
     def _drop_all(self, why: str) -> None:
         for incarnation in list(self._peers):
             self._drop_peer(incarnation, why)
-
-    # -- reads ------------------------------------------------------------------------------------------------------
 
     def _start_read(self, incarnation: str, copies: Copies, into: Region, future: "Future[None]") -> None:
         peer = self._peers.get(incarnation)

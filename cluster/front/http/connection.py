@@ -100,8 +100,6 @@ class ServerConnection(HttpToolsProtocol):
         if self._raw is not None:
             self._raw.abort()
 
-    # -- asyncio.Protocol -------------------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw = transport
         transport.set_write_buffer_limits(HIGH_WATER_BYTES)
@@ -150,8 +148,6 @@ class ServerConnection(HttpToolsProtocol):
         if self._stall is not None:
             self._stall.cancel()
 
-    # -- httptools' callbacks ---------------------------------------------------------------------------------------
-
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _TooLarge
@@ -197,8 +193,6 @@ class ServerConnection(HttpToolsProtocol):
         super().on_response_complete()
         if not self.pipeline and self.cycle.response_complete:
             self._slot.wait()
-
-    # -- refusing and closing ---------------------------------------------------------------------------------------
 
     @property
     def _is_answering(self) -> bool:

@@ -29,9 +29,6 @@ def request(handle: int, worker: str = "a", **fields: object) -> MovableRequest:
     return MovableRequest(handle, worker, **given)  # type: ignore[arg-type]
 
 
-# -- drain ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_worker_that_drains_gives_its_legs_to_the_emptiest() -> None:
     workers = [worker("a", is_draining=True), worker("b", free=50), worker("c", free=60), worker("p", "prefill")]
     assert drain_move(workers, [request(1)], {}, 4, NOW) == Move(1, "c")
@@ -80,9 +77,6 @@ def test_after_a_move_that_failed_a_leg_rests() -> None:
     assert drain_move(workers, [request(1, moved_at=NOW - 1, moved_from="c")], {}, 4, NOW) == Move(1, "b")
 
 
-# -- relief --------------------------------------------------------------------------------------------------------
-
-
 def test_short_is_less_than_each_that_runs_may_fill_while_one_moves() -> None:
     assert slack_tokens(1, 4) == 8 * 4
     assert is_short_of_blocks(worker("a", free=31, num_running=4))
@@ -126,9 +120,6 @@ def test_nobody_moves_twice_in_a_row() -> None:
     assert relief([source, worker("b")], source, [request(1), request(2, moved_at=NOW - 1)], NOW) == Move(1, "b")
     assert relief([source, worker("b")], source, [request(1, moved_at=NOW - 1)], NOW) is None
     assert relief([source, worker("b")], source, [request(1, moved_at=NOW - REST_S)], NOW) == Move(1, "b")
-
-
-# -- costs ---------------------------------------------------------------------------------------------------------
 
 
 def test_costs_are_measured_where_they_can_be() -> None:

@@ -45,9 +45,6 @@ def metric(router: Router, line: str) -> bool:
     return line.encode() in router.metrics()
 
 
-# -- drain ---------------------------------------------------------------------------------------------------------
-
-
 async def test_a_worker_that_drains_hands_its_request_over() -> None:
     async with scripted("mixed", "mixed") as (old, new), routing(old) as router:
         handle, answer = await running_at(old, router)
@@ -173,9 +170,6 @@ async def test_migration_can_be_switched_off() -> None:
         assert new.received.empty()
 
 
-# -- relief --------------------------------------------------------------------------------------------------------
-
-
 async def test_a_worker_short_of_blocks_is_relieved_of_its_youngest() -> None:
     async with scripted("mixed", "mixed") as (full, free), routing(full) as router:
         first, second = [await running_at(full, router, max_tokens=20) for _ in range(2)]
@@ -192,9 +186,6 @@ async def test_a_worker_short_of_blocks_is_relieved_of_its_youngest() -> None:
         full.tokens(first[0], [52], start=2, finish=FinishReason.STOP)
         assert await first[1] == [50, 51, 52]
         assert full.received.empty()
-
-
-# -- prefixes ------------------------------------------------------------------------------------------------------
 
 
 async def test_a_prefix_is_pulled_from_the_worker_that_decoded_the_turn_before() -> None:
@@ -219,9 +210,6 @@ async def test_a_prefix_is_pulled_from_the_worker_that_decoded_the_turn_before()
         prefill.tokens(source.handle, [50], finish=FinishReason.STOP)
         assert await answer == [50]
         assert await decode.aborted() == sink.handle
-
-
-# -- workers that cannot reach each other --------------------------------------------------------------------------
 
 
 async def test_a_pair_that_cannot_reach_each_other_is_not_tried_again() -> None:

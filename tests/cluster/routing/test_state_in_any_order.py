@@ -122,8 +122,6 @@ class Simulation:
         assert any(not s.is_done or s.stream for s in live), "nobody will ever say anything: it would hang"
         return live
 
-    # -- workers ----------------------------------------------------------------------------------------------------
-
     def _compute(self) -> None:
         simulated = self.random.choice(self._live())
         if simulated.is_done:
@@ -189,8 +187,6 @@ class Simulation:
             simulated.end(Failure(WorkerDraining("draining")))
         elif kind == "bug" and simulated.handoff and simulated.handoff.is_live and not simulated.handoff.source.is_done:
             simulated.end(Failure(InternalError("a bug there")))
-
-    # -- the router -------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         simulated = self.random.choice([s for s in self.requests.values() if s.stream] or self._live())

@@ -93,9 +93,6 @@ def test_a_decode_that_fails_alone_a_second_time_ends_the_source_too() -> None:
     assert ("abort", 2) in harness.told and isinstance(harness.state.error, RequestFailsSteps)
 
 
-# -- with workers -----------------------------------------------------------------------------------------------------
-
-
 def fail_when(runner: FakeRunner, is_bad: Callable[[FakeStep], bool]) -> list[FakeStep]:
     """Have the steps raise that are bad. Returns these."""
     compute, failed = runner.stream._compute, list[FakeStep]()

@@ -34,8 +34,6 @@ class Checks:
         self._alike_at: dict[str, float] = {}  # by router: when it last knew what the supervisor knows
         self._draining_at: dict[str, float] = {}  # by worker, since when the supervisor drains it
 
-    # -- at any time ------------------------------------------------------------------------------------------------
-
     def look(self) -> None:
         actor = self._supervised.actor
         records = [] if actor is None else actor.supervisor._workers.values()
@@ -74,8 +72,6 @@ class Checks:
         actor = self._supervised.actor
         return [] if actor is None else announced(actor.supervisor._workers.values())
 
-    # -- ends -------------------------------------------------------------------------------------------------------
-
     def check_kill(self, actor: "WorkerActor") -> None:
         """The supervisor ends that worker. Silence is no reason as long as it is not the worker's own."""
         reasons = (self._serves_nobody, self._has_lost_peer, self._had_its_time, self._is_silent)
@@ -106,8 +102,6 @@ class Checks:
             (actor.name, self._supervised.name), now - limit_s, now, linger_s=REACHED_S, of=actor.name
         )
         return length_of(spans) >= limit_s - TICK_S - REACHED_S
-
-    # -- at last ----------------------------------------------------------------------------------------------------
 
     def what_is_left(self) -> str:
         """The first thing that is not as it should be, or nothing."""

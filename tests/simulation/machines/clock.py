@@ -123,8 +123,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._next += 1
         return self._next
 
-    # -- life -------------------------------------------------------------------------------------------------------
-
     def kill(self) -> None:
         self.is_dead = True
         self._ready.clear()
@@ -162,8 +160,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                         task.get_coro().close()  # type: ignore[union-attr]
                     except RuntimeError:
                         continue  # a cleanup that awaits, in a process that is gone
-
-    # -- asyncio ----------------------------------------------------------------------------------------------------
 
     def time(self) -> float:
         """By its own clock."""
@@ -234,8 +230,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if not self.is_dead:
             error = context.get("exception")
             self._on_crash(f"{self.name}: {context['message']}: {error!r}", error)
-
-    # -- inside -----------------------------------------------------------------------------------------------------
 
     def _fire(self, timer: Timer) -> None:
         if self.is_dead or timer.act is None:

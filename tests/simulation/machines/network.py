@@ -74,8 +74,6 @@ class Connection:
         if not self.is_up:
             self.client_breaks("connect timed out")
 
-    # -- ends -------------------------------------------------------------------------------------------------------
-
     def client_breaks(self, why: str) -> None:
         """The client's side learns of the end, or makes it."""
         if not self.client_knows:
@@ -123,8 +121,6 @@ class Network:
         self.straggle = 0.0  # probability that a packet takes up to straggle_s
         self.straggle_s = 0.5
 
-    # -- packets ----------------------------------------------------------------------------------------------------
-
     def delay(self, src: str, dst: str) -> float:
         rng = self.rng
         delay = rng.random() * self.latency_s * self.slowness.get((src, dst), 1.0)
@@ -158,8 +154,6 @@ class Network:
         """Into the process: it runs when the process does."""
         if not process.is_dead:
             process.call_soon(act, *args)
-
-    # -- faults -----------------------------------------------------------------------------------------------------
 
     def trouble(self, a: str, b: str, seconds: float = 0.0) -> None:
         """From now on, between the two."""

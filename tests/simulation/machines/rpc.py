@@ -218,8 +218,6 @@ class ClientCall:
             network.clock.after(network.rng.random() * 0.5, network.deliver, self.process, self._fail, "stream reset")
             network.clock.after(network.rng.random() * 0.5, up.send, _CANCEL)
 
-    # -- from the server --------------------------------------------------------------------------------------------
-
     def receive(self, item: Any) -> None:
         if self._loses == "answer":
             return
@@ -228,8 +226,6 @@ class ClientCall:
         else:
             self._inbox.append(item)
             self._wake()
-
-    # -- ends -------------------------------------------------------------------------------------------------------
 
     def _fail(self, why: str) -> None:
         self._end((grpc.StatusCode.UNAVAILABLE, why, ()))
@@ -255,8 +251,6 @@ class ClientCall:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    # -- grpc.aio ---------------------------------------------------------------------------------------------------
 
     def cancel(self) -> bool:
         self._tell_server()

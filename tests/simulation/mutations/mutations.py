@@ -46,9 +46,6 @@ def _without(cls: type[Any], name: str, kind: type) -> list[Replacement]:
     return [(cls, name, lambda *args, **kw: [a for a in real(*args, **kw) if not isinstance(a, kind)])]
 
 
-# -- the source -------------------------------------------------------------------------------------------------------
-
-
 def source_never_asks_whether_a_sink_may_read() -> list[Replacement]:
     return [(SourceHandoff, "may_read", lambda *_: True)]
 
@@ -108,9 +105,6 @@ def source_does_not_let_a_leaving_sink_go() -> list[Replacement]:
 
 def source_forgets_the_engines_abort() -> list[Replacement]:
     return [(HandoffSource, "abort", lambda *_: None)]
-
-
-# -- the sink ---------------------------------------------------------------------------------------------------------
 
 
 def lease_is_never_renewed() -> list[Replacement]:
@@ -174,9 +168,6 @@ def released_before_the_last_read_is_done() -> list[Replacement]:
         return actions
 
     return [(SinkHandoff, "_say_when_read", say_when_read)]
-
-
-# -- the engine's ledger ----------------------------------------------------------------------------------------------
 
 
 def leased_blocks_are_released_at_the_seal() -> list[Replacement]:
@@ -280,9 +271,6 @@ def what_has_begun_runs_on_after_its_pull_failed() -> list[Replacement]:
     return [(IncomingHandoffs, "_stop", lambda self, sequence: None)]
 
 
-# -- the worker's service ---------------------------------------------------------------------------------------------
-
-
 def a_broken_link_aborts_nothing() -> list[Replacement]:
     real = WorkerService._abort
 
@@ -299,9 +287,6 @@ def a_pull_is_cancelled_before_it_began() -> list[Replacement]:
             self._tasks[key].cancel()
 
     return [(Pulls, "cancel", cancel)]
-
-
-# -- the router's state -----------------------------------------------------------------------------------------------
 
 
 def resume_repeats_a_token() -> list[Replacement]:
@@ -340,9 +325,6 @@ def early_tokens_are_not_kept_back() -> list[Replacement]:
 
 def a_worker_request_is_not_aborted() -> list[Replacement]:
     return [(WorkerLink, "abort", lambda self, handle: self.forget(handle))]
-
-
-# -- live migration and prefixes --------------------------------------------------------------------------------------
 
 
 def a_live_seal_forgets_the_partial_block() -> list[Replacement]:

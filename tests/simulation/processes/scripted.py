@@ -29,8 +29,6 @@ class Scripted:
         self._world = world
         self._back_at = 0.0
 
-    # -- before it begins -------------------------------------------------------------------------------------------
-
     def plan_faults(self, rng: random.Random) -> list[Fault]:
         weather = self._world.weather
         return faults.plan(rng, weather, FOG_KINDS if weather is faults.FOG else KINDS)
@@ -42,8 +40,6 @@ class Scripted:
         for number, pool in enumerate(pools):
             world.add_host(hosts.make(rng, f"{pool}{pools[:number].count(pool)}", pool))
         return hosts
-
-    # -- while it runs ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         world, rng = self._world, self._world.rng
@@ -124,8 +120,6 @@ class Scripted:
             return
         infos = [WorkerInfo(w.incarnation, w.address, w.pool, w.pool) for w in world.living()]
         world.routers.tell(name, infos)
-
-    # -- the end ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Its word is not under test."""

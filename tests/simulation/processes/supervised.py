@@ -104,8 +104,6 @@ class Supervised:
         self._hosts: Hosts
         self._num_starts = 0
 
-    # -- before it begins -------------------------------------------------------------------------------------------
-
     def plan_faults(self, rng: random.Random) -> list[Fault]:
         return plan_supervised(rng, self.world.weather)
 
@@ -149,8 +147,6 @@ class Supervised:
             self.num_unplaced -= 1
             waits_for = "a node with GPU: 1"
         return Fate(rng.uniform(0.0, 0.2), rng.uniform(0.01, 0.3), rng.uniform(0.01, 1.0), error, waits_for)
-
-    # -- while it runs ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         world = self.world
@@ -231,8 +227,6 @@ class Supervised:
         if actor is None:
             raise WorkerLost("there is no supervisor")
         return lambda version: actor.ask(partial(actor.watch_fleet, version))
-
-    # -- what must hold ---------------------------------------------------------------------------------------------
 
     def check_kill(self, actor: WorkerActor) -> None:
         self.checks.check_kill(actor)

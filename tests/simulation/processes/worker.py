@@ -193,9 +193,6 @@ class WatchedBridge(Bridge):
         super().convert(data, part, table, first_token)
 
 
-# -- RDMA -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Read:
     """One read under way: pieces are fetched and land one by one, whatever the two processes do."""

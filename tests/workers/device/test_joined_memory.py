@@ -168,9 +168,6 @@ def test_a_device_for_tests_has_none() -> None:
     assert virtual_memory_of(FakeDevice()) is None
 
 
-# -- caches ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", [LAYER_MAJOR, LAYOUT.axis_order])
 def test_caches_of_ranks_are_one_pool_at_rank_0(ranks: Ranks, order: str) -> None:
     layout = replace(LAYOUT, axis_order=order)

@@ -160,9 +160,6 @@ def test_a_failed_step_fails_its_sequences_and_leaves_the_engine_usable() -> Non
     assert_clean(engine)
 
 
-# -- hand-off ---------------------------------------------------------------------------------------
-
-
 def hand_off(source: Engine, sink: Engine, key: str, request: Request, resumed: list[int]) -> list[StepOutput]:
     """Prefill `request` on one engine, move it, and run it to its end on the other."""
     source.submit(key, request, resumed, handoff_id=HANDOFF)

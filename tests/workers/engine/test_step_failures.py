@@ -172,9 +172,6 @@ def test_a_preempted_suspect_comes_back_alone() -> None:
     assert ids(outputs, "0/1") == fake_output([1] * 11, 12) and ids(outputs, "0/2") == fake_output([2] * 12, 3)
 
 
-# -- the worker itself ------------------------------------------------------------------------------------------------
-
-
 def serve(runner: Failing, requests: int) -> tuple[list[StepOutput], list[DiptychError]]:
     """An engine's thread computes so many requests one after the other, the last of them fine."""
     outputs: list[StepOutput] = []

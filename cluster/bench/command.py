@@ -14,7 +14,11 @@ from ...workers.common.errors import ConfigError
 from ...workers.common.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
+    from .measure import Screen
     from .settings import BenchSettings, Target, Work
+    from .sweep import SweepSettings
+
+SHARES = (90.0, 99.0)  # per cent
 
 
 class Workload(Enum):
@@ -65,6 +69,16 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     ] = None,
     max_seconds: Annotated[float, typer.Option(min=0, help="Begin nothing after this; 0: no limit.")] = 0.0,
     goodput: Annotated[list[str] | None, typer.Option(help="Service level, ms: ttft:500 tpot:50 e2el:9000.")] = None,
+    find_rate: Annotated[
+        bool, typer.Option("--find-rate", help="Find the highest rate that keeps --goodput; --rate is the first one.")
+    ] = False,
+    share: Annotated[
+        list[float] | None, typer.Option(help="find-rate: of the requests, %; repeat it.  [default: 90, 99]")
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None, typer.Option(help="find-rate: NAME=URL, instead of --url; repeated: in turn.")
+    ] = None,
+    within: Annotated[float, typer.Option(min=0.1, help="find-rate: % between what holds and what fails.")] = 5.0,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of the full length.")] = True,
     extra_body: Annotated[str | None, typer.Option(help="JSON object: more fields of each call.")] = None,
@@ -76,10 +90,53 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
 ) -> None:
     """Measure an endpoint under load: TTFT, TPOT, ITL, throughput, goodput. Ctrl-C shows what was measured so far."""
     flags = Namespace(**locals())
+    from .measure import Screen
+
+    out = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+    if _run(flags, Screen(out, Console(stderr=True))):
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(flags: Namespace, screen: "Screen") -> bool:
+    """Returns whether it was interrupted."""
+    if flags.find_rate:
+        from .sweep import run_sweep
+
+        return run_sweep(_sweep_settings(flags), screen)
+    if flags.share or flags.endpoint:
+        raise ConfigError("--share and --endpoint belong to --find-rate; a single measurement has --url")
     from .bench import run
 
-    if run(_settings(flags), Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)):
-        raise typer.Exit(INTERRUPTED)
+    return run(_settings(flags), screen)
+
+
+def _sweep_settings(flags: Namespace) -> "SweepSettings":
+    """Raises ConfigError."""
+    from .sweep import SweepSettings
+
+    settings = _settings(flags)
+    if not settings.levels:
+        raise ConfigError("--find-rate needs a service level: give for example --goodput ttft:500 tpot:50")
+    if flags.concurrency is not None:
+        raise ConfigError("--find-rate sends at a rate, and a wait for --concurrency is in no figure: leave it out")
+    shares = flags.share or SHARES
+    for share in shares:
+        if not 0 < share <= 100:
+            raise ConfigError(f"--share is a percentage above 0 and at most 100, got {share:g}")
+    urls = _endpoints(flags.endpoint) if flags.endpoint else {settings.target.url.netloc: flags.url}
+    targets = {name: _target(flags, url) for name, url in urls.items()}
+    return SweepSettings(settings, targets, [share / 100 for share in shares], flags.within / 100)
+
+
+def _endpoints(texts: list[str]) -> dict[str, str]:
+    """["a=http://host:1"] -> {"a": "http://host:1"}. Raises ConfigError."""
+    urls: dict[str, str] = {}
+    for text in texts:
+        name, _, url = text.partition("=")
+        if not (name and url) or name in urls:
+            raise ConfigError(f"--endpoint is NAME=URL, each name once, as mixed=http://127.0.0.1:8000; got {text!r}")
+        urls[name] = url
+    return urls
 
 
 def _settings(flags: Namespace) -> "BenchSettings":
@@ -94,7 +151,7 @@ def _settings(flags: Namespace) -> "BenchSettings":
     words = parse_level_words(flags.goodput or [], flags.more_levels or [])
     hidden = ("api_key", "more_levels")
     return BenchSettings(
-        target=_target(flags),
+        target=_target(flags, flags.url),
         work=_work(flags),
         arrival=arrival,
         levels=parse_levels(words),
@@ -105,10 +162,10 @@ def _settings(flags: Namespace) -> "BenchSettings":
     )
 
 
-def _target(flags: Namespace) -> "Target":
+def _target(flags: Namespace, address: str) -> "Target":
     from .settings import Target, choose_api, parse_url
 
-    url = parse_url(flags.url)
+    url = parse_url(address)
     wanted = flags.api.value if flags.api else None
     more: dict[str, Any] = {"temperature": flags.temperature}
     if flags.ignore_eos:

@@ -1,19 +1,23 @@
-"""A measurement as one SVG picture: how each latency is distributed, and tokens and open requests over time. By
-matplotlib, the extra `plot`; imported where a picture is asked for."""
+"""Draws a measurement as one SVG picture: how each latency is distributed, tokens and open requests over time; and a
+search for rates: share and rate of good requests at each rate. By matplotlib, the extra `plot`; imported where a
+picture is asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .rate_search import Trial, share_at
 from .report import Result
 from .stats import METRICS, values_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INCHES = (9.0, 8.0)
+SWEEP_INCHES = (9.0, 4.5)
 NUM_BINS = 60
 LINE, MARK, BAD = "#1f6feb", "#999999", "#d1242f"
 
@@ -22,7 +26,6 @@ Points = Sequence[tuple[float, float]]
 
 def draw(result: Result) -> str:
     """SVG of six panels."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     s = result.summary
@@ -37,6 +40,38 @@ def draw(result: Result) -> str:
         _distribution(axes, result, metric)
     _over_time(panels[-2], "output tokens per second", _tokens(result))
     _over_time(panels[-1], "open requests", open_requests(result))
+    return _svg(figure)
+
+
+def draw_sweep(lines: Mapping[str, Sequence[tuple[Trial, Result]]], shares: Sequence[float]) -> str:
+    """SVG of two panels with a line for each endpoint. `shares`: those that were searched for."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SWEEP_INCHES, layout="constrained")
+    by_share, by_goodput = figure.subplots(1, 2)
+    by_share.set(title="share of requests that met the level", xlabel="requests/s sent", xscale="log", ylim=(0, 1.03))
+    by_goodput.set(title="goodput, requests/s", xlabel="requests/s sent", xscale="log")
+    for share in shares:
+        by_share.axhline(share, color=MARK, linestyle="--")
+    for name, measured in lines.items():
+        trials = [trial for trial, _ in measured]
+        rates = sorted({trial.rate for trial in trials})
+        by_share.plot(rates, [share_at(trials, rate) for rate in rates], marker="o", label=name)
+        goodputs = [_goodput([result for trial, result in measured if trial.rate == rate]) for rate in rates]
+        by_goodput.plot(rates, goodputs, marker="o", label=name)
+    by_share.legend(loc="lower left")
+    return _svg(figure)
+
+
+def _goodput(results: Sequence[Result]) -> float:
+    """Good requests per second of all trials of one rate together."""
+    duration_s = sum(result.summary.duration_s for result in results)
+    return sum(result.summary.good or 0 for result in results) / duration_s
+
+
+def _svg(figure: "Figure") -> str:
+    from matplotlib import rc_context
+
     text = StringIO()
     with rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(text, format="svg")

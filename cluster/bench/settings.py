@@ -115,12 +115,11 @@ def parse_level_words(named: Sequence[str], trailing: Sequence[str]) -> list[str
     return [*words, *trailing]
 
 
-def check_output_files(settings: BenchSettings) -> None:
+def check_output_files(json_file: Path | None, plot: Path | None) -> None:
     """Raise ConfigError for a file that cannot be written."""
-    for file in (settings.json_file, settings.plot_file):
+    for file in (json_file, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(f"{file.absolute().parent} is no folder: create it, or name another for {file.name}")
-    plot = settings.plot_file
     if plot is not None and plot.suffix.lower() != ".svg":
         raise ConfigError(f"--plot draws SVG, which every browser shows: write --plot {plot.with_suffix('.svg')}")
     if plot is not None and find_spec("matplotlib") is None:

@@ -1,6 +1,7 @@
 """Makes synthetic workloads: sessions with prompts of given lengths, and the times to send them. Pure and seeded: the
 same settings give the same prompts in the same order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +67,13 @@ def arrivals(num: int, rate: float, burstiness: float, rng: np.random.Generator)
     1 is a Poisson process, less comes in bursts, more is steadier."""
     gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), max(num - 1, 0))
     return [0.0, *np.cumsum(gaps).tolist()][:num]
+
+
+def stretched(times_s: Sequence[float], rate: float) -> list[float]:
+    """Times of a trace, all gaps multiplied by one number, so that they have that rate on average; the first is 0."""
+    first_s = min(times_s)
+    scale = (len(times_s) - 1) / (rate * (max(times_s) - first_s))
+    return [(at_s - first_s) * scale for at_s in times_s]
 
 
 def _turn(inputs: Lengths, outputs: Lengths, source: TextSource, rng: np.random.Generator) -> Turn:

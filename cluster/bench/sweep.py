@@ -1,0 +1,170 @@
+"""Runs `diptych bench --find-rate`: finds the highest rate at which each of several endpoints keeps the service level.
+
+connect to each endpoint, warm up  ──>  one trial at each in turn, until every search has ended  ──>  table, JSON, plot
+
+Endpoints take turns, so that only one is loaded at a time and a machine that changes its speed changes it for all. Each
+trial has its own prompts, or the prefix cache would know them; all endpoints get the same ones.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from ...workers.common.event_loop import new_event_loop
+from .bench import allow_many_sockets, make_sessions, warm_up
+from .measure import Connection, Screen, connected, measure
+from .rate_search import Bracket, Search, Trial, bracket_of, next_rate, share_at
+from .report import Result, to_json
+from .run import Pace
+from .settings import BenchSettings, Target, check_output_files
+from .types import Session
+from .workloads import arrivals, stretched
+
+SEEDS_APART = 1_000_003  # seeds of two trials; so far apart that neighbouring values of --seed share none
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings:
+    """`load`: workload, arrival and service level; its rate is the first one. `targets`: by name, instead of its
+    target. `shares`: of the requests that must meet the level, 0 to 1. `width`: relative, at which a search ends."""
+
+    load: BenchSettings
+    targets: Mapping[str, Target]
+    shares: Sequence[float]
+    width: float
+
+
+@dataclass(slots=True)
+class Lane:
+    """Search at one endpoint. Two lists of the same length: what was measured, and its figures."""
+
+    name: str
+    settings: SweepSettings
+    connection: Connection
+    trials: list[Trial] = field(default_factory=list[Trial])
+    results: list[Result] = field(default_factory=list[Result])
+
+    def next_rate(self) -> float | None:
+        arrival, width = self.settings.load.arrival, self.settings.width
+        searches = [Search(share, arrival.rate or 1.0, width) for share in self.settings.shares]
+        return next((rate for each in searches if (rate := next_rate(self.trials, each)) is not None), None)
+
+    def bracket(self, share: float) -> Bracket:
+        return bracket_of(self.trials, share)
+
+    def sessions(self, number: int) -> list[Session]:
+        """Sessions of a trial, 0 for the warm-up."""
+        work = self.settings.load.work
+        work = replace(work, seed=work.seed + number * SEEDS_APART)
+        return make_sessions(work, self.connection.source, self.connection.tokenizer)
+
+    async def run_trial(self, rate: float, screen: Screen) -> bool:
+        """Returns whether it was interrupted; then it does not count."""
+        load, number = self.settings.load, len(self.trials) + 1
+        sessions = self.sessions(number)
+        pace = Pace(starts_at(rate, sessions, load), 0, load.arrival.think_s, load.arrival.max_s)
+        result = await measure(self.connection, sessions, pace, load.levels, screen)
+        if result.is_interrupted:
+            return True
+        trial = Trial(rate, result.summary.good or 0, result.summary.completed + result.summary.failed)
+        self.trials.append(trial)
+        self.results.append(result)
+        screen.log(f"{self.name}: {rate:.3g} requests/s: {trial.good} of {trial.sent} met the level")
+        return False
+
+
+def starts_at(rate: float, sessions: Sequence[Session], load: BenchSettings) -> list[float]:
+    """Start times at a rate: those of the trace, stretched; or random ones."""
+    times_s = [session.at_s for session in sessions if session.at_s is not None]
+    if times_s and max(times_s) > min(times_s):
+        return stretched(times_s, rate)
+    rng = np.random.default_rng((load.work.seed, 1))
+    return arrivals(len(sessions), rate, load.arrival.burstiness, rng)
+
+
+def run_sweep(settings: SweepSettings, screen: Screen) -> bool:
+    """Search and report. Returns whether it was interrupted. Raises DiptychErrors."""
+    load, date = settings.load, datetime.now(UTC).isoformat(timespec="seconds")
+    check_output_files(load.json_file, load.plot_file)
+    allow_many_sockets()
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        lanes, is_interrupted = runner.run(_sweep(settings, screen))
+    screen.out.print(_table(settings, lanes), soft_wrap=True)
+    if is_interrupted:
+        screen.out.print("interrupted: the searches had not ended")
+    if load.json_file is not None:
+        row = {"date": date, "settings": dict(load.shown), "interrupted": is_interrupted}
+        row |= {"endpoints": [_lane_json(settings, lane) for lane in lanes]}
+        load.json_file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    if load.plot_file is not None:
+        from .plot import draw_sweep
+
+        lines = {lane.name: list(zip(lane.trials, lane.results, strict=True)) for lane in lanes}
+        load.plot_file.write_text(draw_sweep(lines, settings.shares), encoding="utf-8")
+    return is_interrupted
+
+
+async def _sweep(settings: SweepSettings, screen: Screen) -> tuple[list[Lane], bool]:
+    async with AsyncExitStack() as stack:
+        lanes: list[Lane] = []
+        for name, target in settings.targets.items():
+            lane = Lane(name, settings, await stack.enter_async_context(connected(target)))
+            await warm_up(lane.connection, lane.sessions(0)[0], settings.load.work.seed, settings.load.num_warmup)
+            lanes.append(lane)
+        while any(lane.next_rate() is not None for lane in lanes):
+            for lane in lanes:
+                rate = lane.next_rate()
+                if rate is not None and await lane.run_trial(rate, screen):
+                    return lanes, True
+    return lanes, False
+
+
+def _table(settings: SweepSettings, lanes: Sequence[Lane]) -> Table:
+    levels = ", ".join(f"{metric} <= {level_s * 1000:g} ms" for metric, level_s in settings.load.levels.items())
+    table = Table(box=None, pad_edge=False, header_style="dim", title=f"highest rate, requests/s: {levels}")
+    table.add_column("endpoint", no_wrap=True)
+    for share in settings.shares:
+        table.add_column(f"for {share * 100:g} %", justify="right")
+    table.add_column("trials", justify="right")
+    for lane in lanes:
+        found = (_shown(lane.bracket(share)) for share in settings.shares)
+        table.add_row(lane.name, *found, str(len(lane.trials)))
+    return table
+
+
+def _shown(found: Bracket) -> str:
+    if found.holds is None:
+        return "none" if found.fails is None else f"below {found.fails:.3g}"
+    return f"{found.holds:.3g}" if found.fails is not None else f"at least {found.holds:.3g}"
+
+
+def _lane_json(settings: SweepSettings, lane: Lane) -> dict[str, Any]:
+    target = settings.targets[lane.name]
+    return {
+        "name": lane.name,
+        "url": target.url.geturl(),
+        "model": lane.connection.asking.model,
+        "api": target.api,
+        "found": [_found_json(lane, share) for share in settings.shares],
+        "trials": [
+            {"rate": trial.rate, "sent": trial.sent, "good": trial.good} | _figures(result)
+            for trial, result in zip(lane.trials, lane.results, strict=True)
+        ],
+    }
+
+
+def _found_json(lane: Lane, share: float) -> dict[str, Any]:
+    found = lane.bracket(share)
+    measured = None if found.holds is None else share_at(lane.trials, found.holds)
+    return {"share": share, "rate": found.holds, "fails_at": found.fails, "measured_share": measured}
+
+
+def _figures(result: Result) -> dict[str, Any]:
+    return {name: value for name, value in to_json(result).items() if name not in {"settings", "requests"}}

@@ -42,7 +42,7 @@ class SweepSettings:
 
 
 @dataclass(slots=True)
-class Lane:
+class EndpointSearch:
     """Search at one endpoint. Two lists of the same length: what was measured, and its figures."""
 
     name: str
@@ -95,47 +95,47 @@ def run_sweep(settings: SweepSettings, screen: Screen) -> bool:
     check_output_files(load.json_file, load.plot_file)
     allow_many_sockets()
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        lanes, is_interrupted = runner.run(_sweep(settings, screen))
-    screen.out.print(_table(settings, lanes), soft_wrap=True)
+        searches, is_interrupted = runner.run(_sweep(settings, screen))
+    screen.out.print(_table(settings, searches), soft_wrap=True)
     if is_interrupted:
         screen.out.print("interrupted: the searches had not ended")
     if load.json_file is not None:
         row = {"date": date, "settings": dict(load.shown), "interrupted": is_interrupted}
-        row |= {"endpoints": [_lane_json(settings, lane) for lane in lanes]}
+        row |= {"endpoints": [_search_json(settings, search) for search in searches]}
         load.json_file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
     if load.plot_file is not None:
         from .plot import draw_sweep
 
-        lines = {lane.name: list(zip(lane.trials, lane.results, strict=True)) for lane in lanes}
+        lines = {search.name: list(zip(search.trials, search.results, strict=True)) for search in searches}
         load.plot_file.write_text(draw_sweep(lines, settings.shares), encoding="utf-8")
     return is_interrupted
 
 
-async def _sweep(settings: SweepSettings, screen: Screen) -> tuple[list[Lane], bool]:
+async def _sweep(settings: SweepSettings, screen: Screen) -> tuple[list[EndpointSearch], bool]:
     async with AsyncExitStack() as stack:
-        lanes: list[Lane] = []
+        searches: list[EndpointSearch] = []
         for name, target in settings.targets.items():
-            lane = Lane(name, settings, await stack.enter_async_context(connected(target)))
-            await warm_up(lane.connection, lane.sessions(0)[0], settings.load.work.seed, settings.load.num_warmup)
-            lanes.append(lane)
-        while any(lane.next_rate() is not None for lane in lanes):
-            for lane in lanes:
-                rate = lane.next_rate()
-                if rate is not None and await lane.run_trial(rate, screen):
-                    return lanes, True
-    return lanes, False
+            search = EndpointSearch(name, settings, await stack.enter_async_context(connected(target)))
+            await warm_up(search.connection, search.sessions(0)[0], settings.load.work.seed, settings.load.num_warmup)
+            searches.append(search)
+        while any(search.next_rate() is not None for search in searches):
+            for search in searches:
+                rate = search.next_rate()
+                if rate is not None and await search.run_trial(rate, screen):
+                    return searches, True
+    return searches, False
 
 
-def _table(settings: SweepSettings, lanes: Sequence[Lane]) -> Table:
+def _table(settings: SweepSettings, searches: Sequence[EndpointSearch]) -> Table:
     levels = ", ".join(f"{metric} <= {level_s * 1000:g} ms" for metric, level_s in settings.load.levels.items())
     table = Table(box=None, pad_edge=False, header_style="dim", title=f"highest rate, requests/s: {levels}")
     table.add_column("endpoint", no_wrap=True)
     for share in settings.shares:
         table.add_column(f"for {share * 100:g} %", justify="right")
     table.add_column("trials", justify="right")
-    for lane in lanes:
-        found = (_shown(lane.bracket(share)) for share in settings.shares)
-        table.add_row(lane.name, *found, str(len(lane.trials)))
+    for search in searches:
+        found = (_shown(search.bracket(share)) for share in settings.shares)
+        table.add_row(search.name, *found, str(len(search.trials)))
     return table
 
 
@@ -145,24 +145,24 @@ def _shown(found: Bracket) -> str:
     return f"{found.holds:.3g}" if found.fails is not None else f"at least {found.holds:.3g}"
 
 
-def _lane_json(settings: SweepSettings, lane: Lane) -> dict[str, Any]:
-    target = settings.targets[lane.name]
+def _search_json(settings: SweepSettings, search: EndpointSearch) -> dict[str, Any]:
+    target = settings.targets[search.name]
     return {
-        "name": lane.name,
+        "name": search.name,
         "url": target.url.geturl(),
-        "model": lane.connection.asking.model,
+        "model": search.connection.asking.model,
         "api": target.api,
-        "found": [_found_json(lane, share) for share in settings.shares],
+        "found": [_found_json(search, share) for share in settings.shares],
         "trials": [
             {"rate": trial.rate, "sent": trial.sent, "good": trial.good} | _figures(result)
-            for trial, result in zip(lane.trials, lane.results, strict=True)
+            for trial, result in zip(search.trials, search.results, strict=True)
         ],
     }
 
 
-def _found_json(lane: Lane, share: float) -> dict[str, Any]:
-    found = lane.bracket(share)
-    measured = None if found.holds is None else share_at(lane.trials, found.holds)
+def _found_json(search: EndpointSearch, share: float) -> dict[str, Any]:
+    found = search.bracket(share)
+    measured = None if found.holds is None else share_at(search.trials, found.holds)
     return {"share": share, "rate": found.holds, "fails_at": found.fails, "measured_share": measured}
 
 

@@ -73,6 +73,15 @@ FORBIDDEN = {
 MAY_IMPORT = {"cluster/tokens/convert_tokenizer.py": {"transformers"}}  # a process of its own
 NEVER = {"pickle", "cloudpickle", "dill"}
 PROSE = [*ROOMS, "benchmarks", "deploy", "examples", "tests"]  # folders whose comments and docstrings are checked
+DOCUMENTED = [*ROOMS, "benchmarks", "examples", "tests/simulation", "tests/support"]  # docstrings begin as we want
+FINGERPRINTED = "kernels/cpu/build.py"  # its text is part of what a compiled library was made from
+# A docstring begins with a verb or the noun that the thing is: no question, relation or pronoun.
+REFUSED = re.compile(
+    r"(after|as|at|because|before|beside|between|but|by|for|from|here|how|if|in|it|like|neither|no|not|nothing|of|on|once|"
+    r"only|over|since|so|such|that|there|they|this|those|through|to|under|until|what|whatever|when|where|whether|which|"
+    r"who|whoever|whom|whose|why|with|without)\b",
+    re.IGNORECASE,
+)
 BANNER = re.compile(r"^\s*#\W*[-=─*#]{2,}|#.*[-=─*]{4,}\s*$")
 
 
@@ -185,6 +194,24 @@ def test_no_file_needs_banner_comments() -> None:
     found = {str(path.relative_to(ROOT)): banners(path.read_text()) for path in sources(PROSE)}
     assert {name: lines for name, lines in found.items() if lines} == {}
     assert banners("x = 1  # a - b\n# -- life ---\n    # ======\n#### ends\n# read -----\n") == [2, 3, 4, 5]
+
+
+def badly_begun(text: str) -> list[str]:
+    """First lines of the docstrings that begin with a refused word."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if REFUSED.match(text):
+                found.append(text.splitlines()[0])
+    return found
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    paths = {str(path.relative_to(ROOT)): path for path in sources(DOCUMENTED)}
+    found = {name: badly_begun(path.read_text()) for name, path in paths.items() if name != FINGERPRINTED}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert badly_begun('"""Number of bytes."""\ndef f():\n    """Of one part.\n\n    More."""') == ["Of one part."]
 
 
 @pytest.mark.parametrize("folder", NO_TORCH)

@@ -1,4 +1,4 @@
-"""What benchmarks of the compiled kernels begin with. Imported, not run."""
+"""Setup of benchmarks of the compiled kernels. Imported, not run."""
 
 from collections.abc import Sequence
 

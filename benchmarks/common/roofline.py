@@ -1,4 +1,4 @@
-"""What this machine can do at best: bytes read from memory and bfloat16 operations, each a second.
+"""Rates that this machine reaches at best: bytes read from memory and bfloat16 operations, each a second.
 
     python -m benchmarks.common.roofline [--seconds 3] [--json FILE]
 
@@ -33,7 +33,7 @@ MATRIX = 4096
 
 @dataclass(frozen=True)
 class Roofline:
-    """Of as many cores as `threads`; 0 where a rate could not be measured."""
+    """Rates of as many cores as `threads`; 0 where a rate could not be measured."""
 
     threads: int
     read_bytes_s: float
@@ -53,18 +53,18 @@ class Roofline:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Of one checkpoint in a dtype of `item_bytes`."""
+    """Costs of a checkpoint in a dtype of `item_bytes`."""
 
     spec: ModelSpec
     item_bytes: int = 2
 
     @property
     def num_layer_weights(self) -> int:
-        """That one token is multiplied by: of a mixture, of the experts that it goes to."""
+        """Number of weights that a token is multiplied by; in a mixture, only those of the experts that it goes to."""
         return round(self.num_touched(1))
 
     def num_touched(self, batch: int) -> float:
-        """That some of `batch` tokens are multiplied by, in the layers; each goes to experts at random."""
+        """Number of the layers' weights that `batch` tokens are multiplied by; each goes to experts at random."""
         assert self.spec.token_input is None, "what layers are given of each token is not counted"
         hidden = self.spec.hidden_size
         parts = [of for layer in self.spec.layers for of in (layer.feed_forward, layer.beside) if of is not None]
@@ -87,7 +87,7 @@ class ModelCost:
         return self.spec.hidden_size * self.spec.vocab_size
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """That one step must read: weights once, as far as it needs them, and the KV of `context` tokens of each of
+        """Bytes that a step must read: the weights that it needs once, and the KV of `context` tokens of each of
         `batch`."""
         of = [layer.attention for layer in self.spec.layers]
         kv = sum(2 * a.kv_size if isinstance(a, AttentionSpec) else a.kv_dim for a in of) * context
@@ -103,7 +103,7 @@ class ModelCost:
         return 2 * self.num_layer_weights * num_tokens + attention + 2 * self.num_head_weights
 
     def decode_share(self, roofline: Roofline, batch: int, context: int, seconds: float) -> float:
-        """Of whichever limit binds: of reading in small batches, of multiplying in large ones."""
+        """Share of the limit that binds: of reading in small batches, of multiplying in large ones."""
         return max(
             roofline.share_of_reading(self.decode_bytes(batch, context), seconds),
             roofline.share_of_multiplying(self.decode_flops(batch, context), seconds),
@@ -122,7 +122,7 @@ def _attention_weights(of: AttentionSpec | LatentSpec, hidden: int) -> int:
 
 
 def _mlp_columns(of: MlpSpec | MoeSpec, batch: int) -> float:
-    """Of matrices that have a row or a column for each hidden number."""
+    """Number of vectors as long as the hidden state that some of `batch` tokens read."""
     if isinstance(of, MlpSpec):
         return 3 * of.intermediate_size
     num = of.num_experts

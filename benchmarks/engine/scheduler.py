@@ -1,4 +1,4 @@
-"""What scheduling and bookkeeping cost: the time of an engine's step less its runner's, which computes nothing.
+"""Measures scheduling and bookkeeping: the time of an engine's step less its runner's, which computes nothing.
 
     python -m benchmarks.engine.scheduler [--repeat 5] [--json FILE]
 
@@ -64,10 +64,10 @@ class NullRunner:
         return False
 
     def expert_tokens(self) -> None:
-        """It has no experts."""
+        """Return no counts: it has no experts."""
 
     def check(self) -> None:
-        """Nothing can be lost."""
+        """Do nothing: no rank can be lost."""
 
     def close(self) -> None:
         pass

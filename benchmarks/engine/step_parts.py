@@ -1,4 +1,4 @@
-"""Where a step's time goes, part by part, as the compiled kernels count it themselves.
+"""Measures the parts of a step's time, as the compiled kernels count them themselves.
 
     python -m benchmarks.engine.step_parts --model DIR [--threads N] [--seconds 5] [--isa NAME]
 
@@ -67,7 +67,8 @@ class Bench:
         self._numbers = itertools.count()
 
     def fastest(self, batch: int, num_prompt: int, num_new: int, seconds: float) -> Timing:
-        """Of the steps that decode all of the batch; of those that prefill where nothing decodes."""
+        """Return the shortest times of steps that decode all of the batch, or of those that prefill where nothing
+        decodes."""
         best: Timing | None = None
         until = time.perf_counter() + seconds
         while best is None or time.perf_counter() < until:

@@ -44,7 +44,7 @@ PROMPTS = ((1, 1024), (8, 1024), (1, 8192))
 
 
 def figures(options: argparse.Namespace) -> Iterator[Figure]:
-    """In the order in which they are measured."""
+    """Yield the figures in the order in which they are measured."""
     cuda = CudaDevice(torch.device("cuda"))
     limits = roofline()
     link = link_bytes_s(cuda)

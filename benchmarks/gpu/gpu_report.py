@@ -43,7 +43,7 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")  # wa
 
 
 def facts() -> dict[str, str]:
-    """What the figures are of."""
+    """Return the facts of the machine and the software that the figures belong to."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -110,7 +110,7 @@ def marked_files() -> list[str]:
 
 
 def not_served() -> list[str]:
-    """What is not installed of that which workers serve with."""
+    """Return the packages that workers need to serve and that are not installed."""
     return [name for name in SERVING if find_spec(name) is None]
 
 

@@ -1,4 +1,4 @@
-"""What the kernels' machine code says of their speed, on a machine without a GPU: it measures nothing.
+"""Analyses the kernels' machine code for their speed, on a machine without a GPU: it measures nothing.
 
     python -m benchmarks.gpu.machine_code mla_decode prefill_attention
     python -m benchmarks.gpu.machine_code decode_attention --target sm_80 --launch "bf16 d 128" --dump folder
@@ -47,7 +47,7 @@ def loops_of(disassembled: str) -> list[Loop]:
 
 
 def _kind(name: str, modifiers: str) -> str:
-    """What an instruction is counted as; empty: not."""
+    """Return the kind that an instruction is counted as; empty: not counted."""
     if name in _MEMORY:
         width = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)
         return f"{name}.{width[1] if width else 32}"

@@ -198,7 +198,7 @@ def measure(limits: Roofline, seconds: float, mixture: Mixture, name: str, num_t
 
 
 def check(calls: dict[str, Callable[[Tensor, Tensor], Tensor]], choice: tuple[Tensor, Tensor]) -> None:
-    """Once each: what they compute is the same."""
+    """Check that all calls compute the same; call each once."""
     wanted = calls["eager"](*choice).float()
     for name, call in calls.items():
         error = float((call(*choice).float() - wanted).norm() / wanted.norm())

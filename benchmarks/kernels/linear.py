@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, team: Team, shape: str, format: Format, nu
 
 
 def best_of(calls: list[list[Callable[[], object]]], seconds: float) -> list[float]:
-    """Of each list the mean of its calls' shortest times; the lists take turns for `seconds` in all."""
+    """Return, for each list, the mean of its calls' shortest times; the lists take turns for `seconds` in all."""
     best = [[float("inf")] * len(turn) for turn in calls]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:

@@ -228,7 +228,7 @@ async def routed(fleet: Callable[[], list[WorkerInfo]]) -> AsyncIterator[Router]
 
 
 async def answered(cases: Sequence[Case], flags: Sequence[str]) -> list[Case]:
-    """With the answers of one worker alone, one request at a time."""
+    """Return the cases with the answers of a worker alone, one request at a time."""
     lone = Worker("mixed", worker_command(MODEL, "mixed", flags))
     async with started([lone]), routed(lambda: [lone.info]) as router:
         answers = [await ask(router, case, number) for number, case in enumerate(cases)]

@@ -1,4 +1,4 @@
-"""What it costs to share experts: a group of workers that each hold some of them, against as many that hold all.
+"""Measures the cost of sharing experts: a group of workers that each hold some of them, against as many that hold all.
 
     python -m benchmarks.serving.data_parallel [--workers 2] [--sequences 1 8] [--tokens 64] [--repeat 3] [--json FILE]
 

@@ -85,7 +85,7 @@ class Proxy:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One place in the cluster: a proxy, and the process that is behind it now."""
+    """Member of the cluster: a proxy, and the process that is behind it now."""
 
     role: str
     command: Sequence[str]
@@ -159,7 +159,7 @@ class Worker:
 
 
 def num_held(state: worker_pb2.WorkerState) -> int:
-    """Whatever a worker without requests should not have."""
+    """Count what a worker without requests should not hold."""
     load = state.load
     num_requests = load.num_running + load.num_waiting + state.num_open_handoffs
     num_blocks = load.num_leased_blocks + load.num_quarantined_blocks + state.num_unaccounted_blocks
@@ -171,7 +171,7 @@ def worker_command(model: str, role: str, flags: Sequence[str]) -> list[str]:
 
 
 async def leaked(workers: Sequence[Worker]) -> dict[str, int]:
-    """What is held by workers that nobody asks anything of any more, by role and number; empty if nothing is."""
+    """Return what is held by workers that have no requests any more, by role and number; empty if nothing is."""
     found: dict[str, int] = {}
     for number, worker in enumerate(workers):
         try:

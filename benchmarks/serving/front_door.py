@@ -1,4 +1,5 @@
-"""What is spent around an engine: the real router, front door and worker service over a runner that computes nothing.
+"""Measures the work around an engine: the real router, front door and worker service over a runner that computes
+nothing.
 
     python -m benchmarks.serving.front_door [--streams 16 32] [--step-ms 5] [--seconds 4] [--repeat 3] [--json FILE]
     python -m benchmarks.serving.front_door --profile router|worker  (cProfile of its event loop, 16 streams)
@@ -144,7 +145,7 @@ class Served:
 
 
 async def complete(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, num_tokens: int) -> None:
-    """One streamed completion on an open connection."""
+    """Stream a completion on an open connection."""
     body = json.dumps({
         "model": "fake", "prompt": PROMPT, "max_tokens": num_tokens, "stream": True, "ignore_eos": True,
         "stream_options": {"include_usage": True},

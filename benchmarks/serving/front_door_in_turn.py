@@ -1,4 +1,4 @@
-"""What front_door.py measures, of several commits on one noisy machine: short windows, in turn, of all at once.
+"""Compares front_door.py's figures of several commits on one noisy machine: short windows, in turn, of all at once.
 
     python -m benchmarks.serving.front_door_in_turn before=TREE after=TREE [--rounds 15] [--flat-s 0.8]
 
@@ -58,7 +58,7 @@ def children(pid: int) -> list[int]:
 
 
 def serve(front_door: ModuleType, cpu_of: Callable[[int], float]) -> None:
-    """In a tree's own process: answer each line of standard input, a kind and seconds, with figures."""
+    """Run in a tree's own process: answer each line of standard input, a kind and seconds, with figures."""
     served = front_door.Served(0.0)
 
     def cpu_s() -> float:

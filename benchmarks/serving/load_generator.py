@@ -1,4 +1,4 @@
-"""What a load generator spends on each streamed event: diptych bench's own HTTP client, beside aiohttp and httpx.
+"""Measures a load generator's time for each streamed event: diptych bench's own HTTP client, beside aiohttp and httpx.
 
     python -m benchmarks.serving.load_generator [--streams 64] [--events 200] [--gap-ms 20] [--repeat 5]
 

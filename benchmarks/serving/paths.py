@@ -169,7 +169,7 @@ def since(calls: list[Call], is_start: Callable[[Call], bool]) -> list[Call]:
 
 
 def common(repeats: list[list[Call]]) -> Counter[Call]:
-    """What all repeats have: the path, without what ran beside it."""
+    """Return the calls that all repeats have: the path, without what ran beside it."""
     counters = [Counter(calls) for calls in repeats]
     least = counters[0]
     for counter in counters[1:]:

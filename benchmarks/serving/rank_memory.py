@@ -1,4 +1,4 @@
-"""What each rank of a worker holds in memory: its share of the weights and of the KV, beside what torch itself takes.
+"""Measures the memory of each rank of a worker: its share of the weights and of the KV, and what torch itself takes.
 
     python -m benchmarks.serving.rank_memory --model DIR [--ranks 1 3] [--dtype bfloat16] [--kv-memory-mib 256]
 
@@ -34,7 +34,7 @@ KV_NAME = "diptych-kv"  # of the memory file
 
 
 def imported_uss() -> int:
-    """Of a process that has imported what a rank does, and done nothing with it."""
+    """Memory (bytes) of a process that has only imported what a rank does."""
     process = subprocess.Popen([sys.executable, "-c", IMPORTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()

@@ -1,4 +1,5 @@
-"""What users of a running cluster notice while it is scaled: a real `diptych serve`, and users who ask all the time.
+"""Measures what users of a running cluster notice while it is scaled: a real `diptych serve`, and users who ask all the
+time.
 
     python -m benchmarks.serving.scaling [--model DIR] [--users 50] [--steady 8] [--json FILE] [-- more flags of serve]
 
@@ -60,7 +61,7 @@ class Answer:
 
 @dataclass
 class Row:
-    """One part of the run. Times in seconds."""
+    """Results of a part of the run. Times in seconds."""
 
     name: str
     began_at: float
@@ -124,7 +125,7 @@ class Users:
     answers: list[Answer] = field(default_factory=list[Answer])
 
     async def run(self, number: int) -> None:
-        """One user."""
+        """Send requests as one user."""
         rng = random.Random(self.settings.seed * 1000 + number)
         while True:
             prompt = [rng.randrange(3, 200) for _ in range(rng.randint(20, 200))]
@@ -176,7 +177,7 @@ async def measure(settings: argparse.Namespace, env: dict[str, str], http: str, 
 
 
 async def _scale(env: dict[str, str], change: Sequence[str]) -> None:
-    """Until everybody who leaves has left."""
+    """Scale the cluster, and wait until all who leave have left."""
     command = await asyncio.create_subprocess_exec(*CLI, "scale", *change, env=env, stdout=subprocess.DEVNULL)
     async with asyncio.timeout(SCALE_S):
         if await command.wait():

@@ -32,7 +32,7 @@ MAX_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a server on a port and cores."""
+    """Command line that starts a server on a port and cores."""
 
     name: str
     arguments: Sequence[str]  # "{port}" stands for the port
@@ -55,7 +55,8 @@ def diptych(model: Path, pools: Mapping[str, int], threads: int, kv_gib: int, ex
 
 
 def vllm(environment: Path, model: Path, cores: Sequence[int], kv_gib: int, extra: Sequence[str] = ()) -> Command:
-    """At its best on a CPU: Intel's OpenMP, which vLLM's CPU build brings along, and one thread bound to each core."""
+    """Return vLLM's command at its best on a CPU: Intel's OpenMP, which vLLM's CPU build brings along, and one thread
+    bound to each core."""
     openmp = next(environment.rglob("libiomp5.so"), None)
     if openmp is None:
         sys.exit(f"{environment} holds no libiomp5.so: make it anew, as --help says")
@@ -114,7 +115,7 @@ class Server:
         return list(found)
 
     def pause(self) -> None:
-        """So that it takes nothing from the other one."""
+        """Stop the process, so that it takes nothing from the other one."""
         self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -163,7 +164,7 @@ def running(command: Command, cores: Sequence[int], logs: Path) -> Iterator[Serv
 
 
 def _answers(port: int) -> bool:
-    """Whether a token comes back."""
+    """Return whether a token comes back."""
     body = json.dumps({"model": MODEL_NAME, "prompt": "a", "max_tokens": 1})
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
     try:

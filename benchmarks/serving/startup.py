@@ -1,4 +1,5 @@
-"""From `diptych serve` to the first token, phase by phase, and what the cluster costs while it is idle.
+"""Measures a start from `diptych serve` to the first token, phase by phase, and the cost of the cluster while it is
+idle.
 
     python -m benchmarks.serving.startup [--model DIR] [--repeat 3] [--idle 0] [--json FILE] [-- more flags of serve]
 
@@ -71,7 +72,7 @@ class Serving:
         self.reached[phase] = time.monotonic() - self._began
 
     def cpu_s(self) -> dict[str, float]:
-        """By process."""
+        """CPU seconds of each process."""
         command = psutil.Process(self._process.pid)
         found: dict[str, float] = {}
         for process in [command, *command.children(recursive=True)]:

@@ -48,7 +48,7 @@ class Load:
     concurrency: int
 
     def scaled(self, scale: float) -> "Load":
-        """With as many waves of `concurrency` as `scale` leaves, at least one."""
+        """Return the load with as many waves of `concurrency` as `scale` leaves, at least one."""
         waves = max(round(self.num_requests * scale / self.concurrency), 1)
         return Load(self.num_input, self.num_output, waves * self.concurrency, self.concurrency)
 
@@ -133,7 +133,7 @@ def open_client(environment: Path, model: Path, log: IO[str]) -> Iterator[Client
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of one workload, in each alternation."""
+    """Comparison of a figure of one workload, in each alternation."""
 
     workload: str
     figure: str

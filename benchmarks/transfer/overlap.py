@@ -117,7 +117,7 @@ class ThrottledTransport(Transport):
 
 
 async def work(core: int, bytes_s: float | None, cpus: Sequence[int], settings: dict[str, Any]) -> None:
-    """Until stdin ends."""
+    """Work until stdin ends."""
     bind_this_thread(cpus)
     if bytes_s is not None:
         make = service.make_transports
@@ -243,7 +243,7 @@ class Measured:
 async def second_tokens(
     prefills: Sequence[WorkerInfo], decode: WorkerInfo, num_prompt: int, repeat: int, at_rest: bool
 ) -> list[SecondToken]:
-    """With each prefill worker, in turn. `at_rest`: the decode worker has nothing else to do."""
+    """Measure with each prefill worker, in turn. `at_rest`: the decode worker has nothing else to do."""
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(prefill, decode)) for prefill in prefills]
         # The first prompt touches the memory that is measured: pages that are new to the machine cost more than the

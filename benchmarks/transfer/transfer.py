@@ -1,4 +1,4 @@
-"""How fast KV moves between two processes of this machine, and what decoding pays for it meanwhile.
+"""Measures the speed of KV between two processes of this machine, and what decoding loses meanwhile.
 
     python -m benchmarks.transfer.transfer [--seconds 0.3] [--json] [--no-decode]
 
@@ -53,7 +53,7 @@ Figures = dict[str, dict[int, float]]  # who -> size -> seconds
 
 @asynccontextmanager
 async def source_process(role: str) -> AsyncGenerator[tuple[Any, asyncio.StreamWriter]]:
-    """What the far end said of itself, and its standard input."""
+    """Yield what the source process reported of itself, and its standard input."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, SOURCE, role, stdin=pipe, stdout=pipe)
     assert process.stdin is not None and process.stdout is not None

@@ -84,7 +84,7 @@ async def decode_while(
 
 
 def _engine() -> Engine:
-    """With BATCH sequences that decode, for as long as anybody asks."""
+    """Make an engine with BATCH sequences that decode without end."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""What a narrower wire costs in precision: the KV's relative error, and whether a model still says the same.
+"""Measures the precision that a narrower wire costs: the KV's relative error, and whether a model's answers stay the
+same.
 
     python -m benchmarks.transfer.wire_dtype [--model DIR] [--prompts 32] [--tokens 32] [--json]
 

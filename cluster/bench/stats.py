@@ -105,7 +105,7 @@ def values_s(done: Iterable[Reply], metric: str) -> list[float]:
 
 
 def is_good(reply: Reply, levels: Mapping[str, float]) -> bool:
-    """Whether a reply meets the levels. An answer of one token has no tpot, so it meets any."""
+    """Return whether a reply meets the levels. An answer of one token has no tpot, so it meets any."""
     return all((_value(reply, metric) or 0.0) <= level_s for metric, level_s in levels.items())
 
 

@@ -35,7 +35,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One request. `num_tokens`: of the prompt, as far as known; the server's count replaces it."""
+    """Request of a benchmark. `num_tokens`: length of its prompt, as far as known; the server's count replaces it."""
 
     prompt: Prompt
     num_tokens: int
@@ -71,7 +71,7 @@ class Reply:
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the last token."""
+        """Seconds from sending to the last token."""
         return self.ended_at - self.sent_at
 
     @property

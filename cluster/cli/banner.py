@@ -1,4 +1,4 @@
-"""What `diptych serve` says when it is ready: where it listens, and three snippets that work as they are pasted."""
+"""Text that `diptych serve` prints when it is ready: its addresses, and three snippets that work as they are pasted."""
 
 import json
 import shlex

@@ -86,8 +86,8 @@ def _prepare(config: ClusterConfig, console: Console, progress: Progress) -> Non
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether a signal is what ended the work. One that comes within a call of Ray ends that in an error of another
-    kind, of which it is the cause."""
+    """Return whether a signal is what ended the work. One that comes within a call of Ray ends that in an error of
+    another kind, of which it is the cause."""
     found: BaseException | None = error
     while found and not isinstance(found, Stopped | SystemExit):
         found = found.__cause__
@@ -95,7 +95,7 @@ def is_stop(error: BaseException) -> bool:
 
 
 def check(config: ClusterConfig) -> None:
-    """Whatever can be found wrong before a process is started. Raises DiptychErrors."""
+    """Check all that can be wrong before a process is started. Raises DiptychErrors."""
     if not os.environ.get("RAY_ADDRESS"):
         # On a Ray of many machines the model and the ports are another machine's matter.
         check_checkpoint(Path(config.shared.model.model))
@@ -105,7 +105,8 @@ def check(config: ClusterConfig) -> None:
 
 
 def _convert_tokenizer(folder: Path, progress: Progress) -> None:
-    """Here already, so that one that cannot be converted is told before Ray starts; routers find it in the cache."""
+    """Convert the tokenizer before Ray starts, so that a failure is reported early; routers find the result in the
+    cache."""
     if needs_conversion(folder):
         names = " and ".join(path.name for path in find_sources(folder))
         phase = progress.phase("converting the tokenizer", f"transformers reads {names}")
@@ -235,7 +236,7 @@ class _Launcher:
 
 
 def news(before: ClusterStatus, now: ClusterStatus) -> list[str]:
-    """What a person who watches the terminal should hear of."""
+    """Return lines that tell a person at the terminal what has changed."""
     lines = losses(before, now)
     old = {p.name: p for p in before.pools}
     for pool in now.pools:
@@ -267,6 +268,6 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _ignore_signals() -> None:
-    """One is enough: a second must not interrupt the ending of what the first ends."""
+    """Ignore further signals: a second one must not interrupt the shutdown that the first one began."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,5 @@
-"""One `diptych serve` a name: a lock on a file, which the kernel gives back however the process ends."""
+"""Lock that allows one `diptych serve` for each name: a lock on a file, which the kernel releases however the process
+ends."""
 
 import fcntl
 import os
@@ -12,7 +13,7 @@ from ..common.address_file import home
 
 @contextmanager
 def hold(name: str) -> Generator[None]:
-    """For the life of the body. Raises ConfigError where another process holds it."""
+    """Hold the lock while the body runs. Raises ConfigError where another process holds it."""
     path = home() / f"{name}.lock"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -41,7 +41,8 @@ class Progress:
 
     @contextmanager
     def phase(self, title: str, waits_for: str = "not done yet") -> Generator[StartPhase]:
-        """One phase; its closing line is printed only if it ends well. `waits_for`: until `note` says more."""
+        """Show a phase; print its closing line only if it succeeds. `waits_for`: what it waits for, until `note`
+        replaces it."""
         began = time.monotonic()
         status = self._console.status(title) if self._console.is_terminal else None
         phase = StartPhase(title, waits_for, (lambda text: status.update(Text(text))) if status else lambda _: None)

@@ -1,4 +1,4 @@
-"""Where a running cluster can be found from another terminal: one file a cluster, readable by its owner alone."""
+"""File by which another terminal finds a running cluster: one for each cluster, readable by its owner alone."""
 
 import json
 import os

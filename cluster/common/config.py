@@ -58,7 +58,7 @@ def _given(settings: _Settings, section: str | None = None) -> dict[str, Any]:
 
 
 class PoolConfig(_worker_settings("PoolSettings", Scope.POOL)):
-    """One pool: its size, where Ray may place its workers, and in which settings they differ."""
+    """Settings of a pool: its size, where Ray may place its workers, and in which settings they differ."""
 
     replicas: Count = 1
     min_replicas: Count | None = None  # with max_replicas: the autoscaler moves the pool between the two
@@ -112,7 +112,7 @@ class Pools(_Settings):
 
     @property
     def num_workers(self) -> int:
-        """At first."""
+        """Number of workers at the start."""
         return sum(pool.replicas * pool.parallel.data_parallel for _, pool in self.items())
 
 
@@ -167,14 +167,14 @@ class RouterConfig(_Settings):
 
 
 class ServiceLevel(_Settings):
-    """What users are promised, and what the autoscaler steers by."""
+    """Latencies that users are promised; the autoscaler aims at them."""
 
     ttft_s: Annotated[float, Field(gt=0)] = 1.0  # time to first token
     tpot_s: Annotated[float, Field(gt=0)] = 0.1  # time per output token
 
 
 class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
-    """One model served on pools of workers, which share the settings given here."""
+    """Settings of a cluster: a model served on pools of workers, which share the settings given here."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = DEFAULT_NAME
     drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
@@ -217,7 +217,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
         return self.shared.model.device_kind == "cuda"
 
     def gpus_of(self, pool: PoolConfig) -> float:
-        """What Ray reserves for each of its workers."""
+        """Return the number of GPUs that Ray reserves for each worker of the pool."""
         if pool.num_gpus is not None:
             return pool.num_gpus
         return float(pool.parallel.tensor_parallel) if self.is_on_gpus else 0.0

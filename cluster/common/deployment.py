@@ -1,4 +1,4 @@
-"""One running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
+"""Running cluster as its processes know it: the settings, the secret, the names. Frozen; knows no Ray."""
 
 import hashlib
 import tempfile
@@ -29,7 +29,7 @@ class Deployment:
         return f"diptych:{self.config.name}:router:{router_id}"
 
     def owns(self, name: str) -> bool:
-        """Whether it is the name of one of this cluster's workers or routers."""
+        """Return whether it is the name of one of this cluster's workers or routers."""
         return name.startswith((self.worker_name(""), self.router_name("")))
 
     def worker_id(self, name: str) -> str | None:
@@ -44,8 +44,8 @@ class Deployment:
         return replace(self, config=self.config.model_copy(update={"router": router}))
 
     def num_cores(self, pool: str) -> int:
-        """That each worker of the pool should have for itself; 0: it shares. On a machine that is not ours alone, only
-        where the settings say so."""
+        """Number of cores that each worker of the pool has for itself; 0: it shares them. On a machine that is not ours
+        alone, it is above 0 only where the settings say so."""
         settings = self.config.pools.get(pool)
         if settings.cores is not None:
             return settings.cores
@@ -82,13 +82,13 @@ class Deployment:
         return str(Path(tempfile.gettempdir()) / f"diptych-{name.hexdigest()}")
 
     def _tpot_s(self) -> float:
-        """What steps with prompts aim at: the time per token that was promised, where one was."""
+        """Time per token at which steps with prompts aim: the promised one, if there is one."""
         level = self.config.service_level
         return level.tpot_s if "tpot_s" in level.model_fields_set else TPOT_S
 
 
 def make_worker_id(pool: str, number: int) -> str:
-    """Of a gang. `number`: of all that the cluster has started, from 1."""
+    """Return the name of a gang. `number`: counts all gangs that the cluster has started, from 1."""
     return f"{pool}-{number}"
 
 

@@ -1,4 +1,4 @@
-"""What has gone to each expert of a mixture, over a cluster: what `expert_placement` reads. Arithmetic and a file.
+"""Token counts of each expert of a mixture, over a cluster, as `expert_placement` reads them. Arithmetic and a file.
 
 counts  = what each worker has counted, added up, by layer
 save    = a JSON list, of each layer that has experts a list of counts, in order
@@ -60,8 +60,8 @@ def imbalance(loads: Sequence[int]) -> float:
 
 
 def balance(counts: Mapping[int, Sequence[int]], num_ranks: int, num_copies: int) -> dict[str, float]:
-    """By placement: the busiest rank's work by the average rank's, each layer's in proportion to its tokens. Ranks wait
-    for each other in every layer: experts take so much longer than they need to. Raises ConfigError."""
+    """Return, for each placement, the busiest rank's work divided by the average rank's; layers weigh by their tokens.
+    Ranks wait for each other in every layer: experts take so much longer than they need to. Raises ConfigError."""
     busiest = dict.fromkeys((IN_ORDER, DEALT_OUT, "by load"), 0.0)
     for loads in counts.values():
         placements: tuple[Placement, ...] = (

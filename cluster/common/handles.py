@@ -1,4 +1,5 @@
-"""What the supervisor asks of whoever starts processes: placement.py with Ray, a test without."""
+"""Interfaces through which the supervisor starts and stops processes: placement.py implements them with Ray, tests
+without."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Startable(Protocol[Started_co]):
         ...
 
     async def waiting_for(self) -> str:
-        """What must come before it can be placed; nothing once it is."""
+        """Return what must happen before it can be placed; empty once it is placed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Whether a process still answers its owner, which ends it and starts another where it does not.
+"""Watches whether a process still answers its owner, which ends it and starts another where it does not.
 
     worker       <- supervisor    its load reports; while it starts, `alive`
     router       <- supervisor    `alive`, answered by the event loop that serves requests
@@ -21,7 +21,7 @@ class Silence:
         self._num_looks = 0
 
     def look(self, *, has_answered: bool) -> bool:
-        """Whether it has lasted too long. Then the count begins again, for what is started in its place."""
+        """Return whether it has lasted too long. Then the count begins again, for what is started in its place."""
         self._num_looks = 0 if has_answered else self._num_looks + 1
         if self._num_looks < self.limit:
             return False
@@ -47,7 +47,7 @@ class Heartbeat:
         return self._silence.limit
 
     def look(self) -> bool:
-        """Whether it has been silent for too long."""
+        """Return whether it has been silent for too long."""
         if not self._call.done():
             return self._silence.look(has_answered=False)
         if has_answered := self._call.exception() is None:

@@ -1,4 +1,4 @@
-"""What all calls of a router may hold together of something: bytes of bodies, log-probabilities of answers."""
+"""Quota that all calls of a router share: bytes of bodies, log-probabilities of answers."""
 
 from types import TracebackType
 from typing import Self
@@ -14,7 +14,7 @@ class Quota:
         self.num_held = 0
 
     def share(self) -> "QuotaShare":
-        """One call's share, to be entered."""
+        """Return a call's share, a context manager."""
         return QuotaShare(self)
 
     def take(self, num: int) -> None:

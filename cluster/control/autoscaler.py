@@ -1,4 +1,4 @@
-"""How many workers each pool should have, from its load and the service level. Pure: loads in, targets out.
+"""Decides how many workers each pool should have, from its load and the service level. Pure: loads in, targets out.
 
 A pool grows when it breaks its service level on several looks in a row and shrinks, one worker at a time, only after it
 would have kept it with one worker less for a long while: growing late costs latency, shrinking early costs a start.

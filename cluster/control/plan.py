@@ -1,4 +1,4 @@
-"""What to do about the fleet: workers that are, workers that should be -> actions. Pure; time comes in as a number.
+"""Decides what to do about the fleet: existing workers, wanted workers -> actions. Pure; time comes in as a number.
 
     STARTING --address known--> READY --surplus--> DRAINING --finished--> STOPPING
        └────────── died at any time: a failure of its pool, which may have to wait before it starts another ──────┘
@@ -38,7 +38,7 @@ class PlannedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Of one pool: how many in a row died young, the last one's error, and when the next may start."""
+    """Failures of a pool: how many workers in a row died young, the last one's error, and when the next may start."""
 
     count: int = 0
     last_error: str = ""
@@ -108,7 +108,7 @@ def after_failure(failures: Failures, error: str, *, lived_s: float, now: float)
 
 
 def _surplus(members: list[PlannedWorker], target: int) -> list[PlannedWorker]:
-    """Who leaves: those that serve nobody yet, then the least busy. Not one that is silent: it may serve."""
+    """Choose who leaves: workers that serve nobody yet, then the least busy. Never a silent one: it may serve."""
     known = [w for w in members if not w.is_silent]
     order = sorted(known, key=lambda w: (w.phase is Phase.READY, w.num_requests, w.worker_id))
     return order[: max(len(members) - target, 0)]

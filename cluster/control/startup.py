@@ -1,4 +1,4 @@
-"""What a start still waits for, and why it cannot succeed. Pure: reads a ClusterStatus."""
+"""Tells what a start still waits for, and why it cannot succeed. Pure: reads a ClusterStatus."""
 
 from ...workers.common.errors import DiptychError, Unavailable, from_wire
 from ..common.plurals import count
@@ -38,7 +38,7 @@ def losses(before: ClusterStatus | None, now: ClusterStatus) -> list[str]:
 
 
 def missing(status: ClusterStatus) -> str:
-    """What is not ready yet, and what each of these waits for."""
+    """Return what is not ready yet, and what each of these waits for."""
     parts = [f"{p.num_ready} of {count(p.target, f'{p.name} worker')} ready" for p in status.pools if p.target]
     routers = [r for r in status.routers if r.phase != "ready"]
     parts += [f"{r.router_id} {f'waits for {r.waiting_for}' if r.waiting_for else 'starts'}" for r in routers]

@@ -1,4 +1,4 @@
-"""What a person or a script learns of a running cluster. Plain data, the same in `diptych status` and its --json."""
+"""Status of a running cluster for persons and scripts. Plain data, the same in `diptych status` and its --json."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -102,7 +102,7 @@ class ClusterStatus:
 
     @property
     def is_settled(self) -> bool:
-        """At its targets, with nobody on the way in or out."""
+        """Return whether every pool has its target size and nobody starts or leaves."""
         return self.state == "ready" and all(p.num_ready == p.target and not p.num_draining for p in self.pools)
 
     def to_json(self) -> dict[str, Any]:

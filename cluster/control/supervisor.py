@@ -92,8 +92,8 @@ class Supervisor:
                     await self._wake.wait()
 
     def note_failure(self, who: str, error: DiptychError) -> bool:
-        """Whether `error` of process `who` ends the start: one that would come again, before the cluster was ever
-        ready. The first is kept for `status`, and nothing more is started."""
+        """Return whether `error` of process `who` ends the start: one that would come again, before the cluster was
+        ever ready. The first is kept for `status`, and nothing more is started."""
         if self._was_ready or error.retryable:
             return False
         is_the_users = isinstance(error, CheckpointError | ConfigError)  # then it does not matter who read it
@@ -162,7 +162,7 @@ class Supervisor:
         self._publish()
 
     def _end(self, gang: Iterable[WorkerRecord]) -> None:
-        """Those that do not end already."""
+        """End the workers that are not ending already."""
         for worker in gang:
             if worker.phase is not Phase.STOPPING:
                 worker.enter(Phase.STOPPING)
@@ -367,14 +367,14 @@ class Supervisor:
         )
 
     async def audit(self) -> dict[str, str]:
-        """By worker that is ready: what is wrong with its block bookkeeping, or nothing."""
+        """Return, for each worker that is ready, what is wrong with its block bookkeeping; empty where nothing is."""
         ready = [(w.worker_id, w.control) for w in self._workers.values() if w.phase is Phase.READY and w.control]
         found = await asyncio.gather(*(control.audit() for _, control in ready))
         return dict(zip((worker_id for worker_id, _ in ready), found, strict=True))
 
     async def experts(self, pool: str | None) -> dict[int, list[int]]:
-        """By layer: what has gone to each expert of the workers that are ready, or of those of one pool. Raises
-        InternalError, WorkerLost."""
+        """Return, for each layer, each expert's token count on all workers that are ready, or on those of one pool.
+        Raises InternalError, WorkerLost."""
         ready = (w for w in self._workers.values() if w.phase is Phase.READY and pool in {None, w.pool})
         return add_up(await asyncio.gather(*(w.control.state() for w in ready if w.control)))
 

@@ -46,7 +46,8 @@ class WorkerControl:
 
     @classmethod
     async def open(cls, address: str, token: str | None) -> Self:
-        """With its first report, which tells whether it drains. Raises WorkerLost if that does not come in time."""
+        """Connect, and wait for the first report, which tells whether the worker drains. Raises WorkerLost if none
+        comes in time."""
         control = cls(address, token)
         try:
             async with asyncio.timeout(REPORT_S):
@@ -81,7 +82,7 @@ class WorkerControl:
             raise WorkerLost(f"the worker at {self.address} did not tell its state: {e}") from e  # `close` was called
 
     async def audit(self) -> str:
-        """What is wrong with the worker's block bookkeeping, or nothing."""
+        """Return what is wrong with the worker's block bookkeeping; empty text where nothing is."""
         try:
             num = (await self.state()).num_unaccounted_blocks
         except DiptychError as e:
@@ -107,7 +108,7 @@ class WorkerControl:
         await self._channel.close()
 
     async def _run(self) -> None:
-        """One stream after the other."""
+        """Open one stream after another."""
         while not self._is_closed:
             call = self._call = self._stub.Link(metadata=self._metadata)
             self._knows_draining = False

@@ -1,4 +1,4 @@
-"""One worker as the supervisor knows it, from its start to its end, and what it tells others of it."""
+"""Worker as the supervisor knows it, from its start to its end, and what it tells others of it."""
 
 import asyncio
 import time
@@ -39,7 +39,8 @@ class WorkerRecord:
         return self.control.load if self.control else LoadReport()
 
     def transfers(self, worker_ids: Mapping[str, str]) -> list[TransferStatus]:
-        """For a person. `worker_ids`: by incarnation, of the workers that live."""
+        """Return the worker's transfers, as a person reads them. `worker_ids`: names of the live workers by
+        incarnation."""
         transfers = self.control.transfer_stats if self.control else ()
         return [
             TransferStatus(
@@ -55,19 +56,19 @@ class WorkerRecord:
         ]
 
     def view(self) -> PlannedWorker:
-        """For the plan."""
+        """Return the worker as the plan sees it."""
         num_requests = self.load.num_running + self.load.num_waiting
         is_silent = self.phase is Phase.STARTING and not (self.is_new or self.waiting_for)
         return PlannedWorker(self.worker_id, self.pool, self.phase, num_requests, self.load.draining, is_silent)
 
     def info(self) -> WorkerInfo | None:
-        """For routers; None while it has no requests to take or to finish."""
+        """Return the worker as routers see it; None while it has no requests to take or to finish."""
         if self.started is None or self.phase not in (Phase.READY, Phase.DRAINING):
             return None
         return WorkerInfo(self.started.incarnation, self.started.address, self.pool, self.pool, self.worker_id)
 
     def status(self, now: float) -> WorkerStatus:
-        """For a person, at `now` (monotonic s)."""
+        """Return the worker as a person sees it, at `now` (monotonic s)."""
         started, load = self.started, self.load
         role = ROLE_FROM_PROTO.get(load.role)
         return WorkerStatus(
@@ -93,7 +94,7 @@ class WorkerRecord:
 
 
 def announced(workers: Collection[WorkerRecord]) -> list[WorkerInfo]:
-    """For routers: the workers of gangs that have all of their members."""
+    """Return the workers that routers learn of: those of gangs that have all of their members."""
     incomplete = {gang_of(worker.worker_id) for worker in workers if worker.phase is Phase.STARTING}
     infos = (worker.info() for worker in workers if gang_of(worker.worker_id) not in incomplete)
     return [info for info in infos if info]

@@ -1,4 +1,4 @@
-"""What the supervisor waits for: a process that starts, one that ends or hangs, a gang that has nothing left to do."""
+"""Waits of the supervisor: for a process that starts, one that ends or hangs, a gang that has nothing left to do."""
 
 import asyncio
 import logging
@@ -50,7 +50,7 @@ async def until_started(handle: Startable[Started], on_wait: Callable[[str], Non
 
 
 async def until_lost(handle: RouterHandle) -> DiptychError:
-    """Why it is: it died, or it hangs."""
+    """Wait until the router is lost; return why: it died, or it hangs."""
     death, heartbeat = asyncio.ensure_future(handle.wait()), Heartbeat(handle.alive, SILENT_TICKS)
     try:
         while not (await asyncio.wait([death], timeout=TICK_S))[0]:
@@ -63,7 +63,7 @@ async def until_lost(handle: RouterHandle) -> DiptychError:
 
 
 async def until_known(handle: WorkerHandle, opening: Coroutine[None, None, WorkerControl]) -> WorkerControl:
-    """What `opening` returns. Raises what that raises, and why the process ended, where it does so first."""
+    """Return what `opening` returns. Raises what that raises, or why the process ended, whichever comes first."""
     opened, death = asyncio.ensure_future(opening), asyncio.ensure_future(handle.wait())
     try:
         await asyncio.wait([opened, death], return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +80,7 @@ async def until_known(handle: WorkerHandle, opening: Coroutine[None, None, Worke
 
 
 async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> DiptychError:
-    """Why it is. Meanwhile it is kept in its pool's role."""
+    """Wait until the worker has ended; return why. Until then, keep it in its pool's role."""
     death = asyncio.ensure_future(handle.wait())
     num_received, silence = -1, Silence(SILENT_TICKS)
     try:
@@ -99,7 +99,7 @@ async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: Worker
 
 
 async def last_words(worker: WorkerRecord, handle: WorkerHandle) -> DiptychError | None:
-    """Why it ends too, of one whose gang has lost another member; None where it does not end by itself."""
+    """Return why a worker ends whose gang has lost another member; None where it does not end by itself."""
     try:
         async with asyncio.timeout(LAST_WORDS_S):
             if worker.started is None:

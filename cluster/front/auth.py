@@ -10,7 +10,7 @@ class ApiKey:
         self._expected = None if key is None else key.encode()
 
     def accepts(self, header: bytes) -> bool:
-        """Whether the header's value holds the key. Takes the same time for every wrong key."""
+        """Return whether the header's value holds the key. Takes the same time for every wrong key."""
         if self._expected is None:
             return True
         scheme, _, given = header.partition(b" ")

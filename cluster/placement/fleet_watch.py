@@ -1,4 +1,4 @@
-"""How a router learns the fleet: by a long poll at the supervisor. Knows no Ray."""
+"""Client of the supervisor by which a router learns the fleet: a long poll. Knows no Ray."""
 
 import asyncio
 import logging
@@ -18,8 +18,9 @@ async def follow(
     update_fleet: Callable[[list[WorkerInfo]], None],
     away: tuple[type[Exception], ...],
 ) -> None:
-    """Until cancelled, `update_fleet` with what the supervisor says. Calls nothing while no supervisor answers: its
-    successor will, and requests go on by the last view. `away`: the errors of `find` and of a call that mean this."""
+    """Pass each fleet that the supervisor reports to `update_fleet`, until cancelled. While no supervisor answers, call
+    nothing: its successor will answer, and requests go on by the last view. `away`: the errors of `find` and of a call
+    that mean this."""
     version = 0
     while True:
         try:

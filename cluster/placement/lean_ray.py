@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def is_known() -> bool:
-    """Whether this version of Ray is one that `start` knows the inside of."""
+    """Return whether this version of Ray is one that `start` knows the inside of."""
     import ray
 
     return sys.platform == "linux" and ray.__version__.startswith(KNOWN_VERSIONS)
@@ -99,6 +99,7 @@ def _raylet_command(services: Any, edit: Callable[[Sequence[str]], list[str]]) -
 
 
 def apply_settings() -> None:
-    """Before Ray is first imported: its processes inherit them. What a person has set stays."""
+    """Set Ray's environment variables; call it before Ray is first imported: its processes inherit them. Values that a
+    person has set stay."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

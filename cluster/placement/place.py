@@ -1,4 +1,5 @@
-"""Where Ray has room: a placement group of one bundle for each process, kept under a name until it is given back."""
+"""Places that Ray has reserved: placement groups of one bundle for each process, kept under a name until they are given
+back."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, get_placement_group
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One bundle of a placement group, all of which are alike and on one node."""
+    """Bundle of a placement group, all of whose bundles are alike and on one node."""
 
     group: str  # the group's name
     bundle: dict[str, float]
@@ -20,7 +21,7 @@ class Place:
 
     @property
     def needs(self) -> str:
-        """In words, of the node that the whole group is on."""
+        """Text that says what the whole group needs of its node."""
         amounts = [f"{name}: {each * self.size:g}" for name, each in self.bundle.items()]
         found = ", ".join(amounts + [f"{name}: {value}" for name, value in self.labels.items()])
         return found if self.size == 1 else f"{found} for a gang of {self.size} workers"
@@ -35,7 +36,7 @@ class Place:
 
 
 def give_back(group: str) -> None:
-    """What runs in it is killed. Idempotent."""
+    """Remove the group and kill what runs in it. Idempotent."""
     with suppress(ValueError):
         remove_placement_group(get_placement_group(group))
 

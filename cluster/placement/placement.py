@@ -1,4 +1,4 @@
-"""Where processes run: the only file that starts Ray actors. Knows no fleet and no request.
+"""Starts processes; the only file that starts Ray actors. Knows no fleet and no request.
 
     supervisor   named, detached, restarted by Ray        diptych:<cluster>:supervisor
     worker       one placement group and one actor each   diptych:<cluster>:worker:<worker id>
@@ -95,7 +95,7 @@ class WorkerActor:
         """Answered by the event loop."""
 
     async def run_until_stopped(self) -> Refused:
-        """After `start`. Why it ended."""
+        """Serve after `start` until stopped; return why it ended."""
         return Refused.because(await asyncio.wrap_future(self._process.ended))
 
     async def stop(self) -> None:
@@ -240,7 +240,7 @@ class _Placed:
         return answer
 
     def begin(self) -> None:
-        """As `start`, which then need not wait as long."""
+        """Begin what `start` does, so that `start` need not wait as long."""
         self._actor.start.remote()
 
     async def alive(self) -> None:

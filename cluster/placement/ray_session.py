@@ -159,7 +159,7 @@ def make_token(path: Path) -> Path:
 
 
 def refuses(address: str, token: str | None) -> bool:
-    """Whether Ray's GCS turns away a caller with this token, or with none."""
+    """Return whether Ray's GCS turns away a caller with this token, or with none."""
     import grpc
 
     # Ray's own stubs would import Ray, and what it reads of its environment is not settled yet. An empty message asks
@@ -175,7 +175,7 @@ def refuses(address: str, token: str | None) -> bool:
 
 
 def _set_environment(token_path: Path | None, *, is_local: bool) -> None:
-    """Before Ray is first imported: it reads most of this once, and its processes inherit it."""
+    """Set Ray's environment before it is first imported: it reads most of this once, and its processes inherit it."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     # Ray would run its actors at the lowest priority but four: ours serve people.

@@ -1,4 +1,4 @@
-"""One router's process: the front door over a Router, on its listeners. Knows no Ray; its fleet is told to it.
+"""Router process: the front door over a Router, on its listeners. Knows no Ray; the supervisor tells it the fleet.
 
 ports bound -> tokenizer read -> router dials workers -> HTTP and gRPC listen ... -> listeners close, router hangs up
 """

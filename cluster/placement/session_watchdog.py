@@ -62,7 +62,7 @@ class ProcessTree:
         self._seen: set[psutil.Process] = set()
 
     def look(self) -> set[psutil.Process]:
-        """Those that live."""
+        """Return the members that live."""
         self._seen = {process for process in self._seen if process.is_running()}
         known = {process.pid for process in self._seen}
         if self._root.is_running():
@@ -74,7 +74,7 @@ class ProcessTree:
         return self._seen
 
     def members(self, folder: Path) -> list[psutil.Process]:
-        """Those that have a file under `folder` open, less this process."""
+        """Return the processes that have a file under `folder` open, without this one."""
         return [p for p in self.look() if p.pid != os.getpid() and has_open(p, folder)]
 
 

@@ -54,11 +54,13 @@ class SupervisorClient:
             ray.kill(self._actor, no_restart=False)
 
     def audit(self) -> dict[str, str]:
-        """By worker: what is wrong with its block bookkeeping, or nothing. Raises Unavailable."""
+        """Return, for each worker, what is wrong with its block bookkeeping; empty text where nothing is. Raises
+        Unavailable."""
         return self._ask("audit")
 
     def experts(self, pool: str | None) -> dict[int, list[int]]:
-        """By layer: what has gone to each expert, on all workers or on one pool's. Raises Unavailable, WorkerLost."""
+        """Return, for each layer, each expert's token count on all workers or on one pool's. Raises Unavailable,
+        WorkerLost."""
         return self._ask("experts", pool)
 
     def scale(self, replicas: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started: the model's folder, the ports, the files named. No torch."""
+"""Checks made before anything is started: the model's folder, the ports, the files named. No torch."""
 
 import errno
 import socket
@@ -26,7 +26,7 @@ def resolve_model(model: str) -> str:
 
 
 def check_model(folder: Path) -> ModelSpec:
-    """What the config.json of a Hugging Face checkpoint in `folder` says. Raises ConfigError or CheckpointError."""
+    """Read the config.json of the Hugging Face checkpoint in `folder`. Raises ConfigError or CheckpointError."""
     remedy = f"Give the folder of a Hugging Face checkpoint, or `{SHIPPED_MODEL}` for the model that ships with Diptych"
     if not folder.exists():
         raise ConfigError(f"{folder} does not exist. {remedy}")

@@ -40,7 +40,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """One finding after the other, as each is made."""
+    """Yield each finding as soon as it is made."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python,
         lambda: _package("torch", "torch", Verdict.FAILED, "pip install torch"),

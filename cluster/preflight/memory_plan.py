@@ -1,4 +1,4 @@
-"""Whether a model fits, before anything starts: bytes of weights and of KV on each rank, and what KV then holds.
+"""Plans memory before anything starts: bytes of weights and of KV on each rank, and what KV then holds.
 
 Pure: a ModelSpec and sizes go in, numbers come out. The weights' arithmetic is the loader's own (weight_bytes.py), the
 KV's that of the cache (kv/layout.py), so that a plan and a worker cannot differ.
@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank. Bytes."""
+    """Memory plan of a rank. All quantities in bytes."""
 
     weights: dict[str, int]  # by part of the model
     free_bytes: int  # once they are there; below 0: they do not fit
@@ -54,7 +54,7 @@ class RankPlan:
         return sum(self.weights.values())
 
     def num_sequences(self, num_tokens: int, block_size: int) -> int:
-        """Of `num_tokens` each, whose KV fits at once."""
+        """Number of sequences of `num_tokens` each whose KV fits at once."""
         per_sequence = -(-num_tokens // block_size) * block_size
         return self.num_tokens // per_sequence
 
@@ -69,7 +69,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """That fit: the rank with the least room decides."""
+        """Number of tokens that fit: the rank with the least room decides."""
         return min(rank.num_tokens for rank in (self.first, self.other) if rank is not None)
 
 
@@ -102,7 +102,7 @@ def plan_memory(spec: ModelSpec, how: Parallelism, memory: Memory, max_context_t
 
 
 def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) -> str | None:
-    """Who computes with weights that are not held quantised; None: they are."""
+    """Return who computes with weights that are not held quantised; None if they are held quantised."""
     if how.on_gpus:
         return "GPUs compute"
     why = why_torch(spec, how.block_size, how.tensor_parallel, whole_experts=whole_experts)
@@ -110,7 +110,7 @@ def _why_full_size(spec: ModelSpec, how: Parallelism, *, whole_experts: bool) ->
 
 
 def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
-    """Of each rank, or of each worker that shares experts."""
+    """Return the share of each rank, or of each worker that shares experts."""
     if how.expert_parallel not in (1, how.tensor_parallel):
         raise ConfigError(f"expert_parallel must be 1 or tensor_parallel, got {how.expert_parallel}")
     if how.data_parallel == 1:

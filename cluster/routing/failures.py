@@ -17,7 +17,7 @@ from ...workers.common.errors import (
 
 
 def is_on_the_way(error: DiptychError) -> bool:
-    """Whether source and sink could not reach each other: another sink may still read the offered KV."""
+    """Return whether source and sink could not reach each other: another sink may still read the offered KV."""
     return isinstance(error, TransportError | WorkerLost)
 
 
@@ -43,7 +43,7 @@ class RequestFailures:
 
     @property
     def may_hand_off(self) -> bool:
-        """Whether the next attempt may use two workers. The last one must not if a hand-off has failed."""
+        """Return whether the next attempt may use two workers. The last one must not if a hand-off has failed."""
         is_last = self.num_attempts == self.max_attempts - 1
         return not self._layouts_differ and not (self._has_handoff_failed and is_last)
 

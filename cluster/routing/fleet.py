@@ -177,7 +177,7 @@ class Fleet:
         self._views[incarnation].is_draining = True
 
     def is_draining(self, incarnation: str) -> bool:
-        """Whether it drains; False for a worker that was removed."""
+        """Return whether it drains; False for a worker that was removed."""
         view = self._views.get(incarnation)
         return view is not None and view.is_draining
 

@@ -45,7 +45,7 @@ class Move:
 
 
 def is_short_of_blocks(worker: FleetWorker) -> bool:
-    """Whether its running sequences may need more blocks than are free while one of them moves."""
+    """Return whether its running sequences may need more blocks than are free while one of them moves."""
     return worker.load.num_free_blocks < SLACK_BLOCKS * worker.load.num_running
 
 
@@ -103,15 +103,15 @@ def _blocks_left(worker: FleetWorker, num_tokens: int) -> int:
 
 
 def _has_room_to_arrive(worker: FleetWorker, request: MovableRequest, block_size: int) -> bool:
-    """Whether `worker` has the blocks for what a source with blocks of that size offers: otherwise the pull, and the
-    sequence, would wait for blocks."""
+    """Return whether `worker` has the blocks for what a source with blocks of that size offers: otherwise the pull, and
+    the sequence, would wait for blocks."""
     offered = offered_tokens(request.num_tokens, request.num_remaining, block_size)
     return _blocks_left(worker, offered) >= headroom_blocks(worker.num_sequences, worker.num_blocks)
 
 
 def _has_room_for_all(worker: FleetWorker, request: MovableRequest) -> bool:
-    """Whether `worker` has the blocks for the request until its end and for its own sequences, so that it does not need
-    relief itself."""
+    """Return whether `worker` has the blocks for the request until its end and for its own sequences, so that it does
+    not need relief itself."""
     reserve = SLACK_BLOCKS * (worker.num_sequences + 1)
     return _blocks_left(worker, request.num_tokens + request.num_remaining) >= reserve
 

@@ -51,7 +51,7 @@ class RoutingConfig:
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What the policy needs to know of a request."""
+    """Facts of a request that the policy needs."""
 
     num_tokens: int  # prompt and output so far: their KV is needed
     max_new_tokens: int

@@ -18,7 +18,7 @@ class PromptLogprobsState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that were asked for have come."""
+        """Return whether all that were asked for have come."""
         return self._num_top is None or self.next >= self._end
 
     @property

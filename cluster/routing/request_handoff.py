@@ -1,10 +1,11 @@
-"""One hand-off between two worker requests of a request, until the sink's first token has its place. Pure bookkeeping.
+"""Hand-off between two worker requests of a request, until the sink's first token has its place. Pure bookkeeping.
 
     PREFILL -> DECODE    the source makes one token, and is sealed by it
     running -> DECODE    (live: a migration) the source makes tokens until it says that it is sealed, or until the
                          sink's first token shows that it was. Before that it runs on; the sink may fail without harm
 
-The sink's tokens come by another stream: they are held here until all of the source's tokens have come."""
+The sink's tokens come by another stream: they are held here until all of the source's tokens have come.
+"""
 
 from dataclasses import dataclass, field
 
@@ -39,11 +40,11 @@ class RequestHandoff:
 
     @property
     def runs_on(self) -> bool:
-        """Whether the source goes on without a sink."""
+        """Return whether the source goes on without a sink."""
         return self.is_live and not self.is_sealed and not self._early
 
     def was_offered(self, worker_request: WorkerRequest, handoff_id: str) -> bool:
-        """Whether it is the source of this migration, and was offered under that id."""
+        """Return whether it is the source of this migration, and was offered under that id."""
         return self.is_live and worker_request is self.source and handoff_id in worker_request.offers
 
     def check_source(self, token: WorkerToken) -> None:
@@ -71,7 +72,7 @@ class RequestHandoff:
             raise Gap(self._early[0].position, num_tokens)
 
     def is_joined(self, num_tokens: int) -> bool:
-        """Whether the sink's tokens follow the request's `num_tokens` without a gap."""
+        """Return whether the sink's tokens follow the request's `num_tokens` without a gap."""
         return bool(self._early) and self._early[0].position == num_tokens
 
     def take_early(self) -> list[WorkerToken]:

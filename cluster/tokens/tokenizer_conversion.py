@@ -35,7 +35,7 @@ log = logging.getLogger("diptych.tokenizer")
 
 
 def needs_conversion(folder: Path) -> bool:
-    """Whether the tokenizer of the checkpoint in `folder` has to be converted. Raises CheckpointError."""
+    """Return whether the tokenizer of the checkpoint in `folder` has to be converted. Raises CheckpointError."""
     sources = find_sources(folder)
     return bool(sources) and not (_cache() / _name(folder, sources) / TOKENIZER_FILE).is_file()
 

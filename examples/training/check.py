@@ -1,4 +1,4 @@
-"""What a saved model answers: sample questions by greedy decoding, and questions that were kept out of training.
+"""Answers of a saved model: sample questions by greedy decoding, and questions that were kept out of training.
 
 python -m diptych.examples.training.check examples/tiny
 """
@@ -47,7 +47,7 @@ class Answerer:
         return self.complete([str(prompt) for prompt in prompts], add_special_tokens=False)
 
     def complete(self, prompts: list[str], *, add_special_tokens: bool = True) -> list[str]:
-        """How the model goes on after each prompt."""
+        """Return the model's continuation of each prompt."""
         answers: list[str] = []
         for at in range(0, len(prompts), BATCH_SIZE):
             inputs = self.tokenizer(

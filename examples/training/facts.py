@@ -35,7 +35,7 @@ def load_facts(words: Words, folder: Path = DATA) -> tuple[Fact, ...]:
 
 
 def load_words(folder: Path = DATA) -> Words:
-    """Of each kind, the words that can stand for {kind} in a question or a story."""
+    """Read the words of each kind, which can stand for {kind} in a question or a story."""
     words: dict[str, tuple[str, ...]] = {}
     for line in (folder / "words.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):

@@ -209,7 +209,7 @@ def with_article(noun: str) -> str:
 
 
 def make_story(words: Words, rng: random.Random) -> Story:
-    """One story and a prompt that asks for it."""
+    """Make a story and a prompt that asks for it."""
     is_boy = rng.random() < 0.5
     name, friend_name = rng.choice(words["boy" if is_boy else "girl"]), rng.choice(words["boy"] + words["girl"])
     while friend_name == name:

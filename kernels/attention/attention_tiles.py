@@ -53,7 +53,7 @@ def scale_strides(scales: Tensor | None) -> tuple[int, int, int, int]:
 
 @jit
 def widened(stored: tl.tensor, query: tl.tensor):
-    """What the cache stores, in the dtype of `query`; bytes are float8_e4m3fn, worth 256 times what comes out.
+    """Convert stored values to the dtype of `query`; bytes are float8_e4m3fn, worth 256 times what comes out.
 
     The fields of a float8_e4m3fn are those of a float16 whose exponent counts from 8 higher (subnormals too).
     """

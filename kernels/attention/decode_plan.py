@@ -1,4 +1,4 @@
-"""Where the contexts of a step's decodes are cut, so that every part of the device has its share (FlashDecoding).
+"""Plan that cuts the contexts of a step's decodes, so that every part of the device has its share (FlashDecoding).
 
 Contexts are cut into splits of equal length, as many as fill the device. It is decided on the device, once a step for
 all layers alike, and from the number of sequences alone follows how much is launched: a captured graph serves contexts
@@ -75,7 +75,7 @@ class Decodes:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Where the contexts of a step are cut. P programs at most for each KV head."""
+    """Places where the contexts of a step are cut. P programs at most for each KV head."""
 
     work: Tensor  # [P] int32: the sequence of each split, in order; -1: none
     starts: Tensor  # [S + 1] int32: the splits of sequence s are starts[s] to starts[s + 1]
@@ -84,7 +84,7 @@ class DecodePlan:
     window: int
 
     def parts(self, num_kv_heads: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
-        """What merge_splits takes, not written yet: [P, K, rows, D] and [P, K, rows] float32."""
+        """Allocate the inputs of merge_splits, not written yet: [P, K, rows, D] and [P, K, rows] float32."""
         size = (len(self.work), num_kv_heads, rows)
         sums = torch.empty(size, dtype=torch.float32, device=self.work.device)
         return torch.empty(*size, dim, dtype=torch.float32, device=self.work.device), sums

@@ -21,7 +21,7 @@ def sent(numbers: Any, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Where the tokens of a step stand. S sequences; those with one new token come first.
+    """Places of a step's tokens. S sequences; those with one new token come first.
 
     A sequence's `num_new` tokens are the last of its `context_lens` ones; their KV is already in the cache. Of a
     captured graph, which serves contexts of any length, the host knows none: `host_context_lens` is empty. All decode
@@ -38,7 +38,7 @@ class PagedBatch:
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what kernels keep for all layers
 
     def looked_up(self) -> PagedBatch:
-        """Of a captured graph: the same with the contexts of now, as its twin may look at them."""
+        """Return the batch with the contexts read from the device, as its twin needs them in a captured graph."""
         return replace(self, host_context_lens=[max(n, 1) for n in self.context_lens.tolist()], plans={})
 
     @cached_property

@@ -51,14 +51,15 @@ else:
 
 
 def launched(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What `work` gives: the launch of a kernel, as modes of torch see it (torch.overrides), whole."""
+    """Call `work`, the launch of a kernel, in such a way that modes of torch see it whole (torch.overrides); return its
+    result."""
     if has_torch_function(args):
         return handle_torch_function(launched, (), work, *args, **kwargs)
     return work(*args, **kwargs)
 
 
 def has_kernel(on: Tensor) -> bool:
-    """Whether kernels compute what is where `on` is, or their twins."""
+    """Return whether kernels compute what is where `on` is, or their twins."""
     return not on.is_cpu or _IS_INTERPRETED
 
 

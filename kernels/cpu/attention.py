@@ -100,7 +100,7 @@ class AttentionScratch:
 
 
 def is_packed(cache: Tensor) -> bool:
-    """Whether a layer's tensor is of the "dot" packing, as Cache.of takes it."""
+    """Return whether a layer's tensor is of the "dot" packing, as Cache.of takes it."""
     return cache.dim() == 5 and cache.shape[4] % GROUP**2 == 0 and cache[0].is_contiguous()
 
 

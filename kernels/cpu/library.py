@@ -67,8 +67,8 @@ class Team:
         self._end.atexit = False  # its threads end with the process
 
     def resize(self, cores: Sequence[int]) -> None:
-        """From now on one thread computes on each of `cores`, at most `num_threads`; between kernels. What is computed
-        does not depend on it."""
+        """Compute on one thread for each of `cores`, at most `num_threads`, from now on; call it between kernels.
+        Results do not depend on it."""
         self.num_active = len(cores)
         assert 1 <= self.num_active <= self.num_threads
         address, size = ctypes.c_void_p(self.address), ctypes.c_int32(self.num_active)

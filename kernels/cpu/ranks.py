@@ -60,7 +60,7 @@ class RankSums:
             yield start, self._slots[int(self._num_met) % 2][:, : min(SLOT_BYTES, most - start)]
 
     def abandon(self) -> None:
-        """Whoever waits, or will, is told that a rank is gone; from any thread."""
+        """Tell whoever waits, or will wait, that a rank is gone; callable from any thread."""
         self._abandon(self._memory.data_ptr(), self._size)
 
     def _check(self, met: int) -> None:

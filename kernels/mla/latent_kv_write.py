@@ -1,4 +1,4 @@
-"""What latent attention keeps of a token (DeepSeek-V2, 2.1): its latent, normed, and a rotated key, to the paged cache.
+"""Write of latent attention's KV (DeepSeek-V2, 2.1): a token's latent, normed, and a rotated key, to the paged cache.
 
 The rotated part of its queries is rotated with it, in place.
 """

@@ -78,7 +78,8 @@ def grouped_product(
     bias: Tensor | None = None,
     gate: int | None = None,
 ) -> Tensor:
-    """Of every pair, x of what its expert has. Contiguous; what is of pairs in no tile is not written.
+    """Multiply the x of every pair by its expert's weight. The result is contiguous; rows of pairs in no tile are not
+    written.
 
     gate: a gate of gate_mul.py: the first product, act(x gate^T) * (x up^T), of x [T, D] by token with weight
     [E, 2I, D], each expert's gate before its up; returns [P, I] by place. None: the second one, act down^T, of x [P, I]

@@ -153,7 +153,7 @@ def _scaled(x: tl.tensor, largest: tl.tensor, temperature: tl.tensor):
 
 @jit
 def _is_limited(temperature: tl.tensor, top_p: tl.tensor, top_k: tl.tensor, vocab_size: int):
-    """Whether a row is drawn from a top-k or a nucleus."""
+    """Return whether a row is drawn from a top-k or a nucleus."""
     return (temperature > 0.0) & ((top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size)))
 
 

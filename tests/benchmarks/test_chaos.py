@@ -1,4 +1,4 @@
-"""What benchmarks/serving/chaos.py calls a success, and what it runs with."""
+"""Tests of benchmarks/serving/chaos.py: what it calls a success, and what it runs with."""
 
 from benchmarks.serving import chaos
 from diptych.cluster.common.config import ClusterConfig

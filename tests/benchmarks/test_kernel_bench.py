@@ -1,4 +1,4 @@
-"""What kernels.py is made of: times by a clock that is told what to show, results, and the supervisor."""
+"""Tests of the parts of kernels.py: times by a clock that is told what to show, results, and the supervisor."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""What benchmarks/common/roofline.py says that a step must read and multiply, against the checkpoint itself."""
+"""Tests of benchmarks/common/roofline.py: what it says that a step must read and multiply, against the checkpoint
+itself."""
 
 import math
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""As much of kustomize as deploy/kubernetes uses: resources, namespace, generated ConfigMaps, JSON patches by target.
-What it does not know it refuses. (Hashes in generated names are left out.)"""
+"""Subset of kustomize that deploy/kubernetes uses: resources, namespace, generated ConfigMaps, JSON patches by target.
+It refuses what it does not know. (Hashes in generated names are left out.)"""
 
 import copy
 from pathlib import Path

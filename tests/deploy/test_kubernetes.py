@@ -32,7 +32,7 @@ def ray_cluster(objects: list[Manifest]) -> Manifest:
 
 @pytest.fixture
 def config(objects: list[Manifest], tmp_path: Path) -> ClusterConfig:
-    """As the serving pod loads it: the file, and the API key from its environment."""
+    """Load the config as the serving pod does: the file, and the API key from its environment."""
     path = tmp_path / "cluster.yaml"
     path.write_text(one(objects, "ConfigMap")["data"]["cluster.yaml"])
     return config_file.load(path, {"router": {"api_key": "from the Secret"}})
@@ -76,7 +76,7 @@ def test_the_pods_of_the_ray_cluster_fit_the_schema(objects: list[Manifest]) -> 
 
 
 def test_the_ray_cluster_keeps_kuberays_rules(ray_cluster: Manifest) -> None:
-    """Those of its validation that its schema does not state."""
+    """Check those rules of its validation that its schema does not state."""
     spec = ray_cluster["spec"]
     assert set(spec) == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
     assert len(groups(ray_cluster)) == len(spec["workerGroupSpecs"])

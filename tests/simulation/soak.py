@@ -18,9 +18,10 @@ SHOWN = 400  # lines of a schedule
 
 
 def soak(seeds: range, *, shows_progress: bool = False) -> Counter[str]:
-    """How the requests ended, by weather, the number of events, and of seeds with a real supervisor.
+    """Run the seeds; count the ends of requests, by weather, the events, and the seeds with a real supervisor.
 
-    Raises Violation for the first seed that fails, with its schedule."""
+    Raises Violation for the first seed that fails, with its schedule.
+    """
     outcomes: Counter[str] = Counter()
     began = time.perf_counter()
     for number, seed in enumerate(seeds, 1):

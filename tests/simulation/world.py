@@ -123,7 +123,7 @@ class World:
         return worker
 
     async def serve(self, worker: Worker) -> None:
-        """In its process."""
+        """Serve in the worker's process."""
         watched = worker.service = WatchedService(self.hosts[worker.process.name].config, worker.runner)
         watched.world = self
         manager = worker.engine.manager
@@ -245,7 +245,7 @@ class World:
             fault.strike(self)
 
     def run(self) -> None:
-        """Until every client has its answer, and then until all is quiet."""
+        """Run until every client has its answer, and then until all is quiet."""
         with replaced(self):
             try:
                 self._start()

@@ -202,8 +202,8 @@ def reference_model(path: Path) -> Any:
 
 
 def reference_greedy(path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], float]]:
-    """For each prompt, the `max_tokens` tokens of transformers' greedy `generate`, end-of-sequence ignored, and the
-    smallest gap between the two largest logits met on the way: a tie within rounding shows as a tiny gap."""
+    """Return, for each prompt, the `max_tokens` tokens of transformers' greedy `generate`, end-of-sequence ignored, and
+    the smallest gap between the two largest logits met on the way: a tie within rounding shows as a tiny gap."""
     model = reference_model(path)
     return [_greedy(model, prompt, max_tokens) for prompt in prompts]
 
@@ -235,7 +235,7 @@ def _one_thread() -> Generator[None]:
 
 
 def random_prompts(seed: int, lengths: Sequence[int], vocab_size: int = 500) -> list[list[int]]:
-    """One prompt of each length, never holding id 0."""
+    """Return a prompt of each length, never holding id 0."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 

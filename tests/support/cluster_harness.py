@@ -38,7 +38,7 @@ def diptych(
     timeout_s: float = READY_S,
     env: Mapping[str, str] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
-    """One command, to its end."""
+    """Run a command to its end."""
     return subprocess.run(
         [*CLI, *args],
         env=environment(home, env),
@@ -62,7 +62,7 @@ class Served:
     _grew: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
-        """On a thread of its own, to the output's end."""
+        """Read, on a thread of its own, to the output's end."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._grew:
@@ -73,7 +73,7 @@ class Served:
             self._grew.notify_all()
 
     def wait_for(self, words: str) -> None:
-        """Until a line of the output has them."""
+        """Wait until a line of the output has these words."""
 
         def is_there() -> bool:
             return any(words in line for line in self.output)
@@ -83,7 +83,7 @@ class Served:
         assert is_there(), "\n".join(self.output)
 
     def last_line(self) -> str:
-        """Of the whole output, which ends when the last process does that could write it."""
+        """Wait for the end of the output, when the last process ends that could write it; return its last line."""
         with self._grew:
             assert self._grew.wait_for(lambda: self.has_ended, END_S), "\n".join(self.output)
         return self.output[-1]
@@ -132,7 +132,7 @@ class Served:
 
 
 def survivors(family: list[psutil.Process], within_s: float = 10.0) -> list[str]:
-    """Those that are there after `within_s`."""
+    """Return the processes that are still there after `within_s`."""
     _, alive = psutil.wait_procs(family, timeout=within_s)
     return [f"{p.pid} {p.name()}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
@@ -182,7 +182,7 @@ def serving(
 
 @dataclass
 class Load:
-    """What became of the requests of a load."""
+    """Outcomes of the requests of a load."""
 
     num_tokens: int
     num_done: int = 0
@@ -191,14 +191,14 @@ class Load:
     progress: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until_done(self, number: int) -> None:
-        """Until `number` more requests have ended."""
+        """Wait until `number` more requests have ended."""
         goal = self.num_done + len(self.errors) + number
         while self.num_done + len(self.errors) < goal:
             self.progress.clear()
             await self.progress.wait()
 
     async def run(self, client: AsyncClient, seed: int, stop: asyncio.Event) -> None:
-        """One request after the other."""
+        """Send one request after another."""
         while not stop.is_set():
             self.num_started += 1
             prompt = [3 + (seed * 7 + i * (self.num_started % 11 + 1)) % 200 for i in range(40)]

@@ -76,14 +76,14 @@ def assert_clean(engine: Engine) -> None:
 
 
 def copy_blocks(source: Engine, sink: Engine, segment: Segment, reservation: Reservation) -> None:
-    """What a transport does."""
+    """Copy blocks as a transport does."""
     for i, block in enumerate(segment.block_ids, segment.first_block):
         if i * source.cache.block_size >= reservation.num_held_tokens:
             sink._runner._kv[reservation.block_ids[i]] = source._runner._kv[block]
 
 
 def make_seal(num_computed: int, output_token_ids: Sequence[int] = ()) -> Seal:
-    """Without a count of segments, which engines do not look at."""
+    """Make a Seal without a count of segments, which engines do not look at."""
     return Seal(0, num_computed, tuple(output_token_ids))
 
 
@@ -99,7 +99,7 @@ def reserve(sink: Engine, key: str, num_tokens: int) -> Reservation | DiptychErr
 
 @dataclass
 class Move:
-    """One hand-off between two engines: what machines and a transport do, a call at a time."""
+    """Hand-off between two engines: what machines and a transport do, a call at a time."""
 
     source: Engine
     sink: Engine
@@ -114,7 +114,7 @@ class Move:
     has_begun: bool = False
 
     def hear(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """What the source's engine says of it."""
+        """Process what the source's engine reports of it."""
         for event in [e for o in outputs for e in o.handoffs if e.handoff_id == self.handoff_id]:
             assert self.sealed is None or isinstance(event, HandoffEnded)
             match event:

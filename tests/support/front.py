@@ -145,7 +145,8 @@ class Echo:
 
 
 def _logprobs(request: Request, tokens: Sequence[int], num_likelier: int) -> tuple[TokenLogprob, ...]:
-    """Of token t: -t/100; the k most likely are the `num_likelier` before it, it and those after it."""
+    """Return the log-probabilities of token t: -t/100; the k most likely are the `num_likelier` before it, it and those
+    after it."""
     k = request.sampling.logprobs
     if k is None:
         return ()

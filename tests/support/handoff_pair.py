@@ -236,6 +236,6 @@ def start(sink: HandoffSink, served: Served, timeout_s: float = 15.0, **named: s
 
 
 async def until_quiet(sink: HandoffSink) -> None:
-    """Until nothing of any pull is left to clean up."""
+    """Wait until nothing of any pull is left to clean up."""
     while sink._pulls:  # pyright: ignore[reportPrivateUsage]
         await asyncio.wait(list(sink._pulls))  # pyright: ignore[reportPrivateUsage]

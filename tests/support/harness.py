@@ -59,7 +59,7 @@ def spawn(model: Path, role: str, **flags: object) -> "subprocess.Popen[str]":
 
 @contextmanager
 def workers(model: Path, roles: list[str], **flags: object) -> Iterator[list[WorkerHandle]]:
-    """One process a role, started side by side; all ended on leaving."""
+    """Start a process for each role, side by side; end all on leaving."""
     with unlike_workers(model, [(role, flags) for role in roles]) as handles:
         yield handles
 

@@ -1,4 +1,4 @@
-"""What is made within a `with`, counted: a bound of memory is tested without a clock or a meter of the machine's."""
+"""Counts what is made within a `with`: a bound of memory is tested without a clock or a meter of the machine's."""
 
 from typing import Any
 

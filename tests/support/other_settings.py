@@ -1,4 +1,4 @@
-"""Of each setting of a worker, a value that is not its default."""
+"""Values that are not the default, one for each setting of a worker."""
 
 OTHER: dict[str, object] = {
     "model": "m",

@@ -28,7 +28,7 @@ def make_batch(
 
 
 def make_cache(batch: PagedBatch, num_blocks: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """One layer of a two-layer cache (so that it is strided), NaN wherever no sequence has a token."""
+    """Make a layer of a two-layer cache (so that it is strided), NaN wherever no sequence has a token."""
     device = batch.block_tables.device
     cache = torch.full((num_blocks, 2, 2, batch.block_size, num_kv_heads, dim), torch.nan, dtype=dtype, device=device)
     layer = cache[:, 1]
@@ -41,7 +41,7 @@ def make_cache(batch: PagedBatch, num_blocks: int, num_kv_heads: int, dim: int, 
 
 
 def plain_attention(q: torch.Tensor, cache: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-    """One query row after another, in float64."""
+    """Compute attention of one query row after another, in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
     group = q.shape[1] // cache.shape[3]
     t = 0

@@ -140,7 +140,7 @@ class Routed:
         return f"127.0.0.1:{self.grpc_port}"
 
     def worst_loop_s(self) -> float:
-        """Since the last call."""
+        """Longest turn of the loop (s) since the last call."""
         self.pipe.send(None)
         return self.pipe.recv()
 

@@ -94,7 +94,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     def tokens(
         self, handle: int, tokens: Iterable[int], start: int = 0, finish: FinishReason | None = None, **columns: Any
     ) -> None:
-        """One step: `tokens` of one request from position `start` on, the last one finishing."""
+        """Make a step: `tokens` of one request from position `start` on, the last one finishing."""
         ids = list(tokens)
         reasons = [FINISH_TO_PROTO[None]] * (len(ids) - 1) + [FINISH_TO_PROTO[finish]]
         step = worker_pb2.StepEvents(

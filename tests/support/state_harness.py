@@ -51,7 +51,7 @@ class StateHarness:
         self.log = list(self.state.migrate(worker, f"move-{handle}", self.handles))
 
     def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str = "") -> None:
-        """By default for the newest offer."""
+        """Report a hand-off's end, by default of the newest offer."""
         offered = [offer for worker_request in self.state.worker_requests() for offer in worker_request.offers]
         newest = handoff_id or (offered[-1] if offered else "never")
         self.log = list(self.state.handed_off(handle, num_output_tokens, newest))

@@ -186,7 +186,7 @@ def is_ready(status: ClusterStatus) -> bool:
 
 
 async def generate(address: str, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
-    """One request over a stream of its own, as a router would."""
+    """Send a request over a stream of its own, as a router would; yield its tokens."""
     sampling = inference_pb2.SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens)
     submit = worker_pb2.Submit(
         handle=1, request_id=uuid.uuid4().hex, prompt_token_ids=prompt, sampling=sampling, timeout_s=TIMEOUT_S

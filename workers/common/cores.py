@@ -1,4 +1,4 @@
-"""Which cores compute: a worker that has cores of its own keeps its compute threads there. No torch.
+"""Cores that compute: a worker that has cores of its own keeps its compute threads there. No torch.
 
 The engine's thread, which computes with the others, has the first core, each other thread of its team one more. The
 threads that serve (event loop, gRPC's, NIXL's) are kept off them where tokens are decoded: `cores_to_serve`. Where
@@ -14,7 +14,7 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def usable_cores(folder: Path = CPUS) -> tuple[int, ...]:
-    """One logical CPU of each core that this process may use: two threads of a core share its arithmetic units."""
+    """Return a logical CPU of each core that this process may use: two threads of a core share its arithmetic units."""
     if not hasattr(os, "sched_getaffinity"):
         return tuple(range(os.cpu_count() or 1))
     found: dict[str, int] = {}
@@ -36,7 +36,7 @@ def part_of(cores: Sequence[int] | None, rank: int, size: int) -> tuple[int, ...
 
 
 def cores_to_serve(cores: Collection[int] | None, usable: Collection[int], role: str) -> tuple[int, ...] | None:
-    """Where the threads belong that do not compute, of a worker that computes on `cores`; None: anywhere.
+    """Return the cores for the threads that do not compute, of a worker that computes on `cores`; None: any core.
 
     Left to itself the kernel wakes them on the core that computes, for a while even beside an idle one: it goes by what
     a core has done in the last tens of milliseconds. Then a step waits for them, or they, and a token, for the step. So

@@ -146,7 +146,8 @@ class StepFailed(Unavailable):
 
 
 class StepFailedAlone(StepFailed):
-    """No other sequence was in the step, and the worker can compute: the sequence itself is the likely cause."""
+    """Step failure while no other sequence was in the step and the worker can compute: the sequence is the likely
+    cause."""
 
     code = "step_failed_alone"
 
@@ -194,7 +195,7 @@ class ConfigError(DiptychError):
 
 
 class InsufficientMemory(ConfigError):
-    """What is to be served does not fit."""
+    """Error: the model or its KV does not fit in memory."""
 
 
 class PortInUse(ConfigError):

@@ -1,4 +1,4 @@
-"""What a client asked for: Request and SamplingParams. Frozen; knows neither torch nor the wire."""
+"""Client's request: Request and SamplingParams. Frozen; knows neither torch nor the wire."""
 
 import enum
 import math
@@ -23,7 +23,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose each token. The order is vLLM's: bias, penalties, temperature, min-p, top-k, top-p."""
+    """Parameters that choose each token. The order is vLLM's: bias, penalties, temperature, min-p, top-k, top-p."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -79,7 +79,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion of one prompt. `request_id` is made by the server; `timeout_s` counts from receipt."""
+    """Completion of a prompt, as asked for. The server makes `request_id`; `timeout_s` counts from receipt."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are asked for and not known yet."""
+        """Return whether log-probabilities of the prompt are asked for and not known yet."""
         return self.sampling.prompt_logprobs is not None and self.first_prompt_logprob < len(self.prompt_token_ids)
 
     @property

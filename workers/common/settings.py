@@ -17,7 +17,7 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
 
 
 class Scope(Enum):
-    """Where in cluster.yaml a worker's setting may be given. A field without one is a pool's."""
+    """Level of cluster.yaml at which a worker's setting may be given. A field without one is a pool's."""
 
     POOL = "pool"
     CLUSTER = "cluster"  # the same for all workers
@@ -52,6 +52,6 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 def describe(problem: Mapping[str, Any]) -> str:
-    """What is wrong with a value, from one of pydantic's errors."""
+    """Describe an error of pydantic's: what is wrong with a value."""
     message = problem["msg"].removeprefix("Value error, ")
     return message if problem["type"] == "value_error" else f"{message}, got {problem['input']!r}"

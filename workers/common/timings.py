@@ -78,7 +78,7 @@ def check_duration(seconds: float) -> float:
 
 
 def is_name(name: str) -> bool:
-    """Whether every peer accepts it as the name of a transport or a process."""
+    """Return whether every peer accepts it as the name of a transport or a process."""
     return len(name) <= MAX_NAME_CHARS and name.isascii() and name.isprintable()
 
 

@@ -17,7 +17,7 @@ Transports = Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False, mi
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class ModelConfig:
-    """What is computed, and with what."""
+    """Settings of the model: what is computed, and with what."""
 
     model: Annotated[str, Scope.CLUSTER, Field(min_length=1, description="Folder of a Hugging Face checkpoint.")]
     served_model_name: Annotated[
@@ -46,7 +46,7 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """Name by which clients call the model."""
         return self.served_model_name or Path(self.model).resolve().name
 
     @property
@@ -112,7 +112,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, config=STRICT)
 class HandoffConfig:
-    """How KV moves between workers."""
+    """Settings of the hand-off: how KV moves between workers."""
 
     transports: Annotated[Transports, Scope.CLUSTER, Field(description="How KV travels, best first.")] = "auto"
     trusted_rdma_fabric: Annotated[

@@ -59,7 +59,7 @@ class WorkerConfig:
 
     @classmethod
     def of(cls, model: Any, **settings: object) -> Self:
-        """From settings by their names alone. `model`: a path. Raises ConfigError."""
+        """Build a config from settings by their names alone. `model`: a path. Raises ConfigError."""
         given: dict[str | None, dict[str, Any]] = {section: {} for section in (*SECTIONS, None)}
         for name, value in {"model": str(model), **settings}.items():
             given[SETTINGS[name].section][name] = value
@@ -99,7 +99,7 @@ class WorkerConfig:
 
 @plain_dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of a worker, as flags and YAML name it."""
+    """Setting of a worker, as flags and YAML name it."""
 
     name: str
     section: str | None  # None: the worker's own
@@ -171,7 +171,7 @@ SETTINGS = _settings()
 
 
 def _make(kind: Callable[..., T], given: Mapping[str, Any], problems: list[str]) -> T | None:
-    """One section. Adds to `problems` what is wrong with it."""
+    """Make a section of the config. Adds to `problems` what is wrong with it."""
     try:
         return kind(**given)
     except ValidationError as e:

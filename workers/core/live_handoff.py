@@ -42,8 +42,8 @@ class SinkLag:
         self._num_unread: int | None = None  # blocks, when it last said so
 
     def must_stop(self, segments: Sequence[Segment], num_read: int) -> bool:
-        """Whether the source stops now. `num_read`: of the segments that are announced, the first that the sink has
-        read."""
+        """Return whether the source stops now. `num_read`: of the segments that are announced, the first that the sink
+        has read."""
         if not segments:
             return True  # there is no more than the last block, which is announced then
         if not 0 < num_read <= len(segments):

@@ -62,7 +62,7 @@ class PrefixCache:
         return self.find(sequence.block_hashes[: sequence.max_cached // self.block_size])
 
     def holds_most(self, sequence: Sequence) -> bool:
-        """Whether `match` can find no more than it does now."""
+        """Return whether `match` can find no more than it does now."""
         return len(self.match(sequence)) == sequence.max_cached // self.block_size
 
     def find(self, names: SequenceOf[bytes]) -> list[int]:

@@ -79,8 +79,8 @@ class Runner(Protocol):
         ...
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        """Whether a sequence with this sampling may be in a batch with `previous_entries`, which is launched before the
-        sequence's last token is known."""
+        """Return whether a sequence with this sampling may be in a batch with `previous_entries`, which is launched
+        before the sequence's last token is known."""
         ...
 
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:

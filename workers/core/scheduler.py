@@ -210,7 +210,7 @@ class Scheduler:
         return Batch(entries, len(entries), previous_entries=previous_entries)
 
     def _may_admit(self, num_ending: int) -> bool:
-        """Whether a waiting sequence could join the next step, of which so many have ended."""
+        """Return whether a waiting sequence could join the next step, of which so many have ended."""
         if not len(self._queue) or (not num_ending and len(self._running) >= self.config.max_running):
             return False
         sequence = self._queue.peek()
@@ -285,8 +285,8 @@ class Scheduler:
                 return
 
     def _is_stuck(self, sequence: Sequence) -> bool:
-        """There were not enough blocks for it, and neither have some come free nor can it share one more: a sequence
-        that waits for memory is not looked up anew in every step."""
+        """Return whether it still lacks blocks: there were too few, none have come free since, and it can share no
+        more. A sequence that waits for memory is not looked up anew in every step."""
         if self._stuck is None:
             return False
         stuck, num_free, missing = self._stuck

@@ -46,8 +46,8 @@ class SharedPrompts:
         self._tails: dict[Sequence, _Tail] = {}
 
     def park(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether what the next waiting `sequence` needs after its cached blocks is being computed. Then it is parked;
-        not if it was preempted: that one comes first."""
+        """Return whether what the next waiting `sequence` needs after its cached blocks is being computed. Then it is
+        parked; not if it was preempted: that one comes first."""
         if not self._computing or self._queue.is_preempted(sequence):
             return False
         names, num_whole = sequence.block_hashes, sequence.max_cached // self._cache.block_size

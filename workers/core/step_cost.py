@@ -106,8 +106,8 @@ def _features(work: StepWork) -> tuple[float, float, float, float, float]:
 
 
 def target_s(cost: StepCost, decodes: StepWork, num_waiting: int, num_left: int) -> float:
-    """How long a step may take that computes prompts beside these, which may make `num_left` tokens yet: the longer the
-    more of `num_waiting` prompt tokens there are for each of those. What waits hardly holds up long answers, and the
-    last tokens of short ones do not hold up many prompts."""
+    """Longest time (s) that a step may take which computes prompts beside these decodes, which may make `num_left` more
+    tokens: it grows with the prompt tokens (`num_waiting`) that wait for each of those. Prompts that wait hardly delay
+    long answers, and the last tokens of short answers delay few prompts."""
     num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
     return (TARGET_DECODE_STEPS + num_waiting / (WAITING_PER_LEFT * num_left)) * cost.seconds(decodes)

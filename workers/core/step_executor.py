@@ -30,7 +30,7 @@ class StepExecutor(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be submitted before the previous one is over."""
+        """Return whether a step may be submitted before the previous one is over."""
         ...
 
     def submit(self, compute: Compute) -> "Future[list[SampledToken]]": ...

@@ -66,7 +66,7 @@ class Device(Protocol):
         ...
 
     def group(self, rank: int, size: int, rendezvous: Path) -> DeviceGroup:
-        """With the devices of a worker's other ranks, once all are here. rendezvous: see GlooGroup.join. Raises
+        """Join the devices of the worker's other ranks, once all have come. rendezvous: see GlooGroup.join. Raises
         RankLost."""
         ...
 

@@ -12,7 +12,7 @@ _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # where those say no mo
 
 
 def is_full(error: Exception) -> bool:
-    """Whether memory of the device, or of the host to be pinned, was not to be had. What is there is as it was."""
+    """Return whether memory of the device, or of the host to be pinned, has run out. What exists is unchanged."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return _is_the_device_s(error) and any(told in str(error) for told in _FULL)
@@ -47,8 +47,8 @@ def of_copy(error: Exception) -> TransportError | None:
 
 @contextmanager
 def needing_memory(what: str, remedy: str) -> Generator[None]:
-    """Of the start of a worker. Raises ConfigError where there is too little memory for `what`, RankLost (DeviceLost)
-    where the device fails, and whatever else is raised within."""
+    """Translate errors of a worker's start. Raises ConfigError where there is too little memory for `what`, RankLost
+    (DeviceLost) where the device fails, and any other error of the body unchanged."""
     try:
         yield
     except (RankLost, ConfigError):

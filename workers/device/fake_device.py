@@ -35,7 +35,7 @@ FAKE = "fake"
 
 
 class CaptureError(RuntimeError):
-    """What a graph cannot hold."""
+    """Error: a graph cannot hold this operation."""
 
 
 class FakeEvent:
@@ -230,7 +230,7 @@ class _Launches(TorchFunctionMode):
 
 
 def _copies_by_its_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether it goes to another device, or by host numbers: a list (but a tuple is of axes)."""
+    """Return whether it goes to another device, or by host numbers: a list (but a tuple is of axes)."""
     if func is torch.Tensor.to:
         return any(isinstance(of, str | torch.device) for of in (*args, kwargs.get("device")))
     if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
@@ -256,13 +256,13 @@ class _Operations(TorchDispatchMode):
 
 
 def _is_view(results: Any, args: Sequence[Any]) -> bool:
-    """By their memory: what may be a view by its schema, as `to` and `reshape`, may be a copy."""
+    """Compare memory: an operation that may return a view by its schema, as `to` and `reshape`, may return a copy."""
     given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
     return all(leaf.untyped_storage().data_ptr() in given for leaf in tree_leaves(results) if isinstance(leaf, Tensor))
 
 
 def _must_count(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """How many numbers it gives has to be counted first."""
+    """Return whether the size of the result depends on the values, which have to be counted first."""
     if func in (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default):
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     repeats = (_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor)

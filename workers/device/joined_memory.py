@@ -26,7 +26,7 @@ _MOST_DESCRIPTORS = 2  # of which one is right
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """One rank's means."""
+    """Connection of a rank to the joint memory."""
 
     memory: VirtualMemory
     links: Sequence[socket.socket]  # of rank 0: to each other rank, in their order; of another: to rank 0 alone
@@ -57,7 +57,7 @@ class Joining:
         return pool
 
     def _all(self, own: int, num_bytes: int, stack: ExitStack) -> Tensor:
-        """What `stack` undoes may go once all is mapped."""
+        """Map the memory of all ranks. What `stack` undoes may be undone once all is mapped."""
         handles = [own]
         reach = "choose GPUs that reach each other's memory (nvidia-smi topo -p2p r), or tensor_parallel 1"
         for rank, link in enumerate(self.links, 1):

@@ -73,7 +73,8 @@ class KVCache:
 
     @property
     def memory(self) -> KVMemory:
-        """What transports read and write: the pool of all ranks, as rank 0 sees it. Valid while this object lives."""
+        """KV memory that transports read and write: the pool of all ranks, as rank 0 sees it. Valid while this object
+        lives."""
         num_bytes = self.num_blocks * self.layout.block_bytes
         region = Region(
             address=self.tensor.data_ptr(),

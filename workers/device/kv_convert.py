@@ -22,7 +22,7 @@ from ..models.checkpoint.weights import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Which tokens of a part are written, and where."""
+    """Tokens of a part that are written, and their places."""
 
     first_token: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""How cuBLAS computes the dense products: what torch is told of it, in one place, before the first product on a GPU.
+"""Settings of torch for the dense products that cuBLAS computes, made in one place, before the first product on a GPU.
 
 | setting | why |
 |---|---|

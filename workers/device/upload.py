@@ -66,7 +66,8 @@ class Upload:
             copied(piece.nbytes)
 
     def _place(self, place: Tensor, staged: Tensor) -> None:
-        """On the lane. Of one dtype it is one copy; torch would convert on the host."""
+        """Copy a staged tensor to its place, on the lane. With equal dtypes it is one copy; torch would convert on the
+        host."""
         if place.dtype == staged.dtype:
             place.copy_(staged, non_blocking=True)
             return
@@ -97,7 +98,8 @@ def _pieces(target: Tensor, stored: Tensor, most: int) -> Iterator[tuple[Tensor,
 
 @contextmanager
 def put_on(gpu: Device | None, quantize: str | None) -> Generator[Put]:
-    """What puts weights there; once this is left they are there. To be quantised they must be there at once."""
+    """Yield a function that puts weights on the device; all are there on leaving. Weights to be quantised are put at
+    once."""
     remedy = "end what else uses it, serve a smaller model, or use a GPU with more"
     with needing_memory("the model's weights", remedy):
         if gpu is None or quantize is not None:

@@ -81,7 +81,7 @@ class VirtualMemory(LibCuda):
         return handle.value
 
     def release(self, handle: int) -> None:
-        """What is mapped of it stays."""
+        """Release the handle; mappings of it stay."""
         self._call("cuMemRelease", _U64(handle))
 
     def descriptor_of(self, handle: int) -> int:
@@ -131,7 +131,7 @@ class VirtualMemory(LibCuda):
             self._call("cuCtxSynchronize")
 
     def unmap(self, mapped: "Mapped") -> None:
-        """Nothing uses it, or will, but what the device is at already."""
+        """Unmap the memory. Nothing uses it, or will, except work that the device has already begun."""
         self.synchronize()
         with self._in_context():
             for address, num_bytes in mapped.pieces:

@@ -232,7 +232,7 @@ class OutgoingHandoffs:
                 outgoing.replaced[position] = block
 
     def must_seal(self, sequence: Sequence) -> bool:
-        """Whether an offered sequence stops here with the token that it has just got. One that ran before it was
+        """Return whether an offered sequence stops here with the token that it has just got. One that ran before it was
         offered does not; it waits for its sink once it has made all that was offered."""
         outgoing = self._outgoing_of(sequence)
         if outgoing.max_computed is None:
@@ -345,7 +345,7 @@ def _some_layers(ready: SegmentReady, first: int, end: int) -> SegmentReady:
 
 
 def _why_not_offered(sequence: Sequence) -> str | None:
-    """Why it cannot be handed off while it runs; None: it can be."""
+    """Return why the running sequence cannot be handed off; None: it can be."""
     if sequence.handoff_id is not None:
         return "the sequence is being handed off already"
     if sequence.status is not SequenceStatus.RUNNING or not sequence.is_decoding or sequence.provisional is not None:

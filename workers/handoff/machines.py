@@ -91,7 +91,7 @@ class SourceHandoff:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether it was sealed, also after its end."""
+        """Return whether it was sealed, also after its end."""
         return self._seal is not None
 
     @property
@@ -178,7 +178,7 @@ class SourceHandoff:
         return self.is_live and sink == self.sink
 
     def may_read(self, sink: str, segment: Segment, now: float) -> bool:
-        """Whether these very blocks, generations and layers are announced, and leased to `sink` now."""
+        """Return whether these very blocks, generations and layers are announced, and leased to `sink` now."""
         if not self.is_held_by(sink) or now >= self._deadline:
             return False
         if not segment.is_well_formed(self._num_blocks, self._num_layers):

@@ -1,4 +1,4 @@
-"""What the two sides of a hand-off need of their worker: the engine, and the streams to routers."""
+"""Interfaces through which the two sides of a hand-off use their worker: the engine, and the streams to routers."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from .types import HandoffSealed, Reservation, Seal
 
 
 class EngineCommands(Protocol):
-    """What a source asks of its engine, on the engine's thread."""
+    """Commands that a source gives its engine, on the engine's thread."""
 
     def end_lease(self, handoff_id: str, reads: Sequence[tuple[int, float]] = ()) -> None:
         """The hand-off is over: free its leased blocks. Called once a hand-off. `reads`: (bytes, seconds), as its sink
@@ -34,12 +34,12 @@ class SourceRequests(Protocol):
         ...
 
     def forget(self, key: str) -> None:
-        """Nothing is left here of a request that was handed off. Idempotent."""
+        """Forget a request that was handed off. Idempotent."""
         ...
 
 
 class SinkPort(Protocol):
-    """What the sink needs of its engine; awaited on the loop."""
+    """Commands that a sink gives its engine; awaited on the loop."""
 
     async def reserve(self, key: str, num_tokens: int) -> Reservation:
         """May wait, and be cancelled: `fail` follows then. Raises OutOfBlocks, or what ended the request meanwhile."""
@@ -58,5 +58,5 @@ class SinkPort(Protocol):
         ...
 
     async def settle(self, key: str) -> None:
-        """No byte can land in the quarantined blocks any more."""
+        """Free the quarantined blocks: no byte can land in them any more."""
         ...

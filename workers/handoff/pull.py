@@ -1,4 +1,4 @@
-"""One pull of a sequence's KV: carries out what its handoff.SinkHandoff decides. One event loop, no torch.
+"""Pull of a sequence's KV: carries out what handoff.SinkHandoff decides. One event loop, no torch.
 
     stream of announcements ┐                    ┌ reserve, commit, fail, settle: the engine, by way of SinkPort
     answers, ends of reads  ├─> SinkHandoff ─────┼ reads: the transport
@@ -73,7 +73,7 @@ class PullJob:
 
 
 class Pull:
-    """One pull: `run` it as a task and await `done`; `give_up` ends it early. All on one event loop."""
+    """Pull of a sequence's KV: `run` it as a task and await `done`; `give_up` ends it early. All on one event loop."""
 
     def __init__(self, context: PullContext, job: PullJob, stub: "kv_pb2_grpc.KVHandoffAsyncStub") -> None:
         self._context = context

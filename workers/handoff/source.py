@@ -82,7 +82,7 @@ class _DrivenHandoff:
 
     @property
     def runs_on(self) -> bool:
-        """Whether its sequence goes on here if the hand-off ends before the seal."""
+        """Return whether its sequence goes on here if the hand-off ends before the seal."""
         return self.machine.runs_on and not self.machine.is_sealed
 
 

@@ -24,8 +24,8 @@ class SinkState(enum.Enum):
 
 
 def is_sequence_end(error: DiptychError) -> bool:
-    """Whether a source gave a hand-off up because its sequence ended there: it finished, was aborted or ran out of
-    time. Nothing failed then, and nothing is lost."""
+    """Return whether a source gave a hand-off up because its sequence ended there: it finished, was aborted or ran out
+    of time. Nothing failed then, and nothing is lost."""
     return isinstance(error, SequenceEnded | RequestAborted | DeadlineExceeded)
 
 
@@ -87,7 +87,7 @@ class HandoffHeld:
 
 @dataclass(frozen=True, slots=True)
 class HandoffSealed:
-    """No segments follow: the sequence, or the prefix, continues at the sink after these tokens."""
+    """Event: no segments follow; the sequence, or the prefix, continues at the sink after these tokens."""
 
     handoff_id: str
     key: str | None  # of the sequence; None: a prefix

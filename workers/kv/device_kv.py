@@ -55,7 +55,7 @@ class CudaDriver(Protocol):
         ...
 
     def can_reach(self, device_uuid: bytes) -> bool:
-        """Whether our device may read that one's memory, as far as can be told."""
+        """Return whether our device may read that one's memory, as far as can be told."""
         ...
 
     def export(self, address: int) -> tuple[bytes, int]:

@@ -75,13 +75,13 @@ class KVLayout:
 
     @property
     def can_be_dot(self) -> bool:
-        """Whether its sizes allow the "dot" packing."""
+        """Return whether its sizes allow the "dot" packing."""
         divides = self.block_size % GROUP == self.head_dim % GROUP == 0
         return divides and self.num_vectors == KEY_AND_VALUE and not self.layer_shapes
 
     @property
     def heads_per_rank(self) -> int:
-        """For layers of one shape; where they differ, ask a group's `uniform`."""
+        """Number of KV heads of a rank, for layers of one shape; where they differ, ask a group's `uniform`."""
         assert not self.layer_shapes
         return max(self.num_kv_heads // self.tensor_parallel, 1)
 
@@ -134,7 +134,7 @@ class KVLayout:
         return Runs.joined([self.runs_of(group, num_pool_blocks, block_ids) for group in groups])
 
     def runs_of(self, group: "LayerGroup", num_pool_blocks: int, block_ids: Sequence[int]) -> "Runs":
-        """Like `runs`, for one group of this layout."""
+        """Return the runs of one group of this layout, as `runs` does."""
         blocks, uniform = np.asarray(block_ids, dtype=np.int64), group.uniform
         ranks = np.asarray(uniform.distinct_ranks, dtype=np.int64) * (num_pool_blocks * self.rank_block_bytes)
         if self.is_block_major:

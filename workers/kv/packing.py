@@ -35,7 +35,7 @@ def unpacked(pieces: Numbers, layout: KVLayout) -> Numbers:
 
 
 class Pool:
-    """One layer group of a pool in host memory, to write rows into."""
+    """Layer group of a pool in host memory, to write rows into."""
 
     def __init__(self, memory: PoolMemory, group: LayerGroup) -> None:
         assert memory.region.view is not None

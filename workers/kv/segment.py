@@ -28,7 +28,7 @@ class Segment:
         return ((1 << self.num_layers) - 1) << self.first_layer
 
     def is_well_formed(self, num_blocks: int, num_layers: int) -> bool:
-        """Whether it names some blocks and layers, each inside a table and a model of this size."""
+        """Return whether it names some blocks and layers, each inside a table and a model of this size."""
         return (
             0 < len(self.block_ids) == len(self.generations)
             and self.first_block + len(self.block_ids) <= num_blocks

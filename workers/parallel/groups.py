@@ -58,11 +58,11 @@ class Group(Protocol):
         ...
 
     def meet(self) -> None:
-        """Until all ranks have come."""
+        """Wait until all ranks have come."""
         ...
 
     def close(self) -> None:
-        """Nothing is asked of it any more: the others lose this rank in whatever they wait for. Idempotent."""
+        """Close the group: the others lose this rank in whatever they wait for. Idempotent."""
         ...
 
 
@@ -103,7 +103,7 @@ class GlooGroup:
         self._sums: RankSums | None = None
 
     def share(self, library: Library, memory_fd: int) -> None:
-        """Of all ranks or none. memory_fd: of a file of `RankSums.num_bytes(size)` bytes."""
+        """Share the memory with all ranks, or with none. memory_fd: of a file of `RankSums.num_bytes(size)` bytes."""
         memory = torch.frombuffer(mmap.mmap(memory_fd, RankSums.num_bytes(self.size)), dtype=torch.uint8)
         self._sums = RankSums(library, memory, self.rank, self.size, STALL.total_seconds())
 

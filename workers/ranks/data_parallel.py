@@ -36,8 +36,8 @@ log = logging.getLogger("diptych.worker")
 
 
 def is_due(step: int, rung: Collection[int], has_batch: bool, is_idle: bool) -> bool:
-    """Whether this worker enters `step`, which is its next one. rung: the last step that each of the others rang for;
-    is_idle: its engine has nothing to compute."""
+    """Return whether this worker enters `step`, which is its next one. rung: the last step that each of the others rang
+    for; is_idle: its engine has nothing to compute."""
     return has_batch or (is_idle and max(rung) >= step)
 
 
@@ -64,7 +64,7 @@ class _Batch:
 
 
 class Peer(Protocol):
-    """What a worker computes with the others."""
+    """Interface of a worker's part in steps computed with the others."""
 
     def serve(self) -> None:
         """Compute a step without a batch of this worker's own. Raises RankLost."""

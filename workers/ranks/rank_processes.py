@@ -99,7 +99,8 @@ class RankProcesses:
         return self._device_group or control_group
 
     def _unless_lost(self, join: Callable[[], Joined]) -> Joined:
-        """What `join` gives. It would wait for long, or for ever, for a rank that has ended: it is left alone then."""
+        """Return what `join` gives, unless a rank has ended: `join` would wait for it for long, or for ever, and is
+        abandoned."""
         made: Future[Joined] = Future()
 
         def make() -> None:
@@ -115,7 +116,8 @@ class RankProcesses:
         return made.result()
 
     def available_bytes(self, own: int) -> int:
-        """For KV of all ranks: with a GPU each, as many times what the one with the least has free. own: of ours."""
+        """Bytes for the KV of all ranks: with a GPU each, `size` times what the one with the least has free. own: this
+        rank's."""
         if self._device_group is None:
             return own
         assert self._control_group is not None
@@ -222,8 +224,8 @@ class RankProcesses:
             )
 
     def _watch(self) -> RankLost | None:
-        """Until `close` (None), `fail`, a step that does not end, or the end of a process, which is the end of its
-        life line."""
+        """Wait for `close` (None), `fail`, a step that does not end, or the end of a process, which closes its life
+        line."""
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""Which noise a draw takes: a key, mixed from the request's seed and the position of the token to be drawn.
+"""Noise of a draw: its key, mixed from the request's seed and the position of the token to be drawn.
 
 With gumbel.py it makes randomness a pure function of (seed, position, token id), never of batch, time or order.
 """

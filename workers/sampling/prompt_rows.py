@@ -1,4 +1,4 @@
-"""Which rows of a step tell the log-probabilities that prompts are asked for. No torch.
+"""Rows of a step that give the log-probabilities that prompts are asked for. No torch.
 
 The row of the token at position p - 1 tells that of the token at p. So no such row is sampled: what a prompt's last
 token tells is of the first token of the output.

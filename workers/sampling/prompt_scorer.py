@@ -43,7 +43,7 @@ class PromptScorer:
         self._parts.append(((own - totals)[:, 0], ranks, top_ids.int(), top_logits - totals))
 
     def results(self) -> list[tuple[Sequence, PromptLogprobs]]:
-        """Once all rows were added."""
+        """Return the log-probabilities of the prompts, once all rows were added."""
         spans = self._rows.spans
         if not spans:
             return []

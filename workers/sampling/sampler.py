@@ -37,7 +37,7 @@ class Sampler:
         self._eos_token_ids, self._rows = eos_token_ids, rows
 
     def is_argmax(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the largest logit of each row is all that `sample` would look for: nobody needs the others."""
+        """Return whether the largest logit of each row is all that `sample` would look for: nobody needs the others."""
         return all(
             s.request.sampling.is_greedy and s.request.sampling.logprobs is None and not has_logits_processors(s)
             for s in sequences
@@ -57,8 +57,8 @@ class Sampler:
         return _with_logprobs(sequences, ids, logprobs)
 
     def sample_next(self, sequences: SequenceOf[Sequence]) -> Callable[[Tensor], list[SampledToken]]:
-        """As `sample`, by the compiled kernels, for the token after the one that each of them is about to get. All that
-        it needs of the sequences, which must be `is_plain`, is read now."""
+        """Prepare `sample` by the compiled kernels for the token after the one that each sequence is about to get.
+        Reads all that it needs of the sequences now; they must be `is_plain`."""
         rows, draws = self._rows, [draw_of(sequence, sequence.num_tokens + 1) for sequence in sequences]
         assert rows is not None
 
@@ -133,7 +133,7 @@ def _penalise(logits: Tensor, sequences: SequenceOf[Sequence]) -> None:
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether a token is chosen from logits, seed and position alone, whatever the tokens before it are."""
+    """Return whether a token is chosen from logits, seed and position alone, whatever the tokens before it are."""
     return (
         sampling.logprobs is None
         and sampling.min_tokens == 0
@@ -145,7 +145,7 @@ def is_plain(sampling: SamplingParams) -> bool:
 
 
 def has_logits_processors(sequence: Sequence) -> bool:
-    """Whether its logits are changed before the choice of its next token."""
+    """Return whether its logits are changed before the choice of its next token."""
     sampling = sequence.request.sampling
     return bool(
         sampling.logit_bias

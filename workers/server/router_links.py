@@ -15,7 +15,7 @@ from ..handoff.types import HandoffSealed
 
 @dataclass(slots=True, eq=False)
 class RouterLink:
-    """One router's stream. `keys` are the requests that live as long as it does."""
+    """Stream of a router. `keys` are the requests that live as long as it does."""
 
     number: int
     outbox: asyncio.Queue[worker_pb2.WorkerMessage | None] = field(
@@ -57,7 +57,7 @@ class RouterLinks:
         return self._links.get(parts_of(key)[0])
 
     def has(self, key: str) -> bool:
-        """Whether the request still lives here."""
+        """Return whether the request still lives here."""
         link = self.of(key)
         return link is not None and key in link.keys
 

@@ -1,4 +1,4 @@
-"""One worker process: load the model, serve it, say where.
+"""Worker process: loads the model, serves it, says where.
 
     python -m diptych.workers.server.worker --model DIR
 

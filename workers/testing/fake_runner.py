@@ -37,8 +37,8 @@ def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> l
 def fake_prompt_logprobs(
     read: list[int], prompt: SequenceOf[int], first: int, end: int, num_top: int, vocab_size: int = 1000
 ) -> PromptLogprobs:
-    """What a fake worker makes of `prompt`'s tokens [first, end), having read these ids: a token that is n ids after
-    the likeliest has the rank n + 1 and the log-probability -n."""
+    """Return a fake worker's log-probabilities of `prompt`'s tokens [first, end), having read these ids: a token that
+    is n ids after the likeliest has the rank n + 1 and the log-probability -n."""
     likeliest = np.array([fake_next(read[:position], vocab_size) for position in range(first, end)])
     after = (np.array(prompt[first:end]) - likeliest) % vocab_size
     top = np.tile(np.arange(num_top), (end - first, 1))

@@ -57,7 +57,8 @@ class FakeStep:
 
 
 class FakeStream:
-    """At most two steps are under way. `compute`: what a step yields, whose rows have all their tokens."""
+    """Fake of a stream of steps, at most two of them in flight. `compute`: what a step yields, whose rows have all
+    their tokens."""
 
     def __init__(self, compute: Callable[[FakeStep], list[SampledToken]]) -> None:
         self._compute = compute

@@ -46,14 +46,14 @@ class Transport(ABC):
     name: str
 
     def suits(self, request: kv_pb2.SubscribeRequest) -> bool:
-        """Whether this sink, which has the transport too, should read our pool by it."""
+        """Return whether this sink, which has the transport too, should read our pool by it."""
         return True
 
     def publish(self, opened: kv_pb2.Opened) -> None:  # noqa: B027
         """Add what sinks must know, where the address of the gRPC server is not enough."""
 
     def is_described(self, opened: kv_pb2.Opened) -> bool:
-        """Whether a source has published it there."""
+        """Return whether a source has published it there."""
         return True
 
     @abstractmethod

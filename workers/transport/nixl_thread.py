@@ -177,7 +177,7 @@ class NixlThread:
         del self._agent
 
     def _turn(self, wait: float | None) -> float | None:
-        """One turn of the loop, after at most `wait` for a command; returns how long to wait before the next."""
+        """Run the loop once, after at most `wait` for a command; return how long to wait before the next."""
         self._run_commands(wait)
         if self._is_serving:
             self._progress()

@@ -1,4 +1,4 @@
-"""What a GPU reaches here: the limits that engine_gpu.py holds its figures against."""
+"""Limits of this GPU, measured; engine_gpu.py compares its figures with them."""
 
 import statistics
 from collections.abc import Callable
@@ -16,7 +16,8 @@ REPEATS = 20
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """On the current stream: the median of REPEATS, after two to warm up; the host is ahead of the device."""
+    """Measure a call on the current stream (s): the median of REPEATS, after two to warm up; the host is ahead of the
+    device."""
     stamps = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
     call()
     call()
@@ -29,13 +30,13 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def roofline() -> Roofline:
-    """Of the device's own memory and matrix units, as kernels.py finds them."""
+    """Measure the device's own memory and matrix units, as kernels.py does."""
     found = find_limits(CudaClock())
     return Roofline(0, found.bytes_per_s, 0.0, found.flops_per_s)
 
 
 def link_bytes_s(device: Device) -> float:
-    """From pinned memory to the device."""
+    """Measure copies from pinned memory to the device (bytes/s)."""
     source = device.pinned((LINK_BYTES,), torch.uint8)
     target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device.torch_device)
     return LINK_BYTES / seconds_of(lambda: target.copy_(source, non_blocking=True))

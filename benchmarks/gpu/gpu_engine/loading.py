@@ -1,4 +1,4 @@
-"""How fast weights come from a mapped file that is in memory to a device (workers/device/upload.py)."""
+"""Measures the loading of weights from a mapped file that is in memory to a device (workers/device/upload.py)."""
 
 import os
 import tempfile

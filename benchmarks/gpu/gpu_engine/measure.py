@@ -58,7 +58,8 @@ def cost_of(rig: Rig) -> ModelCost:
 
 
 def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:
-    """Nothing where the KV does not fit. The sequences come with their KV, as to a decode worker; it is random."""
+    """Measure decoding; yield nothing where the KV does not fit. The sequences come with random KV, as to a decode
+    worker."""
     engine = rig.engine
     num_tokens = case.context + WARMUP_STEPS + 2 * case.num_steps + 4
     if not _fits(rig, case.batch, num_tokens):
@@ -86,7 +87,7 @@ def decode(rig: Rig, case: DecodeCase, limits: Roofline) -> Iterator[Figure]:
 
 
 def prompts(rig: Rig, case: PromptCase, limits: Roofline) -> Iterator[Figure]:
-    """From the first step to the last of the first tokens."""
+    """Measure prompts, from the first step to the last of the first tokens."""
     if not _fits(rig, case.num_prompts, case.num_tokens + 1):
         return
     seconds: list[float] = []

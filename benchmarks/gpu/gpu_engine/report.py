@@ -1,4 +1,4 @@
-"""What was measured, and what each figure is a share of."""
+"""Report of the measurements, with the limit that each figure is a share of."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

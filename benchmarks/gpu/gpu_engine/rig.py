@@ -25,7 +25,7 @@ from .timed import TimedDevice
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a worker; the rest are its defaults."""
+    """Settings of a worker; the rest are its defaults."""
 
     max_context_tokens: int = 40_960
     max_batch_tokens: int = 8192

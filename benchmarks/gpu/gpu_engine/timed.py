@@ -1,4 +1,4 @@
-"""When a device works for us: a Device that notes when each piece of work begins and ends on its lane.
+"""Device that notes when each piece of work begins and ends on its lane.
 
     lane      [ work ][ work ]        [ work ]
     other          [ work ]
@@ -23,11 +23,11 @@ Span = tuple[float, float]  # seconds, of one clock
 
 class Clock(Protocol):
     def stamp(self) -> Any:
-        """Of the moment in which the lane that this is run on comes to it."""
+        """Record the moment in which the lane that this is run on comes to it."""
         ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one stamp to another; both have been come to."""
+        """Seconds from one stamp to another; the lane has come to both."""
         ...
 
 
@@ -42,7 +42,7 @@ class CudaClock:
 
 
 class HostClock:
-    """For devices whose lanes run on the host."""
+    """Clock for devices whose lanes run on the host."""
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -103,7 +103,8 @@ class TimedDevice:
         self._device.synchronize()
 
     def take(self, run: Callable[[], object]) -> list[Span]:
-        """When the device worked for `run`, all lanes together, by begin; the first span begins at 0."""
+        """Return the spans in which the device worked for `run`, all lanes together, by begin; the first span begins at
+        0."""
         notes, first = self._notes, list[Any]()
         self._clock_lane.run(lambda: first.append(notes.clock.stamp()))
         self.synchronize()

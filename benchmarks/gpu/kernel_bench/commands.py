@@ -61,6 +61,6 @@ def run(command: Command, deadline: float, folder: Path, now: Callable[[], float
 
 
 def run_all(commands: Sequence[Command], deadline: float, folder: Path, at_once: int) -> list[Outcome]:
-    """In the order of `commands`, so many at once."""
+    """Run the commands in their order, `at_once` at a time; return their outcomes in the same order."""
     with ThreadPoolExecutor(max(at_once, 1)) as pool:
         return list(pool.map(lambda command: run(command, deadline, folder), commands))

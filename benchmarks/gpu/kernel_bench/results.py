@@ -1,4 +1,4 @@
-"""What was found of each case: figures, goals met or missed, and how they are written. Knows no torch."""
+"""Results of the cases: figures, goals met or missed, and their text. Knows no torch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What torch reaches on this GPU, on random data."""
+    """Rates that torch reaches on this GPU, on random data."""
 
     bytes_per_s: float  # of a copy: read and written
     flops_per_s: float  # of a bf16 product
@@ -113,7 +113,7 @@ def one_line(text: str, most: int = 160) -> str:
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """How many cases gave a figure, and each goal that is missed or case that has none."""
+    """Summarise: how many cases gave a figure, and each goal that is missed or case that has none."""
     verdicts = [v for r in results for v in r.verdicts]
     missed = [v for v in verdicts if v.is_missed]
     wrong = [r for r in results if r.problem]

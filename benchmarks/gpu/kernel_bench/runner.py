@@ -66,7 +66,7 @@ def is_usable() -> bool:
 
 
 def result_of(group: str, case: Case, clock: Clock | None, limits: Limits | None) -> Result:
-    """Without a clock: of the result alone."""
+    """Check a case's result, and time it where there is a clock."""
     what: dict[str, Any] = {
         "group": group,
         "kernel": case.kernel,

@@ -1,4 +1,4 @@
-"""How long calls take on a GPU: many captured in one graph, over inputs that together are larger than the L2."""
+"""Times calls on a GPU: many captured in one graph, over inputs that together are larger than the L2."""
 
 import math
 import statistics
@@ -18,11 +18,11 @@ COLD_BYTES = 256 << 20  # several times any L2
 
 class Clock(Protocol):
     def seconds(self, call: Call) -> float:
-        """Of the device, from the first of its work to the last, after the L2 was flushed."""
+        """Seconds of the device, from the first of its work to the last, after the L2 was flushed."""
         ...
 
     def capture(self, calls: Sequence[Call]) -> Call:
-        """What replays the device's work of all calls, one after another."""
+        """Return a call that replays the device's work of all calls, one after another."""
         ...
 
 

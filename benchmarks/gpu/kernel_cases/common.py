@@ -1,4 +1,4 @@
-"""What the files beside this one are made of: each has `cases()`, which makes Cases one after another.
+"""Parts shared by the files beside this one: each has `cases()`, which makes Cases one after another.
 
 On a GPU they are as large as the goals ask for; where Triton is interpreted (TRITON_INTERPRET=1) the same code makes
 small ones on the CPU, so that inputs, kernels, references and peers are tested where there is no GPU.
@@ -28,8 +28,8 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked of a figure: "copy", the share of copy bandwidth; "TB/s"; "TFLOP/s"; or the beginning of peers'
-    names: how many times as fast as the fastest of them."""
+    """Goal of a figure: "copy", the share of copy bandwidth; "TB/s"; "TFLOP/s"; or the beginning of peers' names: how
+    many times as fast as the fastest of them."""
 
     of: str
     least: float
@@ -119,7 +119,7 @@ def _error(found: Any, expected: Any) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What torch.empty gives is NaN (whole numbers: far off): what a kernel does not write shows."""
+    """Fill what torch.empty gives with NaN (whole numbers: far off), so that what a kernel does not write shows."""
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def empty(*args: Any, **kwargs: Any) -> Tensor:

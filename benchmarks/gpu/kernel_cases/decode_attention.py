@@ -75,7 +75,8 @@ def unsplit(x: Inputs) -> Tensor:
 
 
 def gather_sdpa(x: Inputs) -> Tensor:
-    """One query a sequence. The query heads of a KV head are the rows of one small matrix: no KV head is repeated."""
+    """Compute attention for one query a sequence. The query heads of a KV head are the rows of one small matrix: no KV
+    head is repeated."""
     num_seqs = len(x.decodes.context_lens)
     blocks = x.decodes.block_tables.view(-1)
     keys, values = (

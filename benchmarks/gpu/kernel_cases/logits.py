@@ -32,7 +32,7 @@ def make_draws(seed: int, temperature: float, top_k: int, top_p: float, dtype: t
 
 
 def sorted_and_drawn(x: tuple[Tensor, Draws]) -> Tensor:
-    """As servers do it with torch: sort, limit, softmax, draw by exponential noise, put back."""
+    """Sample as servers do it with torch: sort, limit, softmax, draw by exponential noise, put back."""
     logits, draws = x
     scaled = logits.float() / draws.temperature[:, None]
     values, ids = scaled.sort(dim=-1)

@@ -47,7 +47,8 @@ class Inputs:
         return (quantise_rows_triton if is_triton else quantise_rows_twin)(x, weight.values.dtype, weight.has_blocks)
 
     def layer(self, is_triton: bool) -> Tensor:
-        """As kernels/moe/moe.py has it, by the kernels or by their twins; the choice by the kernel for both."""
+        """Compute a mixture as kernels/moe/moe.py does, by the kernels or by their twins; the kernel chooses the
+        experts for both."""
         weights, experts = moe_routing_triton(self.logits, ROUTING)
         block_m = block_m_of(experts.numel(), NUM_EXPERTS, DEVICE)
         order = (moe_sort_triton if is_triton else moe_sort_twin)(experts, NUM_EXPERTS, block_m)

@@ -38,7 +38,7 @@ BACKENDS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of S sequences of `num_new` new tokens each, the last of `context` ones."""
+    """Inputs of S sequences of `num_new` new tokens each, the last of `context` ones."""
 
     q: Tensor  # [S * num_new, N, D]
     cache: Tensor  # [blocks, 2, block_size, K, D]
@@ -92,7 +92,7 @@ def run(x: Inputs) -> Tensor:
 
 
 def sdpa(x: Inputs) -> Tensor:
-    """By whichever backend torch takes."""
+    """Compute attention by whichever backend torch takes."""
     queries, keys, values = x.in_order
     mask = x.seen
     if mask is None and queries.shape[2] < keys.shape[2]:
@@ -129,7 +129,7 @@ def flashinfer(q: Tensor, cache: Tensor, batch: PagedBatch) -> Callable[[], Tens
 
 
 def pairs_of(num_new: int, context: int, window: int) -> int:
-    """How many pairs of a query and a token it sees."""
+    """Number of pairs of a query and a token that it sees."""
     history = context - num_new
     return sum(min(history + t + 1, window or context) for t in range(num_new))
 

@@ -1,4 +1,5 @@
-"""What goes over rows once: norms, RoPE with the KV write, gates. Bytes: all that is read and written, once each."""
+"""Cases of kernels that pass over rows once: norms, RoPE with the KV write, gates. Bytes: all that is read and written,
+once each."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -225,7 +225,7 @@ def header_value(fields: Iterable[UnknownField]) -> str:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """At most MAX_NAMES of a client's names, for an error."""
+    """Join at most MAX_NAMES of a client's names for an error message."""
     shown = ", ".join(map(shorten, names[:MAX_NAMES]))
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 

@@ -71,7 +71,7 @@ class AnswerFormat:
 
     @property
     def is_small(self) -> bool:
-        """Whether the answer has few tokens, each with its text and id at most."""
+        """Return whether the answer has few tokens, each with its text and id at most."""
         num_tokens = sum(len(c.request.prompt_token_ids) + c.num_tokens for c in self._generation.completions)
         return num_tokens <= MAX_SMALL_TOKENS and not (self._wants_logprobs or self.tells_of_prompts)
 

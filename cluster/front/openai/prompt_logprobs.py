@@ -39,7 +39,7 @@ class CallPrompts:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether those of some prompt have not come yet."""
+        """Return whether those of some prompt have not come yet."""
         return self._num_missing > 0
 
     async def take(self, deltas: Sequence[TextDelta]) -> list[TextDelta]:

@@ -1,4 +1,4 @@
-"""What must hold at the end of a run, whatever happened in it."""
+"""Checks made at the end of a run, whatever happened in it."""
 
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ def what_is_held(world: "World") -> str:
 
 
 def is_able(world: "World", router: "RouterProcess", worker: "Worker") -> bool:
-    """To take a request from that router."""
+    """Return whether the worker can take a request from that router."""
     if worker.incarnation not in router.listed or not worker.has_started or worker.process.is_stalled:
         return False
     assert worker.service is not None
@@ -69,7 +69,7 @@ def integrity(worker: "Worker") -> worker_pb2.WorkerState:
 
 
 def check_worker(world: "World", worker: "Worker") -> None:
-    """What must hold at any time in a process that runs."""
+    """Check what must hold at any time in a process that runs."""
     now, local = world.clock.now, worker.process.time()
     went_on_at = worker.process.local(worker.process.stalled_until)
     service = worker.service
@@ -93,7 +93,7 @@ def check_worker(world: "World", worker: "Worker") -> None:
 
 
 def _is_heard(world: "World", worker: "Worker", key: str, sequence: Sequence) -> bool:
-    """By the very router that asked for it."""
+    """Return whether the very router that asked for the sequence still receives its tokens."""
     client = next((c for c in world.clients if c.request.request_id == sequence.request.request_id), None)
     if client is None or client.router is None or client.router.router is None:
         return True
@@ -115,7 +115,7 @@ def check_end(world: "World") -> None:
 
 
 def check_running(world: "World", client: "Client") -> None:
-    """Whether its client reads or not, a request ends by its deadline."""
+    """Return whether its client reads or not, a request ends by its deadline."""
     is_late = world.clock.now > _latest(client) and not client.is_cut
     if is_late and client.request.request_id in world.states:
         state = world.states[client.request.request_id]
@@ -127,7 +127,7 @@ def _latest(client: "Client") -> float:
 
 
 def may_fail_on_a_calm_day(world: "World", request_id: str, source: worker_pb2.HandoffSource) -> bool:
-    """Whether the sequence had ended at its source, or goes on there: a running one moves only if its
+    """Return whether the sequence had ended at its source, or goes on there: a running one moves only if its
     sink is quick, and its source does not run short of blocks before."""
     client = next(c for c in world.clients if c.request.request_id == request_id)
     if client.leaves_at is not None and client.leaves_at <= world.clock.now:

@@ -1,4 +1,5 @@
-"""Why a request may fail while its cluster lives: what troubled the workers that it was sent to, and for how long.
+"""Reasons for which a request may fail while its cluster lives: what troubled the workers that it was sent to, and for
+how long.
 
     DeadlineExceeded   of its time all but ENOUGH_S was lost to trouble at the workers of its attempts, or went by with
                        no worker there to take it
@@ -35,7 +36,7 @@ class Trouble:
 
 
 class Troubles:
-    """In order of their beginnings."""
+    """Troubles in the order of their beginnings."""
 
     def __init__(self) -> None:
         self._all: list[Trouble] = []
@@ -46,8 +47,8 @@ class Troubles:
     def spans(
         self, hosts: Iterable[str], began: float, ended: float, *, linger_s: float = LINGER_S, of: str = ""
     ) -> list[tuple[float, float]]:
-        """Those of [began, ended] in which one of these hosts, or what goes between two of them, was in trouble. `of`:
-        only what has to do with that one."""
+        """Return the spans of [began, ended] in which one of these hosts, or the network between two of them, was in
+        trouble. `of`: only what has to do with that host."""
         near = {*hosts}
         mine = (t for t in self._all if near.issuperset(t.hosts) and (not of or of in t.hosts))
         spans = [(max(t.began, began), min(t.ended + linger_s, ended)) for t in mine]
@@ -64,14 +65,14 @@ class Attempt:
 
 @dataclass(slots=True)
 class Story:
-    """Of one request."""
+    """Story of a request."""
 
     router: str
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     failed_at: float | None = None
 
     def quiet_s(self, troubles: Troubles, began: float, ended: float) -> float:
-        """How long its workers, or those that it waited for, had no trouble."""
+        """Longest time (s) in which its workers, or those that it waited for, had no trouble."""
         spans: list[tuple[float, float]] = []
         at = began
         for attempt in self.attempts:
@@ -154,7 +155,7 @@ def check_failure(world: "World", client: "Client") -> None:
 
 
 def length_of(spans: list[tuple[float, float]]) -> float:
-    """Of their union."""
+    """Length of the spans' union."""
     length, at = 0.0, float("-inf")
     for began, ended in sorted(spans):
         length += max(ended - max(began, at), 0.0)

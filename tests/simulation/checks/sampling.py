@@ -1,7 +1,6 @@
-"""What tokens a request has coming: a function of its tokens and of all its sampling parameters, that a person can
-compute by hand. A parameter that is lost, or an output that is taken for prompt on the way to another worker, gives
-another token.
-"""
+"""Expected tokens of a request: a function of its tokens and of all its sampling parameters, that a person can compute
+by hand. A parameter that is lost, or an output that is taken for prompt on the way to another worker, gives another
+token."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +22,8 @@ def next_token(token_ids: Sequence[int], num_prompt: int, sampling: SamplingPara
 
 
 def logprobs(token_id: int, position: int, sampling: SamplingParams) -> tuple[float | None, Top]:
-    """Of the token at that position of the output, and of the most likely ones; multiples of 1/8, exact on the wire."""
+    """Log-probabilities of the token at that position of the output, and of the most likely ones; multiples of 1/8,
+    exact on the wire."""
     if sampling.logprobs is None:
         return None, ()
     logprob = -((token_id + position) % 64) / 8

@@ -1,4 +1,4 @@
-"""What must hold of a real supervisor: whom it may end and when, what routers hear of it, and what it comes to."""
+"""Checks of a real supervisor: whom it may end and when, what routers learn of it, and its final state."""
 
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ class Checks:
         self._look_for_losses()
 
     def _look_for_losses(self) -> None:
-        """Whoever has died is missed soon."""
+        """Check that every dead process is soon reported as lost."""
         actor, now = self._supervised.actor, self._world.clock.now
         if actor is None or actor.age_s <= NOTICED_S:
             return
@@ -54,7 +54,7 @@ class Checks:
             demand(is_noticed, f"{record.worker_id} died {now - died_at:.1f} s ago, and is {record.phase.value}")
 
     def _look_at(self, router: "RouterProcess") -> None:
-        """Whatever routers know of the fleet, they know it soon."""
+        """Check that the router soon knows what has changed in the fleet."""
         now, name = self._world.clock.now, router.name
         if self._has_excuse(router) or set(router.infos) == set(self._infos()):
             self._alike_at[name] = now
@@ -80,7 +80,7 @@ class Checks:
         actor.is_given_up = actor.is_given_up or self._is_silent(actor)
 
     def _serves_nobody(self, actor: "WorkerActor") -> bool:
-        """It has never been announced, or is done, or has ended."""
+        """Return whether the worker has never been announced, or is done, or has ended."""
         worker = actor.worker
         if actor.is_dead or actor.is_stopped or worker is None or not worker.has_started:
             return True
@@ -91,7 +91,7 @@ class Checks:
         return any(peer.is_dead or peer.is_given_up for peer in peers)
 
     def _had_its_time(self, actor: "WorkerActor") -> bool:
-        """To end its own."""
+        """Return whether it has had its time to end its own requests."""
         began = self._draining_at.get(actor.worker_id, float("inf"))
         return self._world.clock.now - began >= self._supervised.config.drain_timeout_s - TICK_S
 
@@ -149,7 +149,7 @@ class Checks:
 
 
 def _is_done(worker: "Worker") -> bool:
-    """It drains, and has nothing left."""
+    """Return whether the worker drains and has nothing left."""
     assert worker.service is not None
     state = integrity(worker)
     load = state.load

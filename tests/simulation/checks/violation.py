@@ -1,8 +1,8 @@
-"""What a run of the simulation ends with where something is wrong."""
+"""Error that ends a run of the simulation where something is wrong."""
 
 
 class Violation(Exception):
-    """What must never happen did, and an invariant found it. A planted bug counts as found by these alone."""
+    """Error: an invariant is broken. A planted bug counts as found by these errors alone."""
 
 
 class Hang(Violation):

@@ -1,6 +1,5 @@
-"""What can go wrong, chosen by the seed. A fault strikes at the n-th packet of the run, so between any two steps of any
-protocol, or at a time, if there are not that many packets by then.
-"""
+"""Faults, chosen by the seed. A fault strikes at the n-th packet of the run, so between any two steps of any protocol,
+or at a time, if there are not that many packets by then."""
 
 import random
 from collections.abc import Callable
@@ -59,7 +58,7 @@ Kinds = tuple[tuple[Callable[["World"], None], int], ...]  # with their weights
 
 
 def plan(rng: random.Random, weather: Weather, of: Kinds) -> list[Fault]:
-    """In the order in which they strike."""
+    """Plan faults, in the order in which they strike."""
     kinds, weights = zip(*of, strict=True)
     num = rng.randint(1, weather.num_faults) if weather.num_faults else 0
     faults = [Fault(rng.randint(20, 700), rng.uniform(1.0, 6.0), rng.choices(kinds, weights)[0]) for _ in range(num)]
@@ -67,7 +66,7 @@ def plan(rng: random.Random, weather: Weather, of: Kinds) -> list[Fault]:
 
 
 def _some_host(world: "World") -> str:
-    """Nothing, where no host is known yet."""
+    """Choose a host; empty where none is known yet."""
     names = world.supervision.names()
     return world.rng.choice(names) if names else ""
 
@@ -95,7 +94,7 @@ def stall(world: "World") -> None:
 
 
 def partition(world: "World") -> None:
-    """Between two hosts, one way or both ways."""
+    """Cut two hosts off from each other, one way or both ways."""
     rng = world.rng
     a, b = rng.sample([*world.supervision.peers(), world.routers.some_name()], 2)
     seconds = rng.choice((rng.uniform(0.05, 1.0), rng.uniform(1.0, 6.0)))
@@ -159,7 +158,7 @@ def freeze_a_pull(world: "World") -> None:
 
 
 def clock_jumps(world: "World") -> None:
-    """Of one process, ahead."""
+    """Set the clock of a process ahead."""
     rng = world.rng
     process = rng.choice([world.routers.some().process, *(w.process for w in world.living())])
     seconds = rng.choice((rng.uniform(0.01, 0.5), rng.uniform(0.3, 2.0) * world.lease_s))

@@ -14,7 +14,7 @@ SELF_TEST = "self-test"
 
 
 class StepFault(RuntimeError):
-    """What a runner raises, as far as the engine can tell."""
+    """Error of a runner, as far as the engine can tell."""
 
 
 class StepFaults:
@@ -29,7 +29,7 @@ class StepFaults:
         self._broken: set[str] = set()  # incarnations
 
     def strike(self, host: str, incarnation: str, step: FakeStep) -> None:
-        """On the engine's thread. Raises StepFault."""
+        """Fail a step, on the engine's thread. Raises StepFault."""
         world = self._world
         ids = [row.sequence.request.request_id for row in step.rows]
         guilty = [row.sequence.request.request_id for row in step.rows if self._is_poison(row)]
@@ -53,7 +53,7 @@ class StepFaults:
         return at is not None and row.samples and len(row.token_ids) - sequence.num_prompt == at
 
     def check_blamed(self, request_id: str) -> None:
-        """It ended by name."""
+        """Check that the request caused two failures or more, one of them alone in its step."""
         is_due = self.raised[request_id] >= 2 and self.raised_alone[request_id]
         demand(is_due, f"{request_id} is blamed for {self.raised[request_id]} steps")
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a world with a real supervisor, beside what can in all (faults.py)."""
+"""Faults in a world with a real supervisor, beside those of all worlds (faults.py)."""
 
 import random
 from typing import TYPE_CHECKING
@@ -16,7 +16,8 @@ FOR_EVER_S = 1000.0
 
 
 def plan_supervised(rng: random.Random, weather: Weather) -> list[Fault]:
-    """On a calm day too targets change, and supervisors come and go: no request may notice."""
+    """Plan the faults of a supervisor. On a calm day too targets change, and supervisors come and go: no request may
+    notice."""
     if weather.name == "calm":
         return _more(rng, rng.randint(1, 4), CALM_KINDS)
     kinds = FOG_KINDS if weather is faults.FOG else KINDS
@@ -64,7 +65,7 @@ def stall_supervisor(world: "World") -> None:
 
 
 def scale(world: "World") -> None:
-    """Up, down, to nothing and back, as somebody wants it."""
+    """Change the targets: up, down, to nothing and back."""
     from ..processes.supervised import plan_replicas
 
     _of(world).scale(plan_replicas(world.rng))
@@ -77,13 +78,13 @@ def scale_and_kill(world: "World") -> None:
 
 
 def starts_fail(world: "World") -> None:
-    """Of those that come next."""
+    """Let the next starts fail."""
     _of(world).num_failing += world.rng.randint(1, 3)
     world.note("starts fail")
 
 
 def no_node(world: "World") -> None:
-    """For one that comes next."""
+    """Let the next start find no node."""
     _of(world).num_unplaced += 1
     world.note("there is no node for one more")
 

@@ -162,11 +162,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                         continue  # a cleanup that awaits, in a process that is gone
 
     def time(self) -> float:
-        """By its own clock."""
+        """Time by the process's own clock."""
         return self.local(self.clock.now)
 
     def local(self, when: float) -> float:
-        """That time of the world, by its own clock."""
+        """Convert a time of the world to the process's own clock."""
         return self._offset_s + when * self._rate
 
     def world_time(self, when: float) -> float:
@@ -199,7 +199,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> SimFuture:
-        """On a thread, which takes a moment and does its work whether anybody waits or not."""
+        """Run a function on a thread, which takes a moment and does its work whether anybody waits or not."""
         future = self.create_future()
 
         def run() -> None:

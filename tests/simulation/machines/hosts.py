@@ -1,4 +1,4 @@
-"""What the workers of a world run on: memory layout, settings and speed of each."""
+"""Hosts of the workers of a world: memory layout, settings and speed of each."""
 
 import random
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Host:
 
 
 class Hosts:
-    """What all hosts of a world have in common, and how others are made. `moulds`: layouts that are drawn in advance,
-    for worlds in which hosts appear later."""
+    """Common settings of all hosts of a world, and a factory of further ones. `moulds`: layouts that are drawn in
+    advance, for worlds in which hosts appear later."""
 
     def __init__(self, rng: random.Random, lease_s: float, *, has_moulds: bool = False) -> None:
         self._lease_s = lease_s

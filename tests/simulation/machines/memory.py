@@ -39,7 +39,7 @@ Places = npt.NDArray[np.int64]
 
 
 def plan_layout(rng: random.Random) -> KVLayout:
-    """What all workers of a world agree on."""
+    """Draw the layout that all workers of a world share."""
     head_dim = GROUP if rng.random() < 0.1 else 2
     layout = KVLayout("float32", 4, rng.randint(1, 3), rng.choice((1, 2, 4)), head_dim, "fake")
     is_unlike = head_dim == 2 and layout.num_layers == 3 and layout.num_kv_heads > 1
@@ -103,16 +103,16 @@ class CheckedRunner:
             self._numbers[self._places[:, target]] = self._numbers[self._places[:, source]]
 
     def check(self) -> None:
-        """Nothing can be lost."""
+        """Do nothing: no rank can be lost."""
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: it holds only memory."""
 
     def poison(self, block: int) -> None:
         self._numbers[self._places[:, block]] = _stored(np.float32(POISON), self.layout.dtype)
 
     def block_at(self, offset: int) -> int:
-        """Whose byte that is."""
+        """Return the block that a byte belongs to."""
         layout, num_blocks = self.layout, self.memory.num_blocks
         in_rank = offset % (num_blocks * layout.rank_block_bytes)
         if layout.is_block_major:

@@ -24,7 +24,7 @@ RETRANSMIT_S = 0.2  # at most, after a direction is open again
 
 
 class Connection:
-    """One TCP connection. `on_broken` of each side is called once, in that side's process."""
+    """TCP connection. `on_broken` of each side is called once, in that side's process."""
 
     def __init__(self, network: "Network", client: ProcessLoop, host: str) -> None:
         self.network = network
@@ -156,11 +156,11 @@ class Network:
             process.call_soon(act, *args)
 
     def trouble(self, a: str, b: str, seconds: float = 0.0) -> None:
-        """From now on, between the two."""
+        """Record trouble between two hosts from now on."""
         self.troubles.add(self.clock.now, self.clock.now + seconds, a, b)
 
     def carry(self, data: bytes, src: str, dst: str) -> bytes:
-        """As it arrives."""
+        """Return the bytes as they arrive."""
         if not self.flip or dst not in self.verifying or self.rng.random() >= self.flip:
             return data
         self.trouble(src, dst)

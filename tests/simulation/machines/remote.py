@@ -23,7 +23,7 @@ class _Call:
     answered: SimFuture
 
     def answer(self, answer: object, error: DiptychError | None) -> None:
-        """In the caller's process."""
+        """Complete the call in the caller's process."""
         if self.answered.done():
             return
         if error is None:
@@ -95,7 +95,7 @@ class Actor:
         )
 
     def _end(self, call: _Call, answer: object, error: DiptychError | None) -> None:
-        """Not before its answer has arrived: until then the call ends with the process."""
+        """End a call once its answer has arrived: until then the call ends with the process."""
         self._calls.pop(call, None)
         call.answer(answer, error)
 

@@ -24,7 +24,7 @@ OK: Status = (grpc.StatusCode.OK, "", ())
 
 
 class Pipe:
-    """One direction of one call: in order, however the packets travel."""
+    """Direction of a call: in order, however the packets travel."""
 
     def __init__(self, network: Network, src: ProcessLoop, dst: ProcessLoop, receive: Callable[[Any], None]) -> None:
         self._network, self._src, self._dst, self._receive = network, src, dst, receive
@@ -58,7 +58,7 @@ class SimContext:
 
 
 class SimServer:
-    """What a WorkerService registers itself with. One process."""
+    """Server with which a WorkerService registers itself. One for each process."""
 
     def __init__(self, network: Network, on_release: Callable[[str, str], None]) -> None:
         self.network = network

@@ -31,7 +31,7 @@ EPOCH_NS = 10**18
 
 
 def _silent(*_: object, **__: object) -> None:
-    """In place of what a simulated process does not do."""
+    """Do nothing, in place of what a simulated process does not do."""
 
 
 class _Health:
@@ -99,7 +99,7 @@ def replaced(world: "World") -> Iterator[None]:
 
 
 class _CrashLog(logging.Handler):
-    """What the code under test logs as an error is a bug: nothing here is anybody else's fault."""
+    """Log handler that treats each error logged by the code under test as a bug: the simulation makes none itself."""
 
     def __init__(self, crash: Callable[[str, object], None]) -> None:
         super().__init__(logging.ERROR)

@@ -38,7 +38,7 @@ def a_part_begins_at_the_first_token_that_is_missing() -> list[Replacement]:
 
 
 def the_last_tokens_of_a_part_are_left_out() -> list[Replacement]:
-    """Where a block of ours begins in the middle of the source's last one."""
+    """Leave out the last tokens, where a block of ours begins in the middle of the source's last one."""
     real = kv_bridge._spans
 
     def spans(part: Any, wire_size: int, own_size: int, *args: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Who asks: clients that may go away, and somebody who asks for blocks that are not his."""
+"""Clients that may go away, and a stranger who asks for blocks that are not his."""
 
 import random
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ TRAFFIC_S = 3.0  # in which the requests come
 
 @dataclass(eq=False)
 class Client:
-    """One request, and what its client saw."""
+    """Client of a request, and what it received."""
 
     request: Request
     arrives_at: float

@@ -24,7 +24,7 @@ PEER_S = 1.0  # until a gang's members notice that one of them is gone, at most
 
 @dataclass(frozen=True)
 class Fate:
-    """Of one start."""
+    """Fate of a start."""
 
     place_s: float = 0.0
     boot_s: float = 0.0  # then its event loop answers
@@ -39,7 +39,7 @@ def host_of(worker_id: str) -> str:
 
 
 class WorkerActor(Actor):
-    """What placement.py's WorkerActor does, and where it stands."""
+    """Actor that does what placement.py's WorkerActor does, and its host."""
 
     def __init__(self, world: "World", worker_id: str, fate: Fate) -> None:
         super().__init__(world.network, host_of(worker_id))
@@ -114,7 +114,7 @@ class RouterActor(Actor):
 
 
 class SimRay:
-    """What lives, where, and what the supervisor had it keep."""
+    """Ray's simulated state: what lives, where, and what the supervisor had it keep."""
 
     def __init__(self, world: "World", fate: Callable[[str], Fate]) -> None:
         self.workers: dict[str, WorkerActor] = {}
@@ -152,7 +152,7 @@ class SimRay:
         return [actor for actor in self.workers.values() if not actor.is_dead]
 
     def place_all(self) -> None:
-        """There are nodes for all."""
+        """Give nodes to all processes."""
         for actor in self.living():
             if actor.waits_for:
                 actor.place()

@@ -90,7 +90,7 @@ class Routers:
         router.process.call_soon(lambda: router.process.create_task(main()))
 
     def kill(self, router: RouterProcess) -> None:
-        """With what its clients wait for; another process of that name comes soon."""
+        """Kill a router with its clients' requests; another process of that name comes soon."""
         world = self._world
         world.note(f"kill {router.name}")
         router.process.kill()
@@ -121,7 +121,7 @@ class Routers:
         router.router.update_fleet(infos)
 
     def admit(self, client: "Client") -> RouterProcess:
-        """Who serves it: all completions of a request have one router."""
+        """Choose a router for the client: all completions of a request have one router."""
         request = client.request.request_id.partition(".")[0]
         home = self._homes.setdefault(request, self.some().name)
         client.router = self._all[home] if not self._all[home].process.is_dead else self.some()

@@ -57,7 +57,7 @@ class Scripted:
         return list(self._world.workers)
 
     def peers(self) -> list[str]:
-        """Of routers, whose packets may be lost."""
+        """Return the routers, whose packets may be lost."""
         return self.names()
 
     def start_worker(self, host: str) -> None:
@@ -67,7 +67,7 @@ class Scripted:
             self.tell_fleet()
 
     def replace(self, host: str, low_s: float, high_s: float) -> None:
-        """What ended on it."""
+        """Start another process on the host, after a random time between `low_s` and `high_s`."""
         self._world.clock.after(self._world.rng.uniform(low_s, high_s), self.start_worker, host)
 
     def on_kill(self, host: str) -> None:
@@ -80,7 +80,7 @@ class Scripted:
         self.tell_fleet()
 
     def drain(self, host: str) -> None:
-        """Over a Link of its own; later it ends the process, and starts another."""
+        """Drain a worker over a Link of its own; later end the process, and start another."""
         world, rng = self._world, self._world.rng
         worker = world.workers[host]
         if worker is None:
@@ -107,7 +107,7 @@ class Scripted:
         self._back_at = self._world.clock.now + self._world.rng.uniform(0.5, 5.0)
 
     def tell_fleet(self) -> None:
-        """It notices in a while, and each router hears of it in its own time."""
+        """Tell routers of the fleet: a change is noticed after a while, and each router hears of it at its own time."""
         world = self._world
         for name in world.routers.names:
             when = max(world.clock.now + world.rng.uniform(0.01, 0.5), self._back_at)

@@ -40,14 +40,14 @@ def is_supervised(seed: int) -> bool:
 
 @dataclass
 class Said:
-    """What supervisors have told others; who comes after them is bound by it."""
+    """Record of what supervisors have told others, which binds their successors."""
 
     targets: dict[str, int]  # that were accepted last
     incarnations: set[str] = field(default_factory=set[str])  # of workers that routers heard of
 
 
 class SupervisorActor(Actor):
-    """One supervisor's process. Serves what routers and persons call."""
+    """Supervisor's process. Serves the calls of routers and persons."""
 
     supervisor: Supervisor  # since it is its world's
 
@@ -72,7 +72,7 @@ class SupervisorActor(Actor):
 
     @property
     def age_s(self) -> float:
-        """Without what it was stopped for last."""
+        """Age (s), without the time for which it was stopped last."""
         assert self.process is not None
         return self._world.clock.now - max(self._began, self.process.stalled_until)
 
@@ -132,7 +132,7 @@ class Supervised:
         )
 
     def _fate(self, worker_id: str) -> Fate:
-        """Of a worker that is asked for: what it runs on is drawn here, too."""
+        """Draw the fate of a worker that is asked for, and what it runs on."""
         self._num_starts += 1
         host, pool = host_of(worker_id), worker_id.partition("-")[0]
         if host not in self.world.hosts:
@@ -203,7 +203,7 @@ class Supervised:
         return [name for name, worker in self.world.workers.items() if worker is not None]
 
     def peers(self) -> list[str]:
-        """Of routers, whose packets may be lost."""
+        """Return the routers, whose packets may be lost."""
         return [*self.names(), NAME]
 
     def replace(self, host: str, low_s: float, high_s: float) -> None:
@@ -235,14 +235,14 @@ class Supervised:
         self.checks.look()
 
     def settle(self) -> None:
-        """Whoever was stopped goes on in its time, or never."""
+        """End the faults of starts, and give nodes to all, unless nodes never come."""
         self.num_failing = self.num_unplaced = 0
         if self.has_nodes_at_last:
             self.ray.place_all()
 
     @property
     def quiet_limit_s(self) -> float:
-        """After the last request has ended: until nothing is held or left to do."""
+        """Seconds after the last request's end in which all that is held or left to do must end."""
         return CALM_LIMIT_S if self.world.weather.name == "calm" else LIMIT_S
 
     def what_is_left(self) -> str:
@@ -250,5 +250,5 @@ class Supervised:
 
 
 def plan_replicas(rng: random.Random) -> dict[str, int]:
-    """Of each pool, for a few small workers."""
+    """Draw the number of workers of each pool, for a few small workers."""
     return {"prefill": rng.choice((0, 1, 1, 2)), "decode": rng.randint(1, 3), "mixed": int(rng.random() < 0.2)}

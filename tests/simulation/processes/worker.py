@@ -81,7 +81,7 @@ class SimEngineThread(EngineThread):
         super().begin(key, *args, **kwargs)
 
     async def commit(self, key: str, *args: Any, **kwargs: Any) -> None:
-        """Only what its source has released to this very attempt."""
+        """Commit only what the source has released to this very attempt."""
         self._check_released(self._job_of(key), "commits")
         await super().commit(key, *args, **kwargs)
 
@@ -195,7 +195,7 @@ class WatchedBridge(Bridge):
 
 @dataclass(eq=False)
 class _Read:
-    """One read under way: pieces are fetched and land one by one, whatever the two processes do."""
+    """Read under way: pieces are fetched and land one by one, whatever the two processes do."""
 
     incarnation: str
     num_left: int
@@ -232,7 +232,7 @@ class SimRdma(Transport):
                 self.cut(read, WorkerLost("the connection was cut"))
 
     def cut(self, read: _Read, error: Exception) -> None:
-        """Nothing of it lands from here on."""
+        """End a read: no piece of it lands from here on."""
         read.is_cut = True
         self.reads.pop(read, None)
         if not read.done.done():
@@ -341,7 +341,7 @@ class _Landing:
 
 @dataclass(eq=False)
 class Worker:
-    """One process, from its start to its end."""
+    """Worker process, from its start to its end."""
 
     process: ProcessLoop
     incarnation: str
@@ -356,7 +356,7 @@ class Worker:
         return self.service is not None and hasattr(self.service, "_ticker")
 
     def check_for(self, names: set[str], now: float, what: str) -> None:
-        """What may be so for a moment."""
+        """Check that `what` holds of the same name for a moment at most."""
         before = self.wrong_since.get(what, {})
         self.wrong_since[what] = {name: before.get(name, now) for name in names}
         for name, since in self.wrong_since[what].items():

@@ -40,7 +40,7 @@ class FakeLibCuda:
         self._next = 0x7000
 
     def __getattr__(self, name: str) -> Any:
-        """What LibCuda asks for and this does without."""
+        """Answer for functions that LibCuda asks for and this fake does not need."""
         return lambda *_: 0
 
     def cuDeviceGet(self, device: Any, index: ctypes.c_int) -> int:
@@ -160,7 +160,7 @@ class FakeVirtualMemory(VirtualMemory):
 
 
 def make_virtual_memory(monkeypatch: pytest.MonkeyPatch, libcuda: FakeLibCuda) -> FakeVirtualMemory:
-    """Of one rank."""
+    """Make the virtual memory of a rank."""
     with monkeypatch.context() as patch:
         for loader in ("CDLL", "PyDLL"):
             patch.setattr(f"diptych.workers.device.cuda_driver.ctypes.{loader}", lambda _: libcuda)

@@ -63,7 +63,7 @@ def steps_of(runner: ModelRunner) -> GpuSteps:
 
 @dataclass
 class Run:
-    """What an engine did."""
+    """Results of an engine's run."""
 
     token_ids: list[list[int]] = field(default_factory=list[list[int]])  # by request
     logprobs: list[list[float | None]] = field(default_factory=list[list[float | None]])

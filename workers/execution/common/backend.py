@@ -82,7 +82,7 @@ class Backend(Protocol):
 
 
 class LoadedWeights(Protocol):
-    """One rank's weights, in the form that its backend computes with."""
+    """Weights of a rank, in the form in which its backend computes with them."""
 
     def build(self, resources: StepResources) -> Backend: ...
 

@@ -200,8 +200,8 @@ class CompiledDecoder:
         return np.where(best["logit"] > -np.inf, ids, 0).tolist()
 
     def prompt_logits(self, rows: NDArray[np.int32]) -> Iterator[Tensor]:
-        """Of rows of the step before that were not sampled, none twice: as `logits`, a piece at a time, each its until
-        the next one."""
+        """Compute the logits of rows of the previous step that were not sampled, none twice. Yields them in pieces, as
+        `logits` does; each piece is valid until the next one."""
         memory, layers = self.memory, self._layers
         for piece in pieces_of(rows, self._vocab_size):
             memory.sampled[: len(piece)] = piece

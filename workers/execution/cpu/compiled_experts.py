@@ -14,7 +14,8 @@ from .compiled_shape import EXPERT_GATES
 
 
 def read_mixture(team: Team, fields: LayerTensors, of: MoeSpec, take: Callable[[int], Tensor]) -> PackedMixture:
-    """One expert's tensors at a time are in memory beside their packed form. take: as `pack` has it."""
+    """Pack a mixture's experts; only one expert's tensors at a time are in memory beside their packed form. take: as
+    `pack` has it."""
     gate_up: list[PackedLinear] = []
     down: list[PackedLinear] = []
     for expert in range(of.num_experts):

@@ -1,4 +1,4 @@
-"""What the compiled CPU kernels make of a ModelSpec that they compute (compiled_limits.py). Knows no weights."""
+"""Shape of a model in the form of the compiled CPU kernels (for the models of compiled_limits.py). Knows no weights."""
 
 import torch
 

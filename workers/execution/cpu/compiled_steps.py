@@ -76,8 +76,8 @@ class CompiledSteps:
         return self._decoder.expert_tokens
 
     def profile(self) -> Tensor:
-        """From now on gains the nanoseconds of each of layer.PARTS, [len(PARTS)] int64. Where batches are computed one
-        by one."""
+        """Start to profile: the result [len(PARTS)] int64 gains the nanoseconds of each of layer.PARTS from now on.
+        Only where batches are computed one by one."""
         assert len(self._arrays) == 1
         return self._decoder.memory.profile()
 
@@ -149,7 +149,7 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
 
 
 def _write_following(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[Sequence]:
-    """One row for each entry of a batch with `previous_entries`; its input token comes later."""
+    """Write a row for each entry of a batch with `previous_entries`; its input token comes later."""
     sequences = [entry.sequence for entry in entries]
     context_lens = [len(sequence.token_ids) + 1 for sequence in sequences]
     num_rows, memory, tables = len(sequences), arrays.memory, arrays.tables

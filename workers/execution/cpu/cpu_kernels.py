@@ -1,4 +1,5 @@
-"""Which compiled kernels compute a worker's steps on a CPU, or why torch does. Run it to see for this machine."""
+"""Choice of the compiled kernels that compute a worker's steps on a CPU, or why torch does. Run it to see the choice
+for this machine."""
 
 import os
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ class DecodeGraphs:
         self._choose: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and set of host buffers
 
     def capture(self, device: Device, lane: Lane) -> None:
-        """For up to as many rows as the buffers have. Raises torch.OutOfMemoryError."""
+        """Capture graphs for up to as many rows as the buffers have. Raises torch.OutOfMemoryError."""
         buckets = row_buckets(self._buffers.max_rows)
         if self._sampler is not None:
             for index in range(NUM_HOST_BUFFERS):
@@ -45,7 +45,7 @@ class DecodeGraphs:
         self._buckets = buckets
 
     def close(self) -> None:
-        """There are none any more."""
+        """Free the graphs; none can be launched any more."""
         self._buckets = ()
         self._forward.clear()
         self._choose.clear()

@@ -68,7 +68,7 @@ class DeviceSampler:
         self._settings = SamplingColumns.of([])
 
     def is_capturable(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether `choose` does for them: their next tokens are chosen from logits, seed and position alone."""
+        """Return whether `choose` does for them: their next tokens are chosen from logits, seed and position alone."""
         if self._settings_of(sequences).is_plain:
             return True
         return all(s.request.sampling.logprobs is None and not has_logits_processors(s) for s in sequences)

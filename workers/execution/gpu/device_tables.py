@@ -22,7 +22,7 @@ def num_rows_for(max_sequences: int) -> int:
 
 
 class ChangedTables(TableRows):
-    """Of tables whose rows have `max_blocks`."""
+    """Record of changed block tables, whose rows have `max_blocks`."""
 
     def __init__(self, block_size: int, max_blocks: int, max_sequences: int) -> None:
         super().__init__(block_size, num_rows_for(max_sequences))
@@ -31,7 +31,7 @@ class ChangedTables(TableRows):
         self._blocks: list[int] = []
 
     def take(self) -> Ints:
-        """What was not taken yet, see StepPlan.tables."""
+        """Return the changes not taken yet, see StepPlan.tables."""
         changes = np.array((self._places, self._blocks), dtype=np.int32)
         self._places, self._blocks = [], []
         return changes

@@ -1,4 +1,4 @@
-"""How each row's token is drawn, as columns of numbers that stay at one place on the device, for graphs to read.
+"""Sampling parameters of each row as columns of numbers at a fixed place on the device, where graphs read them.
 
 SamplingColumns      what does not change from one token of a request to the next
 DrawColumns   that, and the key of each row's noise: written on the host, uploaded in one copy
@@ -80,12 +80,12 @@ class DrawColumns:
         self._device.copy_(self._host, non_blocking=True)
 
     def draws(self, num_rows: int) -> Draws:
-        """On the device; the same memory each time."""
+        """Return the draws of the first rows, on the device; in the same memory each time."""
         return Draws(*(column[:num_rows] for column in self._on_device))
 
 
 def _columns(block: Tensor, rows: int) -> list[Tensor]:
-    """In the order of the fields of Draws."""
+    """Return the columns in the order of the fields of Draws."""
     keys, narrow = block[: 8 * rows].view(torch.int64), block[8 * rows :].view(4, 4 * rows)
     dtypes = (torch.float32, torch.float32, torch.float32, torch.int32)
     return [*(narrow[i].view(dtype) for i, dtype in enumerate(dtypes)), keys]

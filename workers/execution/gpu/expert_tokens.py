@@ -1,4 +1,4 @@
-"""What has gone to each expert, as the host knows it: copied now and then, and nobody waits for the copy."""
+"""Token counts of each expert, as the host knows them: copied now and then, without waiting for the copy."""
 
 from contextlib import suppress
 from functools import partial
@@ -19,7 +19,8 @@ class ExpertTokens:
         self._known: NDArray[np.int64] = self._arriving.numpy().copy()
 
     def latest(self) -> NDArray[np.int64]:
-        """What has arrived; asks for what is there once the steps launched by now are over, to tell it next time."""
+        """Return the newest counts that have arrived, and ask for a copy once the steps launched by now are over, for a
+        later call."""
         with suppress(RuntimeError):  # of a lost device: a step says so by its name, or Runner.check
             if self._arrived is None or self._arrived.has_happened:
                 if self._arrived is not None:

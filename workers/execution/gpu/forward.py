@@ -35,7 +35,7 @@ class ForwardBuffers:
 
     @classmethod
     def static(cls, decoder: Decoder, num_tokens: int, device: torch.device) -> "ForwardBuffers":
-        """For graphs. Raises torch.OutOfMemoryError."""
+        """Make buffers for graphs. Raises torch.OutOfMemoryError."""
         specs, embed = [layer.spec.attention for layer in decoder.layers], decoder.weights.embed
         widths = zip(*((of.num_heads * of.q_dim, of.num_heads * of.value_dim) for of in specs), strict=True)
         q, attended = ((num_tokens, max(width)) for width in widths)
@@ -53,7 +53,7 @@ class ForwardBuffers:
 
     @classmethod
     def passing(cls, tokens: Tensor, cos_sin: Tensor, slots: Tensor) -> "ForwardBuffers":
-        """For one step alone."""
+        """Make buffers for one step alone."""
         none = cos_sin.new_empty(0)
         return cls(tokens, cos_sin, slots, none, none, none, none, None, is_static=False)
 
@@ -64,8 +64,8 @@ class ForwardBuffers:
         return ForwardBuffers(*(part[:num_tokens] for part in parts), given=given, is_static=self.is_static)
 
     def go_on_with(self, rows: Tensor, of: "ForwardBuffers") -> None:
-        """What is left to do for some tokens of buffers that are not static, in these, which were made for them.
-        rows: [n] int32 or int64."""
+        """Take over the remaining work on some tokens of other buffers that are not static; this object was made for
+        them. rows: [n] int32 or int64."""
         self.residual, self.attended = (part.index_select(0, rows) for part in (of.residual, of.attended))
         self.given = None if of.given is None else of.given.index_select(0, rows)
 
@@ -74,7 +74,7 @@ class ForwardBuffers:
         return self._in_heads(self.q, of.num_heads, of.q_dim)
 
     def outputs(self, of: AttentionSpec | LatentSpec) -> Tensor:
-        """What a layer has attended to, [T, N, V]."""
+        """Outputs of a layer's attention, [T, N, V]."""
         return self._in_heads(self.attended, of.num_heads, of.value_dim)
 
     def _in_heads(self, numbers: Tensor, num_heads: int, dim: int) -> Tensor:
@@ -139,7 +139,7 @@ class ForwardPieces:
         buffers.residual = _put(buffers, buffers.residual, embedded)
 
     def _end_layer(self, buffers: ForwardBuffers, index: int) -> Tensor | None:
-        """What is to be added to the residual yet."""
+        """Compute the end of a layer; return what is still to be added to the residual."""
         layer, group = self.decoder.layers[index], self.decoder.group
         weights, eps = layer.weights, layer.eps
         hidden = output(weights, buffers.outputs(layer.spec.attention), group)

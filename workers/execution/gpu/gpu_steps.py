@@ -127,8 +127,8 @@ class GpuSteps:
 
     @contextmanager
     def recovering(self, *, is_told: bool = True) -> Generator[None]:
-        """What goes wrong within leaves nothing under way that has to be known of. Raises it by its name. is_told:
-        other ranks know of it."""
+        """End the work in flight if the body fails, and raise the error by its name. is_told: other ranks know of the
+        work."""
         try:
             with self.waiting():
                 yield

@@ -80,7 +80,7 @@ class _Counted:
 
 class ProcessedRows:
     def __init__(self, eos_token_ids: tuple[int, ...], num_slots: int) -> None:
-        """No step has more than `num_slots` rows."""
+        """Make a table of at most `num_slots` rows, the most that a step has."""
         self._eos_token_ids = eos_token_ids
         self._free = list(range(num_slots))
         self._rows: dict[Sequence, _Row] = {}
@@ -145,7 +145,7 @@ class ProcessedRows:
         return row
 
     def _forget_before(self, step: int) -> None:
-        """Those that no step from this one on has used. Who comes again is counted anew."""
+        """Forget sequences that no step from this one on has used. One that comes again is counted anew."""
         for sequence, row in list(self._rows.items()):
             if row.step < step:
                 del self._rows[sequence]

@@ -48,7 +48,7 @@ class PromptPart:
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}  # by bucket and piece
 
     def warm_up(self) -> None:
-        """Before the first step: kernels that a prompt needs are compiled by it. Nothing is stored."""
+        """Compile the kernels that a prompt needs, before the first step. Stores nothing."""
         self._warm_up(1, 1)
         sizes = [min(num_tokens, len(self._cos_sin)) for num_tokens in _WARM_UP]
         for num_new, context_len in (*zip(sizes, sizes, strict=True), (sizes[0], min(_LONG, len(self._cos_sin)))):
@@ -77,7 +77,7 @@ class PromptPart:
         self._buckets = buckets
 
     def close(self) -> None:
-        """There are no graphs any more."""
+        """Free the graphs; none can be launched any more."""
         self._buckets = ()
         self._graphs.clear()
 
@@ -177,7 +177,7 @@ class _Begun:
 
 
 class _Work:
-    """One part's device work, in two calls or more."""
+    """Device work of a part of a prompt, in two calls or more."""
 
     def __init__(self, part: PromptPart, numbers: Numbers, run: PromptRun, written: _Written) -> None:
         self._part, self._run, self._written = part, run, written
@@ -192,7 +192,7 @@ class _Work:
         self._begun: _Begun | None = None
 
     def layers(self, first: int, end: int) -> None:
-        """After it layers [0, end) have stored their KV."""
+        """Compute layers [first, end); after it layers [0, end) have stored their KV."""
         begun = self._begun = self._begun or self._part.begin(self._written)
         for index in range(first, end):
             if index == self._num_for_all and self._sampled_alone is not None:

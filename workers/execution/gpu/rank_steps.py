@@ -1,4 +1,4 @@
-"""What one rank does of the steps that rank 0 plans, on its own device; a worker of one GPU has no other rank.
+"""Steps of a rank on its own device, as rank 0 plans them; a worker of one GPU has no other rank.
 
     main lane       upload ── decode graph ──────────────────────────────┬── sample ── read back ──> tokens
     prompt lane             └─ prompts, layer by layer, if there are any ─┘
@@ -104,7 +104,7 @@ class RankSteps:
         return run
 
     def follow(self, message: Ints) -> None:
-        """On another rank than 0: what that tells (step_plan.py). Raises InternalError for what cannot be."""
+        """Carry out a message from rank 0 (step_plan.py), on another rank. Raises InternalError where it is invalid."""
         plan = self.limits.parse(message)
         if not isinstance(plan, StepPlan):
             self.copy_blocks(plan)
@@ -121,12 +121,12 @@ class RankSteps:
         self.main.run(partial(_copy, self._cache.by_block, ids))
 
     def close(self) -> None:
-        """No more steps. A communicator does not end while graphs hold its calls."""
+        """End all steps. A communicator does not end while graphs hold its calls."""
         self.graphs.close()
         self.prompts.close()
 
     def forget(self) -> None:
-        """Nothing is relied on that steps have left: they may not have been computed."""
+        """Forget what steps have left on the device: they may not have been computed."""
         self._gathered = None
 
     def _decode(self, host: HostBuffers, decodes: Ints, bucket: int) -> partial[None]:

@@ -1,4 +1,4 @@
-"""What every rank of a worker on GPUs does of one step, as rank 0 plans it and broadcasts it to the others. No torch.
+"""Plan of a step, which rank 0 makes and broadcasts; every rank of a worker on GPUs carries it out. No torch.
 
     message (int32) = [STEP, C, D, sampled, plain, E, T, S, N, follows, Q] [2, C] tables [4, D] decodes [E] ends
                     [3, T] [3, S] [N] ([T]) [Q] prompts
@@ -81,7 +81,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """What a step of this worker can hold."""
+    """Limits of a step of this worker."""
 
     max_rows: int
     table_shape: tuple[int, int]  # rows, blocks

@@ -119,7 +119,7 @@ class CheckpointFiles:
                 )
 
     def _rename(self) -> None:
-        """From here on, tensors go by the names that tensor_names.py gives them; those of no use to us are left out."""
+        """Rename the tensors as tensor_names.py says; leave out those that nothing uses."""
         files, paths = self._files, self._paths
         self._files, self._paths = {}, {}
         for stored, shard in files.items():
@@ -133,8 +133,8 @@ class CheckpointFiles:
             self._files[name], self._paths[name], self._stored[name] = shard, paths[stored], stored
 
     def _tie(self) -> None:
-        """Where the config ties the head to the embeddings, do as transformers' `tie_weights` does: either stands for
-        both, two that are equal are one, and two that are not stay two."""
+        """Tie the head to the embeddings where the config says so, as transformers' `tie_weights` does: either stands
+        for both, two that are equal are one, and two that are not stay two."""
         if not self.spec.tie_word_embeddings or HEAD not in self._files:
             return
         if EMBED not in self._files:

@@ -29,8 +29,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts; of latent attention
-    q_rank and kv_rank, R rotated and D other numbers of a query, V of a value; of token inputs P."""
+    """Weights of a layer. H hidden, I intermediate, D head_dim, N query heads, K key-value heads, E experts; of latent
+    attention q_rank and kv_rank, R rotated and D other numbers of a query, V of a value; of token inputs P."""
 
     # [(N + 2K) D, H]: queries, keys, values; [N D, H] where KV is another layer's. Latent: [q_rank (or N (D + R)) +
     # kv_rank + R, H]: latents of queries (or these), latents, rotated keys.
@@ -74,8 +74,8 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """Of one share, whose part of the vocabulary is `vocab`, and of that of token inputs, which may be larger,
-    `token_vocab`."""
+    """Weights of a share, which holds the part `vocab` of the vocabulary, and `token_vocab`, which may be larger, of
+    the token inputs' one."""
 
     embed: Tensor  # [vocab, H]
     layers: list[LayerWeights]
@@ -115,12 +115,12 @@ class Checkpoint(CheckpointFiles):
         quantize: str | None = None,
         put: Put = put_now,
     ) -> "WeightReader":
-        """For whoever makes something else of each tensor than `load` does. quantize: see plan/formats.py; it needs
-        what was put at once."""
+        """Return a reader for callers that convert tensors otherwise than `load` does. quantize: see plan/formats.py;
+        it needs what was put at once."""
         return WeightReader(self, dtype, device, progress, share, quantize, put)
 
     def read(self, piece: Piece, share: Share) -> Tensor:
-        """What `share` holds of a piece, of the dtype that is stored but where it has an offset; on CPU."""
+        """Read the part of a piece that `share` holds; on CPU, in the stored dtype unless it has an offset."""
         part = stored_part(piece, share)
         stored = self.stored(piece.name, part)
         if piece.transposed:
@@ -166,8 +166,8 @@ class WeightReader:
         return LayerTensors(self, self._outer)
 
     def parts(self, pieces: Pieces) -> list[Tensor]:
-        """On CPU, of rows that are contiguous: where they are in the file or, where they are otherwise there, in memory
-        that the next call takes again."""
+        """Return the parts on CPU, with contiguous rows: views of the file where that is possible, else in memory that
+        the next call overwrites."""
         found: list[Tensor] = []
         self._scratch.clear()
         for piece in pieces:
@@ -178,7 +178,7 @@ class WeightReader:
         return found
 
     def fused(self, pieces: Pieces) -> Tensor:
-        """What is below one another in a field; those of experts along an axis of their own, the first."""
+        """Return a field's pieces concatenated by rows; those of experts along a first axis of their own."""
         shapes = [shape_of_part(piece, self._share) for piece in pieces]
         rows, dtype = sum(s[0] for s in shapes), self._dtype_of(pieces[0])
         target = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=self._device)
@@ -191,8 +191,8 @@ class WeightReader:
         return target if pieces[0].expert is None else target.unflatten(0, (num_experts, -1))
 
     def scales(self, pieces: Pieces, format: Format) -> Tensor | None:
-        """Of the whole rows, where this share holds a part of their inputs; None: its rows are whole, or `format` has
-        no scales. Reads one tensor whole at a time."""
+        """Return the scales of whole rows, where this share holds a part of their inputs; None: its rows are whole, or
+        `format` has no scales. Reads one tensor whole at a time."""
         if format == Format.PLAIN or self._share == WHOLE or len(part_of_piece(pieces[0], self._share)) == 1:
             return None
         return torch.cat([self._scales(piece, format) for piece in pieces])
@@ -209,7 +209,8 @@ class WeightReader:
         return torch.float32 if piece.is_wide else self._dtype
 
     def _read(self, piece: Piece) -> Tensor:
-        """This share's part. What is offset is of the dtype that is wanted, so that one number says its bytes."""
+        """Read the part of this share. Pieces with an offset are converted to the wanted dtype, so that one number says
+        their bytes."""
         stored = self._checkpoint.read(piece, self._share)
         return stored.to(self._dtype_of(piece)) if piece.offset else stored
 
@@ -262,7 +263,7 @@ class LayerTensors:
         return self.tensor(field) if self.has(field) else None
 
     def of_expert(self, expert: int) -> "LayerTensors":
-        """What of the experts' fields is that one's, under the same names."""
+        """Return one expert's part of the experts' fields, under the same names."""
         own = {field: tuple(p for p in pieces if p.expert == expert) for field, pieces in self._fields.items()}
         return LayerTensors(self._reader, {field: pieces for field, pieces in own.items() if pieces})
 
@@ -273,7 +274,8 @@ class LayerTensors:
         return format_of(self._reader.quantize, field)
 
     def scales(self, field: str) -> Tensor | None:
-        """Those that the tensors of `field` are quantised with, where they are not their own: float32 [n, groups]."""
+        """Return the scales with which the tensors of `field` are quantised, where they are not their own: float32 [n,
+        groups]."""
         return self._reader.scales(self._fields[field], self.format(field))
 
     def as_stored(self, field: str) -> Tensor:

@@ -92,7 +92,7 @@ def _temperature(rope: RopeSpec) -> float:
 
 
 def _groups(config: JsonFields) -> tuple[int, int]:
-    """How many groups the experts are in, and how many of them a token chooses from."""
+    """Return the number of groups of experts, and how many of them a token chooses from."""
     num, top = config.size("n_group"), config.size("topk_group")
     if top > num:
         raise config.error("topk_group", f"must be at most n_group={num}", top)

@@ -1,4 +1,4 @@
-"""What a family says of itself, and what families read alike out of a config.json."""
+"""Types that describe a model family, and readers of config.json that families share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # words of `layer_types`
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What of a ModelSpec is neither in its layers nor the same for all families."""
+    """Part of a ModelSpec that is neither in its layers nor the same for all families."""
 
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0

@@ -57,8 +57,8 @@ def around_gemma_with_vision(config: JsonFields) -> Around:
 
 
 def _gemma3_ropes(config: JsonFields) -> dict[str, RopeSpec]:
-    """Of each layer type. Before transformers 5 full layers had `rope_theta` and `rope_scaling`, sliding ones
-    `rope_local_base_freq`."""
+    """Return the RoPE of each layer type. Before transformers 5 full layers had `rope_theta` and `rope_scaling`,
+    sliding ones `rope_local_base_freq`."""
     refuse_partial(config)
     nested, scaling = config.section("rope_parameters"), config.section("rope_scaling")
     ropes: dict[str, RopeSpec] = {}

@@ -69,8 +69,8 @@ def around_gemma4(config: JsonFields) -> Around:
 
 
 def _of_layers(config: JsonFields, windows: Sequence[int]) -> list[Mapping[str, Any]]:
-    """What of OF_ONE_LAYER each layer has otherwise than the config: `per_layer_config` or, where that is not named,
-    `global_head_dim` and `num_global_key_value_heads` of full layers."""
+    """Return, for each layer, the values of OF_ONE_LAYER that differ from the config's: `per_layer_config` or, without
+    it, `global_head_dim` and `num_global_key_value_heads` of full layers."""
     if "per_layer_config" not in config:
         of_full: dict[str, Any] = {"head_dim": config.size("global_head_dim")}
         if config.flag("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None:
@@ -91,7 +91,7 @@ def _of_layers(config: JsonFields, windows: Sequence[int]) -> list[Mapping[str, 
 
 
 def _ropes(config: JsonFields, windows: Sequence[int]) -> dict[str, RopeSpec]:
-    """Of each layer type that there is."""
+    """Return the RoPE of each layer type that occurs."""
     nested = config.section("rope_parameters") or JsonFields(config.path, ROPES)
     ropes: dict[str, RopeSpec] = {}
     for layer_type in dict.fromkeys(SLIDING if window else FULL for window in windows):
@@ -104,7 +104,8 @@ def _ropes(config: JsonFields, windows: Sequence[int]) -> dict[str, RopeSpec]:
 
 
 def _kv_sources(config: JsonFields, windows: Sequence[int]) -> list[int | None]:
-    """Of each layer, whose KV it reads where it has none of its own: the last one of its type that has."""
+    """Return, for each layer without KV of its own, the layer whose KV it reads: the last one of its type that has KV;
+    None for a layer that keeps its own."""
     num_shared = config.size("num_kv_shared_layers", default=0, minimum=0)
     first = len(windows) - num_shared
     with_kv = {bool(window): layer for layer, window in enumerate(windows[: max(first, 0)])}

@@ -49,7 +49,7 @@ def olmo2(config: JsonFields) -> tuple[LayerSpec, ...]:
 
 
 def _phi3_rope(config: JsonFields, head_dim: int) -> RopeSpec:
-    """It may rotate a part of each head, and "su" and "yarn" are older names of longrope."""
+    """Read the RoPE of Phi-3, which may rotate a part of each head; "su" and "yarn" are older names of longrope."""
     theta, fields = config.number("rope_theta", default=10_000.0, minimum=1.0), rope_fields(config)
     source = config if fields is None or fields.get("partial_rotary_factor") is None else fields
     partial = source.number("partial_rotary_factor", default=1.0, minimum=0.0)

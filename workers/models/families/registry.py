@@ -1,5 +1,5 @@
-"""What a config.json means, as a ModelSpec. This file has the table of all architectures; how their layers are read is
-in the files that it imports, and with tensor_names.py those are the only ones that know families.
+"""Reads a config.json as a ModelSpec. This file has the table of all architectures; the files that it imports read
+their layers, and with tensor_names.py those are the only ones that know families.
 
 A field that would change the maths and that the decoder does not handle is refused by name, so that a checkpoint
 either computes what transformers computes or does not load.

@@ -29,7 +29,7 @@ def refuse_partial(fields: JsonFields) -> None:
 
 
 def rope_of(config: JsonFields, fields: JsonFields | None, theta: float, max_position_embeddings: int) -> RopeSpec:
-    """What `fields` of `config` say, where there are any; theta: where they name none."""
+    """Read a RoPE from `fields` of `config`, if there are any; theta: used where they name none."""
     if fields is None:
         return RopeSpec(theta=theta)
     theta = fields.number("rope_theta", default=theta, minimum=1.0)

@@ -40,7 +40,7 @@ class RopeSpec:
         return int(dim * self.partial)
 
     def is_long(self, num_positions: int) -> bool:
-        """Whether contexts that may be so long have frequencies that shorter ones have not."""
+        """Return whether contexts that may be so long have frequencies that shorter ones have not."""
         return self.rope_type == "longrope" and num_positions > self.original_max_position_embeddings
 
 
@@ -127,7 +127,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """Which experts a token goes to: the words of kernels/moe/moe_routing.py."""
+    """Routing of tokens to experts, in the terms of kernels/moe/moe_routing.py."""
 
     top_k: int
     sigmoid: bool = False  # else softmax
@@ -155,7 +155,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputSpec:
-    """What a layer is given of each token beside the residual: `dim` numbers, of a table of its own and of the
+    """Input of a layer for each token beside the residual: `dim` numbers, from a table of its own and from the
     embeddings; see token_inputs.py."""
 
     dim: int
@@ -243,8 +243,8 @@ class ModelSpec:
 
     @property
     def kv_ids(self) -> tuple[int, ...]:
-        """Of each layer, which of those that keep KV it reads, counted among them: its own, or that of an earlier one.
-        Layers that keep KV are stored, handed off and counted; the others are none to a KVCache."""
+        """Index, for each layer, of the KV that it reads, counted among the layers that keep KV: its own, or that of an
+        earlier one. Layers that keep KV are stored, handed off and counted; a KVCache has no others."""
         ids: list[int] = []
         for layer in self.layers:
             source = layer.kv_from

@@ -23,7 +23,7 @@ class StepMeta:
 
 
 def options_of(spec: AttentionSpec, weights: LayerWeights) -> AttentionOptions:
-    """As the kernels take them: nothing is said where it is what they do anyway."""
+    """Return the options as the kernels take them, without those that equal the kernels' defaults."""
     scale = None if spec.scale == spec.head_dim**-0.5 else spec.scale
     return AttentionOptions(scale, spec.softcap, spec.window, weights.sinks)
 

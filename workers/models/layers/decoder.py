@@ -152,7 +152,7 @@ class Decoder:
         meta: StepMeta,
         stored: Callable[[int], object] = lambda _: None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Through the first `num` layers. token_ids: [T] int64. Returns the residual [T, H], what is to be added to it
+        """Compute the first `num` layers. token_ids: [T] int64. Returns the residual [T, H], what is to be added to it
         yet [T, H] and what all layers are given of each token, see `token_inputs`."""
         residual = self.embed(token_ids)
         given = self.token_inputs(token_ids, residual)

@@ -53,8 +53,8 @@ class ExpertRanks:
     def over(
         self, x: Tensor, weights: Tensor, experts: Tensor, compute: Compute, shared: Tensor | None = None
     ) -> Tensor:
-        """Of tokens that this rank alone has: x [T, H]; weights [T, top_k] float32; experts [T, top_k] int32, -1 is
-        none; shared: [T, H], is added. T may differ from rank to rank, and be 0. Returns [T, H]."""
+        """Compute tokens that this rank alone has: x [T, H]; weights [T, top_k] float32; experts [T, top_k] int32, -1
+        is none; shared: [T, H], is added. T may differ from rank to rank, and be 0. Returns [T, H]."""
         group, top_k = self._group, experts.shape[1]
         ranks = self._ranks_of(experts, first_row=group.rank).view(-1)
         places = ranks.argsort(stable=True)[int((ranks < 0).sum()) :]
@@ -79,7 +79,7 @@ class ExpertRanks:
         return slots
 
     def _ranks_of(self, experts: Tensor, first_row: int) -> Tensor:
-        """Which computes each choice, [T, top_k] int64; -1 for none. Its holders take turns by row."""
+        """Return the rank that computes each choice, [T, top_k] int64; -1 for none. Its holders take turns by row."""
         chosen = experts.long().clamp(min=0)
         rows = torch.arange(first_row, first_row + len(experts), device=experts.device)
         turn = rows[:, None] % self._num_holders[chosen]

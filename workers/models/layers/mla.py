@@ -72,7 +72,8 @@ def _parts(spec: LatentSpec, batch: PagedBatch) -> Iterator[tuple[range, bool]]:
 
 
 def expands(spec: LatentSpec, num_new: int, context_len: int) -> bool:
-    """Whether keys and values of all tokens cost fewer multiplications than queries and outputs by way of latents.
+    """Return whether keys and values of all tokens cost fewer multiplications than queries and outputs by way of
+    latents.
 
     Of each head, C tokens of context, T of them new, P pairs of which one sees the other:
         expanded   C rank (nope + value) + P (nope + rope + value)
@@ -128,13 +129,13 @@ def absorbed(
 
 
 def has_kernels(spec: LatentSpec) -> bool:
-    """Whether a GPU's kernels know latents and heads of such sizes."""
+    """Return whether a GPU's kernels know latents and heads of such sizes."""
     sizes = spec.kv_rank, spec.nope_dim, spec.rope_dim, spec.value_dim
     return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
 def _per_head(spec: LatentSpec, weights: LayerWeights) -> tuple[Tensor, Tensor]:
-    """What makes keys of a latent, [N, nope_dim, kv_rank], and values, [N, value_dim, kv_rank]."""
+    """Return the matrices that make keys of a latent, [N, nope_dim, kv_rank], and values, [N, value_dim, kv_rank]."""
     assert weights.kv_b is not None
     keys, values = weights.kv_b.view(spec.num_heads, -1, spec.kv_rank).split((spec.nope_dim, spec.value_dim), dim=1)
     return keys, values

@@ -34,7 +34,7 @@ def moe(
     count: Callable[[Tensor], object] | None = None,
     routed_by: Tensor | None = None,
 ) -> Tensor:
-    """What the experts that are held here and the shared ones give. hidden: [T, H].
+    """Compute the experts that are held here and the shared ones. hidden: [T, H].
 
     here: None where those are all. count: told which experts each token goes to, [T, top_k] int32, of all there are.
     routed_by: [T, H], what the router sees where it is not `hidden`. Returns [T, H].
@@ -107,7 +107,7 @@ def routing_of(spec: RoutingSpec) -> Routing:
 
 
 def _one_by_one(spec: MoeSpec, weights: LayerWeights, hidden: Tensor, experts: Tensor) -> Tensor:
-    """One expert after another, of those that have rows. experts: [T, top_k], as they are numbered here.
+    """Compute one expert after another, only those that have rows. experts: [T, top_k], as they are numbered here.
 
     Returns [T * top_k, H]: of each choice what its expert gives; not written for those that are not held.
     """

@@ -12,7 +12,8 @@ Ropes = tuple[Tensor, ...]  # each [positions, D] float32: see rope_tables
 
 
 def rope_tables(spec: ModelSpec, num_positions: int, device: torch.device) -> Ropes:
-    """Of each of the spec's ropes, in their order: cos and sin of every angle, scaled by the attention factor.
+    """Return the cos and sin of every angle, scaled by the attention factor, for each of the spec's ropes, in their
+    order.
 
     Each [num_positions, D] float32: cos of the D/2 frequencies of a head, then sin.
     """

@@ -1,5 +1,5 @@
-"""One step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message
-holds numbers only; the receiver checks them.
+"""Step as the ranks of a worker compute it, and the message by which rank 0 broadcasts it to them. The message holds
+numbers only; the receiver checks them.
 
     message (int32) = [S, B, R, picks, Q] [S] new tokens [S] context lengths [R] sampled rows [Q] prompt rows
                     [T] token ids [S, B] blocks
@@ -130,8 +130,8 @@ class Step:
         return cls(num_new, context_lens, tables, token_ids, sampled, bool(picks), prompt_rows)
 
     def meta(self, cos_sin: Ropes, block_size: int) -> StepMeta:
-        """Of a step whose sequences with one new token come first, else InternalError. cos_sin: on the device that
-        computes."""
+        """Build the metadata of a step whose sequences with one new token come first, else InternalError. cos_sin: on
+        the device that computes."""
         is_chunk = self.num_new > 1
         if not (is_chunk[1:] >= is_chunk[:-1]).all():
             raise InternalError("a step is malformed: sequences with one new token must come first")

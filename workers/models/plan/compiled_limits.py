@@ -11,8 +11,8 @@ EXPERT_ACTIVATIONS: tuple[Activation, ...] = (*ACTIVATIONS, "swiglu_clamped")
 
 
 def why_torch(spec: ModelSpec, block_size: int, num_ranks: int = 1, *, whole_experts: bool = False) -> str | None:
-    """Why torch computes a worker, at full size where its weights are to be quantised, though the kernels are built;
-    None: they compute it. block_size: of its KV cache; whole_experts: ranks have some, whole."""
+    """Return why torch computes a worker, at full size where its weights are to be quantised, though the kernels are
+    built; None: they compute it. block_size: of its KV cache; whole_experts: ranks have some, whole."""
     if whole_experts:
         return "the compiled kernels do not know experts that ranks hold whole"
     if (unknown := why_not(spec, num_ranks)) is not None:
@@ -25,7 +25,7 @@ def why_torch(spec: ModelSpec, block_size: int, num_ranks: int = 1, *, whole_exp
 
 
 def why_not(spec: ModelSpec, num_ranks: int = 1) -> str | None:
-    """What of it the kernels do not compute, for a log's line; None: they compute it all."""
+    """Return what of the model the kernels do not compute, as text for the log; None: they compute it all."""
     return next(_unknown(spec, num_ranks), None)
 
 

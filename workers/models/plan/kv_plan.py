@@ -1,4 +1,4 @@
-"""What KV a worker keeps of a model, and how many blocks of it in the memory that it may use. No torch."""
+"""Plan of a worker's KV: what it keeps of a model, and how many blocks fit in the memory that it may use. No torch."""
 
 import math
 

@@ -56,8 +56,8 @@ def share_of_first(spec: ModelSpec, size: int, placement: str | None = None, num
 
 
 def share_of_worker(spec: ModelSpec, rank: int, size: int, placement: str, num_copies: int = 0) -> Share:
-    """Of worker `rank` of `size` that share experts alone, whole ones. placement: see place_experts. Raises
-    ConfigError."""
+    """Return the share of worker `rank` of `size` that share experts alone, whole ones. placement: see place_experts.
+    Raises ConfigError."""
     return Share(0, 1, place_experts(spec, size, placement, num_copies, "data_parallel"), data_rank=rank)
 
 
@@ -153,14 +153,14 @@ def stored_part(piece: Piece, share: Share) -> tuple[int | slice, ...]:
 
 
 def _within(places: range, part: slice) -> slice:
-    """Those of `places` that `part` leaves."""
+    """Select `part` of `places`, as a slice of the original."""
     left = places[part]
     return slice(left.start, left.stop, left.step)
 
 
 def layer_fields(spec: ModelSpec, layer: int, share: Share) -> dict[str, Pieces]:
-    """What `share` holds parts of, in one layer. What is added once is added by rank 0, and an expert's bias by whoever
-    holds the expert."""
+    """Return the fields of a layer that `share` holds parts of. Rank 0 adds what is added once; whoever holds an expert
+    adds its bias."""
     fields = layer_tensors(spec, layer)
     for field in ADDED_ONCE if share.rank else ():
         fields.pop(field, None)
@@ -173,7 +173,7 @@ def layer_fields(spec: ModelSpec, layer: int, share: Share) -> dict[str, Pieces]
 
 
 def _of_experts(pieces: Pieces, held: tuple[int, ...]) -> Iterator[Piece]:
-    """Without those of experts other than `held`, which are whole."""
+    """Yield the pieces without those of experts other than `held`, which are whole."""
     for piece in pieces:
         if piece.expert is None:
             yield piece

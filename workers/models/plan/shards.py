@@ -70,8 +70,8 @@ def samples(path: Path) -> dict[str, bytes]:
 
 
 def have_equal_bytes(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
-    """Whether two tensors, each by its file, whose header is known to be sound, and its name there, are stored as the
-    same bytes. Reads no further than where they differ, and little at once."""
+    """Return whether two tensors, each by its file, whose header is known to be sound, and its name there, are stored
+    as the same bytes. Reads no further than where they differ, and little at once."""
     return all(one == other for one, other in zip_longest(_chunks(*first), _chunks(*second)))
 
 

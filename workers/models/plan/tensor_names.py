@@ -39,7 +39,7 @@ TEXT = {"language_model.": "", "model.language_model.": "model."}  # prefixes of
 
 
 class Cut(Enum):
-    """What of a matrix [outputs, inputs], or of its bias [outputs], a rank holds."""
+    """Part of a matrix [outputs, inputs], or of its bias [outputs], that a rank holds."""
 
     WHOLE = auto()
     HEADS = auto()  # outputs, by query head
@@ -70,7 +70,7 @@ class Piece:
 
     @property
     def own_shape(self) -> Shape:
-        """Of the part of the tensor, as it goes into the field of a worker of one rank."""
+        """Shape of the tensor's part, as it goes into the field of a worker of one rank."""
         own = [len(range(n)[of]) for n, of in zip(self.shape, self.at, strict=False) if isinstance(of, slice)]
         own += self.shape[len(self.at) :]
         return tuple(own[::-1] if self.transposed else own)
@@ -122,8 +122,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def spare_tensors(spec: ModelSpec, names: Iterable[str]) -> set[str]:
-    """Those of `names` that a checkpoint may hold and that nothing here computes with: tables of angles, which older
-    ones store, layers beyond the last that predict a token more (DeepSeek-V3, 2.2), known by their eh_proj, and what
+    """Return those of `names` that a checkpoint may hold and nothing here computes with: tables of angles, which older
+    ones store; layers beyond the last that predict one more token (DeepSeek-V3, 2.2), known by their eh_proj; and what
     would make KV of layers that read that of others."""
     held = set(names)
     spare = {name for name in held if name.endswith("rotary_emb.inv_freq")}
@@ -239,8 +239,9 @@ def fused(name: str, pieces: Sequence[Piece]) -> Pieces:
 
 
 def head_order(attention: AttentionSpec) -> tuple[int, ...]:
-    """Of the rows of a query or key head. Kernels rotate whole heads, pairs being half a head apart: where a part of a
-    head is rotated, its halves go to the beginnings of the head's, and the rest beside them, where its angles are 0."""
+    """Return the order of the rows of a query or key head. Kernels rotate whole heads, pairs being half a head apart:
+    where a part of a head is rotated, its halves go to the beginnings of the head's, and the rest beside them, where
+    its angles are 0."""
     dim, rotated = attention.head_dim, attention.rope.rotated(attention.head_dim)
     if rotated == dim:
         return ()

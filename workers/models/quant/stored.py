@@ -1,4 +1,4 @@
-"""What a format leaves of a weight, and which scales a part of one has."""
+"""Parts of a weight as a format stores them, and the scales of each part."""
 
 import torch
 from torch import Tensor

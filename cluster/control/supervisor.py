@@ -1,5 +1,5 @@
 """Keeps the fleet at its targets: starts, watches, drains and replaces workers and routers. Knows no Ray: a Launcher
-starts processes, WorkerControl talks to workers, plan.py decides.
+starts processes, WorkerControl talks to workers, RouterKeeper keeps the routers, plan.py decides.
 
 One task lives as long as each process that it watches, one loop plans; whatever a task learns wakes the loop.
 Routers follow the fleet by long-polling `watch_fleet`; while nobody supervises they keep their last view.
@@ -12,7 +12,6 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from ...proto.worker_pb2 import LoadReport
 from ...workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, PeerLost
@@ -20,7 +19,7 @@ from ..common.config import MAX_REPLICAS, ClusterConfig, check_targets, intercha
 from ..common.deployment import make_router_id, make_worker_id
 from ..common.expert_loads import add_up
 from ..common.gang import gang_of, members
-from ..common.handles import Launcher, RouterHandle, RouterStarted, WorkerHandle
+from ..common.handles import Launcher, WorkerHandle
 from ..routing.fleet import WorkerInfo
 from .autoscaler import Autoscaler, PoolCounters
 from .plan import (
@@ -37,10 +36,11 @@ from .plan import (
     gangs_of,
     plan,
 )
-from .status import ClusterStatus, PoolStatus, RouterStatus, StartFailure
+from .router_keeper import RouterKeeper
+from .status import ClusterStatus, PoolStatus, StartFailure
 from .worker_control import WorkerControl
 from .worker_record import WorkerRecord, announced
-from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_lost, until_started
+from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, until_started
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
@@ -63,7 +63,7 @@ class Supervisor:
         self._failures: dict[str, Failures] = {}
         # By gang that ends for it: the error of one of its workers, and as it is told.
         self._losses: dict[str, tuple[DiptychError, str]] = {}
-        self._routers: dict[str, RouterStatus] = {}
+        self._routers = RouterKeeper(launcher, self._publish, self.note_failure, lambda: self._failure is not None)
         self._tasks: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
         self._failure: StartFailure | None = None
@@ -78,7 +78,7 @@ class Supervisor:
     async def run(self) -> None:
         existing = self._launcher.existing()
         for number in range(self._config.router.replicas):
-            self._spawn(self._keep_router(make_router_id(number), is_new=not existing))
+            self._routers.start(make_router_id(number), is_new=not existing)
         await self._adopt(existing)
         # After a failure that starting again would not mend, nothing more is started.
         while not self._failure:
@@ -108,7 +108,7 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*self._burials)
+        await asyncio.gather(self._routers.stop(), *self._burials)
 
     async def _adopt(self, existing: list[tuple[str, str]]) -> None:
         """Take over what an earlier supervisor started. Routers are told of the fleet once all of it has answered, or
@@ -244,44 +244,6 @@ class Supervisor:
             if before.last_error == said:
                 self._failures[worker.pool] = replace(before, last_error=message)
 
-    async def _keep_router(self, router_id: str, *, is_new: bool) -> None:
-        failures = Failures()
-        started: RouterStarted | None = None
-        self._routers[router_id] = RouterStatus(router_id, "starting")
-        while True:
-            handle: RouterHandle | None = None
-            ready_at = None
-            try:
-                handle = await self._launcher.router(router_id, started)
-                started = await until_started(handle, partial(self._on_router_wait, router_id), is_new=is_new)
-                self._routers[router_id] = _router_status(router_id, started, failures.last_error)
-                ready_at = time.monotonic()
-                self._publish()
-                error = (await until_lost(handle)).message
-            except DiptychError as e:
-                error = e.message
-                self.note_failure(router_id, e)
-            except Exception as e:
-                # The router's top loop: it is started again, whatever a call of Ray raises.
-                log.exception("%s could not be kept", router_id)
-                error = f"the supervisor failed to keep it ({type(e).__name__}: {e})"
-            finally:
-                if handle:
-                    await asyncio.shield(self._keep(self._burials, handle.kill()))
-            is_new, now = True, time.monotonic()
-            log.warning("lost %s: %s", router_id, error)
-            failures = after_failure(failures, error, lived_s=now - ready_at if ready_at else 0.0, now=now)
-            self._routers[router_id] = RouterStatus(
-                router_id, "starting", last_error=error, num_failures=failures.count
-            )
-            self._publish()
-            if self._failure:
-                return
-            await asyncio.sleep(max(failures.retry_at - now, 0.0))
-
-    def _on_router_wait(self, router_id: str, waiting_for: str) -> None:
-        self._routers[router_id] = replace(self._routers[router_id], waiting_for=waiting_for)
-
     def _publish(self) -> None:
         self._version += 1
         changed, self._changed = self._changed, asyncio.Event()
@@ -361,7 +323,7 @@ class Supervisor:
             supervisor_pid=os.getpid(),
             pools=tuple(self._pool_status(pool, now) for pool in self._replicas),
             workers=tuple(w.status(now) for w in workers),
-            routers=tuple(self._routers.values()),
+            routers=self._routers.statuses,
             failure=self._failure,
             links=tuple(stats for w in workers for stats in w.transfers(ids)),
         )
@@ -394,7 +356,3 @@ class Supervisor:
             last_error=failures.last_error,
             retry_in_s=max(failures.retry_at - now, 0.0),
         )
-
-
-def _router_status(router_id: str, started: RouterStarted, last_error: str) -> RouterStatus:
-    return RouterStatus(router_id, "ready", started.host, started.http_port, started.grpc_port, started.pid, last_error)

@@ -6,14 +6,13 @@ import pytest
 
 from diptych.cluster.common.config_file import build
 from diptych.cluster.common.deployment import first_worker_ids, make_router_id
-from diptych.cluster.common.handles import RouterStarted
 from diptych.cluster.control import supervisor, worker_watch
 from diptych.cluster.control.status import StartFailure
 from diptych.cluster.control.worker_control import WorkerControl
-from diptych.workers.common.errors import CheckpointError, ConfigError, DiptychError, InternalError, WorkerLost
+from diptych.workers.common.errors import CheckpointError, ConfigError, InternalError, WorkerLost
 from diptych.workers.testing.fake_runner import fake_output
 
-from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, FakeRouter, World, generate, is_ready, supervising
+from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, World, generate, is_ready, supervising
 
 ONE_OF_EACH = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
@@ -58,31 +57,6 @@ async def test_a_start_that_fails_by_its_settings_is_final_before_the_cluster_wa
         assert status.failure is not None
         assert (status.failure.error, status.failure.message) == ("CheckpointError", "a shard is missing")
         assert world.launcher.num_started == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (CheckpointError("no tokenizer"), "no tokenizer"),
-        (InternalError("a bug"), "router-1: a bug"),  # of what is nobody's fault but ours, who met it
-    ],
-)
-async def test_a_router_that_fails_while_starting_ends_the_start(error: DiptychError, message: str) -> None:
-    async with supervising(FakeLauncher(router_errors=[error]), mixed={"replicas": 1}) as world:
-        status = await world.until(lambda s: s.failure is not None)
-        assert status.failure == StartFailure(type(error).__name__, message)
-        assert status.state == "failed"
-        assert len(world.launcher.routers) == 1
-
-
-async def test_a_router_that_is_lost_while_starting_is_counted() -> None:
-    async with supervising(
-        FakeLauncher(router_errors=[WorkerLost("killed"), WorkerLost("killed again")]), mixed={"replicas": 1}
-    ) as world:
-        status = await world.until(lambda s: any(r.num_failures == 2 for r in s.routers))
-        assert (status.failure, status.routers[0].last_error) == (None, "killed again")
-        status = await world.until(is_ready)
-        assert status.routers[0].num_failures == 0
 
 
 async def test_a_supervisor_that_fails_before_the_cluster_was_ready_tells_the_start() -> None:
@@ -191,17 +165,6 @@ async def test_a_new_supervisor_takes_over_what_lives() -> None:
             await successor.leave(end=False)
 
 
-async def test_a_lost_router_is_started_again() -> None:
-    async with supervising(mixed={"replicas": 1}) as world:
-        await world.until(is_ready)
-        world.launcher.routers[0].death.set_result(WorkerLost("SIGKILL"))
-        status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
-        assert status.routers[0].last_error == "SIGKILL"
-        first, second = world.launcher.routers
-        assert first.before is None
-        assert second.before == await first.start()
-
-
 async def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It tells routers of those that answer, plans, and says what the other waits for."""
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
@@ -270,34 +233,6 @@ async def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch
             await test(world)
         finally:
             await world.leave()
-
-
-async def test_a_router_whose_start_raises_what_nobody_foresaw_is_started_again() -> None:
-    class Failing(FakeLauncher):
-        async def router(self, router_id: str, before: RouterStarted | None) -> FakeRouter:
-            if not self.num_refused:
-                self.num_refused += 1
-                raise RuntimeError("Ray lost its connection")
-            return await super().router(router_id, before)
-
-        num_refused = 0
-
-    async with supervising(Failing(), mixed={"replicas": 1}) as world:
-        status = await world.until(is_ready)
-        assert "Ray lost its connection" in status.routers[0].last_error
-        assert len(world.launcher.routers) == 1
-
-
-async def test_a_router_that_hangs_is_replaced_where_it_listened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_watch, "TICK_S", 0.01)
-
-    async with supervising(mixed={"replicas": 1}) as world:
-        await world.until(is_ready)
-        world.launcher.routers[0].is_stopped = True
-        status = await world.until(lambda s: bool(s.routers[0].last_error) and is_ready(s))
-        assert "it hangs" in status.routers[0].last_error
-        first, second = world.launcher.routers
-        assert first.is_killed and second.before == await second.start()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from diptych.proto import worker_pb2
 from diptych.workers.common.errors import DiptychError
 from diptych.workers.common.request import Request
 from diptych.workers.core.block_manager import BlockManager
-from diptych.workers.handoff.machines import SourceState
+from diptych.workers.handoff.types import SourceState
 from diptych.workers.kv import bridge as kv_bridge
 
 from .checks.invariants import check_end, check_running, check_worker, is_able, may_fail_on_a_calm_day, what_is_held

@@ -5,8 +5,8 @@
     give_up: the request is gone, the pull is not yet
     a prefix: commit leaves the rest to compute here, and so does fail, with all of it
 
-Block bookkeeping only: the protocol is in machines.py. `reserve` may wait for blocks: the pull is not begun meanwhile,
-which is the back-pressure that a source sees.
+Block bookkeeping only: the protocol is in sink_machine.py. `reserve` may wait for blocks: meanwhile the pull is not
+begun, which is the back-pressure that a source sees.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@
     end_step:   what the step took                        ──> the number of groups of later steps
 
 A step that fails leaves the rest unannounced: its hand-offs are aborted, and the leases end as for any other.
-Bookkeeping only: the protocol is in handoff/machines.py, the driver that sends `events` in handoff/source.py.
+Bookkeeping only: the protocol is in handoff/source_machine.py, the driver that sends `events` in handoff/source.py.
 """
 
 from collections.abc import Callable, Mapping

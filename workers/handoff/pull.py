@@ -30,9 +30,9 @@ from ..kv.staging import Staging
 from ..transport.base import Source, Transport
 from ..transport.machine import this_machine
 from .errors import error_of, error_of_abort
-from .machines import SinkHandoff
 from .ports import SinkPort
 from .segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings, SegmentReceiver
+from .sink_machine import SinkHandoff
 from .types import Abandon, Begin, Commit, Fail, Offer, Release, Renew, Reserve, Seal, Settle, SinkAction
 
 WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later

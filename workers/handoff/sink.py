@@ -1,6 +1,6 @@
 """The sink's side of hand-offs: pulls of sequences from other workers. One event loop, no torch.
 
-What one pull does is in handoff/pull.py, what it decides in handoff/machines.py; here is what pulls share.
+What one pull does is in handoff/pull.py, what it decides in handoff/sink_machine.py; here is what pulls share.
 """
 
 import asyncio

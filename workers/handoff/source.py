@@ -33,8 +33,8 @@ from ..kv.memory import KVMemory
 from ..kv.segment import Segment
 from ..kv.wire import on_the_wire
 from ..transport.base import Transport, usable_transports
-from .machines import SourceHandoff
 from .ports import SourceEngine, SourceRequests
+from .source_machine import SourceHandoff
 from .types import (
     Aborted,
     Answer,

@@ -1,4 +1,4 @@
-"""Events, actions and messages of hand-offs. Plain data; see machines.py."""
+"""Events, actions and messages of hand-offs. Plain data; see source_machine.py and sink_machine.py."""
 
 import enum
 from dataclasses import dataclass

@@ -17,9 +17,10 @@ from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.engine.engine import Engine
 from diptych.workers.engine.incoming import IncomingHandoffs
 from diptych.workers.engine.outgoing import OutgoingHandoffs, _OutgoingHandoff
-from diptych.workers.handoff.machines import SinkHandoff, SourceHandoff
 from diptych.workers.handoff.pull import Pull
+from diptych.workers.handoff.sink_machine import SinkHandoff
 from diptych.workers.handoff.source import HandoffSource
+from diptych.workers.handoff.source_machine import SourceHandoff
 from diptych.workers.handoff.types import Abandon, Answer, Commit, EndLease, Fail, Release, Renew, SegmentReady
 from diptych.workers.kv.segment import Read
 from diptych.workers.server.pulls import Pulls

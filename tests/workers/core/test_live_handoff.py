@@ -12,7 +12,8 @@ from diptych.workers.common.errors import (
     SequenceEnded,
 )
 from diptych.workers.core.live_handoff import NEAR_BLOCKS, SLACK_BLOCKS, SinkLag, offered_tokens, slack_tokens
-from diptych.workers.handoff.machines import SinkHandoff, SourceHandoff
+from diptych.workers.handoff.sink_machine import SinkHandoff
+from diptych.workers.handoff.source_machine import SourceHandoff
 from diptych.workers.handoff.types import CaughtUp, Offer, Refuse, Renew, SinkAction
 from diptych.workers.kv.segment import Read, Segment
 

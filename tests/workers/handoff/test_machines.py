@@ -10,7 +10,8 @@ from diptych.workers.common.errors import (
     RequestAborted,
     WorkerLost,
 )
-from diptych.workers.handoff.machines import SinkHandoff, SinkState, SourceHandoff, SourceState
+from diptych.workers.handoff.sink_machine import SinkHandoff
+from diptych.workers.handoff.source_machine import SourceHandoff
 from diptych.workers.handoff.types import (
     Abandon,
     Aborted,
@@ -29,6 +30,8 @@ from diptych.workers.handoff.types import (
     Seal,
     Settle,
     SinkAction,
+    SinkState,
+    SourceState,
     Tell,
 )
 from diptych.workers.kv.segment import Read, Segment

@@ -4,8 +4,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.workers.common.errors import RequestAborted
-from diptych.workers.handoff.machines import SinkState, SourceState
-from diptych.workers.handoff.types import Answer, Begin, Commit, EndLease, Fail, Offer, Refuse, Release, Renew
+from diptych.workers.handoff.types import (
+    Answer,
+    Begin,
+    Commit,
+    EndLease,
+    Fail,
+    Offer,
+    Refuse,
+    Release,
+    Renew,
+    SinkState,
+    SourceState,
+)
 from diptych.workers.kv.segment import Read, Segment
 
 from .test_machines import FIRST, LAST, NUM_LAYERS, SEAL, sink, source

@@ -1,0 +1,225 @@
+"""Goodput of layouts of a cluster on this machine: requests within a service level, by load and rate, in one run.
+
+    python -m benchmarks.serving.goodput --azure FILE.csv --mooncake FILE.jsonl [--model DIR] [--seconds 60]
+        [--layout 1p1d ...] [--load swing ...] [--rates 2 3] [--vllm ENV]
+        [--json F.json] [--markdown F.md] [--plot F.svg] [-- more flags of serve]
+
+Each load is sent at each rate to each layout in turn: one measured run, which every service level scores. Load
+generator, traces and figures are those of `diptych bench`. A layout of Diptych is started by `diptych serve` for each
+run and stopped after it: workers hold their cores by locks, so that a second cluster would run without cores of its
+own. vLLM (ENV: see versus_vllm.py) is started once and stopped (SIGSTOP) while others run. `--endpoint NAME=URL` adds
+a server that runs already. Before a run the server gets the same load, with other prompts, for --warm-up seconds.
+
+    share     requests that met the level, of those sent (a failed one has not met it)
+    goodput   the same per second of sending
+
+Without --model: random weights of the shape of a 135 M model with a small vocabulary. All compute in bfloat16.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from diptych.cluster.bench.measure import Connection, Screen, connected, measure
+from diptych.cluster.bench.report import Result, to_json
+from diptych.cluster.bench.run import Pace
+from diptych.cluster.bench.settings import Target, parse_url
+from diptych.cluster.bench.types import Session
+
+from .goodput_loads import LOADS, Asked
+from .goodput_report import LEVELS, Run, as_markdown, draw, score
+from .servers import Server, diptych, running, vllm
+from .versus_vllm import awake
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "examples" / "tiny"
+TIMEOUT_S = 60.0  # of a request; it has missed every level long before
+WARM_SEED = 1_000_003  # added to the seed of the load
+RATES: Mapping[str, Sequence[float]] = {
+    "azure": (3.0, 5.0, 7.0),
+    "mooncake": (1.5, 2.5, 3.5),
+    "swing": (2.0, 3.0, 4.0),
+    "document": (2.0, 4.0, 6.0),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of a cluster. `threads`: of each worker; `flags`: more ones of `diptych serve`."""
+
+    pools: Mapping[str, int]
+    threads: int
+    flags: Sequence[str] = ()
+
+
+TWO_MIXED = Layout({"mixed": 2}, 1)
+LAYOUTS = {
+    "1p1d": Layout({"prefill": 1, "decode": 1}, 1),
+    "2mixed": TWO_MIXED,
+    "1mixed": Layout({"mixed": 1}, 2),
+    "dial": TWO_MIXED,  # the layout of the cluster's default
+}
+FIXED = ("1p1d", "2mixed", "1mixed")
+VLLM = "vllm"
+
+
+class Servers:
+    """The servers of a run, by name: each reachable in `serving`, one at a time."""
+
+    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
+        self._args = args
+        self._running: dict[str, str] = dict(text.partition("=")[::2] for text in args.endpoint)
+        self._vllm: Server | None = None
+        if args.vllm:
+            peer = vllm(args.vllm, args.model, args.cores, args.kv_gib)
+            self._vllm = stack.enter_context(running(peer, args.cores, args.logs))
+            self._vllm.pause()
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._args.layout, *([VLLM] if self._vllm else []), *self._running]
+
+    @contextmanager
+    def serving(self, name: str) -> Generator[str]:
+        """URL of the server, while it runs."""
+        if name in self._running:
+            yield self._running[name]
+        elif name == VLLM and self._vllm:
+            with awake(self._vllm):
+                yield self._vllm.url
+        else:
+            with self._start(LAYOUTS[name]) as server:
+                yield server.url
+
+    @contextmanager
+    def _start(self, layout: Layout) -> Generator[Server]:
+        args = self._args
+        flags = [*layout.flags, *args.flags]
+        command = diptych(args.model, layout.pools, layout.threads, args.kv_gib, flags)
+        with tempfile.TemporaryDirectory() as home:
+            command = replace(command, environment={"DIPTYCH_HOME": home})
+            with running(command, args.cores, args.logs) as server:
+                yield server
+
+
+def run_all(args: argparse.Namespace, screen: Screen) -> Iterator[Run]:
+    with ExitStack() as stack:
+        servers = Servers(args, stack)
+        for load in args.load:
+            for rate in args.rates or RATES[load]:
+                for name in servers.names:
+                    asked = Asked(rate, args.seconds, args.seed, vocab_size(args.model), args.azure, args.mooncake)
+                    with servers.serving(name) as url:
+                        result = asyncio.run(run_one(url, load, asked, args.warm_up, screen))
+                    run = Run(name, load, rate, args.seconds, to_json(result) | {"settings": {}}, score(result))
+                    screen.log(run.line())
+                    yield run
+                    if result.is_interrupted:
+                        return
+
+
+async def run_one(url: str, load: str, asked: Asked, warm_up_s: float, screen: Screen) -> Result:
+    """Send a load, after a shorter one of other prompts that is not counted."""
+    more = {"temperature": 0.0, "ignore_eos": True}
+    async with connected(
+        Target(parse_url(url), "completions", None, None, None, asked.vocab_size, TIMEOUT_S, more)
+    ) as connection:
+        if warm_up_s:
+            warm = replace(asked, seconds=warm_up_s, seed=asked.seed + WARM_SEED)
+            await send(connection, LOADS[load](warm), screen)
+        return await send(connection, LOADS[load](asked), screen)
+
+
+async def send(connection: Connection, sessions: Sequence[Session], screen: Screen) -> Result:
+    starts_s = [session.at_s or 0.0 for session in sessions]
+    return await measure(connection, sessions, Pace(starts_s, 0), {}, screen)
+
+
+def vocab_size(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+def make_model(folder: Path) -> Path:
+    """Checkpoint of random weights, with the tokenizer of the tiny model: prompts are ids."""
+    from benchmarks.transfer.overlap import make_checkpoint
+
+    make_checkpoint(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder / name)
+    return folder
+
+
+def parse_args(texts: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="Hugging Face checkpoint  [default: a random one is made]")
+    parser.add_argument("--azure", type=Path, help="Azure LLM inference trace 2023, CSV")
+    parser.add_argument("--mooncake", type=Path, help="Mooncake trace, JSON lines")
+    parser.add_argument("--layout", "--only", nargs="*", choices=LAYOUTS, default=[*LAYOUTS])
+    parser.add_argument("--load", nargs="+", choices=LOADS, help="[default: those whose files are given]")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests/s, of every load  [default: three of each]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of sending, each run")
+    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of the same load before, not counted")
+    parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM's CPU build")
+    parser.add_argument(
+        "--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs already"
+    )
+    parser.add_argument("--kv-gib", type=int, default=2, help="KV cache of each worker")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--logs", type=Path, help="folder for the servers' output  [default: a new one]")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path, help="the tables  [default: standard output]")
+    parser.add_argument("--plot", type=Path, help="shares by rate, SVG")
+    parser.add_argument("flags", nargs="*", help="of `diptych serve`, behind --")
+    args = parser.parse_args(texts)
+    files = {"azure": args.azure, "mooncake": args.mooncake}
+    args.load = args.load or [load for load in LOADS if files.get(load, True)]
+    for load in args.load:
+        if files.get(load, True) is None:
+            parser.error(f"--load {load} needs its trace: give --{load} FILE")
+    args.cores = sorted(os.sched_getaffinity(0))
+    return args
+
+
+def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
+    """Write what was measured so far, so that a run that is ended loses nothing."""
+    if args.json:
+        levels = {name: dict(level) for name, level in LEVELS.items()}
+        rows: dict[str, Any] = {"levels": levels, "flags": args.flags, "runs": [asdict(run) for run in runs]}
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.markdown:
+        args.markdown.write_text(as_markdown(runs, FIXED))
+    if args.plot:
+        args.plot.write_text(draw(runs))
+
+
+def main(texts: Sequence[str] | None = None) -> None:
+    args = parse_args(texts)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the servers end with this process
+    with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
+        args.model = args.model or make_model(Path(folder) / "model")
+        args.logs = args.logs or Path(tempfile.mkdtemp(prefix="goodput-logs-"))
+        args.logs.mkdir(parents=True, exist_ok=True)
+        screen = Screen(Console(stderr=True, force_terminal=False), Console(stderr=True))
+        screen.log(f"{args.model.name}, bfloat16, cores {args.cores}; logs in {args.logs}")
+        runs: list[Run] = []
+        for run in run_all(args, screen):
+            runs.append(run)
+            write(args, runs)
+    if not args.markdown:
+        print(as_markdown(runs, FIXED))
+
+
+if __name__ == "__main__":
+    main()

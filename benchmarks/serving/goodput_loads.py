@@ -34,7 +34,7 @@ DOCUMENT = Kind(Lengths(3000, 3000), Lengths(32, 64))
 
 @dataclass(frozen=True)
 class Asked:
-    """What a load is made of. `rate`: requests per second on average; `vocab_size`: ids of prompts are below it."""
+    """Settings of a load. `rate`: requests per second on average; `vocab_size`: ids of prompts are below it."""
 
     rate: float
     seconds: float

@@ -169,19 +169,17 @@ def parse_args(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", "--only", nargs="*", choices=LAYOUTS, default=[*LAYOUTS])
     parser.add_argument("--load", nargs="+", choices=LOADS, help="[default: those whose files are given]")
     parser.add_argument("--rates", type=float, nargs="+", help="requests/s, of every load  [default: three of each]")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of sending, each run")
-    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of the same load before, not counted")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of sending in each run")
+    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of warm-up with the same load")
     parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM's CPU build")
-    parser.add_argument(
-        "--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs already"
-    )
+    parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a running server")
     parser.add_argument("--kv-gib", type=int, default=2, help="KV cache of each worker")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, help="folder for the servers' output  [default: a new one]")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path, help="the tables  [default: standard output]")
     parser.add_argument("--plot", type=Path, help="shares by rate, SVG")
-    parser.add_argument("flags", nargs="*", help="of `diptych serve`, behind --")
+    parser.add_argument("flags", nargs="*", help="flags for `diptych serve`, after --")
     args = parser.parse_args(texts)
     files = {"azure": args.azure, "mooncake": args.mooncake}
     args.load = args.load or [load for load in LOADS if files.get(load, True)]

@@ -219,13 +219,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--users", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most; half of it at least")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer at most, and twice those at least")
     parser.add_argument("--think", type=float, default=1.0, help="mean pause of a user between two requests, seconds")
     parser.add_argument("--steady", type=float, default=8.0, help="seconds measured between two changes")
     parser.add_argument("--warm-up", type=float, default=4.0, help="seconds before the first measurement")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("flags", nargs="*", help="of `diptych serve`, behind --")
+    parser.add_argument("flags", nargs="*", help="flags for `diptych serve`, after --")
     settings = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "DIPTYCH_", "OMP_"))}

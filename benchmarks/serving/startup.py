@@ -117,7 +117,7 @@ def main() -> None:
     p.add_argument("--repeat", type=int, default=3)
     p.add_argument("--idle", type=float, default=0.0, metavar="SECONDS")
     p.add_argument("--json", type=Path)
-    p.add_argument("flags", nargs="*", help="of serve, after --  [default: --mixed 1]")
+    p.add_argument("flags", nargs="*", help="flags for serve, after --  [default: --mixed 1]")
     a = p.parse_args()
     for path in a.model.iterdir():
         path.read_bytes()

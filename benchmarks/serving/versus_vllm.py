@@ -263,7 +263,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, required=True, help="virtual environment with vLLM's CPU build")
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
     parser.add_argument("--workload", action="append", choices=[*SERVED, *IN_PROCESS, "start"])
-    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="of our workers  [default: mixed]")
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="layout of our workers  [default: mixed]")
     parser.add_argument("--repeat", type=int, default=5, help="alternations")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--kv-gib", type=int, default=2, help="KV cache of each worker")

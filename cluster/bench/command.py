@@ -41,7 +41,7 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
         "http://127.0.0.1:8000"
     ),
     api: Annotated[Api | None, typer.Option(help="[default: chat for conversations, else completions]")] = None,
-    model: Annotated[str | None, typer.Option(help="Its name there.  [default: the one that is served]")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model there.  [default: the served one]")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="DIPTYCH_API_KEY", help="Other users of this machine can read a flag.")
     ] = None,

@@ -219,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--users", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer at most, and twice those at least")
+    parser.add_argument("--tokens", type=int, default=128, help="longest answer; the shortest has half as many")
     parser.add_argument("--think", type=float, default=1.0, help="mean pause of a user between two requests, seconds")
     parser.add_argument("--steady", type=float, default=8.0, help="seconds measured between two changes")
     parser.add_argument("--warm-up", type=float, default=4.0, help="seconds before the first measurement")

@@ -73,6 +73,7 @@ LAYOUTS = {
 }
 FIXED = ("1p1d", "2mixed", "1mixed")
 VLLM = "vllm"
+PEERS = {"best fixed": FIXED, VLLM: (VLLM,)}  # of the dial
 
 
 class Servers:
@@ -197,7 +198,7 @@ def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
         rows: dict[str, Any] = {"levels": levels, "flags": args.flags, "runs": [asdict(run) for run in runs]}
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.markdown:
-        args.markdown.write_text(as_markdown(runs, FIXED))
+        args.markdown.write_text(as_markdown(runs, PEERS))
     if args.plot:
         args.plot.write_text(draw(runs))
 
@@ -216,7 +217,7 @@ def main(texts: Sequence[str] | None = None) -> None:
             runs.append(run)
             write(args, runs)
     if not args.markdown:
-        print(as_markdown(runs, FIXED))
+        print(as_markdown(runs, PEERS))
 
 
 if __name__ == "__main__":

@@ -56,24 +56,23 @@ def score(result: Result) -> dict[str, int]:
     return {name: sum(is_good(reply, level) for reply in done) for name, level in LEVELS.items()}
 
 
-def as_markdown(runs: Sequence[Run], fixed: Sequence[str]) -> str:
-    """A table for each load. `fixed`: layouts that the dial is compared with."""
-    return "\n".join(line for load in _in_order(run.load for run in runs) for line in _table(load, runs, fixed)) + "\n"
+def as_markdown(runs: Sequence[Run], peers: Mapping[str, Sequence[str]]) -> str:
+    """A table for each load. `peers`: layouts with the best of which the dial is compared, by name of the column."""
+    return "\n".join(line for load in _in_order(run.load for run in runs) for line in _table(load, runs, peers)) + "\n"
 
 
-def _table(load: str, runs: Sequence[Run], fixed: Sequence[str]) -> Iterator[str]:
+def _table(load: str, runs: Sequence[Run], peers: Mapping[str, Sequence[str]]) -> Iterator[str]:
     runs = [run for run in runs if run.load == load]
     layouts = _in_order(run.layout for run in runs)
-    with_dial = DIAL in layouts and any(name in layouts for name in fixed)
-    heads = [f"{load}: rate, level", *layouts, *([f"{DIAL} / best fixed"] if with_dial else [])]
+    here = {peer: names for peer, names in peers.items() if DIAL in layouts and set(names) & set(layouts)}
+    heads = [f"{load}: rate, level", *layouts, *(f"{DIAL} / {peer}" for peer in here)]
     yield f"| {' | '.join(heads)} |"
     yield "|---" + "|--:" * (len(heads) - 1) + "|"
     for rate in _in_order(run.rate for run in runs):
         at_rate = {run.layout: run for run in runs if run.rate == rate}
         for level in LEVELS:
             cells = [_cell(at_rate, name, level) for name in layouts]
-            if with_dial:
-                cells.append(_ratio(at_rate, level, fixed))
+            cells += [_ratio(at_rate, level, names) for names in here.values()]
             yield f"| {rate:g}/s, {level} | {' | '.join(cells)} |"
     yield ""
 
@@ -87,8 +86,8 @@ def _cell(at_rate: Mapping[str, Run], layout: str, level: str) -> str:
     return f"**{text}**" if run.goodput(level) == best > 0 else text
 
 
-def _ratio(at_rate: Mapping[str, Run], level: str, fixed: Sequence[str]) -> str:
-    best = max((at_rate[name].goodput(level) for name in fixed if name in at_rate), default=0.0)
+def _ratio(at_rate: Mapping[str, Run], level: str, peers: Sequence[str]) -> str:
+    best = max((at_rate[name].goodput(level) for name in peers if name in at_rate), default=0.0)
     return f"{at_rate[DIAL].goodput(level) / best:.2f}" if best and DIAL in at_rate else ""
 
 

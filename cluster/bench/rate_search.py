@@ -62,10 +62,9 @@ def next_rate(trials: Sequence[Trial], search: Search) -> float | None:
 
 
 def share_at(trials: Sequence[Trial], rate: float) -> float:
-    """Share of good requests of all trials at that rate. A trial without requests is good."""
+    """Share of good requests of all trials at that rate."""
     found = _trials_at(trials, rate)
-    sent = sum(trial.sent for trial in found)
-    return sum(trial.good for trial in found) / sent if sent else 1.0
+    return sum(trial.good for trial in found) / sum(trial.sent for trial in found)
 
 
 def _wider(at: Bracket, search: Search) -> float | None:

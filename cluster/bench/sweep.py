@@ -20,6 +20,7 @@ from rich.table import Table
 from ...workers.common.event_loop import new_event_loop
 from .bench import allow_many_sockets, make_sessions, warm_up
 from .measure import Connection, Screen, connected, measure
+from .plot import draw_sweep
 from .rate_search import Bracket, Search, Trial, bracket_of, next_rate, share_at
 from .report import Result, to_json
 from .run import Pace
@@ -104,8 +105,6 @@ def run_sweep(settings: SweepSettings, screen: Screen) -> bool:
         row |= {"endpoints": [_search_json(settings, search) for search in searches]}
         load.json_file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
     if load.plot_file is not None:
-        from .plot import draw_sweep
-
         lines = {search.name: list(zip(search.trials, search.results, strict=True)) for search in searches}
         load.plot_file.write_text(draw_sweep(lines, settings.shares), encoding="utf-8")
     return is_interrupted

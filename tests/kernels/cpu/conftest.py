@@ -1,6 +1,7 @@
 """Fixtures of the compiled kernels: every test of theirs runs with each instruction set that this machine has."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,31 @@ import torch
 from diptych.kernels.cpu.library import Library, Team
 from diptych.kernels.cpu.load import library
 
+HERE = Path(__file__).parent
 ISAS = found.isas if (found := library()) else []
+THREADS = [1, 3, 2]  # of a team; with two: long
+
+
+def varied(item: pytest.Function) -> dict[str, str]:
+    """What varies between the cases of a test: values by name; those that are given together, by the first's."""
+    params, marks = item.callspec.params, [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [names for names in marks if not isinstance(names, str)]
+    found = {name: str(value) for name, value in params.items() if not any(name in names for names in together)}
+    return found | {names[0]: str([params[name] for name in names]) for names in together}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as long half of the cases that a team of threads computes, where three things or more vary: those whose
+    values have numbers with an odd sum. Each pair of values stays in the other half."""
+    numbers: dict[tuple[object, str], dict[str, int]] = {}  # of values, by test and by what varies
+    for item in items:
+        if isinstance(item, pytest.Function) and "team" in item.fixturenames and item.path.is_relative_to(HERE):
+            values, total = varied(item), 0
+            for name, value in values.items():
+                of_values = numbers.setdefault((item.function, name), {})
+                total += of_values.setdefault(value, len(of_values))
+            if len(values) >= 3 and total % 2:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(params=ISAS or [pytest.param("none", marks=pytest.mark.skip(reason="the kernels are not built"))])
@@ -18,7 +43,7 @@ def built(request: pytest.FixtureRequest) -> Library:
     return kernels.using(request.param)
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.fixture(params=[pytest.param(num, marks=[pytest.mark.long] if num == 2 else []) for num in THREADS])
 def team(built: Library, request: pytest.FixtureRequest) -> Iterator[Team]:
     made = Team(built, request.param)
     yield made

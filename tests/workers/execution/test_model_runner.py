@@ -26,6 +26,7 @@ from ...support.serving import Server
 from ..conftest import CheckpointOf
 
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 100, 250, 333, 512, 777, 1000]
+CHUNKS = [16, pytest.param(64, marks=pytest.mark.long), 0]  # 64: whole blocks, as 16
 MAX_TOKENS = 24
 MAX_CONTEXT = 1056
 Reference = list[tuple[list[int], list[int]]]
@@ -58,7 +59,7 @@ def case(request: pytest.FixtureRequest) -> tuple[ModelRunner, Reference]:
     return load(path, cpu_isa=isa), reference_of(path)
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_greedy_in_a_batch_cold_and_warm(case: tuple[ModelRunner, Reference], chunk_tokens: int) -> None:
     runner, reference = case
     expected = [tokens for _, tokens in reference]
@@ -69,7 +70,7 @@ def test_greedy_in_a_batch_cold_and_warm(case: tuple[ModelRunner, Reference], ch
     assert server.scheduler.num_cached_tokens == sum((n - 1) // 16 * 16 for n in LENGTHS)
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_greedy_alone(case: tuple[ModelRunner, Reference], chunk_tokens: int) -> None:
     runner, reference = case
     server = Server(runner, SchedulerConfig(chunk_tokens=chunk_tokens), prefix_cache=False)

@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile
 SOURCES := pyproject.toml setup.py $(wildcard kernels/cpu/src/* kernels/cpu/build.py)
 
-.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers long docs soak bench proto clean
+.PHONY: serve test lint ruff types unit e2e e2e-clusters e2e-workers e2e-alone long docs soak bench proto clean
 
 # A module is compiled when it is first imported, and kept: not each by pip, nor again by every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,10 +24,12 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(VENV)/.installed
 	$(BIN)/diptych serve $(MODEL) $(ARGS)
 
-# The type checker, which uses one core, beside the unit tests.
+# Whole clusters wait for a good part of their time: the type checker computes in it. Last, what needs the machine to
+# itself.
 test: ruff
-	$(MAKE) --jobs=2 types unit
-	$(MAKE) e2e
+	$(MAKE) unit
+	$(MAKE) --jobs=3 BESIDE='nice -n 10' e2e-clusters e2e-workers types
+	$(MAKE) e2e-alone
 
 lint: ruff types
 
@@ -36,10 +38,10 @@ ruff: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev
-	$(BIN)/pyright
+	$(BESIDE) $(BIN)/pyright
 
 # One thread each where several processes compute: two of one process would wait for each other.
-unit long e2e e2e-clusters e2e-workers: export OMP_NUM_THREADS = 1
+unit long e2e e2e-clusters e2e-workers e2e-alone: export OMP_NUM_THREADS = 1
 
 # A file's tests run in one process, in order.
 unit: $(VENV)/.installed-dev
@@ -48,10 +50,13 @@ unit: $(VENV)/.installed-dev
 # Whole clusters, one after the other, beside what starts bare workers; then what needs the machine to itself.
 e2e: $(VENV)/.installed-dev
 	$(MAKE) --jobs=2 e2e-clusters e2e-workers
-	$(BIN)/pytest -q -m "not gpu and alone" tests/e2e
+	$(MAKE) e2e-alone
 
 e2e-clusters: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not alone and cluster" tests/e2e
+
+e2e-alone: $(VENV)/.installed-dev
+	$(BIN)/pytest -q -m "not gpu and alone" tests/e2e
 
 e2e-workers: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not alone and not cluster" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e

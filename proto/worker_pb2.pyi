@@ -811,6 +811,9 @@ class LoadReport(_message.Message):
     EXPERT_TOKENS_FIELD_NUMBER: _builtins.int
     EXPERT_IMBALANCE_FIELD_NUMBER: _builtins.int
     NUM_FAILED_STEPS_FIELD_NUMBER: _builtins.int
+    STEP_COST_FIELD_NUMBER: _builtins.int
+    PREFILL_SHARE_FIELD_NUMBER: _builtins.int
+    NUM_DECODING_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_blocks: _builtins.int
@@ -845,6 +848,10 @@ class LoadReport(_message.Message):
     """of sequences admitted; num_cached_tokens of these"""
     num_failed_steps: _builtins.int
     """counter: steps that raised, and ended their sequences with StepFailed"""
+    prefill_share: _builtins.float
+    """of its time in the last seconds, that went to prompts"""
+    num_decoding: _builtins.int
+    """of num_running"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerLink]:
         """pulls by this worker, by source"""
@@ -856,6 +863,10 @@ class LoadReport(_message.Message):
     @_builtins.property
     def expert_imbalance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """of each layer: its busiest expert's by an expert's on average; 0: none yet"""
+
+    @_builtins.property
+    def step_cost(self) -> Global___StepCost:
+        """what the worker's steps have cost lately"""
 
     def __init__(
         self,
@@ -886,14 +897,63 @@ class LoadReport(_message.Message):
         expert_tokens: _abc.Iterable[_builtins.int] | None = ...,
         expert_imbalance: _abc.Iterable[_builtins.float] | None = ...,
         num_failed_steps: _builtins.int = ...,
+        step_cost: Global___StepCost | None = ...,
+        prefill_share: _builtins.float = ...,
+        num_decoding: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_failed_steps", b"num_failed_steps", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_decoding", b"num_decoding", "num_failed_steps", b"num_failed_steps", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "prefill_share", b"prefill_share", "role", b"role", "step_cost", b"step_cost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class StepCost(_message.Message):
+    """Seconds, fitted to measured steps (workers/core/step_cost.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIXED_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    CONTEXT_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    PAIR_S_FIELD_NUMBER: _builtins.int
+    PREFILL_IS_MEASURED_FIELD_NUMBER: _builtins.int
+    DECODE_IS_MEASURED_FIELD_NUMBER: _builtins.int
+    fixed_s: _builtins.float
+    """of a step"""
+    decode_s: _builtins.float
+    """of a sequence that decodes"""
+    context_s: _builtins.float
+    """of a token that it attends to"""
+    prefill_s: _builtins.float
+    """of a prompt token"""
+    pair_s: _builtins.float
+    """of a prompt token and one that it attends to"""
+    prefill_is_measured: _builtins.bool
+    """else prefill_s and pair_s say nothing"""
+    decode_is_measured: _builtins.bool
+    """else fixed_s, decode_s and context_s say nothing"""
+    def __init__(
+        self,
+        *,
+        fixed_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        context_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        pair_s: _builtins.float = ...,
+        prefill_is_measured: _builtins.bool = ...,
+        decode_is_measured: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_s", b"context_s", "decode_is_measured", b"decode_is_measured", "decode_s", b"decode_s", "fixed_s", b"fixed_s", "pair_s", b"pair_s", "prefill_is_measured", b"prefill_is_measured", "prefill_s", b"prefill_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCost: _TypeAlias = StepCost  # noqa: Y015
 
 @_typing.final
 class PeerLink(_message.Message):

@@ -34,7 +34,11 @@ class RouterProcess:
     def __init__(self, deployment: Deployment) -> None:
         self._config = deployment.config
         settings = deployment.config.router
+        level = deployment.config.service_level
         routing = RoutingConfig(
+            predict=settings.predict,
+            ttft_s=level.ttft_s,
+            tpot_s=level.tpot_s,
             alone_below_tokens=settings.alone_below_tokens,
             migrate=settings.migrate,
             pull_prefixes=settings.pull_prefixes,

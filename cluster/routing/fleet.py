@@ -17,6 +17,7 @@ from ...workers.common.wire import ROLE_FROM_PROTO
 from ...workers.core.runner import ModelInfo
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
+from ..common.prediction import FleetCosts, WorkerState, check_step_cost
 from ..common.transfer_stats import TransferStats, read_transfer_stats
 from .token_source import Health
 
@@ -48,6 +49,7 @@ class FleetWorker:
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
     transfer_stats: tuple[TransferStats, ...] = ()  # in that report
     num_in_flight: int = 0  # worker requests of this router
+    num_decoding: int = 0  # of those, that decode there or will
     pending_tokens: int = 0  # tokens of those requests that are not prefilled yet
     held_blocks: int = 0  # blocks that the tokens of those requests fill
 
@@ -66,6 +68,13 @@ class FleetWorker:
     @property
     def waiting_tokens(self) -> int:
         return max(self.load.num_waiting_tokens, self.pending_tokens)
+
+    @property
+    def state(self) -> WorkerState:
+        """Load in the terms in which routes are judged."""
+        num_decodes = max(self.load.num_decoding, self.num_decoding)
+        num_context = self.used_blocks * self.block_size if num_decodes else 0
+        return WorkerState(self.role, num_decodes, num_context, self.waiting_tokens, self.load.prefill_share)
 
     @property
     def num_sequences(self) -> int:
@@ -88,6 +97,7 @@ class RequestLoad:
     worker: str
     num_tokens: int  # that it has to prefill
     num_blocks: int
+    decodes: bool = True  # there
 
 
 class Fleet:
@@ -96,6 +106,7 @@ class Fleet:
         self._model: ModelInfo | None = None
         self._layout: KVLayout | None = None
         self._requests: dict[int, RequestLoad] = {}
+        self.costs = FleetCosts()
 
     def update(self, infos: Iterable[WorkerInfo]) -> list[WorkerInfo]:
         """Take the supervisor's list. Returns the new workers in it. A missing one is unlisted until `forget`."""
@@ -110,6 +121,7 @@ class Fleet:
 
     def forget(self, incarnation: str) -> None:
         self._views.pop(incarnation, None)
+        self.costs.forget(incarnation)
 
     def views(self) -> list[FleetWorker]:
         return list(self._views.values())
@@ -169,8 +181,10 @@ class Fleet:
                 f"the worker has {view.num_blocks}"
             )
         check_counts(load)
+        check_step_cost(load)
         view.transfer_stats = read_transfer_stats(load)
         view.load = load
+        self.costs.report(incarnation, load.step_cost)
         view.is_draining = view.is_draining or load.draining
 
     def drains(self, incarnation: str) -> None:
@@ -191,6 +205,7 @@ class Fleet:
         self._requests[handle] = load
         view = self._views[load.worker]
         view.num_in_flight += 1
+        view.num_decoding += load.decodes
         view.pending_tokens += load.num_tokens
         view.held_blocks += load.num_blocks
 
@@ -198,7 +213,7 @@ class Fleet:
         """Take its tokens off the tokens to prefill."""
         load = self._requests[handle]
         self._views[load.worker].pending_tokens -= load.num_tokens
-        self._requests[handle] = RequestLoad(load.worker, 0, load.num_blocks)
+        self._requests[handle] = replace(load, num_tokens=0)
 
     def remove_request(self, handle: int) -> None:
         """Take its load off its worker. Idempotent."""
@@ -207,6 +222,7 @@ class Fleet:
             return
         view = self._views[load.worker]
         view.num_in_flight -= 1
+        view.num_decoding -= load.decodes
         view.pending_tokens -= load.num_tokens
         view.held_blocks -= load.num_blocks
 

@@ -1,5 +1,8 @@
 """Chooses the workers of a request. Pure: fleet, facts of the request, contents of the prefix caches -> Route.
 
+Once workers have measured their steps, the route is taken by which the fewest requests are expected to miss their
+service level (prediction.py). Until then, and where settings say so, roles decide:
+
     prefill worker   the fewest tokens to wait for: queued there, its own uncached ones, and the running sequences'
     decode worker    the least used KV memory after taking the sequence
     one alone        a mixed worker that is the best to prefill and to decode; a decode worker that needs to compute
@@ -10,12 +13,20 @@ Roles are preferences: with no worker of one role left, the other role does its 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
+from itertools import product
 
 from ...workers.common.errors import ConfigError, Unavailable
 from ...workers.common.role import Role
+from ..common.prediction import FleetCosts, Level, RequestWork, miss_probability, predict
 from .fleet import FleetWorker
 from .kv_costs import compute_s, pull_s
 
+NUM_COMPARED = 3  # workers for each part of a route
+NUM_SAMPLED = 16
+HANDOFF_MISSES = 0.03  # that a hand-off must spare: it takes time of both workers that is not predicted
+TIME_WEIGHT = 0.02  # misses that a time as long as its level counts as
+ANSWER_TOKENS = 64  # over which the time of a hand-off is spread: few answers are as long as they may be
 PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor
 
 
@@ -25,6 +36,9 @@ class RoutingConfig:
 
     alone_below_tokens: int = 0  # a decode worker prefills fewer uncached tokens than this itself; 0: never
     tokens_per_sequence: int = 8  # weight of a running sequence when queues are compared, in prefill tokens
+    predict: bool = False  # choose routes by predicted times, once workers have measured their steps; else by roles
+    ttft_s: float = 1.0  # service level
+    tpot_s: float = 0.1
     max_in_flight: int = 1024  # sequences at one router
     max_attempts: int = 3  # of one request, where workers fail
     worker_timeout_s: float = 5.0  # a worker silent for that long is lost
@@ -44,7 +58,15 @@ class RoutingConfig:
         for name in ("max_in_flight", "max_attempts", "max_migrations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("worker_timeout_s", "hello_timeout_s", "no_worker_wait_s", "reconnect_s", "max_reconnect_s"):
+        for name in (
+            "worker_timeout_s",
+            "hello_timeout_s",
+            "no_worker_wait_s",
+            "reconnect_s",
+            "max_reconnect_s",
+            "ttft_s",
+            "tpot_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
 
@@ -59,6 +81,7 @@ class RequestFacts:
     excluded: frozenset[str] = frozenset()  # workers that failed this request: chosen only where no other is left
     failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink of failed hand-offs of this request
     may_hand_off: bool = True
+    sample: int = 0  # a number that differs from request to request
     group: str = ""  # name of the group of requests for one prompt; empty: none
     group_route: "Route | None" = None  # route of the first request of the group
 
@@ -89,12 +112,18 @@ class Route:
     prefix: PrefixSource | None = None
 
 
-def choose(workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig) -> Route:
-    """Choose a route. Raises Unavailable where no worker can take the request."""
+def choose(
+    workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig, costs: FleetCosts | None = None
+) -> Route:
+    """Choose a route. costs: of the workers' steps; None: roles decide. Raises Unavailable where no worker can take the
+    request."""
     group_route = _group_route(workers, facts)
     if group_route is not None:
         return group_route  # the worker computes or pulls the prompt once for both
-    route = _choose_workers(workers, facts, config)
+    route = None
+    if config.predict and costs is not None and costs.are_known:
+        route = _predicted_route(workers, facts, costs, Level(config.ttft_s, config.tpot_s))
+    route = route or _choose_workers(workers, facts, config)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off):
         return route
     return replace(route, prefix=choose_prefix(workers, facts, route.prefill or route.decode))
@@ -155,6 +184,64 @@ def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts, config:
     sinks = [w for w in _sinks_of(source, decoders) if (source, w.incarnation) not in facts.failed_pairs]
     sink = _best_to_decode(sinks, facts) if sinks else source
     return Route(None, sink) if sink == source else Route(source, sink)
+
+
+def _predicted_route(
+    workers: Sequence[FleetWorker], facts: RequestFacts, costs: FleetCosts, level: Level
+) -> Route | None:
+    """Choose, of the routes of one worker and of those of two that are best for their parts, the one by which the
+    fewest requests are expected to miss their level; None where none of these workers can take the request."""
+    able = _able(_sample(workers, facts), facts)
+    able = [w for w in able if w.incarnation not in facts.excluded]
+    alone: list[tuple[float, str]] = []
+    sources: list[tuple[float, FleetWorker]] = []
+    sinks: list[tuple[float, FleetWorker]] = []
+    decodes = facts.max_new_tokens > 1
+    for w in able:
+        uncached = facts.uncached_tokens(w.incarnation)
+        work = RequestWork(uncached, facts.num_tokens - uncached, facts.num_tokens)
+        p = predict(w.state, costs.of(w.incarnation), work, level)
+        ttft = p.ttft_s / level.ttft_s
+        tpot, alone_tpot = (p.tpot_s / level.tpot_s, p.alone_tpot_s / level.tpot_s) if decodes else (0.0, 0.0)
+        missed, full = miss_probability(ttft), float(_is_full(w, facts))
+        own = 1 - (1 - missed) * (1 - miss_probability(alone_tpot))
+        alone.append((own + p.alone_harm + full + TIME_WEIGHT * (ttft + alone_tpot), w.incarnation))
+        sources.append((missed + p.prefill_harm + full + TIME_WEIGHT * ttft, w))
+        sinks.append((miss_probability(tpot) + p.decode_harm + full + TIME_WEIGHT * tpot, w))
+    if not alone:
+        return None
+    fewest, worker = min(alone)
+    best = Route(None, worker)
+    if not decodes or not facts.may_hand_off:
+        return best
+    for (a, source), (b, sink) in product(_least(sources), _least(sinks)):
+        if source is sink or (source.incarnation, sink.incarnation) in facts.failed_pairs:
+            continue
+        handoff_s = pull_s(source, sink, facts.num_tokens) / min(facts.max_new_tokens, ANSWER_TOKENS)
+        misses = a + b + HANDOFF_MISSES + miss_probability(handoff_s / level.tpot_s)
+        if misses < fewest:
+            best, fewest = Route(source.incarnation, sink.incarnation), misses
+    return best
+
+
+def _least(scored: list[tuple[float, FleetWorker]]) -> list[tuple[float, FleetWorker]]:
+    return nsmallest(NUM_COMPARED, scored, key=lambda s: (s[0], s[1].incarnation))
+
+
+def _sample(workers: Sequence[FleetWorker], facts: RequestFacts) -> Sequence[FleetWorker]:
+    """Choose all of a few workers; of many, NUM_SAMPLED that differ from request to request, and those that have
+    cached the most of the prompt. The best of a few at random is nearly as good as the best of all (Mitzenmacher,
+    "The power of two choices in randomized load balancing", 2001)."""
+    num = len(workers)
+    if num <= 2 * NUM_SAMPLED:
+        return workers
+    sampled = {(facts.sample + i * num // NUM_SAMPLED) % num for i in range(NUM_SAMPLED)}
+    found = [workers[i] for i in sorted(sampled)]
+    if facts.cached_tokens:
+        holders = nsmallest(NUM_COMPARED, facts.cached_tokens.items(), key=lambda item: (-item[1], item[0]))
+        names = {name for name, _ in holders} - {w.incarnation for w in found}
+        found += [w for w in workers if w.incarnation in names]
+    return found
 
 
 def choose_sink(workers: Iterable[FleetWorker], facts: RequestFacts, source: str) -> str | None:

@@ -57,6 +57,7 @@ class RoutingContext:
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     links: dict[str, WorkerLink] = field(default_factory=dict[str, WorkerLink])  # by incarnation
     group_routes: dict[str, Route] = field(default_factory=dict[str, Route])  # of the first request of each group
+    samples: Iterator[int] = field(default_factory=itertools.count)  # see RequestFacts
     handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # ids of worker requests, never reused
 
 
@@ -85,7 +86,7 @@ class RequestDriver:
         context = self._context
         try:
             self._facts = facts = self._make_facts()
-            route = choose(context.fleet.views(), facts, context.config)
+            route = choose(context.fleet.views(), facts, context.config, context.fleet.costs)
         except Unavailable as e:
             self._wait_for_worker(e)
             return
@@ -217,7 +218,8 @@ class RequestDriver:
         message = submit_message(submit, self.state, fleet, max(self._deadline - now, MIN_TIMEOUT_S))
         worker = fleet.view(worker_request.worker)
         num_tokens = 0 if worker_request.part is Part.DECODE else facts.uncached_tokens(worker_request.worker)
-        load = RequestLoad(worker_request.worker, num_tokens, facts.num_blocks(worker))
+        decodes = worker_request.part is not Part.PREFILL
+        load = RequestLoad(worker_request.worker, num_tokens, facts.num_blocks(worker), decodes)
         fleet.add_request(worker_request.handle, load)
         link = self._links[worker_request.handle] = self._context.links[worker_request.worker]
         link.submit(message, self)
@@ -248,6 +250,7 @@ class RequestDriver:
             excluded=frozenset(state.failures.workers),
             failed_pairs=frozenset(state.failures.pairs),
             may_hand_off=state.failures.may_hand_off,
+            sample=next(context.samples),
             group=group,
             group_route=context.group_routes.get(group),
         )

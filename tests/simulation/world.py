@@ -105,6 +105,11 @@ class World:
         return worker.engine.manager
 
     @property
+    def predicts(self) -> bool:
+        """True where routes are chosen by predicted times."""
+        return self.seed % 5 == 4
+
+    @property
     def num_living(self) -> int:
         return sum(w is not None for w in self.workers.values())
 
@@ -128,6 +133,8 @@ class World:
         watched.world = self
         manager = worker.engine.manager
         manager._free = PoisonedList(manager._free, worker.runner)
+        if self.predicts:
+            self.hosts[worker.process.name].teach(worker.engine.scheduler.cost)
         try:
             await watched.start()
         except Exception as e:
@@ -262,6 +269,9 @@ class World:
             hello_timeout_s=3.0,
             no_worker_wait_s=self.no_worker_wait_s,
             max_attempts=rng.randint(3, 5),
+            predict=self.predicts,
+            ttft_s=0.5,
+            tpot_s=0.05,
         )
         self.routers.start(config)
         self.supervision.start()

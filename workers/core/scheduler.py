@@ -56,6 +56,10 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queue)
 

@@ -57,10 +57,22 @@ class StepCost:
         self._products = [0.0] * 5  # faded sum of x · seconds
         self._num_steps = 0
         self._num_with_prefill = 0
+        self._num_with_decodes = 0
 
     @property
     def is_measured(self) -> bool:
+        """True once enough steps were measured to say what a prompt costs."""
         return self._num_steps >= NUM_NEEDED and self._num_with_prefill >= NUM_NEEDED_WITH_PREFILL
+
+    @property
+    def decode_is_measured(self) -> bool:
+        return self._num_with_decodes >= NUM_NEEDED
+
+    @property
+    def weights(self) -> tuple[float, float, float, float, float]:
+        """Seconds of a step, a decode row, a context token, a prefill token, a pair of tokens."""
+        fixed, decode, context, prefill, pair = self._weights
+        return fixed, decode, context, prefill, pair
 
     def add(self, work: StepWork, seconds: float) -> None:
         """Add a measured step. A time that cannot be is ignored."""
@@ -76,6 +88,7 @@ class StepCost:
                 row[j] = fade * row[j] + x[i] * x[j]
         self._num_steps += 1
         self._num_with_prefill += work.num_prefill > 0
+        self._num_with_decodes += work.num_decodes > 0
         for _ in range(NUM_ROUNDS):
             self._descend()
 

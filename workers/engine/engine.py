@@ -67,7 +67,7 @@ class Engine:
         self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
         self._deadlines: list[tuple[float, str]] = []
         self._num_submitted = 0
-        self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming)
+        self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming, clock)
         self.steps = StepPipeline(runner, self.scheduler, self.manager, self._load, clock)
         self._output = Outbox(self._load, self.cache, self.outgoing, clock)
 

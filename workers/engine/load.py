@@ -1,5 +1,8 @@
 """Load report of an engine: counts of sequences, blocks and tokens, now and since its start."""
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,8 +12,11 @@ from ..core.block_manager import BlockManager
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch
+from ..core.step_cost import StepCost
 from .incoming import IncomingHandoffs
 from .outgoing import OutgoingHandoffs
+
+SHARE_S = 5.0  # over which the share of prompts is averaged
 
 
 class EngineLoad:
@@ -21,6 +27,7 @@ class EngineLoad:
         scheduler: Scheduler,
         outgoing: OutgoingHandoffs,
         incoming: IncomingHandoffs,
+        clock: Callable[[], float],
     ) -> None:
         self._runner = runner
         self._manager = manager
@@ -29,6 +36,8 @@ class EngineLoad:
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
         self._prefill_s = 0.0
+        self._prefill_share = PrefillShare(clock())
+        self._clock = clock
         self.num_failed_steps = 0
 
     def count(self, batch: Batch, elapsed_s: float) -> None:
@@ -59,6 +68,7 @@ class EngineLoad:
             expert_tokens=of_experts,
             expert_imbalance=imbalance,
             num_running=scheduler.num_running,
+            num_decoding=scheduler.num_decoding,
             num_waiting=scheduler.num_waiting + len(incoming.waiting_tables()),
             num_blocks=manager.num_blocks,
             num_free_blocks=manager.num_free,
@@ -77,7 +87,38 @@ class EngineLoad:
             num_migrated_out=outgoing.num_migrated_out,
             num_prefixes_pulled=incoming.num_prefixes_pulled,
             num_failed_steps=self.num_failed_steps,
+            step_cost=_step_cost(scheduler.cost),
+            prefill_share=self._prefill_share.at(self._clock(), self._prefill_s),
         )
+
+
+class PrefillShare:
+    """Share of the time that goes to prompts, averaged over the last seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._at, self._prefill_s, self._share = now, 0.0, 0.0
+
+    def at(self, now: float, prefill_s: float) -> float:
+        """prefill_s: seconds for prompts since the start."""
+        elapsed_s = now - self._at
+        if elapsed_s > 0:
+            weight = 1 - math.exp(-elapsed_s / SHARE_S)
+            self._share += weight * (min((prefill_s - self._prefill_s) / elapsed_s, 1.0) - self._share)
+            self._at, self._prefill_s = now, prefill_s
+        return self._share
+
+
+def _step_cost(cost: StepCost) -> worker_pb2.StepCost:
+    fixed_s, decode_s, context_s, prefill_s, pair_s = cost.weights
+    return worker_pb2.StepCost(
+        fixed_s=fixed_s,
+        decode_s=decode_s,
+        context_s=context_s,
+        prefill_s=prefill_s,
+        pair_s=pair_s,
+        prefill_is_measured=cost.is_measured,
+        decode_is_measured=cost.decode_is_measured,
+    )
 
 
 def _of_experts(counts: npt.NDArray[np.int64]) -> tuple[list[int], list[float]]:

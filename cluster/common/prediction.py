@@ -1,0 +1,196 @@
+"""Predicts how many requests will miss their service level if a request takes a route. Pure.
+
+Each worker reports what its steps cost, in the five weights of step_cost.py. With them, of a worker with k sequences
+that decode, n prompt tokens that wait before ours, and a share u of its time taken by prompts:
+
+    t      = fixed + k · row + context · token             time of a step that only decodes
+    TTFT   = t + (prefill time of what waits and of ours) / (share of a step that its role leaves to prompts)
+    TPOT   = t / (1 - u)
+
+u is what the worker measured lately and, if it is more, what waits there as a share of the next HORIZON_S seconds. A
+prediction x of a time that may be `level` at most is missed with the probability
+
+    F(x / level),  F(r) = r⁴ / (1 + r⁴)
+
+the log-logistic distribution of prediction errors. So a time far below the level costs nothing, one far above costs no
+more than one request: who is late already is not made room for at others' cost. The cost of a route is the expected
+number of misses: that of the request itself, and by how much it raises those of the sequences that decode on its
+workers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...proto import worker_pb2
+from ...workers.common.errors import InternalError
+from ...workers.common.role import Role
+
+HORIZON_S = 5.0
+MAX_COST_S = 1e6
+MAX_SHARE = 0.95  # of a worker's time for prompts, in TPOT: all of it would be an endless step
+DECODE_ROLE_TOKENS = 256  # prompt tokens beside decodes (SchedulerConfig.decode_role_prefill_tokens)
+TARGET_DECODE_STEPS = 3.0  # time of a mixed worker's step, in steps that only decode (step_cost.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Service level of a request, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCost:
+    """Cost of a worker's steps, in seconds."""
+
+    fixed_s: float
+    decode_s: float  # of a sequence that decodes
+    context_s: float  # of a token that it attends to
+    prefill_s: float  # of a prompt token
+    pair_s: float  # of a prompt token and one that it attends to
+
+
+class FleetCosts:
+    """Costs of all workers, each with the mean for what it has not measured: a worker that only decodes does not
+    know what a prompt costs."""
+
+    def __init__(self) -> None:
+        self._reported: dict[str, worker_pb2.StepCost] = {}
+        self._measured: dict[str, WorkerCost] = {}  # of workers that have measured all
+        self._prefill = _Means(2)
+        self._decode = _Means(3)
+
+    def report(self, worker: str, cost: worker_pb2.StepCost) -> None:
+        self.forget(worker)
+        self._reported[worker] = cost
+        self._count(cost, 1)
+        if cost.prefill_is_measured and cost.decode_is_measured:
+            self._measured[worker] = WorkerCost(*_decode_values(cost), *_prefill_values(cost))
+
+    def forget(self, worker: str) -> None:
+        """Idempotent."""
+        cost = self._reported.pop(worker, None)
+        if cost is not None:
+            self._count(cost, -1)
+            self._measured.pop(worker, None)
+
+    @property
+    def are_known(self) -> bool:
+        """True once some worker has measured prompts, and some worker steps that decode."""
+        return self._prefill.num > 0 and self._decode.num > 0
+
+    def of(self, worker: str) -> WorkerCost:
+        """Cost of a worker, where `are_known`."""
+        measured = self._measured.get(worker)
+        if measured is not None:
+            return measured
+        cost = self._reported.get(worker, worker_pb2.StepCost())
+        decode = _decode_values(cost) if cost.decode_is_measured else self._decode.values()
+        return WorkerCost(*decode, *(_prefill_values(cost) if cost.prefill_is_measured else self._prefill.values()))
+
+    def _count(self, cost: worker_pb2.StepCost, sign: int) -> None:
+        if cost.prefill_is_measured:
+            self._prefill.add(_prefill_values(cost), sign)
+        if cost.decode_is_measured:
+            self._decode.add(_decode_values(cost), sign)
+
+
+class _Means:
+    """Means of a few quantities over workers that come and go."""
+
+    def __init__(self, num_quantities: int) -> None:
+        self.num = 0
+        self._sums = [0.0] * num_quantities
+
+    def add(self, values: Sequence[float], sign: int) -> None:
+        """sign: 1 adds them, -1 takes them back."""
+        self.num += sign
+        self._sums = [total + sign * value for total, value in zip(self._sums, values, strict=True)]
+
+    def values(self) -> list[float]:
+        return [max(total / self.num, 0.0) for total in self._sums]
+
+
+def _prefill_values(cost: worker_pb2.StepCost) -> tuple[float, float]:
+    return cost.prefill_s, cost.pair_s
+
+
+def _decode_values(cost: worker_pb2.StepCost) -> tuple[float, float, float]:
+    return cost.fixed_s, cost.decode_s, cost.context_s
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """Load of one worker, as routes are judged by it."""
+
+    role: Role
+    num_decodes: int
+    num_context: int  # tokens
+    waiting_tokens: int  # of prompts
+    prefill_share: float  # of its time, lately
+
+
+@dataclass(slots=True)
+class RequestWork:
+    """Work of a request: tokens of its prompt to compute, the position of the first of them, and all its tokens."""
+
+    num_prefill: int
+    start: int
+    num_context: int
+
+
+@dataclass(slots=True)
+class Predictions:
+    """Predictions for a request on one worker, for each part that the worker may do. Times in seconds; `harm`: expected
+    number of its sequences that miss their level by it."""
+
+    ttft_s: float
+    tpot_s: float  # where it decodes there alone
+    alone_tpot_s: float  # where it is prefilled there too
+    prefill_harm: float
+    decode_harm: float
+    alone_harm: float
+
+
+def predict(w: WorkerState, cost: WorkerCost, work: RequestWork, level: Level) -> Predictions:
+    step_s = cost.fixed_s + cost.decode_s * w.num_decodes + cost.context_s * w.num_context
+    longer_s = step_s + cost.decode_s + cost.context_s * work.num_context
+    own_s = work.num_prefill * (cost.prefill_s + cost.pair_s * (work.start + work.num_prefill / 2))
+    # What the lengths of waiting prompts add is not known.
+    queue_s = w.waiting_tokens * cost.prefill_s
+    share = min(max(w.prefill_share, queue_s / HORIZON_S), MAX_SHARE)
+    with_own = min(max(w.prefill_share, queue_s / HORIZON_S) + own_s / HORIZON_S, MAX_SHARE)
+    tpot_s, alone_tpot_s = longer_s / (1 - share), longer_s / (1 - with_own)
+    prefill_harm = decode_harm = alone_harm = 0.0
+    if num := w.num_decodes:
+        before = miss_probability(step_s / (1 - share) / level.tpot_s)
+        prefill_harm = num * (miss_probability(step_s / (1 - with_own) / level.tpot_s) - before)
+        decode_harm = num * (miss_probability(tpot_s / level.tpot_s) - before)
+        alone_harm = num * (miss_probability(alone_tpot_s / level.tpot_s) - before)
+    ttft_s = step_s + (queue_s + own_s) / _share_of_step(w, cost, step_s, level)
+    return Predictions(ttft_s, tpot_s, alone_tpot_s, prefill_harm, decode_harm, alone_harm)
+
+
+def miss_probability(ratio: float) -> float:
+    """F: probability that a time is missed which is predicted at `ratio` times its level."""
+    r4 = ratio * ratio * ratio * ratio
+    return r4 / (1.0 + r4)
+
+
+def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, level: Level) -> float:
+    """Share of a step that is left to prompts."""
+    if not w.num_decodes or w.role is Role.PREFILL:
+        return 1.0
+    if w.role is Role.DECODE:
+        chunk_s = DECODE_ROLE_TOKENS * cost.prefill_s
+        return chunk_s / (step_s + chunk_s) if chunk_s else 1.0
+    return 1 - step_s / max(level.tpot_s, TARGET_DECODE_STEPS * step_s)
+
+
+def check_step_cost(load: worker_pb2.LoadReport) -> None:
+    """Raise InternalError for costs that cannot be."""
+    cost = load.step_cost
+    values = (*_decode_values(cost), *_prefill_values(cost))
+    if not all(0 <= value < MAX_COST_S for value in values) or not 0 <= load.prefill_share <= 1:
+        raise InternalError(f"a load report has impossible costs ({values}) or share of prompts ({load.prefill_share})")

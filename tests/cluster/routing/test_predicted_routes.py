@@ -1,0 +1,194 @@
+"""Predicted times, by hand, and the routes that follow from them."""
+
+import random
+
+import pytest
+
+from diptych.cluster.common.prediction import (
+    FleetCosts,
+    Level,
+    RequestWork,
+    WorkerCost,
+    WorkerState,
+    check_step_cost,
+    miss_probability,
+    predict,
+)
+from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
+from diptych.cluster.routing.policy import NUM_SAMPLED, RequestFacts, Route, RoutingConfig, choose
+from diptych.proto import worker_pb2
+from diptych.workers.common.errors import InternalError
+from diptych.workers.common.role import Role
+
+LEVEL = Level(ttft_s=0.5, tpot_s=0.05)
+COST = WorkerCost(fixed_s=0.004, decode_s=0.001, context_s=0.0, prefill_s=0.001, pair_s=0.0)
+CONFIG = RoutingConfig(predict=True, ttft_s=0.5, tpot_s=0.05)
+NUM_BLOCKS = 100
+
+
+def state(role: Role = Role.MIXED, decodes: int = 0, waiting: int = 0, share: float = 0.0) -> WorkerState:
+    return WorkerState(role, decodes, 0, waiting, share)
+
+
+def step_cost(**changes: float) -> worker_pb2.StepCost:
+    values = {"fixed_s": 0.004, "decode_s": 0.001, "prefill_s": 0.001} | changes
+    return worker_pb2.StepCost(prefill_is_measured=True, decode_is_measured=True, **values)
+
+
+def worker(name: str, role: str = "mixed", *, waiting: int = 0, decodes: int = 0, share: float = 0.0) -> FleetWorker:
+    view = FleetWorker(WorkerInfo(name, f"{name}:1", role, role), is_up=True, num_blocks=NUM_BLOCKS)
+    view.max_context_tokens, view.block_size = 5000, 100
+    view.load = worker_pb2.LoadReport(
+        num_blocks=NUM_BLOCKS,
+        num_free_blocks=NUM_BLOCKS,
+        num_waiting_tokens=waiting,
+        num_decoding=decodes,
+        prefill_share=share,
+    )
+    return view
+
+
+def route(*workers: FleetWorker, num_tokens: int = 100, max_new: int = 50, **fields: object) -> Route:
+    costs = FleetCosts()
+    for w in workers:
+        costs.report(w.incarnation, step_cost())
+    given = {"cached_tokens": {}} | fields
+    return choose(workers, RequestFacts(num_tokens, max_new, **given), CONFIG, costs)  # type: ignore[arg-type]
+
+
+def test_times_by_hand() -> None:
+    found = predict(state(decodes=6, waiting=100), COST, RequestWork(50, 0, 50), LEVEL)
+    # A step of six decodes takes 10 ms; one that aims at 50 ms leaves 80 % to the 150 prompt tokens, of 1 ms each.
+    assert found.ttft_s == pytest.approx(0.010 + 0.150 / 0.8)
+    assert found.tpot_s == pytest.approx(0.011 / (1 - 0.1 / 5))
+    assert found.alone_tpot_s == pytest.approx(0.011 / (1 - 0.15 / 5))
+    before, after = 0.010 / (1 - 0.1 / 5) / 0.05, 0.010 / (1 - 0.15 / 5) / 0.05
+    assert found.prefill_harm == pytest.approx(6 * (miss_probability(after) - miss_probability(before)))
+    assert found.decode_harm > 0 and found.alone_harm > found.decode_harm + found.prefill_harm - 1e-9
+
+
+def test_nobody_is_harmed_where_nobody_decodes() -> None:
+    found = predict(state(waiting=3000), COST, RequestWork(50, 0, 50), LEVEL)
+    assert (found.prefill_harm, found.decode_harm, found.alone_harm) == (0, 0, 0)
+    assert found.ttft_s == pytest.approx(0.004 + 3.05)
+
+
+def test_a_role_is_what_it_leaves_of_a_step_to_prompts() -> None:
+    ttft = {role: predict(state(role, decodes=6), COST, RequestWork(400, 0, 400), LEVEL).ttft_s for role in Role}
+    assert ttft[Role.PREFILL] == pytest.approx(0.41)
+    assert ttft[Role.DECODE] == pytest.approx(0.01 + 0.4 * (0.01 + 0.256) / 0.256)
+    assert ttft[Role.MIXED] == pytest.approx(0.01 + 0.4 / 0.8)
+
+
+def test_a_time_far_beyond_its_level_costs_no_more_than_one_request() -> None:
+    assert miss_probability(1.0) == 0.5
+    assert miss_probability(0.5) < 0.06 and 0.94 < miss_probability(2.0) < miss_probability(50.0) <= 1
+
+
+def test_what_a_worker_has_not_measured_is_the_others_mean() -> None:
+    costs = FleetCosts()
+    assert not costs.are_known
+    costs.report("p", worker_pb2.StepCost(prefill_s=0.002, pair_s=1e-6, prefill_is_measured=True))
+    assert not costs.are_known
+    costs.report("d1", worker_pb2.StepCost(fixed_s=0.004, decode_s=0.001, decode_is_measured=True))
+    costs.report("d2", worker_pb2.StepCost(fixed_s=0.008, decode_s=0.003, decode_is_measured=True))
+    assert costs.are_known
+    assert costs.of("d1") == WorkerCost(0.004, 0.001, 0.0, 0.002, 1e-6)
+    assert costs.of("p") == costs.of("new") == WorkerCost(0.006, 0.002, 0.0, 0.002, 1e-6)
+    costs.report("d2", worker_pb2.StepCost())
+    assert costs.of("p").fixed_s == pytest.approx(0.004)
+    costs.forget("d1")
+    costs.forget("d1")
+    assert not costs.are_known
+
+
+@pytest.mark.parametrize("changes", [{"fixed_s": -1.0}, {"pair_s": float("nan")}, {"decode_s": float("inf")}])
+def test_impossible_costs_are_refused(changes: dict[str, float]) -> None:
+    check_step_cost(worker_pb2.LoadReport(step_cost=step_cost()))
+    with pytest.raises(InternalError, match="impossible costs"):
+        check_step_cost(worker_pb2.LoadReport(step_cost=step_cost(**changes)))
+    with pytest.raises(InternalError, match="share of prompts"):
+        check_step_cost(worker_pb2.LoadReport(prefill_share=1.5))
+
+
+def test_an_idle_cluster_computes_a_short_prompt_on_one_worker() -> None:
+    assert route(worker("p", "prefill"), worker("d", "decode")).prefill is None
+
+
+def test_a_long_prompt_does_not_stall_what_decodes() -> None:
+    busy = worker("d", "decode", decodes=30)
+    assert route(busy, worker("p", "prefill", share=0.3), num_tokens=400) == Route(None, "p")
+    assert route(busy, worker("p", "prefill", decodes=40, share=0.9), num_tokens=400).prefill is not None
+
+
+def test_a_prefill_worker_with_a_queue_gives_prompts_to_the_decode_worker() -> None:
+    """A fixed split lets them wait: the reason why it keeps fewer requests within their level."""
+    assert route(worker("p", "prefill", waiting=2000), worker("d", "decode", decodes=4)) == Route(None, "d")
+
+
+def test_decodes_leave_a_worker_full_of_prompts() -> None:
+    """The prompt is computed where its prefix is cached, and the rest where steps are short."""
+    holder = worker("p", "prefill", share=0.9)
+    found = route(holder, worker("d", "decode", decodes=4), num_tokens=900, cached_tokens={"p": 890})
+    assert found == Route("p", "d")
+    pairs = frozenset({("p", "d")})
+    found = route(
+        holder, worker("d", "decode", decodes=4), num_tokens=900, cached_tokens={"p": 890}, failed_pairs=pairs
+    )
+    assert found.prefill is None
+    found = route(
+        holder, worker("d", "decode", decodes=4), num_tokens=900, cached_tokens={"p": 890}, may_hand_off=False
+    )
+    assert found.prefill is None
+
+
+def test_one_token_is_made_where_the_prompt_is_computed() -> None:
+    assert route(worker("p", "prefill", share=0.9), worker("d", "decode", waiting=900), max_new=1) == Route(None, "p")
+
+
+def test_a_full_worker_is_taken_last() -> None:
+    full = worker("a")
+    full.load.num_free_blocks = 0
+    assert route(full, worker("b", waiting=300)) == Route(None, "b")
+    assert route(full) == Route(None, "a")
+
+
+def test_workers_that_failed_the_request_are_taken_where_no_other_is_left() -> None:
+    assert route(worker("a"), worker("b", waiting=300), excluded=frozenset("a")) == Route(None, "b")
+    assert route(worker("a"), excluded=frozenset("a")) == Route(None, "a")
+
+
+def test_roles_decide_until_steps_are_measured() -> None:
+    fleet = [worker("p", "prefill", waiting=2000), worker("d", "decode")]
+    facts = RequestFacts(100, 50, {})
+    assert choose(fleet, facts, CONFIG, FleetCosts()) == choose(fleet, facts, CONFIG) == Route("p", "d")
+
+
+def test_of_many_workers_an_idle_one_is_found_by_some_requests() -> None:
+    for idle in range(0, 100, 9):
+        fleet = [worker(f"w{i:03}", waiting=0 if i == idle else 900) for i in range(100)]
+        num = sum(route(*fleet, sample=i) == Route(None, f"w{idle:03}") for i in range(100))
+        assert num == pytest.approx(NUM_SAMPLED, abs=2)
+    assert route(*fleet, num_tokens=1000, cached_tokens={"w050": 990}, sample=1).decode == "w050"
+    for view in fleet[:-1]:
+        view.is_draining = True
+    assert all(route(*fleet, sample=i) == Route(None, "w099") for i in range(100))
+
+
+def test_any_fleet_gets_a_possible_route() -> None:
+    rng = random.Random(5)
+    for _ in range(500):
+        roles = rng.choices(["prefill", "decode", "mixed"], k=rng.randint(1, 40))
+        fleet = [
+            worker(f"w{i}", role, waiting=rng.choice([0, 50, 5000]), decodes=rng.randint(0, 40), share=rng.random())
+            for i, role in enumerate(roles)
+        ]
+        for view in fleet:
+            view.load.num_free_blocks = rng.choice([0, 10, NUM_BLOCKS])
+        cached = {f"w{i}": rng.randint(0, 2000) for i in range(3)}
+        found = route(
+            *fleet, num_tokens=rng.randint(1, 2000), max_new=rng.choice([1, 2, 500]), cached_tokens=cached,
+            sample=rng.randint(0, 10**6), excluded=frozenset({"w1"}), may_hand_off=rng.random() < 0.7,
+        )  # fmt: skip
+        names = {view.incarnation for view in fleet}
+        assert found.decode in names and found.prefill in {None, *names} - {found.decode}

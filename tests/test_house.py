@@ -53,6 +53,7 @@ FOLDERS = {
         "client",
         "control",
         "placement",
+        "traces",
         "bench",
         "cli",
     ],

@@ -14,13 +14,14 @@ import numpy as np
 from ...workers.common.errors import ConfigError, InvalidRequest, Unavailable
 from ...workers.common.event_loop import new_event_loop
 from ..tokens.tokenizer import Tokenizer
+from ..traces.records import FORMATS
 from .measure import Connection, Screen, connected, measure
 from .plot import draw
 from .report import Result, render, to_json
 from .run import Load, Pace
 from .settings import FROM_FILES, Arrival, BenchSettings, Work, check_output_files
 from .text import TextSource
-from .traces import azure_sessions, mooncake_sessions, sharegpt_sessions
+from .traces import sharegpt_sessions, trace_sessions
 from .types import Session
 from .workloads import Lengths, arrivals, multi_turn_sessions, random_sessions, shared_prefix_sessions
 
@@ -71,10 +72,8 @@ def make_pace(arrival: Arrival, sessions: Sequence[Session], seed: int) -> Pace:
 def _from_file(work: Work, source: TextSource, tokenizer: Tokenizer | None) -> list[Session]:
     if work.file is None:
         raise ConfigError(f"--workload {work.name} needs --file")
-    if work.name == "azure":
-        return azure_sessions(work.file, work.limits, source, np.random.default_rng(work.seed))
-    if work.name == "mooncake":
-        return mooncake_sessions(work.file, work.limits, source, work.seed)
+    if work.name in FORMATS:
+        return trace_sessions(work.name, work.file, work.limits, source, work.seed)
     if tokenizer is None:
         raise ConfigError("--workload sharegpt needs --tokenizer: the recorded answers are counted in its tokens")
     return sharegpt_sessions(work.file, work.limits, tokenizer)

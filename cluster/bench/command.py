@@ -27,7 +27,9 @@ class Workload(Enum):
     MULTI_TURN = "multi-turn"
     SHAREGPT = "sharegpt"
     AZURE = "azure"
+    BURSTGPT = "burstgpt"
     MOONCAKE = "mooncake"
+    BAILIAN = "bailian"
 
 
 class Api(Enum):
@@ -50,7 +52,7 @@ def bench(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     ] = None,
     vocab_size: Annotated[int, typer.Option(help="Ids of prompts are below it.")] = 1000,
     workload: Annotated[Workload, typer.Option()] = Workload.RANDOM,
-    file: Annotated[Path | None, typer.Option(help="Of sharegpt (JSON), azure (CSV), mooncake (JSON lines).")] = None,
+    file: Annotated[Path | None, typer.Option(help="Of sharegpt (JSON), or a trace (CSV, JSON lines).")] = None,
     num_requests: Annotated[int, typer.Option(min=1, help="Or conversations.")] = 100,
     input_tokens: Annotated[str, typer.Option(help="Of each prompt or turn: N, or a range N-M.")] = "128",
     output_tokens: Annotated[str, typer.Option(help="Of each answer: N, or a range N-M.")] = "64",

@@ -8,12 +8,13 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from ...workers.common.errors import ConfigError
+from ..traces.records import FORMATS
 from .traces import TraceLimits
 from .workloads import Lengths
 
-WORKLOADS = ("random", "shared-prefix", "multi-turn", "sharegpt", "azure", "mooncake")
+WORKLOADS = ("random", "shared-prefix", "multi-turn", "sharegpt", *FORMATS)
 CONVERSATIONS = ("multi-turn", "sharegpt")
-FROM_FILES = ("sharegpt", "azure", "mooncake")
+FROM_FILES = ("sharegpt", *FORMATS)
 APIS = ("completions", "chat")
 _SCHEMES = ("http", "https", "grpc", "grpcs")
 

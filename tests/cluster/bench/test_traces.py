@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from diptych.cluster.bench.text import TokenText
-from diptych.cluster.bench.traces import TraceLimits, azure_sessions, mooncake_sessions, sharegpt_sessions
+from diptych.cluster.bench.traces import TraceLimits, sharegpt_sessions, trace_sessions
 from diptych.cluster.bench.types import Session
 from diptych.workers.common.errors import WorkloadError
 
@@ -23,7 +22,7 @@ SOURCE = TokenText(500)
 
 
 def azure(path: Path, limits: TraceLimits) -> list[Session]:
-    return azure_sessions(path, limits, SOURCE, np.random.default_rng(0))
+    return trace_sessions("azure", path, limits, SOURCE, 0)
 
 
 def shape(sessions: list[Session]) -> list[tuple[float | None, int, int]]:
@@ -69,7 +68,7 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="it is not CSV text"):
         azure(path, TraceLimits(1))
     with pytest.raises(WorkloadError, match="it is not UTF-8 text"):
-        mooncake_sessions(path, TraceLimits(1), SOURCE, 0)
+        trace_sessions("mooncake", path, TraceLimits(1), SOURCE, 0)
     path.write_text("a,b\n")
     with pytest.raises(WorkloadError, match="line 1: the columns must be TIMESTAMP"):
         azure(path, TraceLimits(1))
@@ -91,23 +90,23 @@ def test_mooncake_blocks_of_one_hash_hold_the_same_tokens(tmp_path: Path) -> Non
         mooncake_line(timestamp=5000.0, input_length=1024, hash_ids=[0, 3]),
     ]
     path.write_text("\n".join(lines))
-    sessions = mooncake_sessions(path, TraceLimits(10, time_scale=2.0), SOURCE, 7)
+    sessions = trace_sessions("mooncake", path, TraceLimits(10, time_scale=2.0), SOURCE, 7)
     assert shape(sessions) == [(0.0, 600, 5), (1.0, 1100, 5), (4.0, 1024, 5)]
     first, second, third = (list(s.turns[0].text) for s in sessions)
     assert [len(p) for p in (first, second, third)] == [600, 1100, 1024]
     assert second[:600] == first
     assert third[:512] == first[:512]
     assert third[512:600] != first[512:]
-    again = mooncake_sessions(path, TraceLimits(10), SOURCE, 7)
+    again = trace_sessions("mooncake", path, TraceLimits(10), SOURCE, 7)
     assert [list(s.turns[0].text) for s in again] == [first, second, third]
-    other = mooncake_sessions(path, TraceLimits(10), SOURCE, 8)
+    other = trace_sessions("mooncake", path, TraceLimits(10), SOURCE, 8)
     assert list(other[0].turns[0].text) != first
 
 
 def test_a_scaled_mooncake_trace_keeps_its_sharing(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{mooncake_line()}\n{mooncake_line(input_length=1024, hash_ids=[0, 9])}\n")
-    first, second = mooncake_sessions(path, TraceLimits(10, length_scale=0.125, max_input=120), SOURCE, 0)
+    first, second = trace_sessions("mooncake", path, TraceLimits(10, length_scale=0.125, max_input=120), SOURCE, 0)
     assert (first.turns[0].num_tokens, second.turns[0].num_tokens) == (75, 120)
     assert list(first.turns[0].text)[:64] == list(second.turns[0].text)[:64]
     assert list(first.turns[0].text)[64:] != list(second.turns[0].text)[64:75]
@@ -130,7 +129,7 @@ def test_bad_lines_of_mooncake(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{mooncake_line()}\n{line}\n")
     with pytest.raises(WorkloadError, match=message):
-        mooncake_sessions(path, TraceLimits(10), SOURCE, 0)
+        trace_sessions("mooncake", path, TraceLimits(10), SOURCE, 0)
 
 
 def conversation(*said: tuple[str, str]) -> dict[str, Any]:

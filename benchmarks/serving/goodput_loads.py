@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from diptych.cluster.bench.text import TokenText
-from diptych.cluster.bench.traces import TraceLimits, azure_sessions, mooncake_sessions
+from diptych.cluster.bench.traces import TraceLimits, trace_sessions
 from diptych.cluster.bench.types import Session, Turn
 from diptych.cluster.bench.workloads import Lengths, arrivals, stretched
 
@@ -56,14 +56,14 @@ def azure(asked: Asked) -> list[Session]:
     """The trace's first requests, with its gaps stretched to the rate."""
     assert asked.azure is not None
     limits = TraceLimits(asked.num, length_scale=AZURE_SCALE)
-    return _at_rate(azure_sessions(asked.azure, limits, asked.source, _rng(asked)), asked.rate)
+    return _at_rate(trace_sessions("azure", asked.azure, limits, asked.source, asked.seed), asked.rate)
 
 
 def mooncake(asked: Asked) -> list[Session]:
     """The trace's first requests, with its gaps stretched to the rate; prompts share what they share there."""
     assert asked.mooncake is not None
     limits = TraceLimits(asked.num, length_scale=MOONCAKE_SCALE, max_input=MOST_INPUT)
-    return _at_rate(mooncake_sessions(asked.mooncake, limits, asked.source, asked.seed), asked.rate)
+    return _at_rate(trace_sessions("mooncake", asked.mooncake, limits, asked.source, asked.seed), asked.rate)
 
 
 def swing(asked: Asked) -> list[Session]:

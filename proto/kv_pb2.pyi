@@ -217,6 +217,7 @@ class Opened(_message.Message):
     IS_LIVE_FIELD_NUMBER: _builtins.int
     NUM_POOL_BLOCKS_FIELD_NUMBER: _builtins.int
     CUDA_IPC_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     source_incarnation: _builtins.str
     transport: _builtins.str
     """the source's choice; where it fails, the sink takes another that is described here"""
@@ -238,6 +239,8 @@ class Opened(_message.Message):
 
     @_builtins.property
     def cuda_ipc(self) -> Global___CudaIpcEndpoint: ...
+    @_builtins.property
+    def shared_memory(self) -> Global___SharedMemoryEndpoint: ...
     def __init__(
         self,
         *,
@@ -251,14 +254,45 @@ class Opened(_message.Message):
         is_live: _builtins.bool = ...,
         num_pool_blocks: _builtins.int = ...,
         cuda_ipc: Global___CudaIpcEndpoint | None = ...,
+        shared_memory: Global___SharedMemoryEndpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "layout", b"layout", "nixl", b"nixl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "layout", b"layout", "nixl", b"nixl", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "is_live", b"is_live", "layout", b"layout", "lease_s", b"lease_s", "nixl", b"nixl", "num_blocks", b"num_blocks", "num_pool_blocks", b"num_pool_blocks", "num_tokens", b"num_tokens", "source_incarnation", b"source_incarnation", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "is_live", b"is_live", "layout", b"layout", "lease_s", b"lease_s", "nixl", b"nixl", "num_blocks", b"num_blocks", "num_pool_blocks", b"num_pool_blocks", "num_tokens", b"num_tokens", "shared_memory", b"shared_memory", "source_incarnation", b"source_incarnation", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
+
+@_typing.final
+class SharedMemoryEndpoint(_message.Message):
+    """Where processes of the source's machine and user are given its pool's memory file, to map it read-only."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    socket: _builtins.str
+    """a Unix socket's abstract name, without the NUL before it"""
+    token: _builtins.bytes
+    """32 bytes, to be said first"""
+    num_bytes: _builtins.int
+    """of the whole pool, with which the file begins"""
+    def __init__(
+        self,
+        *,
+        socket: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "socket", b"socket", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemoryEndpoint: _TypeAlias = SharedMemoryEndpoint  # noqa: Y015
 
 @_typing.final
 class CudaIpcEndpoint(_message.Message):

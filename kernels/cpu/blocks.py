@@ -1,9 +1,11 @@
-"""Copies of whole blocks of a KV pool, compiled, and their torch twin."""
+"""Copies of whole blocks of a KV pool, compiled, and their torch twin; copies of runs anywhere in memory."""
 
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .library import Team
@@ -36,6 +38,15 @@ def copy_blocks_twin(pool: Tensor, sources: Sequence[int], targets: Sequence[int
     _checked(pool, sources, targets)
     of, to = (torch.tensor(blocks, dtype=torch.int64, device=pool.device) for blocks in (sources, targets))
     pool.index_copy_(1, to, pool.index_select(1, of))
+
+
+def copy_runs(team: Team, targets: NDArray[np.int64], sources: NDArray[np.int64], num_bytes: int) -> None:
+    """targets, sources: [n] addresses of runs of `num_bytes` each; run i of `sources` is copied to run i of `targets`,
+    which none other touches. The kernel takes addresses as numbers of blocks that begin at each byte."""
+    assert targets.dtype == sources.dtype == np.int64 and targets.shape == sources.shape == (len(targets),)
+    assert targets.flags.c_contiguous and sources.flags.c_contiguous
+    kernel = team.library.kernel("copy_blocks", _P, _L, _L, _L, _L, _P, _P, _L)
+    kernel(team.address, None, 1, 0, 1, num_bytes, sources.ctypes.data, targets.ctypes.data, len(targets))
 
 
 def _checked(pool: Tensor, sources: Sequence[int], targets: Sequence[int]) -> int:

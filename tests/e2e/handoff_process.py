@@ -5,9 +5,7 @@ one line of JSON; ends with its stdin. For "cuda_ipc" the pool is on a fake devi
 """
 
 import asyncio
-import ctypes
 import json
-import mmap
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -17,11 +15,11 @@ from diptych.workers.common.channel import bind, make_server
 from diptych.workers.handoff.ports import EngineCommands
 from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.handoff.types import HandoffSealed
-from diptych.workers.kv.layout import KVLayout, Region
+from diptych.workers.kv.layout import KVLayout
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.transport.select import make_transports
 
-from ..support.handoff_pair import seal_event, segment_event
+from ..support.handoff_pair import make_memory, seal_event, segment_event
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=3, num_kv_heads=4, head_dim=64, model_id="m")
 
@@ -50,10 +48,7 @@ def make_pool(transport: str, num_blocks: int, content: bytes) -> KVMemory:
         from ..support.gpu.fake_cuda import make_device_memory
 
         return make_device_memory(LAYOUT, num_blocks, content)
-    pool = mmap.mmap(-1, len(content), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pool[:] = content
-    address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-    return KVMemory(LAYOUT, num_blocks, Region(address, len(content), memoryview(pool)))
+    return make_memory(LAYOUT, num_blocks, content=content, in_file=True)
 
 
 async def main() -> None:

@@ -26,7 +26,7 @@ from ..support.handoff_pair import LARGE, SinkEngine, make_memory, until_quiet
 pytestmark = pytest.mark.e2e
 
 NUM_BLOCKS = 256  # 24 MiB
-TRANSPORTS = ["nixl", "grpc", "cuda_ipc"]  # the last by a fake device
+TRANSPORTS = ["shared_memory", "nixl", "grpc", "cuda_ipc"]  # the last by a fake device
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -133,7 +133,7 @@ async def test_a_killed_source_fails_its_pulls_and_the_sink_lives_on(transport: 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_stopped_source_is_noticed_by_its_lease_and_nothing_lands_later(transport: str) -> None:
-    """Stopped once the pull has begun. Its memory can still be read over NIXL: what counts is that nothing commits."""
+    """Stopped once the pull has begun. Its memory can still be read: what counts is that nothing commits."""
     engine = SinkEngine(table=shuffled_table())
     async with (
         source_process(transport, lease_s=1, num_handoffs=1) as source,

@@ -21,6 +21,7 @@ from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.handoff.types import HandoffSealed, Reservation, Seal, SegmentReady
 from diptych.workers.kv.layout import KVLayout, Region, Runs
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.kv.pool_file import PoolFile
 from diptych.workers.kv.segment import Segment
 from diptych.workers.kv.staging import Staging
 from diptych.workers.transport.base import Transport
@@ -36,14 +37,22 @@ RESERVE = ("reserve", "k", 11)
 BEGIN = ("begin", "k", 11, [7])
 
 
-def make_memory(layout: KVLayout, num_blocks: int, seed: int | None = None) -> KVMemory:
-    """A pool of random bytes, or of zeros."""
-    num_bytes = num_blocks * layout.block_bytes
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if seed is not None:
-        mapping[:] = random.Random(seed).randbytes(num_bytes)
+def make_memory(
+    layout: KVLayout, num_blocks: int, seed: int | None = None, *, in_file: bool = False, content: bytes = b""
+) -> KVMemory:
+    """A pool of random bytes, of `content`, or of zeros; `in_file`: one that others can map."""
+    num_bytes, file = num_blocks * layout.block_bytes, None
+    if in_file:
+        file = PoolFile.make(num_bytes, small_pages=True)
+        assert file is not None
+        mapping = file.map(num_bytes)
+        file.seal()
+    else:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if seed is not None or content:
+        mapping[:num_bytes] = content or random.Random(seed).randbytes(num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    return KVMemory(layout, num_blocks, Region(address, num_bytes, memoryview(mapping)))
+    return KVMemory(layout, num_blocks, Region(address, num_bytes, memoryview(mapping)[:num_bytes], file=file))
 
 
 def piece(memory: KVMemory, block: int, first_layer: int = 0, num_layers: int = SMALL.num_layers) -> bytes:

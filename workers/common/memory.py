@@ -17,7 +17,7 @@ def huge_page_mapping(num_bytes: int, remedy: str = "lower kv_memory_bytes") -> 
 def shared_mapping(memory_fd: int, num_bytes: int) -> mmap.mmap:
     """Map the first `num_bytes` of a memory file, which is grown with zeros where it is smaller. Raises ConfigError.
 
-    The kernel gives it huge pages only where /sys/kernel/mm/transparent_hugepage/shmem_enabled says advise or more.
+    Which pages the kernel gives it depends on the file (kv/pool_file.py).
     """
     try:
         if os.fstat(memory_fd).st_size < num_bytes:

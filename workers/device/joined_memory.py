@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..common.errors import ConfigError, RankLost, TransportError
+from ..kv.pool_file import PoolFile
 from ..parallel.groups import STALL
 from .virtual_memory import VirtualMemory
 
@@ -74,7 +75,7 @@ class Joining:
         return pool
 
 
-def granularity_of(shared: int | Joining) -> int:
+def granularity_of(shared: PoolFile | Joining) -> int:
     """Bytes of which each rank's piece must be a multiple. shared: as KVCache takes it."""
     return shared.memory.granularity if isinstance(shared, Joining) else 1
 

@@ -21,12 +21,15 @@ from ...kernels.cpu.library import Library, Team
 from ..common.memory import huge_page_mapping, shared_mapping
 from ..kv.layout import DOT, GROUP, KVLayout, LayerGroup, Region
 from ..kv.memory import KVMemory
+from ..kv.pool_file import PoolFile
 from ..models.checkpoint.weights import DTYPES
 from .cuda_driver import driver_of
 from .device import Device
 from .device_errors import needing_memory
 from .joined_memory import Joining
 from .kv_pool import DevicePool
+
+SharedPool = PoolFile | int | Joining  # where several processes see one pool
 
 _LESS = "lower kv_memory_fraction (or kv_memory_bytes)"
 
@@ -39,21 +42,23 @@ class KVCache:
         device: torch.device,
         *,
         rank: int = 0,
-        shared: int | Joining | None = None,
+        shared: SharedPool | None = None,
         library: Library | None = None,
         gpu: Device | None = None,
     ) -> None:
-        """`shared`: of several ranks. On CPU a memory file that all have open (its descriptor; it is grown to the size
-        of the pool where it is smaller), for a fake device too. On GPUs their Joining: then all ranks make their caches
-        at one time, of a multiple of `blocks_at_once` (kv_plan.py) blocks, and rank 0 waits for the others.
-        `library`: compiled kernels that copy blocks, of a pool on CPU; torch does without them. `gpu`: the device of
-        which `device` is torch's name, where it is one: then rank 0 hands the pool off as device memory.
-        Raises ConfigError if the memory is not to be had, RankLost where a rank does not join."""
+        """`shared`: of several ranks, and of one whose pool other workers may map. On CPU a memory file (at other ranks
+        its descriptor; it is grown to the size of the pool where it is smaller), for a fake device too. On GPUs the
+        ranks' Joining: then all make their caches at one time, of a multiple of `blocks_at_once` (kv_plan.py) blocks,
+        and rank 0 waits for the others. `library`: compiled kernels that copy blocks, of a pool on CPU; torch does
+        without them. `gpu`: the device of which `device` is torch's name, where it is one: then rank 0 hands the pool
+        off as device memory. Raises ConfigError if the memory is not to be had, RankLost where a rank does not
+        join."""
         assert num_blocks > 0
-        assert (shared is not None) == (layout.tensor_parallel > 1)
+        assert isinstance(shared, PoolFile) or (shared is not None) == (layout.tensor_parallel > 1)
         self.layout = layout
         self.num_blocks = num_blocks
         self._is_joined = isinstance(shared, Joining)
+        self._file = shared if isinstance(shared, PoolFile) else None
         self._mapping: mmap.mmap | None = None
         self._pool = self._made(device, rank, shared)
         groups = layout.layer_groups(0, layout.num_layers)
@@ -82,8 +87,14 @@ class KVCache:
             view=memoryview(self._mapping)[:num_bytes] if self._mapping is not None and self._on_gpu is None else None,
             device_id=self.tensor.device.index or 0,
             is_joined=self._is_joined,
+            file=self._file if self._on_gpu is None else None,
         )
         return KVMemory(self.layout, self.num_blocks, region, self._on_gpu)
+
+    def seal(self) -> None:
+        """Keep processes that have not mapped the pool from writing it. Call when every rank has."""
+        if self._file is not None:
+            self._file.seal()
 
     @property
     def by_block(self) -> list[Tensor]:
@@ -108,14 +119,14 @@ class KVCache:
             else:
                 copy_blocks_twin(pool, sources, targets)
 
-    def _made(self, device: torch.device, rank: int, shared: int | Joining | None) -> Tensor:
+    def _made(self, device: torch.device, rank: int, shared: SharedPool | None) -> Tensor:
         """[ranks that are seen here, numbers of one's pool]: all, or this one alone."""
         layout, num_blocks, dtype = self.layout, self.num_blocks, DTYPES[self.layout.dtype]
         if isinstance(shared, Joining):
             return shared.pool(rank, num_blocks * layout.rank_block_bytes).view(dtype)
         if device.type == "cpu":
             num_bytes = num_blocks * layout.block_bytes
-            self._mapping = huge_page_mapping(num_bytes) if shared is None else shared_mapping(shared, num_bytes)
+            self._mapping = _mapping(shared, num_bytes)
             numbers = torch.frombuffer(self._mapping, dtype=dtype, count=num_bytes // dtype.itemsize)
             return numbers.view(layout.tensor_parallel, -1)
         with needing_memory(f"{num_blocks} KV blocks", _LESS):
@@ -125,6 +136,12 @@ class KVCache:
     def layer(self, index: int) -> Tensor:
         """View of one layer: [num_blocks, V, block_size, heads of this rank, head_dim], or as its packing has it."""
         return self._layers[index]
+
+
+def _mapping(shared: PoolFile | int | None, num_bytes: int) -> mmap.mmap:
+    if shared is None:
+        return huge_page_mapping(num_bytes)
+    return shared.map(num_bytes) if isinstance(shared, PoolFile) else shared_mapping(shared, num_bytes)
 
 
 def view_of(pool: Tensor, num_blocks: int, layout: KVLayout, group: LayerGroup) -> Tensor:

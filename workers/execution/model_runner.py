@@ -28,6 +28,7 @@ from ..device.joined_memory import granularity_of
 from ..device.kv_cache import KVCache, available_bytes
 from ..kv.layout import AXIS_ORDERS, KVLayout
 from ..kv.memory import KVMemory
+from ..kv.pool_file import PoolFile, anonymous_has_huge_pages
 from ..models.checkpoint.weights import Checkpoint, Progress
 from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
@@ -40,6 +41,7 @@ from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
+from ..transport.shared_memory import SharedMemoryTransport
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .factory import ChosenBackend, choose_backend
 
@@ -100,6 +102,7 @@ class ModelRunner:
             backend = weights.build(StepResources(cache, cos_sin, group, ranks, peer_sockets, on_loss))
             if ranks is not None:
                 ranks.meet()
+            cache.seal()
             stack.pop_all()
         return cls(_info(config, spec, max_context_tokens), backend, cache)
 
@@ -240,7 +243,18 @@ def _cache(
         raise ConfigError(f"kv_memory_bytes={wanted:,} exceeds the {available:,} bytes that are free: lower it")
     if ranks is not None:
         ranks.begin(num_blocks)
+    if ranks is None and loader.torch_device.type == "cpu" and loader.gpu is None:
+        shared = _pool_file(config, num_blocks * layout.block_bytes)
     return loader.make_cache(layout, num_blocks, 0, shared)
+
+
+def _pool_file(config: WorkerConfig, num_bytes: int) -> PoolFile | None:
+    """Make the memory file by which other workers may read the pool, or none: if nobody may, or if it cannot have the
+    huge pages that private memory gets. The transport's name in the settings outweighs the pages."""
+    names = config.handoff.transports
+    if names != "auto" and SharedMemoryTransport.name not in names:
+        return None
+    return PoolFile.make(num_bytes, small_pages=names != "auto" or not anonymous_has_huge_pages())
 
 
 def _max_context_tokens(config: WorkerConfig, spec: ModelSpec) -> int:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ...proto import kv_pb2
 from ..common.errors import LayoutMismatch
+from .pool_file import PoolFile
 
 BLOCK_MAJOR = "block,layer,kv,slot,head,dim"
 LAYER_MAJOR = "layer,block,kv,slot,head,dim"
@@ -334,6 +335,7 @@ class Region:
     view: memoryview | None  # writable bytes; None for device memory
     device_id: int = 0
     is_joined: bool = False  # of several devices' memory, which only this process sees as one
+    file: PoolFile | None = None  # that begins with it, for others to map read-only
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from ..device.device import Device
 from ..device.device_group import DeviceGroup, device_rendezvous
 from ..device.joined_memory import Joining, make_link
 from ..device.virtual_memory import virtual_memory_of
+from ..kv.pool_file import PoolFile
 from ..models.layers.step import Int32s, broadcast_message
 from ..models.plan.rank_settings import GO, READY, RankSettings
 from ..parallel.groups import STALL, GlooGroup, Group
@@ -56,9 +57,10 @@ class RankProcesses:
     def __init__(self, settings: RankSettings, on_loss: OnLoss, library: Library | None = None) -> None:
         """`settings`: what they have in common; the rest is filled in here. library: they sum with it, through memory.
         Raises ConfigError."""
-        if not hasattr(os, "memfd_create"):
+        memory = PoolFile.make(None, small_pages=True)
+        if memory is None:
             raise ConfigError("tensor_parallel > 1 needs Linux, whose memory files the ranks share: use 1")
-        self._memory_fd, self._sums_fd = os.memfd_create("diptych-kv"), os.memfd_create("diptych-sums")
+        self._memory, self._sums_fd = memory, os.memfd_create("diptych-sums")
         self._links: list[socket.socket] = []  # to each of them
         os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
         self._library = library
@@ -67,7 +69,7 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
         self._rendezvous = Path(self._folder) / "rendezvous"
         sums_fd = self._sums_fd if library is not None else None
-        ends = {"memory_fd": self._memory_fd, "sums_fd": sums_fd, "rendezvous": str(self._rendezvous)}
+        ends = {"memory_fd": self._memory.fd, "sums_fd": sums_fd, "rendezvous": str(self._rendezvous)}
         self._settings = replace(settings, **ends, parent_pid=os.getpid())
         self._on_loss = on_loss
         self._ready: Future[None] = Future()
@@ -124,10 +126,10 @@ class RankProcesses:
         said = self._control_group.gather(torch.tensor([own]), [(1,)] * self._settings.size)
         return self._settings.size * int(torch.cat(said).min())
 
-    def shared(self, gpu: Device | None) -> int | Joining:
+    def shared(self, gpu: Device | None) -> PoolFile | Joining:
         """Return the means by which the KV memory of all ranks becomes one pool, see KVCache. Call after `join`."""
         memory = virtual_memory_of(gpu) if gpu is not None else None
-        return self._memory_fd if memory is None else Joining(memory, self._links)
+        return self._memory if memory is None else Joining(memory, self._links)
 
     def begin(self, num_blocks: int) -> None:
         """Tell the other ranks to make, or map, their KV memory."""
@@ -183,7 +185,7 @@ class RankProcesses:
         self._thread.join()
 
     def __del__(self) -> None:
-        for descriptor in (self._memory_fd, self._sums_fd, self._wake_read, self._wake_write):
+        for descriptor in (self._sums_fd, self._wake_read, self._wake_write):
             os.close(descriptor)
         for link in self._links:
             link.close()
@@ -213,7 +215,7 @@ class RankProcesses:
         with theirs:
             settings, shared = (
                 replace(self._settings, rank=rank, link_fd=theirs.fileno()),
-                (self._memory_fd, self._sums_fd),
+                (self._memory.fd, self._sums_fd),
             )
             return subprocess.Popen(
                 [sys.executable, "-m", module, settings.to_json()],

@@ -3,7 +3,7 @@
     idle                       sleeps until a command comes
     hand-offs of ours open     makes progress every SERVE_POLL_S: else peers cannot connect nor, on some links, read
     reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted. While the engine
-                               computes, only SHARE of the time goes into copying
+                               computes, only a part of the time goes into copying (pace.py)
 
 Within a machine NIXL copies inside `post`, without the interpreter's lock: a post is large enough for the Python around
 it not to count, and small enough for a command, or another read, not to wait long.
@@ -14,10 +14,9 @@ import logging
 import os
 import queue
 import threading
-import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,15 +26,14 @@ import numpy as np
 
 from ..common.errors import DiptychError, TransportError
 from ..kv.layout import Copies, Offsets, Region
+from .pace import Pace
+from .runs import parts_of
 
 POST_BYTES = 16 << 20
 MAX_POSTED = 4  # transfers of one read at a time
 MAX_PEERS = 256
 SERVE_POLL_S = 0.001
 READ_POLL_S = 0.0001
-# Beside an engine that computes, which wants the memory too: this part of the time may go into copying,
-SHARE = 0.2
-BURST_S = 0.01  # and so much at once, enough for a hand-off's last segment, which its second token waits for
 # UCX knows no token: over TCP it lets whoever dials write to any address. So it never listens. Within a machine its
 # messages go through shared memory (files of mode 0600 without a name; sysv's would be open to the group), bytes by
 # process_vm_readv, which the kernel grants to the same user alone. On a machine with GPUs NIXL insists on "cuda".
@@ -89,15 +87,13 @@ class NixlThread:
     def __init__(self, regions: Sequence[Region], *, has_rdma: bool) -> None:
         self.agent_name = f"diptych-{uuid.uuid4()}"
         self.metadata = b""
-        self.is_sharing = False  # with an engine that computes; set from any thread
+        self.pace = Pace()
         self._regions = regions
         self._has_rdma = has_rdma
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._peers: dict[str, _NixlPeer] = {}
         self._reads: list[_Read] = []
         self._registered: list[Any] = []
-        self._credit_s = BURST_S  # of copying, as of the moment `_credited_at` (time.monotonic())
-        self._credited_at = 0.0
         self._is_serving = False
         self._is_stopping = False
         ready: Future[None] = Future()
@@ -183,15 +179,11 @@ class NixlThread:
             self._progress()
         if not self._reads:
             return SERVE_POLL_S if self._is_serving else None
-        began = time.monotonic()
-        self._credit_s = min(self._credit_s + SHARE * (began - self._credited_at), BURST_S)
-        self._credited_at = began
-        if self.is_sharing and self._credit_s <= 0:
-            return min(-self._credit_s / SHARE + READ_POLL_S, SERVE_POLL_S)
+        if wait_s := self.pace.wait_s():
+            return min(wait_s + READ_POLL_S, SERVE_POLL_S)
         if not self._advance_all():
             return READ_POLL_S
-        if self.is_sharing:
-            self._credit_s -= time.monotonic() - began
+        self.pace.copied()
         return 0
 
     def _run_commands(self, wait: float | None) -> None:
@@ -278,7 +270,7 @@ class NixlThread:
         if peer is None:
             future.set_exception(TransportError("the connection to the source is gone"))
             return
-        self._reads.append(_Read(peer, into, deque(_in_posts(copies)), future))
+        self._reads.append(_Read(peer, into, deque(parts_of(copies, POST_BYTES)), future))
 
     def _advance_all(self) -> bool:
         """Advance all reads once; True if any could be."""
@@ -324,22 +316,6 @@ class NixlThread:
         local = descriptors(own.address, copies.local, own.device_id, memory_type(own))
         remote = descriptors(far.base_address, copies.remote, far.device_id, far.memory)
         return self._agent.initialize_xfer("READ", local, remote, far.agent_name)
-
-
-def _in_posts(copies: Copies) -> Iterator[Copies]:
-    """Split copies into parts of about POST_BYTES; longer runs are cut."""
-    if copies.num_bytes <= POST_BYTES:
-        yield copies
-        return
-    counts = -(-copies.lengths // POST_BYTES)
-    firsts = np.repeat(np.cumsum(counts) - counts, counts)
-    skips = (np.arange(len(firsts)) - firsts) * POST_BYTES
-    lengths = np.minimum(np.repeat(copies.lengths, counts) - skips, POST_BYTES)
-    remote, local = np.repeat(copies.remote, counts) + skips, np.repeat(copies.local, counts) + skips
-    ends = np.searchsorted(np.cumsum(lengths), np.arange(1, lengths.sum() // POST_BYTES + 1) * POST_BYTES) + 1
-    for part in np.split(np.arange(len(lengths)), ends):
-        if len(part):
-            yield Copies(remote[part], local[part], lengths[part])
 
 
 def _is_done(state: str) -> bool:

@@ -22,6 +22,22 @@ def in_parts(runs: Runs, num_bytes: int) -> Iterator[Runs]:
         yield Runs(offsets, lengths)
 
 
+def parts_of(copies: Copies, part_bytes: int) -> Iterator[Copies]:
+    """Split copies into parts of about `part_bytes`; longer runs are cut."""
+    if copies.num_bytes <= part_bytes:
+        yield copies
+        return
+    counts = -(-copies.lengths // part_bytes)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    skips = (np.arange(len(firsts)) - firsts) * part_bytes
+    lengths = np.minimum(np.repeat(copies.lengths, counts) - skips, part_bytes)
+    remote, local = np.repeat(copies.remote, counts) + skips, np.repeat(copies.local, counts) + skips
+    ends = np.searchsorted(np.cumsum(lengths), np.arange(1, lengths.sum() // part_bytes + 1) * part_bytes) + 1
+    for part in np.split(np.arange(len(lengths)), ends):
+        if len(part):
+            yield Copies(remote[part], local[part], lengths[part])
+
+
 def equally_spaced(copies: Copies, target: int, source: int) -> list[CopyRows]:
     """Merge copies: those of a layer-major pool are the same runs in each layer, so that every one of the first
     layer's, with those at its place in the others, is one. target, source: addresses of the two regions. O(runs)."""

@@ -11,8 +11,9 @@ from .base import Transport
 from .cuda_ipc import CudaIpcTransport
 from .grpc import GrpcTransport
 from .nixl import NixlTransport
+from .shared_memory import SharedMemoryTransport
 
-NAMES = ("cuda_ipc", "nixl", "grpc")
+NAMES = ("cuda_ipc", "shared_memory", "nixl", "grpc")
 _BY_ADDRESS = ("cuda_ipc", "nixl")  # peers read the pool itself, and not by way of a copy in host memory
 
 log = logging.getLogger("diptych.transport")
@@ -25,9 +26,10 @@ def make_transports(
     *,
     has_rdma: bool = False,
 ) -> dict[str, Transport]:
-    """Make the transports, by name, preferred first. "auto": CUDA IPC between pools in device memory, NIXL where it
-    works, then gRPC. `regions`: what is read and written, first the pool that peers read, which `device` is where it is
-    in device memory. has_rdma: NIXL may use the machine's RDMA devices, whose fabric is trusted.
+    """Make the transports, by name, preferred first. "auto": CUDA IPC between pools in device memory, shared memory
+    between those in host memory, NIXL where it works, then gRPC. `regions`: what is read and written, first the pool
+    that peers read, which `device` is where it is in device memory. has_rdma: NIXL may use the machine's RDMA devices,
+    whose fabric is trusted.
 
     Blocks for a second or two (loading NIXL). Raises ConfigError for an unknown name, or for a named transport that
     does not work here.
@@ -46,7 +48,8 @@ def make_transports(
 
 
 def _auto(device: DeviceKV | None) -> Sequence[str]:
-    return NAMES if device is not None else [name for name in NAMES if name != CudaIpcTransport.name]
+    other = SharedMemoryTransport if device is not None else CudaIpcTransport
+    return [name for name in NAMES if name != other.name]
 
 
 def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_rdma: bool) -> Transport:
@@ -56,6 +59,8 @@ def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_
         if device is None or device.driver is None:
             raise TransportError("this worker's KV is not in CUDA memory")
         return CudaIpcTransport(regions[0], device, device.driver)
+    if name == "shared_memory":
+        return SharedMemoryTransport(regions[0])
     if name == "nixl":
         return NixlTransport(regions, has_rdma=has_rdma)
     if name == "grpc":

@@ -20,6 +20,7 @@ from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 from diptych.workers.transport.nixl import NixlTransport
+from diptych.workers.transport.shared_memory import SharedMemoryTransport
 
 from ...support.handoff_pair import (
     SinkEngine,
@@ -91,6 +92,9 @@ def ends(
     """The source's transports, and the sink's."""
     if kind == "nixl":
         return {"nixl": NixlTransport([theirs.region])}, {"nixl": NixlTransport([memory.region, staging.region])}
+    if kind == "shared_memory":
+        far, near = SharedMemoryTransport(theirs.region), SharedMemoryTransport(memory.region)
+        return {"shared_memory": far}, {"shared_memory": near}
     if kind == "loopback":
         registry = {"source-incarnation": theirs}
         return {"loopback": LoopbackTransport(registry)}, {"loopback": LoopbackTransport(registry)}
@@ -107,7 +111,7 @@ async def hand_over(
     layout: KVLayout = THEIRS,
 ) -> tuple[PullResult | TransportError, KVMemory, Staging, SinkEngine]:
     """In two segments; `spoil` changes the source's pool once its content is named. layout: the source's."""
-    theirs, staging = make_memory(layout, 8), Staging(1 << 20)
+    theirs, staging = make_memory(layout, 8, in_file=True), Staging(1 << 20)
     fill(theirs)
     table = tuple(range(ours.num_blocks - 1, ours.num_blocks - 1 - ours.layout.num_blocks_for(NUM_TOKENS), -1))
     engine = SinkEngine(table=table)
@@ -141,7 +145,7 @@ async def hand_over(
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("kind", ["grpc", "nixl", "loopback"])
+@pytest.mark.parametrize("kind", ["grpc", "nixl", "shared_memory", "loopback"])
 async def test_tokens_arrive_whatever_the_layout(kind: str, pair: str, verify: bool) -> None:
     ours = make_memory(PAIRS[pair], 20)
     result, theirs, _, engine = await hand_over(ours, kind=kind, settings=PullSettings(verify=verify))
@@ -150,7 +154,7 @@ async def test_tokens_arrive_whatever_the_layout(kind: str, pair: str, verify: b
 
 
 @pytest.mark.parametrize("pair", UNLIKE)
-@pytest.mark.parametrize(("kind", "wire"), [("grpc", ""), ("nixl", ""), ("grpc", "int8")])
+@pytest.mark.parametrize(("kind", "wire"), [("grpc", ""), ("nixl", ""), ("shared_memory", ""), ("grpc", "int8")])
 async def test_tokens_arrive_where_layers_are_unlike(kind: str, wire: str, pair: str) -> None:
     ours, settings = make_memory(UNLIKE[pair], 20), PullSettings(wire, verify=True)
     result, theirs, _, engine = await hand_over(ours, kind=kind, settings=settings, layout=UNLIKE["equal"])

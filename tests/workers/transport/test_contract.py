@@ -18,10 +18,11 @@ from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.loopback import LoopbackTransport
 from diptych.workers.transport.machine import this_machine
 from diptych.workers.transport.nixl import NixlTransport
+from diptych.workers.transport.shared_memory import SharedMemoryTransport
 
 from ...support.handoff_pair import LARGE, SMALL, Served, make_memory, piece, serve
 
-NAMES = ["loopback", "grpc", "nixl"]
+NAMES = ["loopback", "grpc", "nixl", "shared_memory"]
 POISON = 0xA5
 
 
@@ -76,13 +77,15 @@ class Pair:
 def make(name: str, memory: KVMemory, registry: dict[str, KVMemory]) -> Transport:
     if name == "nixl":
         return NixlTransport([memory.region])
+    if name == "shared_memory":
+        return SharedMemoryTransport(memory.region)
     return GrpcTransport() if name == "grpc" else LoopbackTransport(registry)
 
 
 @asynccontextmanager
 async def pair(name: str, layout: KVLayout = SMALL, num_blocks: int = 16) -> AsyncIterator[Pair]:
     """A source that announced all its blocks in some order, and a reader of it."""
-    theirs, ours = make_memory(layout, num_blocks, seed=3), make_memory(layout, num_blocks)
+    theirs, ours = make_memory(layout, num_blocks, seed=3, in_file=True), make_memory(layout, num_blocks)
     registry: dict[str, KVMemory] = {}
     far, near = make(name, theirs, registry), make(name, ours, registry)
     order = [*range(num_blocks // 2, num_blocks), *range(num_blocks // 2)]
@@ -166,7 +169,8 @@ async def test_a_block_that_the_source_does_not_have_is_an_error(name: str) -> N
         it.check([8], [0])
 
 
-# NIXL reads memory, not an agent: its source is dead when its process is, in tests/e2e/test_handoff_processes.py.
+# NIXL and shared memory read memory, no agent: their source is dead when its process is, in
+# tests/e2e/test_handoff_processes.py.
 @pytest.mark.parametrize("name", ["loopback", "grpc"])
 async def test_a_dead_source_is_an_error_and_nothing_lands_later(name: str) -> None:
     async with pair(name) as it:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ class Broken:
 async def test_the_order_is_the_callers() -> None:
     regions = [make_memory(SMALL, 2).region]
     for names, expected in [
-        ("auto", ["nixl", "grpc"]),
+        ("auto", ["shared_memory", "nixl", "grpc"]),
         (("grpc",), ["grpc"]),
         (("grpc", "nixl"), ["grpc", "nixl"]),
     ]:
@@ -45,9 +46,21 @@ def test_without_nixl_auto_means_grpc_and_asking_for_it_is_an_error(
 ) -> None:
     monkeypatch.setattr(select, "NixlTransport", kind)
     regions = [make_memory(SMALL, 2).region]
-    assert list(make_transports("auto", regions)) == ["grpc"]
+    assert list(make_transports("auto", regions)) == ["shared_memory", "grpc"]
     with pytest.raises(ConfigError, match=r"'nixl' is not usable.*Leave it out"):
         make_transports(("nixl",), regions)
+
+
+async def test_a_pool_that_is_no_memory_file_is_not_offered_so_but_reads_others() -> None:
+    own = make_memory(SMALL, 2)
+    [transport] = make_transports(("shared_memory",), [own.region]).values()
+    try:
+        assert not transport.suits(kv_pb2.SubscribeRequest(machine=this_machine()))
+    finally:
+        await transport.close()
+    on_device = replace(own.region, view=None)
+    with pytest.raises(ConfigError, match=r"'shared_memory' is not usable.*device memory.*Leave it out"):
+        make_transports(("shared_memory",), [on_device])
 
 
 def test_bad_names_are_told_with_the_good_ones() -> None:
@@ -78,9 +91,10 @@ def test_rdma_is_used_where_it_is_asked_for_alone(has_rdma: bool, monkeypatch: p
 async def test_between_machines_kv_goes_over_grpc_unless_an_rdma_fabric_is_trusted(
     has_rdma: bool, expected: list[str]
 ) -> None:
-    made = make_transports("auto", [make_memory(SMALL, 2).region], has_rdma=has_rdma)
+    made = make_transports("auto", [make_memory(SMALL, 2, in_file=True).region], has_rdma=has_rdma)
     try:
-        for machine, names in [(this_machine(), ["nixl", "grpc"]), ("another", expected), ("", expected)]:
+        here = ["shared_memory", "nixl", "grpc"]
+        for machine, names in [(this_machine(), here), ("another", expected), ("", expected)]:
             request = kv_pb2.SubscribeRequest(machine=machine)
             assert [name for name, transport in made.items() if transport.suits(request)] == names
     finally:

@@ -20,8 +20,7 @@ from ...common.request import SamplingParams
 from ...core.runner import InFlightStep, LayerWatch
 from ...core.sequence import Batch
 from ...device.device import Device
-from ...device.joined_memory import Joining
-from ...device.kv_cache import KVCache
+from ...device.kv_cache import KVCache, SharedPool
 from ...kv.layout import KVLayout
 from ...models.checkpoint.weights import Checkpoint, Progress
 from ...models.layers.rope import Ropes
@@ -112,7 +111,7 @@ class BackendLoader(Protocol):
 
     def load(self, checkpoint: Checkpoint, share: Share, progress: Progress) -> LoadedWeights: ...
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
+    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         """Reserve KV memory. shared: see KVCache."""
         ...
 

@@ -8,8 +8,7 @@ from ....kernels.cpu.library import Library, Team
 from ....kernels.cpu.sample import RowSampler
 from ...core.batch_tables import BatchTables
 from ...core.step_executor import ThreadExecutor
-from ...device.joined_memory import Joining
-from ...device.kv_cache import KVCache
+from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import DOT, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
@@ -47,7 +46,7 @@ class CompiledLoader:
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             return PackedWeights(config, checkpoint.spec, share, team, read_weights(team, reader), shared)
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
+    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, library=self._library)
 
 

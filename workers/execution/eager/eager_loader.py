@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...device.joined_memory import Joining
-from ...device.kv_cache import KVCache
+from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
@@ -38,7 +37,7 @@ class EagerLoader:
             reader = checkpoint.reader(dtype, self.torch_device, progress, share, config.quantize, put)
             return EagerWeights(config, checkpoint.spec, share, load_weights(reader))
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
+    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared)
 
 

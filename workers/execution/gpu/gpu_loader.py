@@ -6,8 +6,7 @@ import torch
 
 from ...device.device import Device
 from ...device.device_errors import needing_memory
-from ...device.joined_memory import Joining
-from ...device.kv_cache import KVCache
+from ...device.kv_cache import KVCache, SharedPool
 from ...device.upload import put_on
 from ...kv.layout import ROWS, KVLayout
 from ...models.checkpoint.weights import DTYPES, Checkpoint, DecoderWeights, Progress, load_weights
@@ -46,7 +45,7 @@ class GpuLoader:
                     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
         return GpuWeights(config, gpu, spec_of(spec, share), share, weights, sampler)
 
-    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: int | Joining | None) -> KVCache:
+    def make_cache(self, layout: KVLayout, num_blocks: int, rank: int, shared: SharedPool | None) -> KVCache:
         return KVCache(layout, num_blocks, self.torch_device, rank=rank, shared=shared, gpu=self.gpu)
 
 

@@ -1,0 +1,142 @@
+"""Passes the descriptor of one file to processes of our user that know its token, over a Unix socket.
+
+    receiver   dials -> looks whose socket it is -> says the token -> takes the descriptor -> keeps the connection
+    server     accepts -> looks who dials -> hears the token -> passes the descriptor -> waits for the end
+
+The connection tells each side that the other lives: the kernel ends it with the process. The socket has an abstract
+name, which leaves nothing behind; another user may dial it, and is hung up on before a word is said.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+
+from ..common.errors import TransportError
+
+TOKEN_BYTES = 32
+MAX_NAME_CHARS = 100
+TIMEOUT_S = 5.0
+RETRY_S = 0.1  # after an error in accepting, as where there are no descriptors left
+_HERE = b"\1"  # goes with the descriptor, which cannot go alone
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group
+
+log = logging.getLogger("diptych.transport")
+
+
+class FileServer:
+    """Starts to listen at once, on the running event loop. Raises OSError."""
+
+    def __init__(self, fd: int) -> None:
+        self.name, self.token = f"diptych-{uuid.uuid4()}", secrets.token_bytes(TOKEN_BYTES)
+        self._fd = fd
+        self._listener = _unix_socket()
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start(self._accept)
+
+    async def close(self) -> None:
+        """Hang up on everybody."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listener.close()
+
+    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
+        async def run() -> None:
+            await work()
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(self._listener)
+            except OSError as e:
+                log.warning("a process that wants our KV pool's memory could not be answered: %s", e)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if user_of(client) == os.geteuid():
+                self._start(lambda client=client: self._answer(client))
+            else:
+                client.close()
+
+    async def _answer(self, client: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with client:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    token = await _receive(client, TOKEN_BYTES)
+                if hmac.compare_digest(token, self.token):
+                    socket.send_fds(client, [_HERE], [self._fd])
+                    await loop.sock_recv(client, 1)
+            except (OSError, TimeoutError) as e:
+                log.debug("a process that wanted our KV pool's memory was hung up on: %r", e)
+
+
+async def receive_file(name: str, token: bytes) -> tuple[socket.socket, int]:
+    """Receive the descriptor that a FileServer passes, and the connection, which ends with that process. Raises
+    TransportError."""
+    loop = asyncio.get_running_loop()
+    with ExitStack() as stack:
+        line = stack.enter_context(_unix_socket())
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await loop.sock_connect(line, f"\0{name}")
+                if user_of(line) != os.geteuid():
+                    raise TransportError("the socket that the source names is another user's")
+                await loop.sock_sendall(line, token)
+                fd = await _receive_descriptor(line)
+        except (OSError, TimeoutError) as e:
+            raise TransportError(f"the source does not pass its memory: {e!r}") from e
+        stack.pop_all()
+        return line, fd
+
+
+def user_of(connection: socket.socket) -> int:
+    """User of the process at the other end, as the kernel noted it when that began to listen or dialled."""
+    return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+
+
+async def _receive(line: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        more = await asyncio.get_running_loop().sock_recv(line, num_bytes - len(data))
+        if not more:
+            raise ConnectionError("hung up")
+        data += more
+    return data
+
+
+async def _receive_descriptor(line: socket.socket) -> int:
+    await _until_readable(line)
+    said, descriptors, _, _ = socket.recv_fds(line, len(_HERE), 1, socket.MSG_CMSG_CLOEXEC)
+    if said == _HERE and len(descriptors) == 1:
+        return descriptors[0]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    raise ConnectionError("hung up")
+
+
+async def _until_readable(line: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(line, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(line)

@@ -319,7 +319,7 @@ async def main(transports: Sequence[str], num_prompt: int, repeat: int, at_rest:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", action="append", choices=["nixl", "grpc"], help="default: nixl")
+    parser.add_argument("--transport", action="append", choices=["shared_memory", "nixl", "grpc"], help="default: nixl")
     parser.add_argument("--repeat", type=int, default=3, help="requests for each figure; twice as many for TTFT")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens")
     parser.add_argument("--at-rest", action="store_true", help="no other sequence decodes meanwhile")

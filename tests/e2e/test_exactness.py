@@ -29,7 +29,14 @@ from ..support.harness import TINY, assert_nothing_leaked, unlike_workers
 LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 128, 200, 257, 400, 700, 1000)
 NEW_TOKENS = 64
 TOPOLOGIES = {"alone": ["mixed"], "1P1D": ["prefill", "decode"], "2P2D": ["prefill", "prefill", "decode", "decode"]}
-PATHS = [("alone", "grpc"), ("1P1D", "grpc"), ("1P1D", "nixl"), ("2P2D", "grpc"), ("2P2D", "nixl")]
+PATHS = [
+    ("alone", "grpc"),
+    ("1P1D", "grpc"),
+    ("1P1D", "nixl"),
+    ("2P2D", "grpc"),
+    ("2P2D", "nixl"),
+    ("2P2D", "shared_memory"),
+]
 CHECKPOINTS = ("llama", "qwen3", "tiny")
 Cases = list[tuple[list[int], list[int]]]
 Checkpoints = Callable[[str], tuple[Path, Cases]]
@@ -124,7 +131,7 @@ async def test_greedy_of_every_family_equals_transformers_through_two_workers(ar
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+@pytest.mark.parametrize("transport", ["grpc", "nixl", "shared_memory"])
 async def test_greedy_equals_transformers_where_layers_go_in_groups(
     checkpoints: Checkpoints, name: str, transport: str
 ) -> None:

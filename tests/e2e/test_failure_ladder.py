@@ -104,7 +104,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
     return path, untied_prompts(path, seed=21, lengths=LENGTHS * 4, max_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+@pytest.mark.parametrize("transport", ["grpc", "nixl", "shared_memory"])
 async def test_every_fault_leaves_every_answer_exact(transport: str, checkpoint: tuple[Path, Cases]) -> None:
     path, cases = checkpoint
     async with running(path, transport) as cluster:

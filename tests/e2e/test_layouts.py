@@ -125,7 +125,7 @@ def mixed_cases(wide_cases: Cases) -> Cases:
     return cases
 
 
-@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+@pytest.mark.parametrize("transport", ["grpc", "nixl", "shared_memory"])
 @pytest.mark.parametrize("pair", EXACT_PAIRS)
 def test_tokens_are_the_references_between_unlike_pools(exact_cases: Cases, pair: str, transport: str) -> None:
     through(EXACT_PAIRS[pair], transport, exact_cases)
@@ -136,7 +136,7 @@ def test_tokens_are_the_references_to_and_from_a_device(exact_cases: Cases, pair
     through(DEVICE_PAIRS[pair], "grpc", exact_cases[::3])
 
 
-@pytest.mark.parametrize("transport", ["grpc", "nixl"])
+@pytest.mark.parametrize("transport", ["grpc", "nixl", "shared_memory"])
 @pytest.mark.parametrize("pair", MIXED_PAIRS)
 def test_tokens_are_one_workers_between_two_dtypes(mixed_cases: Cases, pair: str, transport: str) -> None:
     through(MIXED_PAIRS[pair], transport, mixed_cases)

@@ -253,6 +253,13 @@ def test_kv_of_one_head_moves_between_workers_of_unlike_sizes(single: tuple[Path
         assert_kv_moves(handles[1], handles[2], single[1], "grpc")
 
 
+def test_kv_moves_between_workers_of_unlike_sizes_through_shared_memory(single: tuple[Path, Cases]) -> None:
+    each = [("mixed", {**FLAGS, "tensor_parallel": n, "transports": "shared_memory"}) for n in (1, 2)]
+    with unlike_workers(single[0], each) as [one, two]:
+        assert_kv_moves(two, one, single[1], "shared_memory")
+        assert_kv_moves(one, two, single[1], "shared_memory")
+
+
 def test_latents_move_between_workers_of_unlike_sizes(tmp_path: Path) -> None:
     """Every rank holds them all: they travel once."""
     path, cases = with_cases(make_checkpoint(tmp_path / "latent", "deepseek-v2", seed=6))

@@ -88,7 +88,7 @@ class NixlTransport(Transport):
             self._thread.serve(self._is_serving)
 
     def share_memory(self, is_computing: bool) -> None:
-        self._thread.pace.is_sharing = is_computing and self._pool.view is not None
+        self._thread.budget.is_sharing = is_computing and self._pool.view is not None
 
     def forget(self, incarnation: str) -> None:
         self._thread.forget(incarnation)

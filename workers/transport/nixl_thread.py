@@ -3,7 +3,7 @@
     idle                       sleeps until a command comes
     hand-offs of ours open     makes progress every SERVE_POLL_S: else peers cannot connect nor, on some links, read
     reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted. While the engine
-                               computes, only a part of the time goes into copying (pace.py)
+                               computes, only a part of the time goes into copying (copy_budget.py)
 
 Within a machine NIXL copies inside `post`, without the interpreter's lock: a post is large enough for the Python around
 it not to count, and small enough for a command, or another read, not to wait long.
@@ -26,7 +26,7 @@ import numpy as np
 
 from ..common.errors import DiptychError, TransportError
 from ..kv.layout import Copies, Offsets, Region
-from .pace import Pace
+from .copy_budget import CopyBudget
 from .runs import parts_of
 
 POST_BYTES = 16 << 20
@@ -87,7 +87,7 @@ class NixlThread:
     def __init__(self, regions: Sequence[Region], *, has_rdma: bool) -> None:
         self.agent_name = f"diptych-{uuid.uuid4()}"
         self.metadata = b""
-        self.pace = Pace()
+        self.budget = CopyBudget()
         self._regions = regions
         self._has_rdma = has_rdma
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -179,11 +179,11 @@ class NixlThread:
             self._progress()
         if not self._reads:
             return SERVE_POLL_S if self._is_serving else None
-        if wait_s := self.pace.wait_s():
+        if wait_s := self.budget.wait_s():
             return min(wait_s + READ_POLL_S, SERVE_POLL_S)
         if not self._advance_all():
             return READ_POLL_S
-        self.pace.copied()
+        self.budget.copied()
         return 0
 
     def _run_commands(self, wait: float | None) -> None:

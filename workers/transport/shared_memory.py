@@ -31,9 +31,9 @@ from ..common.errors import TransportError
 from ..kv.layout import Copies, Region
 from ..kv.pool_file import is_fixed
 from .base import KVReader, Source, Transport
+from .copy_budget import CopyBudget
 from .file_server import MAX_NAME_CHARS, TOKEN_BYTES, FileServer, receive_file
 from .machine import this_machine
-from .pace import Pace
 from .runs import parts_of
 from .tracked_reader import TrackedReader
 
@@ -111,7 +111,7 @@ class SharedMemoryTransport(Transport):
         self._own = pool
         self._server: FileServer | None = None
         self._peers: dict[str, _MappedPeer] = {}
-        self._pace = Pace()
+        self._budget = CopyBudget()
         self._team = _one_thread()
         self._threads = ThreadPoolExecutor(1, "diptych-shared-memory")
         self._is_closing = False
@@ -151,7 +151,7 @@ class SharedMemoryTransport(Transport):
         return SharedMemoryReader(self, pool, mapping)
 
     def share_memory(self, is_computing: bool) -> None:
-        self._pace.is_sharing = is_computing
+        self._budget.is_sharing = is_computing
 
     def forget(self, incarnation: str) -> None:
         peer = self._peers.pop(incarnation, None)
@@ -204,12 +204,12 @@ class SharedMemoryTransport(Transport):
         try:
             if read.source.is_gone:
                 raise TransportError("the connection to the source is gone")
-            if wait_s := self._pace.wait_s():
+            if wait_s := self._budget.wait_s():
                 time.sleep(wait_s)
-                self._pace.wait_s()
+                self._budget.wait_s()
             if read.parts:
                 _copy(self._team, read.parts.popleft(), read.into.address, read.source.address)
-                self._pace.copied()
+                self._budget.copied()
             if read.parts:
                 self._threads.submit(self._advance, read)  # RuntimeError: the transport is closing
             else:

@@ -10,7 +10,7 @@ from diptych.proto import kv_pb2
 from diptych.workers.common.errors import TransportError
 from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.kv.memory import KVMemory
-from diptych.workers.transport import nixl_thread, pace
+from diptych.workers.transport import copy_budget, nixl_thread
 from diptych.workers.transport.base import KVReader, Source
 from diptych.workers.transport.nixl import NixlTransport
 
@@ -171,7 +171,7 @@ def test_host_and_device_memory_are_told_apart_region_by_region() -> None:
 async def test_a_read_beside_an_engine_that_computes_rests_and_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """In many rounds, so that it would not if a round were left out."""
     monkeypatch.setattr(nixl_thread, "POST_BYTES", SMALL.block_bytes)
-    monkeypatch.setattr(pace, "BURST_S", 1e-5)
+    monkeypatch.setattr(copy_budget, "BURST_S", 1e-5)
     theirs, ours = make_memory(SMALL, 23, seed=1), make_memory(SMALL, 23)
     far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
     try:
@@ -187,8 +187,8 @@ async def test_a_read_beside_an_engine_that_computes_rests_and_arrives_whole(mon
 
 
 async def test_what_was_copied_beside_no_engine_is_no_debt_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "SHARE", 0.0)  # credit does not come back
-    monkeypatch.setattr(pace, "BURST_S", 1e-9)
+    monkeypatch.setattr(copy_budget, "SHARE", 0.0)  # credit does not come back
+    monkeypatch.setattr(copy_budget, "BURST_S", 1e-9)
     theirs, ours = make_memory(SMALL, 23, seed=1), make_memory(SMALL, 23)
     far, near = NixlTransport([theirs.region]), NixlTransport([ours.region])
     try:
@@ -197,7 +197,7 @@ async def test_what_was_copied_beside_no_engine_is_no_debt_to_one(monkeypatch: p
         segment = kv_pb2.Segment(block_ids=range(23), generations=[1] * 23, num_layers=3)
         for _ in range(3):
             await read(reader, theirs, ours, segment, range(23))
-        assert near._thread.pace.credit_s == 1e-9  # pyright: ignore[reportPrivateUsage]
+        assert near._thread.budget.credit_s == 1e-9  # pyright: ignore[reportPrivateUsage]
     finally:
         await near.close()
         await far.close()

@@ -6,7 +6,7 @@ SHARE = 0.2  # of the time may go into copying,
 BURST_S = 0.01  # and so much at once: enough for a hand-off's last segment, which its second token waits for
 
 
-class Pace:
+class CopyBudget:
     """Budget of one thread's copying. `is_sharing` (with an engine that computes) is set from any thread."""
 
     def __init__(self) -> None:

@@ -64,12 +64,12 @@ class PoolFile:
 
 
 def anonymous_has_huge_pages() -> bool:
-    """Whether private memory that asks for huge pages may get them."""
+    """Tell whether private memory that asks for huge pages may get them."""
     return _gives_huge_pages("enabled")
 
 
 def is_fixed(fd: int) -> bool:
-    """Whether whoever maps this memory file is safe from its getting shorter."""
+    """Tell whether this memory file can get no shorter while others have it mapped."""
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return True
@@ -92,7 +92,7 @@ def _of_memfd(pages: str, flags: int = 0) -> PoolFile:
 
 
 def _reserved(num_bytes: int | None) -> PoolFile | None:
-    """With all its pages: a page that a control group refuses later would end the process."""
+    """Make a file that has all its pages: one that a control group refuses later would end the process."""
     if num_bytes is None:
         return None
     found = dict(line.split(":") for line in MEMINFO.read_text().splitlines())
@@ -121,7 +121,7 @@ def _mounted() -> PoolFile | None:
 
 
 def _gives_huge_pages(file: str) -> bool:
-    """What the system says in a file of TRANSPARENT, and for huge pages of the usual size in a folder there."""
+    """Read what the system says in a file of TRANSPARENT, first for huge pages of the usual size."""
     said = [_chosen(path) for path in (TRANSPARENT / "hugepages-2048kB" / file, TRANSPARENT / file)]
     return next((mode for mode in said if mode not in ("", "inherit")), "never") not in ("never", "deny")
 

@@ -15,7 +15,7 @@ class CopyBudget:
         self._credited_at = 0.0
 
     def wait_s(self) -> float:
-        """How long not to copy yet."""
+        """Number of seconds not to copy yet."""
         now = time.monotonic()
         self.credit_s = min(self.credit_s + SHARE * (now - self._credited_at), BURST_S)
         self._credited_at = now

@@ -31,7 +31,7 @@ log = logging.getLogger("diptych.transport")
 
 
 class FileServer:
-    """Starts to listen at once, on the running event loop. Raises OSError."""
+    """Server of one file. It listens at once, on the running event loop. Raises OSError."""
 
     def __init__(self, fd: int) -> None:
         self.name, self.token = f"diptych-{uuid.uuid4()}", secrets.token_bytes(TOKEN_BYTES)
@@ -104,7 +104,7 @@ async def receive_file(name: str, token: bytes) -> tuple[socket.socket, int]:
 
 
 def user_of(connection: socket.socket) -> int:
-    """User of the process at the other end, as the kernel noted it when that began to listen or dialled."""
+    """Number of the user of the process at the other end, as the kernel noted it when that began to listen or dialled."""
     return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
 
 

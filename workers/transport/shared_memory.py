@@ -123,7 +123,7 @@ class SharedMemoryTransport(Transport):
         return opened.HasField("shared_memory")
 
     def publish(self, opened: kv_pb2.Opened) -> None:
-        """On the loop: the first sink's hand-off begins to listen."""
+        """Listen from the first sink on. Called on the loop."""
         assert self._own.file is not None
         if self._server is None:
             self._server = FileServer(self._own.file.reader_fd)
@@ -186,8 +186,6 @@ class SharedMemoryTransport(Transport):
             os.close(fd)
         asyncio.get_running_loop().add_reader(line, self.forget, incarnation)  # the source says nothing: it ended
         return mapping, line
-
-    # -- reads ------------------------------------------------------------------------------------------------------
 
     def start(self, source: _Mapping, copies: Copies, into: Region) -> "Future[None]":
         """Start a read. The future cannot be cancelled: bytes may land until it is done. On the loop; raises

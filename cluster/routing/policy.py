@@ -24,7 +24,7 @@ from .kv_costs import compute_s, pull_s
 
 NUM_COMPARED = 3  # workers for each part of a route
 NUM_SAMPLED = 16
-HANDOFF_MISSES = 0.03  # that a hand-off must spare: it takes time of both workers that is not predicted
+HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
 TIME_WEIGHT = 0.02  # misses that a time as long as its level counts as
 ANSWER_TOKENS = 64  # over which the time of a hand-off is spread: few answers are as long as they may be
 PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor

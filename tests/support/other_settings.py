@@ -8,7 +8,7 @@ OTHER: dict[str, object] = {
     "quantize": "int4",
     "cpu_isa": "avx2",
     "max_context_tokens": 9,
-    "share_cores": False,
+    "share_cores": True,
     "look_ahead": True,
     "cuda_graphs": False,
     "block_size": 32,

@@ -38,7 +38,7 @@ class ModelConfig:
     ] = None
     share_cores: Annotated[
         bool, Field(description="On CPU: lend cores to other workers of the machine while idle, and borrow theirs.")
-    ] = True
+    ] = False
     look_ahead: Annotated[bool, Field(description="Prepare a step while the one before it is computed, on CPU.")] = (
         False
     )

@@ -49,7 +49,7 @@ def test_borrowed_cores_change_no_bit(llama: Path, monkeypatch: pytest.MonkeyPat
         neighbour = CoreSharing((other,), ())
     except OSError as e:
         pytest.skip(f"the locks are not to be had: {e}")
-    runner = ModelRunner.load(config.changed(cores=(own,)))
+    runner = ModelRunner.load(config.changed(cores=(own,), share_cores=True))
     stop = threading.Event()
 
     def come_and_go() -> None:

@@ -210,9 +210,10 @@ class Connected:
 
 
 @asynccontextmanager
-async def connected(name: str, ours: KVMemory) -> AsyncGenerator[Connected]:
+async def connected(role: str, ours: KVMemory) -> AsyncGenerator[Connected]:
+    name = role.partition(":")[0]
     transports = make_transports([name], [ours.region])
-    async with source_process(name) as (address, _), open_channel(address) as channel:
+    async with source_process(role) as (address, _), open_channel(address) as channel:
         stub = kv_pb2_grpc.KVHandoffStub(channel)
         whole = {"handoff_id": "whole", "source_incarnation": "source", "sink_incarnation": "sink/0"}
         request = kv_pb2.SubscribeRequest(**whole, layout=LAYOUT.to_proto(), transports=[name], machine=this_machine())
@@ -244,6 +245,8 @@ class Results:
 async def measure(seconds: float, with_decode: bool) -> Results:
     ours, theirs = make_pool(), make_pool()
     async with AsyncExitStack() as stack:
+        shared = await stack.enter_async_context(connected("shared_memory", ours))
+        small = await stack.enter_async_context(connected("shared_memory:small", ours))
         nixl = await stack.enter_async_context(connected("nixl", ours))
         grpc = await stack.enter_async_context(connected("grpc", ours))
         (base, metadata), stdin = await stack.enter_async_context(source_process("raw"))
@@ -260,6 +263,8 @@ async def measure(seconds: float, with_decode: bool) -> Results:
                 "memmove": memmove(ours, theirs, reads),
                 "TCP": tcp(ours, line, reads),
                 "one NIXL descriptor": raw.one_descriptor(reads),
+                "shared memory": through(shared.reader, ours, reads),
+                "the same, small pages": through(small.reader, ours, reads),
                 "NIXL": through(nixl.reader, ours, reads),
                 "gRPC": through(grpc.reader, ours, reads),
             }
@@ -269,6 +274,8 @@ async def measure(seconds: float, with_decode: bool) -> Results:
             reads = in_pieces(size)
             contenders = {
                 "memmove": at_once(memmove(ours, theirs, reads)),
+                "shared memory": at_once(through(shared.reader, ours, reads)),
+                "the same, small pages": at_once(through(small.reader, ours, reads)),
                 "NIXL": at_once(through(nixl.reader, ours, reads)),
                 "gRPC": at_once(through(grpc.reader, ours, reads)),
             }
@@ -277,6 +284,7 @@ async def measure(seconds: float, with_decode: bool) -> Results:
             "notification, both ends spin": raw.notify(SPIN),
             "notification, far end sleeps 1 ms at a time": raw.notify(SLEEP),
             "renewal of a lease (gRPC)": nixl.renew,
+            "hand-off of one block over shared memory": shared.hand_off,
             "hand-off of one block over NIXL": nixl.hand_off,
             "hand-off of one block over gRPC": grpc.hand_off,
         }
@@ -285,8 +293,8 @@ async def measure(seconds: float, with_decode: bool) -> Results:
             round_trips |= await take_turns({name: call}, min(seconds, 1.0))
         decode: DecodeFigures | None = None
         if with_decode:
-            read = through(nixl.reader, ours, in_pieces(256 << 10))
-            decode = await decode_while(read, TOTAL, nixl.share_memory)
+            read = through(shared.reader, ours, in_pieces(256 << 10))
+            decode = await decode_while(read, TOTAL, shared.share_memory)
     return Results(machine(), segments, pieces, round_trips, decode)
 
 

@@ -1,8 +1,8 @@
 """The far ends that transfer.py reads from, each a process of its own: `python transfer_source.py ROLE`.
 
-    nixl, grpc   a HandoffSource with that transport
-    raw          a NIXL agent without Diptych, which sends every notification back
-    tcp          a socket that answers the first 8 bytes (a size) with so many
+    shared_memory, nixl, grpc   a HandoffSource with that transport; "shared_memory:small": its pool in pages of 4 KiB
+    raw                         a NIXL agent without Diptych, which sends every notification back
+    tcp                         a socket that answers the first 8 bytes (a size) with so many
 
 Each prints one line of JSON: what it takes to reach it. It ends when its standard input does.
 """
@@ -27,6 +27,7 @@ from diptych.workers.handoff.source import HandoffSource
 from diptych.workers.handoff.types import HandoffSealed, SegmentReady
 from diptych.workers.kv.layout import KVLayout, Region
 from diptych.workers.kv.memory import KVMemory
+from diptych.workers.kv.pool_file import PoolFile
 from diptych.workers.kv.segment import Segment
 from diptych.workers.transport.nixl_thread import SERVE_POLL_S, UCX_SETTINGS
 from diptych.workers.transport.select import make_transports
@@ -39,12 +40,24 @@ NUM_SMALL = 2000  # whole hand-offs of one block that are on offer
 SPIN, SLEEP = b"spin", b"sleep"  # notifications: how the raw agent waits for the next one
 
 
-def make_pool() -> KVMemory:
-    pool = mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pool.madvise(mmap.MADV_HUGEPAGE)
+def make_pool(file: PoolFile | None = None) -> KVMemory:
+    """A pool in private memory that asks for huge pages, or in a memory file."""
+    if file is None:
+        pool = mmap.mmap(-1, POOL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pool.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        pool = file.map(POOL_BYTES)
+        file.seal()
     pool[:] = random.Random(0).randbytes(1 << 20) * (POOL_BYTES >> 20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-    return KVMemory(LAYOUT, NUM_BLOCKS, Region(address, POOL_BYTES, memoryview(pool)))
+    return KVMemory(LAYOUT, NUM_BLOCKS, Region(address, POOL_BYTES, memoryview(pool), file=file))
+
+
+def pool_file(*, in_small_pages: bool) -> PoolFile | None:
+    if in_small_pages:
+        fd = os.memfd_create("benchmark", os.MFD_ALLOW_SEALING)
+        return PoolFile(fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY), "small")
+    return PoolFile.make(POOL_BYTES, small_pages=True)
 
 
 class Worker:
@@ -55,8 +68,9 @@ class Worker:
     def forget(self, key: str) -> None: ...
 
 
-async def serve_handoffs(transport: str) -> None:
-    memory = make_pool()
+async def serve_handoffs(role: str) -> None:
+    transport, _, pages = role.partition(":")
+    memory = make_pool(pool_file(in_small_pages=pages == "small") if transport == "shared_memory" else None)
     transports = make_transports([transport], [memory.region])
     source = HandoffSource("source", memory, transports, Worker(), Worker(), lease_s=3600.0)
     server = make_server(None)

@@ -104,7 +104,7 @@ async def receive_file(name: str, token: bytes) -> tuple[socket.socket, int]:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Number of the user of the process at the other end, as the kernel noted it when that began to listen or dialled."""
+    """User of the process at the other end, as the kernel noted it when that began to listen or dialled."""
     return _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
 
 

@@ -28,7 +28,7 @@ from ..device.joined_memory import granularity_of
 from ..device.kv_cache import KVCache, available_bytes
 from ..kv.layout import AXIS_ORDERS, KVLayout
 from ..kv.memory import KVMemory
-from ..kv.pool_file import PoolFile, anonymous_has_huge_pages
+from ..kv.pool_file import SHARED_MEMORY, PoolFile, anonymous_has_huge_pages
 from ..models.checkpoint.weights import Checkpoint, Progress
 from ..models.families.registry import load_spec
 from ..models.families.spec import ModelSpec
@@ -41,7 +41,6 @@ from ..models.plan.weight_bytes import check_fits
 from ..parallel.groups import Alone
 from ..parallel.rendezvous import PeerSockets, connect_peers
 from ..ranks.rank_processes import OnLoss, RankProcesses
-from ..transport.shared_memory import SharedMemoryTransport
 from .common.backend import Backend, BackendLoader, StepResources, no_progress
 from .factory import ChosenBackend, choose_backend
 
@@ -252,7 +251,7 @@ def _pool_file(config: WorkerConfig, num_bytes: int) -> PoolFile | None:
     """Make the memory file by which other workers may read the pool, or none: if nobody may, or if it cannot have the
     huge pages that private memory gets. The transport's name in the settings outweighs the pages."""
     names = config.handoff.transports
-    if names != "auto" and SharedMemoryTransport.name not in names:
+    if names != "auto" and SHARED_MEMORY not in names:
         return None
     return PoolFile.make(num_bytes, small_pages=names != "auto" or not anonymous_has_huge_pages())
 

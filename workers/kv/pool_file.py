@@ -26,6 +26,7 @@ TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage")
 MEMINFO = Path("/proc/meminfo")
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python 3.11 does not name it
 NAME = "diptych-kv"
+SHARED_MEMORY = "shared_memory"  # name of the transport by which others read such a file
 
 log = logging.getLogger("diptych.kv")
 

@@ -29,7 +29,7 @@ from ...kernels.cpu.load import library
 from ...proto import kv_pb2
 from ..common.errors import TransportError
 from ..kv.layout import Copies, Region
-from ..kv.pool_file import is_fixed
+from ..kv.pool_file import SHARED_MEMORY, is_fixed
 from .base import KVReader, Source, Transport
 from .copy_budget import CopyBudget
 from .file_server import MAX_NAME_CHARS, TOKEN_BYTES, FileServer, receive_file
@@ -103,7 +103,7 @@ class SharedMemoryTransport(Transport):
     """`pool`: ours. If it is no memory file, others cannot read it so; we can read theirs. Raises TransportError where
     there is no host memory to read into, nor memory files."""
 
-    name = "shared_memory"
+    name = SHARED_MEMORY
 
     def __init__(self, pool: Region) -> None:
         if not hasattr(os, "memfd_create") or pool.view is None:

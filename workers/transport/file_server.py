@@ -36,9 +36,11 @@ class FileServer:
     def __init__(self, fd: int) -> None:
         self.name, self.token = f"diptych-{uuid.uuid4()}", secrets.token_bytes(TOKEN_BYTES)
         self._fd = fd
-        self._listener = _unix_socket()
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
+        with ExitStack() as unless_done:
+            self._listener = unless_done.enter_context(_unix_socket())
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen()
+            unless_done.pop_all()
         self._tasks: set[asyncio.Task[None]] = set()
         self._start(self._accept)
 

@@ -123,10 +123,14 @@ class SharedMemoryTransport(Transport):
         return opened.HasField("shared_memory")
 
     def publish(self, opened: kv_pb2.Opened) -> None:
-        """Listen from the first sink on. Called on the loop."""
+        """Listen from the first sink on. Called on the loop. Where that fails the sink takes another transport."""
         assert self._own.file is not None
         if self._server is None:
-            self._server = FileServer(self._own.file.reader_fd)
+            try:
+                self._server = FileServer(self._own.file.reader_fd)
+            except OSError as e:
+                log.warning("no other process can be given our KV pool's memory: %s", e)
+                return
         opened.shared_memory.CopyFrom(
             kv_pb2.SharedMemoryEndpoint(
                 socket=self._server.name, token=self._server.token, num_bytes=self._own.num_bytes

@@ -19,16 +19,28 @@ import pytest
 
 from diptych.kernels.cpu.load import library
 from diptych.proto import kv_pb2
-from diptych.workers.common.errors import TransportError
+from diptych.workers.common.errors import HandoffError, LeaseLost, TransportError
 from diptych.workers.kv.layout import Copies, Region
 from diptych.workers.kv.memory import KVMemory
 from diptych.workers.kv.pool_file import NAME, PoolFile
 from diptych.workers.transport import file_server, shared_memory
-from diptych.workers.transport.base import KVReader, Source
+from diptych.workers.transport.base import KVReader, Source, Transport
 from diptych.workers.transport.file_server import FileServer
+from diptych.workers.transport.grpc import GrpcTransport
 from diptych.workers.transport.shared_memory import SharedMemoryTransport
 
-from ...support.handoff_pair import SMALL, make_memory
+from ...support.handoff_pair import (
+    RESERVE,
+    SMALL,
+    SinkEngine,
+    failure,
+    make_memory,
+    piece,
+    receive,
+    serve,
+    start,
+    until_quiet,
+)
 
 
 def source_of(endpoint: kv_pb2.SharedMemoryEndpoint, incarnation: str = "s") -> Source:
@@ -307,3 +319,59 @@ def test_a_region_keeps_its_file() -> None:
     region = make_memory(SMALL, 1, in_file=True).region
     assert isinstance(region, Region) and isinstance(region.file, PoolFile)
     assert os.fstat(region.file.reader_fd).st_size >= region.num_bytes
+
+
+@pytest.mark.parametrize("is_listening", [True, False])
+async def test_where_the_source_does_not_pass_its_memory_grpc_steps_in(
+    is_listening: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a container that cannot see its socket; or it has no descriptor left to listen with."""
+
+    def refuse(fd: int) -> FileServer:
+        raise OSError("too many open files")
+
+    if not is_listening:
+        monkeypatch.setattr(shared_memory, "FileServer", refuse)
+    async with pair(num_blocks=8) as it:
+        endpoint_of(it.far)
+        if is_listening:
+            assert it.far._server is not None  # pyright: ignore[reportPrivateUsage]
+            await it.far._server.close()  # pyright: ignore[reportPrivateUsage]
+        far: dict[str, Transport] = {"shared_memory": it.far, "grpc": GrpcTransport()}
+        near: dict[str, Transport] = {"shared_memory": it.near, "grpc": GrpcTransport()}
+        async with (
+            serve(transports=far, memory=it.theirs) as served,
+            receive(SinkEngine(), transports=near) as (sink, memory),
+        ):
+            served.hand_off()
+            result = await sink.pull("k", served.named(), 15.0)
+            assert result.transport == "grpc" and piece(memory, 0) == piece(it.theirs, 5)
+
+
+async def test_what_is_copied_after_the_lease_ended_is_never_committed_and_its_blocks_are_set_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The source may reuse its blocks then; ours are free when nothing can land in them any more."""
+    begun, go_on, copy = threading.Event(), threading.Event(), shared_memory._copy  # pyright: ignore[reportPrivateUsage]
+
+    def held_copy(*arguments: Any) -> None:
+        begun.set()
+        go_on.wait(60)
+        copy(*arguments)
+
+    monkeypatch.setattr(shared_memory, "_copy", held_copy)
+    async with pair(num_blocks=8) as it:
+        engine = SinkEngine()
+        async with (
+            serve(transports={"shared_memory": it.far}, memory=it.theirs) as served,
+            receive(engine, transports={"shared_memory": it.near}) as (sink, _),
+        ):
+            served.hand_off()
+            pull = start(sink, served)
+            await asyncio.to_thread(begun.wait, 60)
+            served.source.abort("h", LeaseLost("the lease was not renewed"))
+            assert isinstance(await failure(pull), HandoffError)
+            assert engine.calls == [RESERVE, ("fail", "k", True)]
+            go_on.set()
+            await until_quiet(sink)
+            assert engine.calls[2:] == [("settle", "k")]

@@ -25,6 +25,7 @@ from .kv_costs import compute_s, pull_s
 NUM_COMPARED = 3  # workers for each part of a route
 NUM_SAMPLED = 16
 HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
+NEARLY = 0.0005  # expected misses by which predictions differ of themselves
 TIME_WEIGHT = 0.02  # misses that a time as long as its level counts as
 ANSWER_TOKENS = 64  # over which the time of a hand-off is spread: few answers are as long as they may be
 PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor
@@ -193,7 +194,7 @@ def _predicted_route(
     fewest requests are expected to miss their level; None where none of these workers can take the request."""
     able = _able(_sample(workers, facts), facts)
     able = [w for w in able if w.incarnation not in facts.excluded]
-    alone: list[tuple[float, str]] = []
+    alone: list[tuple[float, FleetWorker]] = []
     sources: list[tuple[float, FleetWorker]] = []
     sinks: list[tuple[float, FleetWorker]] = []
     decodes = facts.max_new_tokens > 1
@@ -205,13 +206,14 @@ def _predicted_route(
         tpot, alone_tpot = (p.tpot_s / level.tpot_s, p.alone_tpot_s / level.tpot_s) if decodes else (0.0, 0.0)
         missed, full = miss_probability(ttft), float(_is_full(w, facts))
         own = 1 - (1 - missed) * (1 - miss_probability(alone_tpot))
-        alone.append((own + p.alone_harm + full + TIME_WEIGHT * (ttft + alone_tpot), w.incarnation))
+        alone.append((own + p.alone_harm + full + TIME_WEIGHT * (ttft + alone_tpot), w))
         sources.append((missed + p.prefill_harm + full + TIME_WEIGHT * ttft, w))
         sinks.append((miss_probability(tpot) + p.decode_harm + full + TIME_WEIGHT * tpot, w))
     if not alone:
         return None
-    fewest, worker = min(alone)
-    best = Route(None, worker)
+    fewest = min(score for score, _ in alone)
+    near = [w for score, w in alone if score < fewest + NEARLY]
+    best = Route(None, near[_least_busy(near, facts.sample)].incarnation)
     if not decodes or not facts.may_hand_off:
         return best
     for (a, source), (b, sink) in product(_least(sources), _least(sinks)):
@@ -222,6 +224,12 @@ def _predicted_route(
         if misses < fewest:
             best, fewest = Route(source.incarnation, sink.incarnation), misses
     return best
+
+
+def _least_busy(workers: Sequence[FleetWorker], turn: int) -> int:
+    """Index of the worker with the fewest sequences; of several, another one at each turn."""
+    num = len(workers)
+    return min(range(num), key=lambda i: (workers[i].num_sequences, (i - turn) % num))
 
 
 def _least(scored: list[tuple[float, FleetWorker]]) -> list[tuple[float, FleetWorker]]:

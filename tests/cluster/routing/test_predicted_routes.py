@@ -115,6 +115,13 @@ def test_an_idle_cluster_computes_a_short_prompt_on_one_worker() -> None:
     assert route(worker("p", "prefill"), worker("d", "decode")).prefill is None
 
 
+def test_an_idle_cluster_uses_all_its_workers() -> None:
+    fleet = [worker("p", "prefill"), worker("d", "decode"), worker("m")]
+    assert {route(*fleet, sample=i).decode for i in range(3)} == {"p", "d", "m"}
+    fleet[2].num_in_flight = 1
+    assert {route(*fleet, sample=i).decode for i in range(3)} == {"p", "d"}
+
+
 def test_a_long_prompt_does_not_stall_what_decodes() -> None:
     busy = worker("d", "decode", decodes=30)
     assert route(busy, worker("p", "prefill", share=0.3), num_tokens=400) == Route(None, "p")

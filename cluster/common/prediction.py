@@ -20,6 +20,7 @@ workers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
@@ -132,12 +133,29 @@ class WorkerState:
 
 
 @dataclass(slots=True)
-class RequestWork:
-    """Work of a request: tokens of its prompt to compute, the position of the first of them, and all its tokens."""
+class WorkerTimes:
+    """Times of a worker as it stands, without the request that a route is looked for: computed once for each change of
+    its state. Times in seconds."""
 
-    num_prefill: int
-    start: int
-    num_context: int
+    cost: WorkerCost
+    num_decodes: int
+    step_s: float  # of a step that only decodes
+    queue_s: float  # prefill time of the prompts that wait
+    stretch: float  # by how much its decodes stretch the time of a prompt
+    share: float  # of its time for prompts; may be more than 1
+    num_missing: float  # expected number of its sequences that miss their TPOT
+    tpot_s: float  # that those sequences may take at most
+
+    @classmethod
+    def of(cls, w: WorkerState, cost: WorkerCost, level: Level) -> Self:
+        """`level`: the service level of the sequences that run there."""
+        step_s = cost.fixed_s + cost.decode_s * w.num_decodes + cost.context_s * w.num_context
+        # What the lengths of waiting prompts add is not known.
+        queue_s = w.waiting_tokens * cost.prefill_s
+        share = max(w.prefill_share, queue_s / HORIZON_S)
+        num_missing = w.num_decodes * miss_probability(step_s / (1 - min(share, MAX_SHARE)) / level.tpot_s)
+        stretch = 1 / _share_of_step(w, cost, step_s, level)
+        return cls(cost, w.num_decodes, step_s, queue_s, stretch, share, num_missing, level.tpot_s)
 
 
 @dataclass(slots=True)
@@ -153,28 +171,29 @@ class Predictions:
     alone_harm: float
 
 
-def predict(w: WorkerState, cost: WorkerCost, work: RequestWork, level: Level) -> Predictions:
-    step_s = cost.fixed_s + cost.decode_s * w.num_decodes + cost.context_s * w.num_context
-    longer_s = step_s + cost.decode_s + cost.context_s * work.num_context
-    own_s = work.num_prefill * (cost.prefill_s + cost.pair_s * (work.start + work.num_prefill / 2))
-    # What the lengths of waiting prompts add is not known.
-    queue_s = w.waiting_tokens * cost.prefill_s
-    share = min(max(w.prefill_share, queue_s / HORIZON_S), MAX_SHARE)
-    with_own = min(max(w.prefill_share, queue_s / HORIZON_S) + own_s / HORIZON_S, MAX_SHARE)
-    tpot_s, alone_tpot_s = longer_s / (1 - share), longer_s / (1 - with_own)
-    prefill_harm = decode_harm = alone_harm = 0.0
-    if num := w.num_decodes:
-        before = miss_probability(step_s / (1 - share) / level.tpot_s)
-        prefill_harm = num * (miss_probability(step_s / (1 - with_own) / level.tpot_s) - before)
-        decode_harm = num * (miss_probability(tpot_s / level.tpot_s) - before)
-        alone_harm = num * (miss_probability(alone_tpot_s / level.tpot_s) - before)
-    ttft_s = step_s + (queue_s + own_s) / _share_of_step(w, cost, step_s, level)
+def predict(times: WorkerTimes, num_cached: int, num_tokens: int) -> Predictions:
+    """Predict for a request of `num_tokens` tokens, of which the worker has cached the first `num_cached`."""
+    cost, step_s, num_new = times.cost, times.step_s, num_tokens - num_cached
+    longer_s = step_s + cost.decode_s + cost.context_s * num_tokens
+    own_s = num_new * (cost.prefill_s + cost.pair_s * (num_cached + num_new / 2))
+    left = 1 - min(times.share, MAX_SHARE)
+    left_with_own = 1 - min(times.share + own_s / HORIZON_S, MAX_SHARE)
+    tpot_s, alone_tpot_s = longer_s / left, longer_s / left_with_own
+    ttft_s = step_s + (times.queue_s + own_s) * times.stretch
+    num = times.num_decodes
+    if not num:
+        return Predictions(ttft_s, tpot_s, alone_tpot_s, 0.0, 0.0, 0.0)
+    goal_s, before = times.tpot_s, times.num_missing
+    prefill_harm = num * miss_probability(step_s / left_with_own / goal_s) - before
+    decode_harm = num * miss_probability(tpot_s / goal_s) - before
+    alone_harm = num * miss_probability(alone_tpot_s / goal_s) - before
     return Predictions(ttft_s, tpot_s, alone_tpot_s, prefill_harm, decode_harm, alone_harm)
 
 
 def miss_probability(ratio: float) -> float:
     """F: probability that a time is missed which is predicted at `ratio` times its level."""
-    r4 = ratio * ratio * ratio * ratio
+    r2 = ratio * ratio
+    r4 = r2 * r2
     return r4 / (1.0 + r4)
 
 

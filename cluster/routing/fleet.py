@@ -17,7 +17,7 @@ from ...workers.common.wire import ROLE_FROM_PROTO
 from ...workers.core.runner import ModelInfo
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
-from ..common.prediction import FleetCosts, WorkerState, check_step_cost
+from ..common.prediction import FleetCosts, Level, WorkerState, WorkerTimes, check_step_cost
 from ..common.transfer_stats import TransferStats, read_transfer_stats
 from .token_source import Health
 
@@ -52,6 +52,17 @@ class FleetWorker:
     num_decoding: int = 0  # of those, that decode there or will
     pending_tokens: int = 0  # tokens of those requests that are not prefilled yet
     held_blocks: int = 0  # blocks that the tokens of those requests fill
+    _times: WorkerTimes | None = None  # None: its state has changed
+
+    def times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
+        """Return its times, as `state` stands."""
+        if self._times is None:
+            self._times = WorkerTimes.of(self.state, costs.of(self.incarnation), level)
+        return self._times
+
+    def changed(self) -> None:
+        """Note that its state has changed."""
+        self._times = None
 
     @property
     def incarnation(self) -> str:
@@ -171,6 +182,7 @@ class Fleet:
         view.load = worker_pb2.LoadReport(
             num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role
         )
+        view.changed()
 
     def report(self, incarnation: str, load: worker_pb2.LoadReport) -> None:
         """Take a load report. Raises InternalError for impossible counts and statistics."""
@@ -184,6 +196,7 @@ class Fleet:
         check_step_cost(load)
         view.transfer_stats = read_transfer_stats(load)
         view.load = load
+        view.changed()
         self.costs.report(incarnation, load.step_cost)
         view.is_draining = view.is_draining or load.draining
 
@@ -208,11 +221,14 @@ class Fleet:
         view.num_decoding += load.decodes
         view.pending_tokens += load.num_tokens
         view.held_blocks += load.num_blocks
+        view.changed()
 
     def end_prefill(self, handle: int) -> None:
         """Take its tokens off the tokens to prefill."""
         load = self._requests[handle]
-        self._views[load.worker].pending_tokens -= load.num_tokens
+        view = self._views[load.worker]
+        view.pending_tokens -= load.num_tokens
+        view.changed()
         self._requests[handle] = replace(load, num_tokens=0)
 
     def remove_request(self, handle: int) -> None:
@@ -225,6 +241,7 @@ class Fleet:
         view.num_decoding -= load.decodes
         view.pending_tokens -= load.num_tokens
         view.held_blocks -= load.num_blocks
+        view.changed()
 
     @staticmethod
     def _check_model(served: ModelInfo, other: ModelInfo) -> None:

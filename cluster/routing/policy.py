@@ -18,7 +18,7 @@ from itertools import product
 
 from ...workers.common.errors import ConfigError, Unavailable
 from ...workers.common.role import Role
-from ..common.prediction import FleetCosts, Level, RequestWork, miss_probability, predict
+from ..common.prediction import FleetCosts, Level, miss_probability, predict
 from .fleet import FleetWorker
 from .kv_costs import compute_s, pull_s
 
@@ -193,15 +193,14 @@ def _predicted_route(
     """Choose, of the routes of one worker and of those of two that are best for their parts, the one by which the
     fewest requests are expected to miss their level; None where none of these workers can take the request."""
     able = _able(_sample(workers, facts), facts)
-    able = [w for w in able if w.incarnation not in facts.excluded]
+    if facts.excluded:
+        able = [w for w in able if w.incarnation not in facts.excluded]
     alone: list[tuple[float, FleetWorker]] = []
     sources: list[tuple[float, FleetWorker]] = []
     sinks: list[tuple[float, FleetWorker]] = []
-    decodes = facts.max_new_tokens > 1
+    decodes, num_tokens = facts.max_new_tokens > 1, facts.num_tokens
     for w in able:
-        uncached = facts.uncached_tokens(w.incarnation)
-        work = RequestWork(uncached, facts.num_tokens - uncached, facts.num_tokens)
-        p = predict(w.state, costs.of(w.incarnation), work, level)
+        p = predict(w.times(costs, level), num_tokens - facts.uncached_tokens(w.incarnation), num_tokens)
         ttft = p.ttft_s / level.ttft_s
         tpot, alone_tpot = (p.tpot_s / level.tpot_s, p.alone_tpot_s / level.tpot_s) if decodes else (0.0, 0.0)
         missed, full = miss_probability(ttft), float(_is_full(w, facts))
@@ -211,16 +210,32 @@ def _predicted_route(
         sinks.append((miss_probability(tpot) + p.decode_harm + full + TIME_WEIGHT * tpot, w))
     if not alone:
         return None
-    fewest = min(score for score, _ in alone)
+    fewest = min([score for score, _ in alone])
     near = [w for score, w in alone if score < fewest + NEARLY]
     best = Route(None, near[_least_busy(near, facts.sample)].incarnation)
-    if not decodes or not facts.may_hand_off:
-        return best
+    if decodes and facts.may_hand_off:
+        return _handed_off(sources, sinks, facts, level, fewest) or best
+    return best
+
+
+def _handed_off(
+    sources: list[tuple[float, FleetWorker]],
+    sinks: list[tuple[float, FleetWorker]],
+    facts: RequestFacts,
+    level: Level,
+    fewest: float,
+) -> Route | None:
+    """Choose the best route of two workers; None where it is not expected to spare HANDOFF_MISSES of the `fewest`
+    misses of one worker."""
+    fewest -= HANDOFF_MISSES
+    if min([score for score, _ in sources]) + min([score for score, _ in sinks]) >= fewest:
+        return None  # mostly
+    best = None
     for (a, source), (b, sink) in product(_least(sources), _least(sinks)):
-        if source is sink or (source.incarnation, sink.incarnation) in facts.failed_pairs:
+        if a + b >= fewest or source is sink or (source.incarnation, sink.incarnation) in facts.failed_pairs:
             continue
         handoff_s = pull_s(source, sink, facts.num_tokens) / min(facts.max_new_tokens, ANSWER_TOKENS)
-        misses = a + b + HANDOFF_MISSES + miss_probability(handoff_s / level.tpot_s)
+        misses = a + b + miss_probability(handoff_s / level.tpot_s)
         if misses < fewest:
             best, fewest = Route(source.incarnation, sink.incarnation), misses
     return best

@@ -1,11 +1,12 @@
 """No legal request keeps the router's event loop long, and none makes the router hold much.
 
 Each of these has some field at its largest. Judged is the most processor time between two turns of the loop, which is
-what other calls wait for, and the memory of the router's process.
+what other calls wait for, and the memory of the router's process. Other work on the machine's caches and memory adds
+to that time: a call is sent a few times, and its least time counts.
 """
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import grpc
 import httpx
@@ -18,6 +19,7 @@ from diptych.proto import inference_pb2_grpc
 from ..support.routed import CONTEXT, Routed, routed
 
 MAX_LOOP_S = 0.05
+ATTEMPTS = 4
 MIB = 1 << 20
 BODY = 15 * MIB  # nearly all that is allowed
 USER = [{"role": "user", "content": "x"}]
@@ -105,6 +107,18 @@ LARGEST: dict[str, tuple[str, bytes, int]] = {
 }
 
 
+def least_loop_s(router: Routed, call: Callable[[], None]) -> float:
+    """Least over the attempts of the most processor time (s) between two turns of the loop while `call` is served."""
+    least_s = float("inf")
+    for _ in range(ATTEMPTS):
+        router.worst_loop_s()
+        call()
+        least_s = min(least_s, router.worst_loop_s())
+        if least_s < MAX_LOOP_S:
+            break
+    return least_s
+
+
 @pytest.fixture(scope="module")
 def router() -> Generator[Routed]:
     with routed() as it, httpx.Client(timeout=120, headers={"content-type": "application/json"}) as http:
@@ -118,10 +132,13 @@ def router() -> Generator[Routed]:
 @pytest.mark.parametrize("name", LARGEST)
 def test_no_body_keeps_the_event_loop(router: Routed, name: str) -> None:
     path, body, status = LARGEST[name]
-    router.worst_loop_s()
-    response = httpx.post(router.url + path, content=body, headers={"content-type": "application/json"}, timeout=120)
-    assert response.status_code == status, response.text[:500]
-    assert router.worst_loop_s() < MAX_LOOP_S
+
+    def call() -> None:
+        headers = {"content-type": "application/json"}
+        response = httpx.post(router.url + path, content=body, headers=headers, timeout=120)
+        assert response.status_code == status, response.text[:500]
+
+    assert least_loop_s(router, call) < MAX_LOOP_S
 
 
 MESSAGE_BYTES = RequestLimits().max_message_bytes - 256  # nearly all that is allowed
@@ -149,24 +166,28 @@ LONG: dict[str, tuple[pb.GenerateRequest, str]] = {
 @pytest.mark.parametrize("name", LONG)
 def test_no_grpc_message_keeps_the_event_loop(router: Routed, name: str) -> None:
     request, param = LONG[name]
-    router.worst_loop_s()
-    with grpc.insecure_channel(router.address) as channel:
-        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
-        with pytest.raises(grpc.RpcError):
-            next(call)
-        assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert dict(call.trailing_metadata())["diptych-param"] == param
-    assert router.worst_loop_s() < MAX_LOOP_S
+
+    def call() -> None:
+        with grpc.insecure_channel(router.address) as channel:
+            stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
+            with pytest.raises(grpc.RpcError):
+                next(stream)
+            assert stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert dict(stream.trailing_metadata())["diptych-param"] == param
+
+    assert least_loop_s(router, call) < MAX_LOOP_S
 
 
 def test_no_grpc_answer_keeps_the_event_loop(router: Routed) -> None:
     sampling = pb.SamplingParams(prompt_logprobs=20, max_tokens=1)
     request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[300] * 6000), sampling=sampling)
-    router.worst_loop_s()
-    with grpc.insecure_channel(router.address) as channel:
-        answers = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
-        assert sum(len(answer.prompt_logprobs) for answer in answers) == 5999
-    assert router.worst_loop_s() < MAX_LOOP_S
+
+    def call() -> None:
+        with grpc.insecure_channel(router.address) as channel:
+            answers = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
+            assert sum(len(answer.prompt_logprobs) for answer in answers) == 5999
+
+    assert least_loop_s(router, call) < MAX_LOOP_S
 
 
 def test_a_field_that_nobody_reads_is_not_kept_while_its_call_runs(router: Routed) -> None:

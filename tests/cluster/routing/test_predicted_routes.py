@@ -7,9 +7,9 @@ import pytest
 from diptych.cluster.common.prediction import (
     FleetCosts,
     Level,
-    RequestWork,
     WorkerCost,
     WorkerState,
+    WorkerTimes,
     check_step_cost,
     miss_probability,
     predict,
@@ -26,8 +26,8 @@ CONFIG = RoutingConfig(predict=True, ttft_s=0.5, tpot_s=0.05)
 NUM_BLOCKS = 100
 
 
-def state(role: Role = Role.MIXED, decodes: int = 0, waiting: int = 0, share: float = 0.0) -> WorkerState:
-    return WorkerState(role, decodes, 0, waiting, share)
+def times(role: Role = Role.MIXED, decodes: int = 0, waiting: int = 0, share: float = 0.0) -> WorkerTimes:
+    return WorkerTimes.of(WorkerState(role, decodes, 0, waiting, share), COST, LEVEL)
 
 
 def step_cost(**changes: float) -> worker_pb2.StepCost:
@@ -57,7 +57,7 @@ def route(*workers: FleetWorker, num_tokens: int = 100, max_new: int = 50, **fie
 
 
 def test_times_by_hand() -> None:
-    found = predict(state(decodes=6, waiting=100), COST, RequestWork(50, 0, 50), LEVEL)
+    found = predict(times(decodes=6, waiting=100), 0, 50)
     # A step of six decodes takes 10 ms; one that aims at 50 ms leaves 80 % to the 150 prompt tokens, of 1 ms each.
     assert found.ttft_s == pytest.approx(0.010 + 0.150 / 0.8)
     assert found.tpot_s == pytest.approx(0.011 / (1 - 0.1 / 5))
@@ -68,13 +68,13 @@ def test_times_by_hand() -> None:
 
 
 def test_nobody_is_harmed_where_nobody_decodes() -> None:
-    found = predict(state(waiting=3000), COST, RequestWork(50, 0, 50), LEVEL)
+    found = predict(times(waiting=3000), 0, 50)
     assert (found.prefill_harm, found.decode_harm, found.alone_harm) == (0, 0, 0)
     assert found.ttft_s == pytest.approx(0.004 + 3.05)
 
 
 def test_a_role_is_what_it_leaves_of_a_step_to_prompts() -> None:
-    ttft = {role: predict(state(role, decodes=6), COST, RequestWork(400, 0, 400), LEVEL).ttft_s for role in Role}
+    ttft = {role: predict(times(role, decodes=6), 0, 400).ttft_s for role in Role}
     assert ttft[Role.PREFILL] == pytest.approx(0.41)
     assert ttft[Role.DECODE] == pytest.approx(0.01 + 0.4 * (0.01 + 0.256) / 0.256)
     assert ttft[Role.MIXED] == pytest.approx(0.01 + 0.4 / 0.8)

@@ -55,6 +55,7 @@ FOLDERS = {
         "placement",
         "traces",
         "bench",
+        "simulate",
         "cli",
     ],
 }

@@ -27,6 +27,7 @@ from ..preflight.checks import resolve_model
 from .experts import experts
 from .plan import plan
 from .serve_flags import given_to_workers, parameters
+from .simulate import profile, simulate
 
 STOP_S = 30.0
 POLL_S = 0.2
@@ -195,6 +196,8 @@ def doctor() -> None:
 
 app.command()(_reports_errors(bench))
 app.command()(_reports_errors(plan))
+app.command()(_reports_errors(simulate))
+app.command()(_reports_errors(profile))
 app.command()(_reports_errors(experts))
 
 

@@ -10,6 +10,7 @@ OTHER: dict[str, object] = {
     "max_context_tokens": 9,
     "share_cores": True,
     "look_ahead": True,
+    "step_log": "steps",
     "cuda_graphs": False,
     "block_size": 32,
     "kv_axis_order": "layer",

@@ -42,6 +42,10 @@ class ModelConfig:
     look_ahead: Annotated[bool, Field(description="Prepare a step while the one before it is computed, on CPU.")] = (
         False
     )
+    step_log: Annotated[
+        str | None,
+        Field(min_length=1, description="Folder for a log of each worker's steps, for `diptych profile`."),
+    ] = None
     cuda_graphs: Annotated[bool, Field(description="On cuda: capture steps at start, and replay them.")] = True
 
     @property

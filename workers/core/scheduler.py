@@ -139,10 +139,14 @@ class Scheduler:
         if self._suspects.sequences:
             self._suspects.computed(batch)
         if self.config.target_step_s != 0 and batch.prompt_logprobs is None:  # those take longer than their tokens do
-            work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
-            for entry in batch.entries[batch.num_decodes :]:
-                work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
-            self.cost.add(work, seconds)
+            self.cost.add(self.work_of(batch), seconds)
+
+    def work_of(self, batch: Batch) -> StepWork:
+        """The work of a batch; call it before what was computed is counted."""
+        work = self._decode_work([e.sequence for e in batch.entries[: batch.num_decodes]])
+        for entry in batch.entries[batch.num_decodes :]:
+            work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
+        return work
 
     def schedule(self) -> Batch:
         """Make the next step's batch; empty when nothing can run."""

@@ -1,6 +1,5 @@
 """Load report of an engine: counts of sequences, blocks and tokens, now and since its start."""
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -9,14 +8,12 @@ import numpy.typing as npt
 from ...proto import worker_pb2
 from ..common.wire import ROLE_TO_PROTO
 from ..core.block_manager import BlockManager
+from ..core.load_parts import PrefillShare, step_cost_message
 from ..core.runner import Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch
-from ..core.step_cost import StepCost
 from .incoming import IncomingHandoffs
 from .outgoing import OutgoingHandoffs
-
-SHARE_S = 5.0  # over which the share of prompts is averaged
 
 
 class EngineLoad:
@@ -87,38 +84,9 @@ class EngineLoad:
             num_migrated_out=outgoing.num_migrated_out,
             num_prefixes_pulled=incoming.num_prefixes_pulled,
             num_failed_steps=self.num_failed_steps,
-            step_cost=_step_cost(scheduler.cost),
+            step_cost=step_cost_message(scheduler.cost),
             prefill_share=self._prefill_share.at(self._clock(), self._prefill_s),
         )
-
-
-class PrefillShare:
-    """Share of the time that goes to prompts, averaged over the last seconds."""
-
-    def __init__(self, now: float) -> None:
-        self._at, self._prefill_s, self._share = now, 0.0, 0.0
-
-    def at(self, now: float, prefill_s: float) -> float:
-        """prefill_s: seconds for prompts since the start."""
-        elapsed_s = now - self._at
-        if elapsed_s > 0:
-            weight = 1 - math.exp(-elapsed_s / SHARE_S)
-            self._share += weight * (min((prefill_s - self._prefill_s) / elapsed_s, 1.0) - self._share)
-            self._at, self._prefill_s = now, prefill_s
-        return self._share
-
-
-def _step_cost(cost: StepCost) -> worker_pb2.StepCost:
-    fixed_s, decode_s, context_s, prefill_s, pair_s = cost.weights
-    return worker_pb2.StepCost(
-        fixed_s=fixed_s,
-        decode_s=decode_s,
-        context_s=context_s,
-        prefill_s=prefill_s,
-        pair_s=pair_s,
-        prefill_is_measured=cost.is_measured,
-        decode_is_measured=cost.decode_is_measured,
-    )
 
 
 def _of_experts(counts: npt.NDArray[np.int64]) -> tuple[list[int], list[float]]:

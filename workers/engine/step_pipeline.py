@@ -26,6 +26,7 @@ from ..core.runner import InFlightStep, LayerWatch, Runner
 from ..core.scheduler import Scheduler
 from ..core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
 from .load import EngineLoad
+from .step_log import StepLog
 
 log = logging.getLogger("diptych.engine")
 
@@ -61,6 +62,7 @@ class StepPipeline:
         self._steps: deque[_LaunchedStep] = deque()
         self._deferred: list[Callable[[], object]] = []
         self._last_end = 0.0
+        self.log: StepLog | None = None
         self._computing: Batch | None = None  # that the runner may raise for
 
     def __bool__(self) -> bool:
@@ -101,6 +103,8 @@ class StepPipeline:
         # A step's time is its own: what the one before it took is not in it.
         began, self._last_end = max(step.began, self._last_end), self._clock()
         self._scheduler.measured(step.batch, self._last_end - began)
+        if self.log is not None:
+            self.log.add(self._scheduler.work_of(step.batch), self._last_end - began)
         batch = step.batch
         if batch.previous_entries:
             entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]

@@ -32,6 +32,7 @@ from ..config.worker_config import WorkerConfig
 from ..core.runner import Runner
 from ..engine.engine import Engine
 from ..engine.events import StepOutput, StepTokens, TokenNote
+from ..engine.step_log import open_step_log
 from ..engine.thread import EngineThread
 from ..handoff.segment_receiver import PullSettings
 from ..handoff.sink import HandoffSink
@@ -70,6 +71,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             layer_groups=config.handoff.layer_groups,
         )
         engine.set_role(Role(config.role))
+        self._step_log = engine.steps.log = open_step_log(config, runner, self.incarnation)
         cores = None if config.model.look_ahead else part_of(config.cores, 0, config.parallel.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
         self._links = RouterLinks()
@@ -136,6 +138,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         await self._pulls.close()
         await self._source.close()
         await asyncio.to_thread(self._engine.stop)
+        if self._step_log is not None:
+            self._step_log.close()
         for transport in self._transports.values():
             await transport.close()
         self._runner.close()

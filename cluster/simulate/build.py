@@ -1,0 +1,97 @@
+"""Makes a simulation of a cluster's settings, of a worker's profile or a GPU, and of a link."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...workers.common.errors import ConfigError
+from ...workers.core.runner import ModelInfo
+from ...workers.models.families.spec import ModelSpec
+from ...workers.models.plan.kv_plan import layout_of
+from ..common.config import ClusterConfig
+from ..preflight.checks import check_model, resolve_model
+from ..preflight.memory_plan import Parallelism
+from .gpus import Gpu
+from .profile import WorkerProfile
+from .roofline import Efficiency, RooflineTimer, kv_blocks
+from .routes import SimulatedRouter
+from .scaling import Scaler
+from .simulation import Simulation
+from .timing import KnownCost, StepTimer
+from .transfers import AUTO_GROUPS, Links, LinkSetup
+from .worker import WorkerSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Hardware of a simulated cluster. `steps`: a measured profile, or a GPU; `start_s`: until a new worker serves;
+    `request_s`: from a request's arrival until its worker has it."""
+
+    steps: WorkerProfile | Gpu
+    link_bytes_s: float
+    reached: Efficiency = field(default_factory=Efficiency)
+    link_latency_s: float = 0.001
+    start_s: float = 60.0
+    request_s: float = 0.0
+
+
+def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks: bool) -> Simulation:
+    """`shares_blocks`: some requests of the load share KV blocks; else workers keep no prefix caches. Raises
+    ConfigError."""
+    spec = check_model(Path(resolve_model(config.shared.model.model)))
+    setups = {
+        name: _setup(name, config, spec, hardware, shares_blocks=shares_blocks)
+        for name, pool in config.pools.items()
+        if pool.bounds[1] > 0
+    }
+    sizes = {setup.block_size for setup in setups.values()}
+    if len(sizes) > 1:
+        raise ConfigError(f"the pools have blocks of {sorted(sizes)} tokens: the simulator needs one block_size")
+    shared = config.shared
+    layout = layout_of(spec, shared.model.dtype, sizes.pop(), tensor_parallel=shared.parallel.tensor_parallel)
+    fits = min(setup.num_blocks * setup.block_size for setup in setups.values())
+    longest = min(shared.model.max_context_tokens or spec.max_position_embeddings, fits)
+    model = ModelInfo(
+        shared.model.name, spec.architecture, spec.vocab_size, longest, spec.eos_token_ids, shared.model.dtype
+    )
+    groups = shared.handoff.layer_groups or AUTO_GROUPS
+    links = Links(LinkSetup(hardware.link_bytes_s, hardware.link_latency_s, groups))
+    router = SimulatedRouter(config, model, layout)
+    return Simulation(router, links, setups, Scaler(config, hardware.start_s), hardware.request_s)
+
+
+def _setup(
+    pool: str, config: ClusterConfig, spec: ModelSpec, hardware: Hardware, *, shares_blocks: bool
+) -> WorkerSetup:
+    worker, steps = config.worker(pool), hardware.steps
+    size = worker.cache.block_size
+    how = Parallelism(worker.model.dtype, None, worker.parallel.tensor_parallel, size, on_gpus=True)
+    if isinstance(steps, WorkerProfile):
+        num_blocks = steps.worker.num_blocks * steps.worker.block_size // size
+        timer: StepTimer = steps.timer
+    else:
+        num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction)
+        timer = RooflineTimer.of(spec, how, steps, hardware.reached)
+    layout = layout_of(spec, worker.model.dtype, size, tensor_parallel=how.tensor_parallel)
+    if worker.cache.kv_memory_bytes is not None:
+        num_blocks = int(worker.cache.kv_memory_bytes // layout.block_bytes)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"pools.{pool}: the model's weights leave no memory for KV on that GPU: raise tensor_parallel or "
+            "kv_memory_fraction"
+        )
+    return WorkerSetup(
+        pool=pool,
+        scheduler=worker.device_scheduler,
+        num_blocks=num_blocks,
+        block_size=size,
+        prefix_cache=worker.cache.prefix_cache and shares_blocks,
+        timer=timer,
+        cost=KnownCost(timer),
+        num_gpus=float(how.tensor_parallel),
+    )
+
+
+def level_of(config: ClusterConfig, given: Mapping[str, float]) -> Mapping[str, float]:
+    """The service level, in seconds by metric: the given one, or the cluster's."""
+    return given or {"ttft": config.service_level.ttft_s, "tpot": config.service_level.tpot_s}

@@ -1,0 +1,103 @@
+"""Time of a step on a GPU by the roofline model (Williams et al. 2009): max(compute, memory) + ranks + overhead.
+
+    compute   2 · weights used by each token + 4 · query size for each pair of tokens that attend, at the dense rate
+    memory    weights that the step touches + KV that it reads and writes, at the memory's rate
+    ranks     two all-reduces a layer (Shoeybi et al. 2019, §3), in a ring, at the peers' rate
+
+Rates are the datasheet's times an efficiency. The defaults are round numbers near what serving engines reach on
+large matrices, not measurements of this project.
+"""
+
+from dataclasses import dataclass
+
+from ...workers.core.step_cost import StepWork
+from ...workers.kv.layout import DTYPE_BYTES
+from ...workers.models.families.spec import LatentSpec, LayerSpec, ModelSpec, MoeSpec
+from ...workers.models.plan.kv_plan import layout_of
+from ..preflight.memory_plan import Memory, Parallelism, plan_memory
+from .gpus import Gpu
+
+ALL_REDUCE_LATENCY_S = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Parts of the datasheet's rates that are reached, and the time of a step beside them."""
+
+    compute: float = 0.6
+    memory: float = 0.75
+    overhead_s: float = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineTimer:
+    """Bytes are of one rank, at the memory's rate; operations likewise."""
+
+    dense_bytes: float  # of weights that every step reads
+    expert_bytes: float  # of all experts
+    token_flops: float
+    pair_flops: float
+    kv_bytes: float  # of a token
+    flops_s: float
+    bytes_s: float
+    reduce_token_s: float  # of a token, in all-reduces
+    fixed_s: float
+    expert_share: float = 0.0  # of the experts, that a token uses
+
+    @classmethod
+    def of(cls, spec: ModelSpec, how: Parallelism, gpu: Gpu, reached: Efficiency) -> "RooflineTimer":
+        """`how`: one rank is one GPU."""
+        ranks = how.tensor_parallel
+        plan = plan_memory(spec, how, Memory(int(gpu.memory_bytes), 0.5))
+        weights, item = plan.first.weights, DTYPE_BYTES[how.dtype]
+        embeddings = 0 if spec.tie_word_embeddings else weights.get("embeddings", 0)
+        experts = weights.get("experts", 0)
+        dense = plan.first.weight_bytes - embeddings - experts
+        share = _expert_share(spec)
+        reduce_bytes = 2 * spec.num_layers * spec.hidden_size * item * 2 * (ranks - 1) / ranks
+        latency_s = 2 * spec.num_layers * ALL_REDUCE_LATENCY_S if ranks > 1 else 0.0
+        return cls(
+            dense_bytes=dense,
+            expert_bytes=experts,
+            token_flops=2 * (dense + experts * share) / item,
+            pair_flops=sum(map(_pair_flops, spec.layers)) / ranks,
+            kv_bytes=plan.token_bytes,
+            flops_s=gpu.flops_s * reached.compute,
+            bytes_s=gpu.bytes_s * reached.memory,
+            reduce_token_s=reduce_bytes / gpu.peer_bytes_s,
+            fixed_s=reached.overhead_s + latency_s,
+            expert_share=share,
+        )
+
+    def seconds(self, work: StepWork) -> float:
+        num_tokens = work.num_decodes + work.num_prefill
+        flops = self.token_flops * num_tokens + self.pair_flops * (work.num_context + work.num_pairs)
+        touched = 1 - (1 - self.expert_share) ** num_tokens if self.expert_bytes else 0.0
+        num_bytes = self.dense_bytes + self.expert_bytes * touched + self.kv_bytes * (work.num_context + num_tokens)
+        moved_s = max(flops / self.flops_s, num_bytes / self.bytes_s)
+        return moved_s + self.reduce_token_s * num_tokens + self.fixed_s
+
+
+def kv_blocks(spec: ModelSpec, how: Parallelism, gpu: Gpu, fraction: float) -> int:
+    """Number of KV blocks of a worker. Raises ConfigError, and InsufficientMemory where the weights do not fit."""
+    plan = plan_memory(spec, how, Memory(int(gpu.memory_bytes), fraction))
+    return plan.num_tokens // how.block_size if plan.first.free_bytes > 0 else 0
+
+
+def kv_token_bytes(spec: ModelSpec, how: Parallelism) -> float:
+    """Bytes of a token's KV over all ranks, which a hand-off moves."""
+    layout = layout_of(spec, how.dtype, how.block_size, tensor_parallel=how.tensor_parallel)
+    return layout.block_bytes / layout.block_size
+
+
+def _expert_share(spec: ModelSpec) -> float:
+    mixtures = [m for layer in spec.layers if isinstance(m := layer.feed_forward, MoeSpec)]
+    return sum(m.routing.top_k / m.num_experts for m in mixtures) / len(mixtures) if mixtures else 0.0
+
+
+def _pair_flops(layer: LayerSpec) -> float:
+    """Operations of a layer for a token and one that it attends to: a product with its key, and one with its value."""
+    attention = layer.attention
+    if isinstance(attention, LatentSpec):
+        return 2 * attention.num_heads * (2 * attention.kv_rank + attention.rope_dim)
+    return 4 * attention.q_size

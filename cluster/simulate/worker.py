@@ -1,0 +1,354 @@
+"""One worker on a virtual clock: the production scheduler, block manager and prefix cache; a StepTimer instead of a
+model. What it does, the engine does (workers/engine): this file repeats the order of its calls.
+
+    idle ──wake──> step ──end──> step ... ──nothing to run──> idle
+
+Steps that only decode the same sequences are one event: the run ends where a sequence does, or blocks run short, and is
+cut to the step under way by whatever comes in between.
+
+Of a hand-off the source calls `offered` after each step with the tokens that are new, and `sealed` once it has made the
+first token; `end_lease` frees its blocks. The sink calls `imported` when the KV is there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...proto import worker_pb2
+from ...workers.common.role import Role
+from ...workers.common.wire import ROLE_TO_PROTO
+from ...workers.core.block_manager import BlockManager
+from ...workers.core.live_handoff import headroom_blocks
+from ...workers.core.load_parts import PrefillShare, step_cost_message
+from ...workers.core.prefix_cache import PrefixCache
+from ...workers.core.scheduler import Scheduler
+from ...workers.core.scheduler_config import SchedulerConfig
+from ...workers.core.sequence import Batch, Sequence, SequenceStatus
+from ...workers.core.step_cost import StepCost, StepWork
+from ...workers.kv.layout import blocks_for
+from .timing import DecodeRun, StepTimer
+
+LEAST_SHARE = 0.001  # of the time, for prompts: below it a report says the same as before
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """Parts and sizes of a simulated worker. `num_gpus`: that it takes, for utilisation and price."""
+
+    pool: str
+    scheduler: SchedulerConfig
+    num_blocks: int
+    block_size: int
+    prefix_cache: bool
+    timer: StepTimer
+    cost: StepCost
+    num_gpus: float = 1.0
+
+
+class WorkerListener(Protocol):
+    """Is told what happens on a worker, at the present time."""
+
+    def step_begins(self, worker: "SimulatedWorker", ends: float) -> None:
+        """Call `worker.step_ends(worker.step_number)` at that time."""
+        ...
+
+    def first_token(self, worker: "SimulatedWorker", sequence: Sequence) -> None: ...
+
+    def finished(self, worker: "SimulatedWorker", sequence: Sequence) -> None: ...
+
+    def offered(self, worker: "SimulatedWorker", sequence: Sequence, began: float) -> None:
+        """A step that began then has computed more tokens of a sequence that is handed off."""
+        ...
+
+    def sealed(self, worker: "SimulatedWorker", sequence: Sequence) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """KV on its way here. `granted` is called once there are blocks, with the number of tokens already here."""
+
+    sequence: Sequence
+    num_tokens: int  # that come
+    is_prefix: bool
+    granted: Callable[[int], object]
+    num_held: int = 0  # tokens found in the prefix cache
+
+
+class SimulatedWorker:
+    def __init__(self, name: str, setup: WorkerSetup, role: Role, listener: WorkerListener, now: float = 0.0) -> None:
+        self.name = name
+        self.setup = setup
+        self.born = now
+        self.step_number = 0  # of the event that ends the present step, or run of steps
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.prefill_s = 0.0
+        self.manager = BlockManager(setup.num_blocks)
+        self.cache = PrefixCache(self.manager, setup.block_size, enabled=setup.prefix_cache)
+        self.scheduler = Scheduler(setup.scheduler, self.manager, self.cache)
+        self.scheduler.cost = setup.cost
+        self.scheduler.role = role
+        self.listener = listener
+        self._timer = setup.timer
+        self._batch: Batch | None = None
+        self._work = StepWork()
+        self._run = DecodeRun(0.0, 1, 0.0, 0.0)
+        self._waiting: dict[Sequence, Import] = {}  # imports without blocks
+        self._arriving: dict[Sequence, Import] = {}
+        self._leased: dict[Sequence, list[int]] = {}
+        self._share = PrefillShare(now)
+        self._reported = -1
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it holds no request, and nothing for another worker."""
+        return not (self.scheduler.has_work or self._waiting or self._arriving or self._leased)
+
+    def submit(self, sequence: Sequence, now: float) -> None:
+        self.scheduler.add(sequence)
+        self.wake(now)
+
+    def expect(self, coming: Import, now: float) -> None:
+        """Wait for KV of a sequence."""
+        coming.sequence.status = SequenceStatus.IMPORTING
+        if coming.is_prefix:
+            self.scheduler.expect(coming.sequence)
+        self._waiting[coming.sequence] = coming
+        self._cut(now)
+        self.grant()
+
+    def grant(self) -> None:
+        """Reserve blocks for waiting imports, oldest first, as workers/engine/incoming.py does."""
+        for sequence, coming in list(self._waiting.items()):
+            held = self.cache.match(sequence)
+            self.manager.share(held)
+            num_needed = blocks_for(max(coming.num_tokens, sequence.num_tokens), self.cache.block_size) - len(held)
+            headroom = headroom_blocks(self.scheduler.num_running, self.manager.num_blocks)
+            if num_needed + headroom > self.manager.num_free:
+                self.manager.release(held)
+                return
+            del self._waiting[sequence]
+            self._arriving[sequence] = coming
+            coming.num_held = len(held) * self.cache.block_size
+            sequence.block_table = held + self.manager.allocate(num_needed)
+            coming.granted(coming.num_held)
+
+    def imported(self, sequence: Sequence, now: float) -> None:
+        """Run a sequence whose KV is here: all of it, or a prefix."""
+        coming = self._arriving.pop(sequence)
+        if coming.is_prefix:
+            sequence.num_computed = sequence.num_cached = min(
+                max(coming.num_tokens, coming.num_held), sequence.max_cached
+            )
+            self.scheduler.count_prompt(sequence.num_tokens, coming.num_held)
+        else:
+            sequence.token_ids.append(0)  # the source's
+            sequence.num_resumed = 1
+            sequence.num_computed = sequence.num_prompt
+        self.scheduler.add_running(sequence)
+        self.cache.insert(sequence, 0)
+        self.wake(now)
+
+    def end_lease(self, sequence: Sequence, now: float) -> None:
+        """Free the blocks of a sequence that was handed off."""
+        self._cut(now)  # blocks that come free may end a wait
+        self.manager.end_lease(self._leased.pop(sequence))
+        if self._waiting:
+            self.grant()
+        if self._batch is None:
+            self.wake(now)
+
+    def set_role(self, role: Role, now: float) -> None:
+        self.scheduler.role = role
+        self._cut(now)
+
+    def wake(self, now: float) -> None:
+        """Begin a step, if there is none; else let the one under way end, and then look who has come."""
+        if self._batch is None:
+            self._begin(now)
+        else:
+            self._cut(now)
+
+    def step_ends(self, number: int, now: float) -> None:
+        """Handle the end of a step or run; a number that is no longer `step_number` was cut."""
+        if number == self.step_number:
+            self._complete(self._run.num_steps, now)
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        batch = self.scheduler.schedule()
+        if not batch:
+            self._batch = None
+            return
+        self.scheduler.copied(batch)
+        self._batch = batch
+        self._work = self.scheduler.work_of(batch)
+        self._run = DecodeRun.of(self._timer, self._work, self._num_alike(batch), now)
+        self.manager.begin_step()
+        self._announce()
+
+    def _announce(self) -> None:
+        self.step_number += 1
+        self.listener.step_begins(self, self._run.end_of(self._run.num_steps))
+
+    def _num_alike(self, batch: Batch) -> int:
+        """Number of steps, this one included, in which the same sequences decode and nothing else happens."""
+        if batch.num_decodes != len(batch.entries) or batch.num_decodes != self.scheduler.num_running or self._waiting:
+            return 1
+        sequences = [entry.sequence for entry in batch.entries]
+        num_steps = min([s.end - len(s.token_ids) for s in sequences])
+        size, num_free = self.cache.block_size, self.manager.num_free
+        while num_steps > 1:
+            ahead = num_steps - 1
+            growth = sum([-(-(len(s.token_ids) + ahead) // size) - len(s.block_table) for s in sequences])
+            if growth <= num_free:
+                return num_steps
+            num_steps //= 2
+        return num_steps
+
+    def _cut(self, now: float) -> None:
+        """Count the steps of a run that are over, and let the run end with the one under way."""
+        run = self._run
+        if self._batch is None or run.num_steps == 1:
+            return
+        num_over = run.num_over(now)
+        rest_s = run.first_s + run.slope_s * num_over
+        began = run.end_of(num_over)
+        if num_over:
+            self._grow(num_over)
+            self._count(num_over, began)
+            size = len(self._batch.entries)
+            self._work = StepWork(size, self._work.num_context + size * num_over)
+        for entry in self._batch.entries:  # as the step under way found it
+            self._cover(entry.sequence)
+        self._run = DecodeRun(began, 1, rest_s, 0.0)
+        self._announce()
+
+    def _complete(self, num_steps: int, now: float) -> None:
+        batch = self._batch
+        assert batch is not None
+        self.manager.end_step()
+        if num_steps > 1:  # the last of them ends below, like any step
+            self._grow(num_steps - 1)
+        began = self._run.end_of(num_steps - 1)
+        self._count(num_steps, now)
+        self._batch = None
+        if batch.num_decodes == len(batch.entries):
+            self._accept_decodes([entry.sequence for entry in batch.entries])
+        else:
+            self._accept(batch, began)
+        if self._waiting:
+            self.grant()
+
+    def _grow(self, num_steps: int) -> None:
+        """Give each decode so many tokens, of steps after which none of them ends."""
+        assert self._batch is not None
+        tokens, size = [0] * num_steps, self.cache.block_size
+        for entry in self._batch.entries:
+            sequence = entry.sequence
+            sequence.token_ids += tokens
+            before = sequence.num_computed
+            sequence.num_computed = before + num_steps
+            if len(sequence.token_ids) > len(sequence.block_table) * size:
+                self._cover(sequence)
+            if self.cache.enabled and sequence.num_computed // size != before // size:
+                self.cache.insert(sequence, before // size)
+
+    def _cover(self, sequence: Sequence) -> None:
+        missing = blocks_for(len(sequence.token_ids), self.cache.block_size) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table += self.manager.allocate(missing)
+
+    def _count(self, num_steps: int, now: float) -> None:
+        """Count steps that end now."""
+        seconds, work = now - self._run.began, self._work
+        self.busy_s += seconds
+        self.num_steps += num_steps
+        self.num_decode_tokens += work.num_decodes * num_steps
+        if work.num_prefill:
+            self.num_prefill_tokens += work.num_prefill
+            self.prefill_s += seconds * work.num_prefill / (work.num_decodes + work.num_prefill)
+
+    def _accept_decodes(self, sequences: list[Sequence]) -> None:
+        size = self.cache.block_size
+        for sequence in sequences:
+            before = sequence.num_computed
+            sequence.num_computed = before + 1
+            if self.cache.enabled and (before + 1) % size == 0:
+                self.cache.insert(sequence, before // size)
+            sequence.token_ids.append(0)
+            if len(sequence.token_ids) >= sequence.end:
+                self._finish(sequence)
+
+    def _accept(self, batch: Batch, began: float) -> None:
+        size = self.cache.block_size
+        samples = [entry.samples for entry in batch.entries]
+        for entry in batch.entries:
+            sequence = entry.sequence
+            before = sequence.num_computed
+            sequence.num_computed = before + entry.num_new
+            if self.cache.enabled and sequence.num_computed // size != before // size:
+                self.cache.insert(sequence, before // size)
+        for entry, is_sampled in zip(batch.entries, samples, strict=True):
+            sequence = entry.sequence
+            if sequence.handoff_id is not None:
+                self.listener.offered(self, sequence, began)
+            if not is_sampled:
+                continue
+            is_first = sequence.num_output == 0
+            sequence.token_ids.append(0)
+            if is_first:
+                self.listener.first_token(self, sequence)
+            if len(sequence.token_ids) >= sequence.end:
+                self._finish(sequence)
+            elif sequence.handoff_id is not None:
+                self._seal(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.FINISHED
+        self.scheduler.remove(sequence)
+        self.listener.finished(self, sequence)
+
+    def _seal(self, sequence: Sequence) -> None:
+        self.scheduler.detach(sequence)
+        sequence.status = SequenceStatus.HANDED_OFF
+        self.manager.lease(sequence.block_table)
+        self.manager.release(sequence.block_table)
+        self._leased[sequence] = sequence.block_table
+        self.listener.sealed(self, sequence)
+
+    def must_report(self) -> bool:
+        """Return whether its report may differ from the last one; call once for each look."""
+        is_changed = self.step_number != self._reported or self._share.value > LEAST_SHARE or bool(self._waiting)
+        self._reported = self.step_number
+        return is_changed
+
+    def load_report(self, now: float) -> worker_pb2.LoadReport:
+        """The report that workers/engine/load.py makes. Steps of a run count when it ends or is cut."""
+        manager, scheduler = self.manager, self.scheduler
+        return worker_pb2.LoadReport(
+            num_running=scheduler.num_running,
+            num_decoding=scheduler.num_decoding,
+            num_waiting=scheduler.num_waiting + len(self._waiting),
+            num_blocks=manager.num_blocks,
+            num_free_blocks=manager.num_free,
+            num_leased_blocks=manager.num_leased,
+            role=ROLE_TO_PROTO[scheduler.role],
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_decode_tokens=self.num_decode_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            prefill_s=self.prefill_s,
+            prefill_share=self._share.at(now, self.prefill_s),
+            step_cost=step_cost_message(scheduler.cost),
+        )
+
+    def check_integrity(self) -> int:
+        """Number of blocks whose references are wrong; see BlockManager.check_integrity."""
+        self.cache.check_integrity()
+        tables = [*self.scheduler.tables(), *(sequence.block_table for sequence in self._arriving)]
+        return self.manager.check_integrity(tables)

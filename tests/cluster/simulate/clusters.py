@@ -1,0 +1,46 @@
+"""Small simulated clusters whose steps take times that a person can compute."""
+
+from typing import Any
+
+from diptych.cluster.common.config_file import build
+from diptych.cluster.simulate.load import SimulatedRequest
+from diptych.cluster.simulate.routes import SimulatedRouter
+from diptych.cluster.simulate.scaling import Scaler
+from diptych.cluster.simulate.simulation import Simulation
+from diptych.cluster.simulate.timing import KnownCost, LinearTimer
+from diptych.cluster.simulate.transfers import Links, LinkSetup
+from diptych.cluster.simulate.worker import WorkerSetup
+from diptych.workers.core.runner import ModelInfo
+from diptych.workers.core.scheduler_config import SchedulerConfig
+from diptych.workers.kv.layout import KVLayout
+
+LAYOUT = KVLayout("bfloat16", 16, 2, 2, 8, "m")  # 128 bytes of KV a token
+TIMER = LinearTimer((0.01, 0.0, 0.0, 0.001, 0.0))  # 10 ms a step and 1 ms a prompt token
+
+
+def cluster(
+    pools: dict[str, Any],
+    *,
+    timer: LinearTimer = TIMER,
+    num_blocks: int = 1000,
+    prefix_cache: bool = False,
+    link: LinkSetup | None = None,
+    start_s: float = 5.0,
+    scheduler: SchedulerConfig | None = None,
+    level: dict[str, float] | None = None,
+    **router: Any,
+) -> Simulation:
+    """`pools`: as in YAML; `router`: settings of the router."""
+    settings = {"model": "tiny", "pools": pools, "router": {"predict": False} | router}
+    config = build(settings | ({"service_level": level} if level else {}))
+    steps = scheduler or SchedulerConfig(max_batch_tokens=512, target_step_s=0)
+    cost = KnownCost(timer)
+    setups = {p: WorkerSetup(p, steps, num_blocks, 16, prefix_cache, timer, cost) for p in pools}
+    model = ModelInfo("m", "LlamaForCausalLM", 1000, 8192, (), "bfloat16")
+    links = Links(link or LinkSetup(128_000.0, 0.002, 1))  # 1 ms a token, and 2 ms
+    return Simulation(SimulatedRouter(config, model, LAYOUT), links, setups, Scaler(config, start_s))
+
+
+def requests(*shapes: tuple[float, int, int]) -> list[SimulatedRequest]:
+    """Requests of (at_s, num_input, num_output) that share nothing."""
+    return [SimulatedRequest(i, *shape) for i, shape in enumerate(shapes)]

@@ -1,0 +1,164 @@
+"""Simulated clusters: times that are computed by hand, conservation, and the engine's own batches."""
+
+import numpy as np
+import pytest
+
+from diptych.cluster.bench.workloads import Lengths
+from diptych.cluster.simulate.figures import figures_of
+from diptych.cluster.simulate.load import LogNormal, SimulatedRequest, Synthetic, synthetic_load
+from diptych.cluster.simulate.simulation import Simulation
+from diptych.cluster.simulate.timing import LinearTimer
+from diptych.cluster.simulate.transfers import LinkSetup
+from diptych.workers.core.scheduler_config import SchedulerConfig
+
+from .clusters import cluster, requests
+
+ONE = {"mixed": {"replicas": 1}}
+SPLIT = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
+
+def times(simulation: Simulation) -> list[tuple[float, float]]:
+    """First token and end of each request, in ms."""
+    columns = simulation.columns
+    return [(round(a * 1e3, 6), round(b * 1e3, 6)) for a, b in zip(columns.first, columns.ended, strict=True)]
+
+
+def check(simulation: Simulation) -> None:
+    """Every request ended, and no block is held."""
+    assert simulation.columns.num_ended == len(simulation.columns.came)
+    for worker in simulation.alive.values():
+        assert worker.check_integrity() == 0 and worker.is_empty
+        assert worker.manager.num_free == worker.manager.num_blocks
+
+
+def test_one_worker_alone() -> None:
+    """Prompt of 100 in a step of 110 ms, then nine steps of 10 ms."""
+    simulation = cluster(ONE)
+    simulation.run(requests((0.0, 100, 10)))
+    assert times(simulation) == [(110.0, 200.0)]
+    check(simulation)
+
+
+def test_an_arrival_waits_for_the_step_under_way_and_shares_those_after_it() -> None:
+    """At 135 ms the step from 130 ms runs: the prompt's is from 140 to 200 ms, and the first decodes in it."""
+    simulation = cluster(ONE)
+    simulation.run(requests((0.0, 100, 10), (0.135, 50, 3)))
+    assert times(simulation) == [(110.0, 250.0), (200.0, 220.0)]
+    check(simulation)
+
+
+def test_a_chunk_is_what_the_budget_leaves() -> None:
+    """Budget 64: chunks of 64 and 36 tokens, in 74 and 46 ms."""
+    simulation = cluster(ONE, scheduler=SchedulerConfig(max_batch_tokens=64, target_step_s=0))
+    simulation.run(requests((0.0, 100, 1)))
+    assert times(simulation) == [(120.0, 120.0)]
+
+
+def test_a_step_is_longer_with_more_context() -> None:
+    """1 ms for each token of context: steps of 11 .. 13 ms at contexts of 11 .. 13, after the prompt's 20 ms."""
+    simulation = cluster(ONE, timer=LinearTimer((0.0, 0.0, 0.001, 0.002, 0.0)))
+    simulation.run(requests((0.0, 10, 4)))
+    assert times(simulation) == [(20.0, 56.0)]
+
+
+def test_a_hand_off_overlaps_with_prefill() -> None:
+    """Chunks of 64 and 36 tokens end at 74 and 120 ms; each token takes 1 ms of the link: the first chunk is there at
+    138 ms, the second at 174 ms; 2 ms later the sink has it, and makes four tokens."""
+    simulation = cluster(SPLIT, scheduler=SchedulerConfig(max_batch_tokens=64, target_step_s=0))
+    simulation.run(requests((0.0, 100, 5)))
+    assert times(simulation) == [(120.0, 216.0)]
+    assert simulation.links.num_bytes == 100 * 128
+    check(simulation)
+
+
+def test_groups_of_layers_are_sent_while_the_step_runs() -> None:
+    """Two groups of a step of 110 ms: half of the 100 ms is sent by its end."""
+    simulation = cluster(SPLIT, link=LinkSetup(128_000.0, 0.0, 2))
+    simulation.run(requests((0.0, 100, 2)))
+    assert times(simulation) == [(110.0, 170.0)]
+
+
+def test_a_sink_without_blocks_pulls_later() -> None:
+    simulation = cluster(SPLIT, num_blocks=12)
+    simulation.run(requests(*((0.0, 100, 20) for _ in range(4))))
+    check(simulation)
+    assert simulation.columns.num_ended == 4
+    assert len({end for _, end in times(simulation)}) == 4, "one after the other"
+
+
+def test_prefixes_are_found_where_they_were_computed() -> None:
+    simulation = cluster({"mixed": {"replicas": 2}}, prefix_cache=True)
+    load = [SimulatedRequest(i, float(i), 160, 2, (7, i), 128) for i in range(3)]
+    simulation.run(load)
+    assert list(simulation.columns.num_cached) == [0, 128, 128]
+    check(simulation)
+
+
+def test_the_next_turn_finds_the_answer_too() -> None:
+    simulation = cluster(ONE, prefix_cache=True)
+    simulation.run(synthetic_load(Synthetic(1, 1.0, Lengths(64, 64), Lengths(33, 33), turns=2, think_s=1.0), 0))
+    assert list(simulation.columns.num_cached) == [0, 96]
+    assert simulation.columns.came[1] == pytest.approx(simulation.columns.ended[0] + 1.0)
+    check(simulation)
+
+
+def mixed_load(num: int, seed: int) -> list[SimulatedRequest]:
+    return synthetic_load(Synthetic(num, 30.0, LogNormal(200.0, 0.8), LogNormal(40.0, 0.8)), seed)
+
+
+@pytest.mark.parametrize("pools", [ONE, SPLIT, {"prefill": {"replicas": 2}, "decode": {"replicas": 3}}])
+@pytest.mark.parametrize("num_blocks", [80, 1000])
+def test_every_request_ends_once_and_blocks_come_free(pools: dict[str, object], num_blocks: int) -> None:
+    load = [request for request in mixed_load(120, 1) if request.num_input + request.num_output < 80 * 16]
+    simulation = cluster(pools, num_blocks=num_blocks, timer=LinearTimer((0.003, 1e-5, 1e-7, 1e-5, 1e-9)))
+    simulation.run(load)
+    check(simulation)
+    num_preempted = sum(w.scheduler.num_preemptions for w in simulation.alive.values())
+    assert num_preempted > 0 or num_blocks == 1000 or len(pools) > 1
+
+
+def test_a_run_of_steps_is_the_same_as_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = LinearTimer((0.003, 1e-5, 1e-6, 1e-5, 1e-9))
+    together = cluster(SPLIT, num_blocks=300, timer=timer)
+    together.run(mixed_load(100, 2))
+    monkeypatch.setattr("diptych.cluster.simulate.worker.SimulatedWorker._num_alike", lambda *_: 1)
+    single = cluster(SPLIT, num_blocks=300, timer=timer)
+    single.run(mixed_load(100, 2))
+    assert single.num_events > together.num_events
+    assert np.array(times(single)) == pytest.approx(np.array(times(together)))
+    for a, b in zip(single.alive.values(), together.alive.values(), strict=True):
+        assert (a.num_steps, a.num_decode_tokens) == (b.num_steps, b.num_decode_tokens)
+        assert a.busy_s == pytest.approx(b.busy_s)
+
+
+def test_the_same_load_gives_the_same_times() -> None:
+    runs: list[list[tuple[float, float]]] = []
+    for _ in range(2):
+        simulation = cluster(SPLIT)
+        simulation.run(mixed_load(100, 3))
+        runs.append(times(simulation))
+    assert runs[0] == runs[1]
+    assert mixed_load(100, 3) != mixed_load(100, 4)
+
+
+def test_what_cannot_be_served_is_counted() -> None:
+    simulation = cluster(ONE, max_requests=1)
+    simulation.run(requests((0.0, 100, 10), (0.01, 10, 1), (1.0, 9000, 1)))
+    assert (simulation.num_refused, simulation.num_too_long, simulation.columns.num_ended) == (1, 1, 1)
+    figures = figures_of(simulation, {"ttft": 0.5}, 3.6)
+    assert (figures.completed, figures.refused, figures.too_long) == (1, 1, 1)
+    assert figures.good == pytest.approx(1 / 3)
+    assert figures.spreads["ttft"].percentiles[50] == pytest.approx(110.0)
+    assert figures.cost_per_million_tokens == pytest.approx(simulation.now * 1e-3 / 10 * 1e6)
+
+
+def test_the_autoscaler_starts_workers_and_drains_them() -> None:
+    """Sixty prompts of 1.01 s each, four a second; the level is 1 s. Later nothing comes for minutes."""
+    pools = {"mixed": {"replicas": 1, "min_replicas": 1, "max_replicas": 3}}
+    simulation = cluster(pools, start_s=0.5, level={"ttft_s": 1.0, "tpot_s": 1.0})
+    crowd = [(0.25 * i, 1000, 2) for i in range(60)]
+    simulation.run(requests(*crowd, (300.0, 10, 2)))
+    assert len(simulation.alive) + len(simulation.retired) == 3
+    assert len(simulation.retired) == 2
+    check(simulation)
+    assert np.array(simulation.columns.first).min() > 0

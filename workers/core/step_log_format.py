@@ -1,0 +1,20 @@
+"""Format of a step log, which workers write (workers/engine/step_log.py) and `diptych profile` reads."""
+
+from dataclasses import dataclass
+
+COLUMNS = ("num_decodes", "num_context", "num_prefill", "num_pairs", "seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogHeader:
+    """Description of the worker whose steps a log holds."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int  # of a worker; 0: not bound
+    tensor_parallel: int
+    block_size: int  # tokens
+    num_blocks: int
+    kv_token_bytes: float
+    machine: str

@@ -71,7 +71,7 @@ class Deployment:
             rendezvous=self._rendezvous(gang_id) if worker.parallel.data_parallel > 1 else None,
             kv_memory_fraction=worker.cache.kv_memory_fraction / share,
             ttft_s=config.service_level.ttft_s,
-            tpot_s=self._tpot_s(),
+            tpot_s=step_tpot_s(config),
             host="127.0.0.1" if self.is_local else host,
             auth_token=self.token,
         )
@@ -81,10 +81,11 @@ class Deployment:
         name = hashlib.blake2b(f"{self.config.name} {gang_id}".encode(), key=self.token.encode()[:64], digest_size=8)
         return str(Path(tempfile.gettempdir()) / f"diptych-{name.hexdigest()}")
 
-    def _tpot_s(self) -> float:
-        """Time per token at which steps with prompts aim: the promised one, if there is one."""
-        level = self.config.service_level
-        return level.tpot_s if "tpot_s" in level.model_fields_set else TPOT_S
+
+def step_tpot_s(config: ClusterConfig) -> float:
+    """Time per token at which steps with prompts aim: the promised one, if there is one."""
+    level = config.service_level
+    return level.tpot_s if "tpot_s" in level.model_fields_set else TPOT_S
 
 
 def make_worker_id(pool: str, number: int) -> str:

@@ -1,25 +1,32 @@
 """Makes a simulation of a cluster's settings, of a worker's profile or a GPU, and of a link."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from ...workers.common.errors import ConfigError
 from ...workers.core.runner import ModelInfo
 from ...workers.models.families.spec import ModelSpec
 from ...workers.models.plan.kv_plan import layout_of
 from ..common.config import ClusterConfig
+from ..common.deployment import step_tpot_s
 from ..preflight.checks import check_model, resolve_model
 from ..preflight.memory_plan import Parallelism
+from .figures import SimulationFigures, figures_of
 from .gpus import Gpu
-from .profile import WorkerProfile
+from .load import SimulatedRequest
+from .profile import LinkProfile, Profile
 from .roofline import Efficiency, RooflineTimer, kv_blocks
 from .routes import SimulatedRouter
 from .scaling import Scaler
 from .simulation import Simulation
-from .timing import KnownCost, StepTimer
+from .timing import KnownCost, StepTimer, fit_timer
 from .transfers import AUTO_GROUPS, Links, LinkSetup
 from .worker import WorkerSetup
+
+LINK_BYTES_S = 50e9  # 400 Gbit/s
+LINK_LATENCY_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +34,18 @@ class Hardware:
     """Hardware of a simulated cluster. `steps`: a measured profile, or a GPU; `start_s`: until a new worker serves;
     `request_s`: from a request's arrival until its worker has it."""
 
-    steps: WorkerProfile | Gpu
-    link_bytes_s: float
+    steps: Profile | Gpu
+    link_bytes_s: float = LINK_BYTES_S
     reached: Efficiency = field(default_factory=Efficiency)
-    link_latency_s: float = 0.001
+    link_latency_s: float = LINK_LATENCY_S
     start_s: float = 60.0
     request_s: float = 0.0
+
+    @classmethod
+    def of(cls, measured: Profile) -> Self:
+        """The hardware that a profile was measured on."""
+        link = measured.link or LinkProfile(LINK_BYTES_S, LINK_LATENCY_S)
+        return cls(measured, link.bytes_s, link_latency_s=link.latency_s, request_s=measured.request_s)
 
 
 def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks: bool) -> Simulation:
@@ -60,18 +73,35 @@ def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks
     return Simulation(router, links, setups, Scaler(config, hardware.start_s), hardware.request_s)
 
 
+def simulate(
+    config: ClusterConfig,
+    hardware: Hardware,
+    load: Sequence[SimulatedRequest],
+    levels: Mapping[str, float] | None = None,
+    price: float | None = None,
+) -> SimulationFigures:
+    """Simulate a load, in order of time. `levels`: see `level_of`; `price`: of a GPU, or worker, for an hour. The same
+    arguments give the same figures. Raises ConfigError."""
+    simulation = build_simulation(config, hardware, shares_blocks=any(request.ids for request in load))
+    simulation.run(load)
+    return figures_of(simulation, level_of(config, levels or {}), price)
+
+
 def _setup(
     pool: str, config: ClusterConfig, spec: ModelSpec, hardware: Hardware, *, shares_blocks: bool
 ) -> WorkerSetup:
     worker, steps = config.worker(pool), hardware.steps
     size = worker.cache.block_size
     how = Parallelism(worker.model.dtype, None, worker.parallel.tensor_parallel, size, on_gpus=True)
-    if isinstance(steps, WorkerProfile):
-        num_blocks = steps.worker.num_blocks * steps.worker.block_size // size
-        timer: StepTimer = steps.timer
+    if isinstance(steps, Profile):
+        measured = steps.of_threads(worker.threads)
+        num_blocks = measured.worker.num_blocks * measured.worker.block_size // size
+        timer: StepTimer = measured.timer
+        cost = KnownCost(measured.weights)
     else:
         num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction)
         timer = RooflineTimer.of(spec, how, steps, hardware.reached)
+        cost = KnownCost(fit_timer(timer))
     layout = layout_of(spec, worker.model.dtype, size, tensor_parallel=how.tensor_parallel)
     if worker.cache.kv_memory_bytes is not None:
         num_blocks = int(worker.cache.kv_memory_bytes // layout.block_bytes)
@@ -82,12 +112,12 @@ def _setup(
         )
     return WorkerSetup(
         pool=pool,
-        scheduler=worker.device_scheduler,
+        scheduler=replace(worker.device_scheduler, ttft_s=config.service_level.ttft_s, tpot_s=step_tpot_s(config)),
         num_blocks=num_blocks,
         block_size=size,
         prefix_cache=worker.cache.prefix_cache and shares_blocks,
         timer=timer,
-        cost=KnownCost(timer),
+        cost=cost,
         num_gpus=float(how.tensor_parallel),
     )
 

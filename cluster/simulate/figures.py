@@ -46,6 +46,7 @@ class SimulationFigures:
     handoff_bytes: float
     spreads: Mapping[str, Spread]
     pools: Mapping[str, PoolFigures]
+    num_events: int
     cost_per_million_tokens: float | None = None  # of output; None without a price
 
     def to_json(self) -> dict[str, object]:
@@ -84,6 +85,7 @@ def figures_of(simulation: Simulation, levels: Mapping[str, float], price: float
             "e2el": Spread.of(e2e.tolist()),
         },
         pools=pools,
+        num_events=simulation.num_events,
         cost_per_million_tokens=cost,
     )
 

@@ -1,17 +1,19 @@
-"""Profile of a worker: step logs of a running cluster (workers/engine/step_log.py) -> weights of its steps' time.
-
-A log begins with a line of JSON that says whose it is; then there is a line for each step.
+"""Profile of a cluster's workers and links: step logs (workers/engine/step_log.py) and metrics of a running cluster ->
+weights of its steps' time, speed of its hand-offs. Workers of different numbers of threads each have weights of their
+own.
 """
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter, ValidationError
 
 from ...workers.common.errors import ConfigError, WorkloadError
@@ -20,29 +22,63 @@ from .timing import LinearTimer, Weights, fit_weights
 
 QUANTILES = (1, 10, 50, 90, 99)
 LEAST_STEPS = 50
+MOST_GAP_STEPS = 1.0  # between two steps, in median steps: after a longer time there was nothing to compute
+LINK_METRICS = ("diptych_link_bytes_total", "diptych_link_read_seconds_total")
+HANDOFF_METRIC = "diptych_handoff_last_segment_seconds"
+Steps = npt.NDArray[np.float64]  # [n, 6]: a row for each step, columns as COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """Time of steps, measured. `residuals`: measured by predicted seconds, by percentile."""
+    """Times of steps, measured. `gap_s`: from the end of a step to the next one's begin, where sequences run on;
+    `residuals`: measured by predicted seconds, by percentile."""
 
     worker: StepLogHeader
     weights: Weights  # seconds
+    gap_s: float
     num_steps: int
     residuals: dict[int, float]
 
     @property
     def timer(self) -> LinearTimer:
-        return LinearTimer(self.weights)
+        """Time from the begin of a step to that of the next."""
+        fixed, decode, context, prefill, pair = self.weights
+        return LinearTimer((fixed + self.gap_s, decode, context, prefill, pair))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProfile:
+    """`latency_s`: from the end of a prompt's last step until its sink has the KV, beside the bytes."""
+
+    bytes_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """`request_s`: from a request's arrival until its worker has it, and its first token's way back."""
+
+    date: str  # ISO 8601
+    workers: tuple[WorkerProfile, ...]
+    link: LinkProfile | None = None
+    request_s: float = 0.0
+
+    def of_threads(self, threads: int | None) -> WorkerProfile:
+        """Profile of the workers with so many threads. Raises ConfigError."""
+        found = [worker for worker in self.workers if worker.worker.threads == threads]
+        if found or len(self.workers) == 1:
+            return (found or self.workers)[0]
+        known = ", ".join(str(worker.worker.threads) for worker in self.workers)
+        raise ConfigError(f"the profile has workers of {known} threads: set `threads` of each pool to one of these")
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def read_profile(path: Path) -> WorkerProfile:
+def read_profile(path: Path) -> Profile:
     """Raises ConfigError."""
     try:
-        return TypeAdapter(WorkerProfile).validate_json(path.read_text(encoding="utf-8"))
+        return TypeAdapter(Profile).validate_json(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}. Make a profile with `diptych profile`") from e
     except ValidationError as e:
@@ -51,25 +87,67 @@ def read_profile(path: Path) -> WorkerProfile:
         raise ConfigError(f"{path} is no profile of `diptych profile`: {where}: {first['msg']}") from e
 
 
-def make_profile(folder: Path) -> WorkerProfile:
+def make_profile(folder: Path, link: LinkProfile | None = None) -> Profile:
     """Fit the step logs of a folder: all of one model and machine. Raises WorkloadError."""
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise WorkloadError(f"{folder} holds no step logs (*.csv): set step_log to it, and send the cluster a load")
-    logs = [_read_log(path) for path in paths]
-    headers = {header for header, _ in logs}
-    if len(headers) > 1:
-        raise WorkloadError(f"{folder} holds step logs of unlike workers: {'; '.join(sorted(map(str, headers)))}")
-    steps = np.concatenate([steps for _, steps in logs])
+    logs: dict[StepLogHeader, list[Steps]] = {}
+    for path in paths:
+        header, steps = _read_log(path)
+        logs.setdefault(header, []).append(steps)
+    if len({header.threads for header in logs}) < len(logs):
+        raise WorkloadError(
+            f"{folder} holds step logs of workers that differ in more than threads: {'; '.join(map(str, logs))}"
+        )
+    workers = tuple(_fit(header, steps, folder) for header, steps in sorted(logs.items(), key=lambda i: i[0].threads))
+    return Profile(datetime.now(UTC).isoformat(timespec="seconds"), workers, link)
+
+
+def _fit(header: StepLogHeader, logs: Sequence[Steps], folder: Path) -> WorkerProfile:
+    steps = np.concatenate(logs)
     if len(steps) < LEAST_STEPS:
-        raise WorkloadError(f"{folder} holds {len(steps)} steps and {LEAST_STEPS} are needed: send a longer load")
-    weights = fit_weights(steps)
-    predicted = np.column_stack([np.ones(len(steps)), steps[:, :4]]) @ np.array(weights)
-    ratios = np.percentile(steps[:, 4] / predicted, QUANTILES).tolist()
-    return WorkerProfile(logs[0][0], weights, len(steps), dict(zip(QUANTILES, ratios, strict=True)))
+        raise WorkloadError(
+            f"{folder} holds {len(steps)} steps of workers with {header.threads} threads, and {LEAST_STEPS} are "
+            "needed: send a longer load"
+        )
+    weights = fit_weights(steps[:, 1:])
+    predicted = np.column_stack([np.ones(len(steps)), steps[:, 1:5]]) @ np.array(weights)
+    ratios = np.percentile(steps[:, 5] / predicted, QUANTILES).tolist()
+    return WorkerProfile(header, weights, _gap_s(logs), len(steps), dict(zip(QUANTILES, ratios, strict=True)))
 
 
-def _read_log(path: Path) -> tuple[StepLogHeader, npt.NDArray[np.float64]]:
+def _gap_s(logs: Iterable[Steps]) -> float:
+    """Median time between a step and the next, where that decodes and follows soon."""
+    found: list[Steps] = []
+    for steps in logs:
+        began, num_decodes, seconds = steps[:, 0], steps[:, 1], steps[:, 5]
+        gaps = began[1:] - (began + seconds)[:-1]
+        follows = (num_decodes[1:] > 0) & (num_decodes[:-1] > 0) & (gaps <= MOST_GAP_STEPS * np.median(seconds))
+        found.append(np.maximum(gaps[follows], 0.0))
+    gaps = np.concatenate(found)
+    return float(np.median(gaps)) if len(gaps) else 0.0
+
+
+def read_link(path: Path) -> LinkProfile:
+    """Speed of the hand-offs in metrics that a router's /metrics gave. Raises WorkloadError."""
+    sums: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families(path.read_text(encoding="utf-8")):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    except OSError as e:
+        raise WorkloadError(f"cannot read {path}: {e.strerror}. Save /metrics of a router to it") from e
+    except ValueError as e:
+        raise WorkloadError(f"{path} does not hold metrics in the format of Prometheus: {e}") from e
+    num_bytes, read_s = (sums.get(name, 0.0) for name in LINK_METRICS)
+    num_handoffs = sums.get(f"{HANDOFF_METRIC}_count", 0.0)
+    if not (num_bytes > 0 and read_s > 0 and num_handoffs > 0):
+        raise WorkloadError(f"{path} tells of no hand-off: send a load to a cluster of prefill and decode workers")
+    return LinkProfile(num_bytes / read_s, sums[f"{HANDOFF_METRIC}_sum"] / num_handoffs)
+
+
+def _read_log(path: Path) -> tuple[StepLogHeader, Steps]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             header = TypeAdapter(StepLogHeader).validate_json(file.readline())

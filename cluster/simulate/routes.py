@@ -62,9 +62,11 @@ class SimulatedRouter:
         self._fleet.forget(name)
         self._prefixes.drop(name)
 
-    def report(self, worker: SimulatedWorker, now: float) -> None:
-        """Take a worker's load report and the changes of its prefix cache."""
-        self._fleet.report(worker.name, worker.load_report(now))
+    def report(self, worker: SimulatedWorker, links: SequenceOf[worker_pb2.PeerLink], now: float) -> None:
+        """Take a worker's load report, with what it has read over its links, and the changes of its prefix cache."""
+        load = worker.load_report(now)
+        load.links.extend(links)
+        self._fleet.report(worker.name, load)
         stored, removed = worker.cache.take_events()
         if stored or removed:
             events = worker_pb2.BlockEvents(stored=stored, removed=removed)

@@ -130,10 +130,10 @@ class Simulation:
 
     def _submit(self, job: Job, route: Route, names: list[bytes]) -> None:
         worker = self.alive[route.prefill or route.decode]
-        first = self._sequence(job, worker, names)
+        first = self._sequence(job, names)
         if route.prefill is not None:
             job.sink = self.alive[route.decode]
-            job.sequence = self._sequence(job, job.sink, names)
+            job.sequence = self._sequence(job, names)
             first.handoff_id = str(job.row)
             self.columns.was_handed_off[job.row] = 1
             coming = Import(job.sequence, job.request.num_input, False, partial(self._granted, job, first))
@@ -145,7 +145,7 @@ class Simulation:
         else:
             worker.submit(first, self.now)
 
-    def _sequence(self, job: Job, worker: SimulatedWorker, names: list[bytes]) -> Sequence:
+    def _sequence(self, job: Job, names: list[bytes]) -> Sequence:
         request = job.request
         self._num_sequences += 1
         last_id = request.ids[-1] if request.ids else job.row
@@ -156,7 +156,7 @@ class Simulation:
             num_prompt=request.num_input,
             deadline=0.0,
             arrival=self._num_sequences,
-            due=self.now + worker.scheduler.slack_s(request.num_input, TIMEOUT_S),
+            due=self.now,
             end=request.num_input + request.num_output,
             block_hashes=list(names),
         )
@@ -258,12 +258,12 @@ class Simulation:
             worker = SimulatedWorker(name, self._setups[pool], Role(pool), self, self.now)
             self.alive[name] = worker
             self._router.add(worker)
-            self._router.report(worker, self.now)
+            self._router.report(worker, self.links.stats(worker.name), self.now)
 
     def _report(self) -> None:
         for worker in self.alive.values():
             if worker.must_report():
-                self._router.report(worker, self.now)
+                self._router.report(worker, self.links.stats(worker.name), self.now)
         jobs, self._unrouted = self._unrouted, []
         for job in jobs:
             if self.now - self.columns.came[job.row] >= self._router.no_worker_wait_s:

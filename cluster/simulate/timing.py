@@ -39,11 +39,11 @@ class LinearTimer:
 
 
 class KnownCost(StepCost):
-    """Step cost that a worker has learned before the simulation begins: one for all workers of a timer."""
+    """Step cost that a worker has learned before the simulation begins: one for all workers of a pool."""
 
-    def __init__(self, timer: StepTimer) -> None:
+    def __init__(self, weights: Weights) -> None:
         super().__init__()
-        self._weights = list(timer.weights if isinstance(timer, LinearTimer) else fit_timer(timer))
+        self._weights = list(weights)
 
     @property
     def is_measured(self) -> bool:

@@ -6,7 +6,10 @@ KV is sent in groups of layers while the step still runs, as a source announces 
 
 from dataclasses import dataclass
 
+from ...proto import worker_pb2
+
 AUTO_GROUPS = 4  # of layers, where a worker chooses them by cost
+MAX_REPORTED = 32  # sources of which a sink's reports tell, the last used ones: a worker tells of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Links:
         self.num_bytes = 0.0
         self._sending_until: dict[str, float] = {}
         self._receiving_until: dict[str, float] = {}
+        self._read: dict[str, dict[str, float]] = {}  # bytes, by sink and source; the last used source at the end
 
     def send(self, source: str, sink: str, num_bytes: float, made: tuple[float, float], now: float) -> float:
         """Time at which bytes are there that a step makes: `made` is its begin and end, one group of layers after the
@@ -35,7 +39,18 @@ class Links:
         there = max(free + all_s, first + all_s, ended + all_s / groups, now)
         self._sending_until[source] = self._receiving_until[sink] = there
         self.num_bytes += num_bytes
+        sources = self._read.setdefault(sink, {})
+        sources[source] = sources.pop(source, 0.0) + num_bytes
+        if len(sources) > MAX_REPORTED:
+            del sources[next(iter(sources))]
         return there
+
+    def stats(self, sink: str) -> list[worker_pb2.PeerLink]:
+        """Statistics of what the sink has read, for its load report."""
+        return [
+            worker_pb2.PeerLink(incarnation=source, num_bytes=int(num), read_s=num / self.setup.bytes_s)
+            for source, num in self._read.get(sink, {}).items()
+        ]
 
     def read(self, source: str, sink: str, num_bytes: float, now: float) -> float:
         """Time at which bytes are there that a source holds already."""
@@ -44,3 +59,6 @@ class Links:
     def forget(self, worker: str) -> None:
         self._sending_until.pop(worker, None)
         self._receiving_until.pop(worker, None)
+        self._read.pop(worker, None)
+        for sources in self._read.values():
+            sources.pop(worker, None)

@@ -95,6 +95,7 @@ class SimulatedWorker:
         self._batch: Batch | None = None
         self._work = StepWork()
         self._run = DecodeRun(0.0, 1, 0.0, 0.0)
+        self._inbox: list[Sequence] = []  # sent here during the step under way
         self._waiting: dict[Sequence, Import] = {}  # imports without blocks
         self._arriving: dict[Sequence, Import] = {}
         self._leased: dict[Sequence, list[int]] = {}
@@ -104,11 +105,20 @@ class SimulatedWorker:
     @property
     def is_empty(self) -> bool:
         """Return whether it holds no request, and nothing for another worker."""
-        return not (self.scheduler.has_work or self._waiting or self._arriving or self._leased)
+        return not (self.scheduler.has_work or self._inbox or self._waiting or self._arriving or self._leased)
 
     def submit(self, sequence: Sequence, now: float) -> None:
-        self.scheduler.add(sequence)
+        """Take a sequence once the step under way has ended: the time from which it is due counts from there."""
+        self._inbox.append(sequence)
+        if self._batch is None:
+            self._take(now)
         self.wake(now)
+
+    def _take(self, now: float) -> None:
+        for sequence in self._inbox:
+            sequence.due = now + self.scheduler.slack_s(sequence.num_prompt, sequence.request.timeout_s)
+            self.scheduler.add(sequence)
+        self._inbox.clear()
 
     def expect(self, coming: Import, now: float) -> None:
         """Wait for KV of a sequence."""
@@ -175,6 +185,7 @@ class SimulatedWorker:
         """Handle the end of a step or run; a number that is no longer `step_number` was cut."""
         if number == self.step_number:
             self._complete(self._run.num_steps, now)
+            self._take(now)
             self._begin(now)
 
     def _begin(self, now: float) -> None:

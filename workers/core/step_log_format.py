@@ -1,8 +1,9 @@
-"""Format of a step log, which workers write (workers/engine/step_log.py) and `diptych profile` reads."""
+"""Format of a step log, which workers write (workers/engine/step_log.py) and `diptych profile` reads: a line of JSON,
+then CSV. `began` is on the machine's monotonic clock, which its workers share."""
 
 from dataclasses import dataclass
 
-COLUMNS = ("num_decodes", "num_context", "num_prefill", "num_pairs", "seconds")
+COLUMNS = ("began", "num_decodes", "num_context", "num_prefill", "num_pairs", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,4 +18,4 @@ class StepLogHeader:
     block_size: int  # tokens
     num_blocks: int
     kv_token_bytes: float
-    machine: str
+    machine: str  # its processor and number of cores

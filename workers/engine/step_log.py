@@ -1,6 +1,7 @@
 """Log of a worker's steps, for `diptych profile`: what each computed and how long it took. A step costs a few µs."""
 
 import json
+import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from ..core.step_cost import StepWork
 from ..core.step_log_format import COLUMNS, StepLogHeader
 
 LINES_AT_ONCE = 64
+CPUINFO = Path("/proc/cpuinfo")
 
 
 class StepLog:
@@ -26,10 +28,9 @@ class StepLog:
         self._lines = [json.dumps(asdict(header)) + "\n", ",".join(COLUMNS) + "\n"]
         self.flush()
 
-    def add(self, work: StepWork, seconds: float) -> None:
-        self._lines.append(
-            f"{work.num_decodes},{work.num_context},{work.num_prefill},{work.num_pairs:.10g},{seconds:.9f}\n"
-        )
+    def add(self, began: float, work: StepWork, seconds: float) -> None:
+        counts = f"{work.num_decodes},{work.num_context},{work.num_prefill},{work.num_pairs:.10g}"
+        self._lines.append(f"{began:.6f},{counts},{seconds:.9f}\n")
         if len(self._lines) >= LINES_AT_ONCE:
             self.flush()
 
@@ -64,5 +65,19 @@ def _header(config: WorkerConfig, runner: Runner) -> StepLogHeader:
         block_size=layout.block_size,
         num_blocks=runner.memory.num_blocks,
         kv_token_bytes=layout.block_bytes / layout.block_size,
-        machine=f"{platform.node()} {platform.machine()}",
+        machine=_machine(),
     )
+
+
+def _machine() -> str:
+    return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    """Name of the processor; where the system does not say, its architecture."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -104,7 +104,7 @@ class StepPipeline:
         began, self._last_end = max(step.began, self._last_end), self._clock()
         self._scheduler.measured(step.batch, self._last_end - began)
         if self.log is not None:
-            self.log.add(self._scheduler.work_of(step.batch), self._last_end - began)
+            self.log.add(began, self._scheduler.work_of(step.batch), self._last_end - began)
         batch = step.batch
         if batch.previous_entries:
             entries = [e for e in batch.entries if here.get(e.sequence.key) is e.sequence]

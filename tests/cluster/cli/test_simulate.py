@@ -7,6 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cluster.cli.main import app
+from diptych.workers.core.step_cost import StepWork
+from diptych.workers.core.step_log_format import StepLogHeader
+from diptych.workers.engine.step_log import StepLog
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,60,20
@@ -54,3 +57,20 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     ):
         code, output = simulate(tmp_path, *flags)
         assert code == 2 and message in output, output
+
+
+def test_a_profile_is_made_and_used(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps", "a", StepLogHeader("m", "bfloat16", "cpu", 1, 1, 16, 1000, 128.0, "here"))
+    for i in range(60):
+        work = StepWork(i % 4 + 1, 100 * i) if i % 5 else StepWork().with_chunk(0, 50 + i)
+        log.add(i * 1.0, work, 0.01 + 0.001 * work.num_decodes + 0.0005 * work.num_prefill)
+    log.close()
+    profile = str(tmp_path / "p.json")
+    made = CliRunner().invoke(app, ["profile", str(tmp_path / "steps"), "--output", profile])
+    assert made.exit_code == 0 and "60 steps of m, 1 threads, here" in made.output, made.output
+    code, output = simulate(tmp_path, "--profile", profile, "--trace", str(tmp_path / "azure.csv"), "--json")
+    assert code == 0, output
+    ttft = json.loads(output)["spreads"]["ttft"]
+    assert ttft["percentiles"]["50"] == pytest.approx(10 + 0.5 * 75, rel=1e-3), "prompts of 60 and 90 tokens"
+    code, output = simulate(tmp_path, "--profile", profile, "--rate", "1", "--link-gbit", "0")
+    assert code == 2 and "--link-gbit must be above 0" in output

@@ -34,7 +34,7 @@ def cluster(
     settings = {"model": "tiny", "pools": pools, "router": {"predict": False} | router}
     config = build(settings | ({"service_level": level} if level else {}))
     steps = scheduler or SchedulerConfig(max_batch_tokens=512, target_step_s=0)
-    cost = KnownCost(timer)
+    cost = KnownCost(timer.weights)
     setups = {p: WorkerSetup(p, steps, num_blocks, 16, prefix_cache, timer, cost) for p in pools}
     model = ModelInfo("m", "LlamaForCausalLM", 1000, 8192, (), "bfloat16")
     links = Links(link or LinkSetup(128_000.0, 0.002, 1))  # 1 ms a token, and 2 ms

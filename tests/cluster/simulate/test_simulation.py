@@ -8,7 +8,7 @@ from diptych.cluster.simulate.figures import figures_of
 from diptych.cluster.simulate.load import LogNormal, SimulatedRequest, Synthetic, synthetic_load
 from diptych.cluster.simulate.simulation import Simulation
 from diptych.cluster.simulate.timing import LinearTimer
-from diptych.cluster.simulate.transfers import LinkSetup
+from diptych.cluster.simulate.transfers import MAX_REPORTED, Links, LinkSetup
 from diptych.workers.core.scheduler_config import SchedulerConfig
 
 from .clusters import cluster, requests
@@ -129,6 +129,32 @@ def test_a_run_of_steps_is_the_same_as_its_steps(monkeypatch: pytest.MonkeyPatch
     for a, b in zip(single.alive.values(), together.alive.values(), strict=True):
         assert (a.num_steps, a.num_decode_tokens) == (b.num_steps, b.num_decode_tokens)
         assert a.busy_s == pytest.approx(b.busy_s)
+
+
+@pytest.mark.parametrize("pools", [SPLIT, {"mixed": {"replicas": 2}}])
+def test_routes_by_predicted_times_are_the_policys(pools: dict[str, object]) -> None:
+    """The policy finds the costs of all workers measured, and the speed of links that were used."""
+    timer = LinearTimer((0.003, 1e-5, 1e-7, 1e-4, 1e-9))
+    level = {"ttft_s": 0.2, "tpot_s": 0.01}
+    good: dict[bool, float] = {}
+    for predict in (False, True):
+        simulation = cluster(pools, timer=timer, level=level, predict=predict)
+        simulation.run(mixed_load(150, 6))
+        check(simulation)
+        good[predict] = figures_of(simulation, {"ttft": 0.2, "tpot": 0.01}, None).good
+    assert good[True] > good[False] or len(pools) == 1
+
+
+def test_reports_tell_of_links() -> None:
+    links = Links(LinkSetup(100.0, 0.0))
+    links.send("a", "s", 50.0, (0.0, 1.0), 1.0)
+    links.read("a", "s", 30.0, 2.0)
+    assert [(each.incarnation, each.num_bytes, each.read_s) for each in links.stats("s")] == [("a", 80, 0.8)]
+    for i in range(MAX_REPORTED):
+        links.read(f"b{i}", "s", 10.0, 3.0)
+    assert len(links.stats("s")) == MAX_REPORTED and links.stats("s")[0].incarnation == "b0"
+    links.forget("b0")
+    assert len(links.stats("s")) == MAX_REPORTED - 1
 
 
 def test_the_same_load_gives_the_same_times() -> None:

@@ -1,6 +1,7 @@
 """Times of steps: fits, runs of steps, GPUs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from diptych.cluster.preflight.checks import check_model, resolve_model
 from diptych.cluster.preflight.memory_plan import Parallelism
 from diptych.cluster.simulate.gpus import GPUS, gpu_of
-from diptych.cluster.simulate.profile import make_profile, read_profile
+from diptych.cluster.simulate.profile import LinkProfile, make_profile, read_link, read_profile
 from diptych.cluster.simulate.roofline import Efficiency, RooflineTimer
 from diptych.cluster.simulate.timing import DecodeRun, LinearTimer, fit_timer, fit_weights
 from diptych.workers.common.errors import ConfigError, WorkloadError
@@ -44,38 +45,96 @@ def test_a_run_of_steps_sums_them() -> None:
     assert run.num_over(99.0) == 4, "the last one ends by itself"
 
 
+def write_log(folder: Path, name: str, threads: int, timer: LinearTimer, gap_s: float = 0.0) -> None:
+    """A log of 100 random steps, each `gap_s` after the one before."""
+    rng, now = np.random.default_rng(threads), 5.0
+    log = StepLog(folder, name, replace(HEADER, threads=threads))
+    for _ in range(100):
+        work = StepWork(int(rng.integers(1, 9)), int(rng.integers(0, 900))).with_chunk(5, int(rng.integers(0, 99)))
+        log.add(now, work, timer.seconds(work))
+        now += timer.seconds(work) + gap_s
+    log.close()
+
+
 def test_a_profile_is_made_of_step_logs(tmp_path: Path) -> None:
-    timer, rng = LinearTimer(WEIGHTS), np.random.default_rng(0)
-    for name in ("a", "b"):
-        log = StepLog(tmp_path / "steps", name, HEADER)
-        for _ in range(100):
-            work = StepWork(int(rng.integers(0, 9)), int(rng.integers(0, 900))).with_chunk(5, int(rng.integers(0, 99)))
-            log.add(work, timer.seconds(work))
-        log.close()
+    """Two workers of one thread, one of two that is twice as fast; a quarter of a millisecond between steps."""
+    slow, fast = LinearTimer(WEIGHTS), LinearTimer(tuple(weight / 2 for weight in WEIGHTS))
+    for name, threads, timer in (("a", 1, slow), ("b", 1, slow), ("c", 2, fast)):
+        write_log(tmp_path / "steps", name, threads, timer, 0.00025)
     made = make_profile(tmp_path / "steps")
-    assert made.weights == pytest.approx(WEIGHTS, rel=1e-3)
-    assert made.num_steps == 200 and made.residuals[99] == pytest.approx(1.0, rel=1e-3)
+    assert [worker.worker.threads for worker in made.workers] == [1, 2]
+    assert made.of_threads(1).weights == pytest.approx(WEIGHTS, rel=1e-3)
+    assert made.of_threads(2).weights == pytest.approx(fast.weights, rel=1e-3)
+    assert made.of_threads(1).num_steps == 200 and made.of_threads(1).residuals[99] == pytest.approx(1.0, rel=1e-3)
+    assert made.of_threads(1).gap_s == pytest.approx(0.00025, rel=0.01)
+    assert made.of_threads(1).timer.seconds(StepWork()) == pytest.approx(WEIGHTS[0] + 0.00025, rel=1e-3)
+    with pytest.raises(ConfigError, match="workers of 1, 2 threads"):
+        made.of_threads(3)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_log(tmp_path / "steps", "a", 1, LinearTimer(WEIGHTS))
+    made = make_profile(tmp_path / "steps", LinkProfile(1e9, 0.002))
+    assert made.of_threads(None) == made.workers[0], "the only one"
     made.write(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == made
-    (tmp_path / "profile.json").write_text(json.dumps({"weights": [1]}))
+    (tmp_path / "profile.json").write_text(json.dumps({"workers": [1]}))
     with pytest.raises(ConfigError, match="is no profile"):
         read_profile(tmp_path / "profile.json")
+
+
+def test_a_pause_is_no_time_between_steps(tmp_path: Path) -> None:
+    log = StepLog(tmp_path, "a", HEADER)
+    for i in range(100):
+        log.add(i * 0.02 + 5.0 * (i // 2), StepWork(2, 100 + i), 0.01)
+    log.close()
+    assert make_profile(tmp_path).workers[0].gap_s == pytest.approx(0.01)
 
 
 def test_step_logs_that_cannot_be_fitted(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="holds no step logs"):
         make_profile(tmp_path)
     log = StepLog(tmp_path, "a", HEADER)
-    log.add(StepWork(1, 5), 0.1)
+    log.add(1.0, StepWork(1, 5), 0.1)
     log.close()
-    with pytest.raises(WorkloadError, match="holds 1 steps and 50 are needed"):
+    with pytest.raises(WorkloadError, match="holds 1 steps of workers with 1 threads, and 50 are needed"):
         make_profile(tmp_path)
-    (tmp_path / "a.csv").write_text((tmp_path / "a.csv").read_text() + "1,2,x,0,1\n")
+    other = StepLog(tmp_path, "b", replace(HEADER, dtype="float32"))
+    other.close()
+    with pytest.raises(WorkloadError, match="differ in more than threads"):
+        make_profile(tmp_path)
+    (tmp_path / "b.csv").unlink()
+    (tmp_path / "a.csv").write_text((tmp_path / "a.csv").read_text() + "0,1,2,x,0,1\n")
     with pytest.raises(WorkloadError, match="line 4: a step is"):
         make_profile(tmp_path)
     (tmp_path / "a.csv").write_text("{}\n")
     with pytest.raises(WorkloadError, match="line 1: it does not say whose"):
         make_profile(tmp_path)
+
+
+METRICS = """# TYPE diptych_link_bytes counter
+diptych_link_bytes_total{worker="a",source="b"} 3e9
+diptych_link_bytes_total{worker="b",source="a"} 1e9
+# TYPE diptych_link_read_seconds counter
+diptych_link_read_seconds_total{worker="a",source="b"} 2.0
+# TYPE diptych_handoff_last_segment_seconds histogram
+diptych_handoff_last_segment_seconds_bucket{le="+Inf"} 4.0
+diptych_handoff_last_segment_seconds_sum 0.02
+diptych_handoff_last_segment_seconds_count 4.0
+"""
+
+
+def test_a_link_is_read_from_metrics(tmp_path: Path) -> None:
+    (tmp_path / "metrics").write_text(METRICS)
+    assert read_link(tmp_path / "metrics") == LinkProfile(2e9, 0.005)
+    (tmp_path / "metrics").write_text("diptych_link_bytes_total 5\n")
+    with pytest.raises(WorkloadError, match="tells of no hand-off"):
+        read_link(tmp_path / "metrics")
+    (tmp_path / "metrics").write_text("{{{\n")
+    with pytest.raises(WorkloadError, match="format of Prometheus"):
+        read_link(tmp_path / "metrics")
+    with pytest.raises(WorkloadError, match="cannot read"):
+        read_link(tmp_path / "none")
 
 
 def test_roofline_of_a_gpu() -> None:

@@ -144,7 +144,7 @@ class WorkerTimes:
     stretch: float  # by how much its decodes stretch the time of a prompt
     share: float  # of its time for prompts; may be more than 1
     num_missing: float  # expected number of its sequences that miss their TPOT
-    tpot_s: float  # that those sequences may take at most
+    goal_s: float  # TPOT of those sequences, at most
 
     @classmethod
     def of(cls, w: WorkerState, cost: WorkerCost, level: Level) -> Self:
@@ -158,36 +158,39 @@ class WorkerTimes:
         return cls(cost, w.num_decodes, step_s, queue_s, stretch, share, num_missing, level.tpot_s)
 
 
-@dataclass(slots=True)
-class Predictions:
-    """Predictions for a request on one worker, for each part that the worker may do. Times in seconds; `harm`: expected
-    number of its sequences that miss their level by it."""
-
-    ttft_s: float
-    tpot_s: float  # where it decodes there alone
-    alone_tpot_s: float  # where it is prefilled there too
-    prefill_harm: float
-    decode_harm: float
-    alone_harm: float
+def prefill_s(times: WorkerTimes, num_cached: int, num_tokens: int) -> float:
+    """Return the time (s) that the prompt's tokens take which the worker has not cached."""
+    cost, num_new = times.cost, num_tokens - num_cached
+    return num_new * (cost.prefill_s + cost.pair_s * (num_cached + num_new / 2))
 
 
-def predict(times: WorkerTimes, num_cached: int, num_tokens: int) -> Predictions:
-    """Predict for a request of `num_tokens` tokens, of which the worker has cached the first `num_cached`."""
-    cost, step_s, num_new = times.cost, times.step_s, num_tokens - num_cached
-    longer_s = step_s + cost.decode_s + cost.context_s * num_tokens
-    own_s = num_new * (cost.prefill_s + cost.pair_s * (num_cached + num_new / 2))
-    left = 1 - min(times.share, MAX_SHARE)
-    left_with_own = 1 - min(times.share + own_s / HORIZON_S, MAX_SHARE)
-    tpot_s, alone_tpot_s = longer_s / left, longer_s / left_with_own
-    ttft_s = step_s + (times.queue_s + own_s) * times.stretch
+def ttft_s(times: WorkerTimes, own_s: float) -> float:
+    """Predict TTFT (s) of a request whose prompt takes the worker `own_s` seconds."""
+    return times.step_s + (times.queue_s + own_s) * times.stretch
+
+
+def tpot_s(times: WorkerTimes, own_s: float, num_tokens: int) -> float:
+    """Predict TPOT (s) of a request that decodes there from `num_tokens` tokens on; `own_s`: time that its prompt takes
+    there too."""
+    step_s = times.step_s + times.cost.decode_s + times.cost.context_s * num_tokens
+    return step_s / _left(times, own_s)
+
+
+def prefill_harm(times: WorkerTimes, own_s: float) -> float:
+    """By how much a prompt raises the number of the worker's sequences that are expected to miss their TPOT."""
+    return decode_harm(times, times.step_s / _left(times, own_s)) if times.num_decodes else 0.0
+
+
+def decode_harm(times: WorkerTimes, tpot_s: float) -> float:
+    """By how much that number rises where the worker's TPOT becomes `tpot_s`."""
     num = times.num_decodes
-    if not num:
-        return Predictions(ttft_s, tpot_s, alone_tpot_s, 0.0, 0.0, 0.0)
-    goal_s, before = times.tpot_s, times.num_missing
-    prefill_harm = num * miss_probability(step_s / left_with_own / goal_s) - before
-    decode_harm = num * miss_probability(tpot_s / goal_s) - before
-    alone_harm = num * miss_probability(alone_tpot_s / goal_s) - before
-    return Predictions(ttft_s, tpot_s, alone_tpot_s, prefill_harm, decode_harm, alone_harm)
+    return num * miss_probability(tpot_s / times.goal_s) - times.num_missing if num else 0.0
+
+
+def _left(times: WorkerTimes, own_s: float) -> float:
+    """Share of the worker's time that prompts leave, one more included."""
+    share = times.share + own_s / HORIZON_S
+    return 1 - (share if share < MAX_SHARE else MAX_SHARE)
 
 
 def miss_probability(ratio: float) -> float:

@@ -7,7 +7,7 @@ A worker request is the part of a request that one worker computes. Workers repo
 second; the requests that this router sent since the last report are counted here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from ...proto import inference_pb2, worker_pb2
@@ -136,6 +136,10 @@ class Fleet:
 
     def views(self) -> list[FleetWorker]:
         return list(self._views.values())
+
+    def by_incarnation(self) -> Mapping[str, FleetWorker]:
+        """Its workers, as they are at any time."""
+        return self._views
 
     def view(self, incarnation: str) -> FleetWorker:
         return self._views[incarnation]

@@ -18,12 +18,22 @@ from itertools import product
 
 from ...workers.common.errors import ConfigError, Unavailable
 from ...workers.common.role import Role
-from ..common.prediction import FleetCosts, Level, miss_probability, predict
+from ..common.prediction import (
+    FleetCosts,
+    Level,
+    WorkerTimes,
+    decode_harm,
+    miss_probability,
+    prefill_harm,
+    prefill_s,
+    tpot_s,
+    ttft_s,
+)
 from .fleet import FleetWorker
 from .kv_costs import compute_s, pull_s
 
 NUM_COMPARED = 3  # workers for each part of a route
-NUM_SAMPLED = 16
+NUM_SAMPLED = 8
 HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
 TIME_WEIGHT = 0.02  # misses that a time as long as its level counts as
@@ -90,9 +100,14 @@ class RequestFacts:
         """Number of blocks of that worker's size, with room for the next token."""
         return -(-(self.num_tokens + 1) // worker.block_size)
 
+    def held_tokens(self, worker: str) -> int:
+        """Number of leading tokens that need not be computed there. At least one must: its logits are needed."""
+        cached = self.cached_tokens.get(worker, 0) if self.cached_tokens else 0
+        return cached if cached < self.num_tokens else self.num_tokens - 1
+
     def uncached_tokens(self, worker: str) -> int:
-        """Number of tokens to compute there. At least one: its logits are needed."""
-        return max(self.num_tokens - self.cached_tokens.get(worker, 0), 1)
+        """Number of tokens to compute there."""
+        return self.num_tokens - self.held_tokens(worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +129,11 @@ class Route:
 
 
 def choose(
-    workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig, costs: FleetCosts | None = None
+    fleet: Mapping[str, FleetWorker], facts: RequestFacts, config: RoutingConfig, costs: FleetCosts | None = None
 ) -> Route:
-    """Choose a route. costs: of the workers' steps; None: roles decide. Raises Unavailable where no worker can take the
-    request."""
+    """Choose a route. fleet: by incarnation; costs: of the workers' steps; None: roles decide. Raises Unavailable where
+    no worker can take the request."""
+    workers = list(fleet.values())
     group_route = _group_route(workers, facts)
     if group_route is not None:
         return group_route  # the worker computes or pulls the prompt once for both
@@ -127,23 +143,27 @@ def choose(
     route = route or _choose_workers(workers, facts, config)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off):
         return route
-    return replace(route, prefix=choose_prefix(workers, facts, route.prefill or route.decode))
+    return replace(route, prefix=choose_prefix(fleet, facts, route.prefill or route.decode))
 
 
-def choose_prefix(workers: Sequence[FleetWorker], facts: RequestFacts, worker: str) -> PrefixSource | None:
+def choose_prefix(fleet: Mapping[str, FleetWorker], facts: RequestFacts, worker: str) -> PrefixSource | None:
     """Best worker to pull the beginning of the prompt from; None: `worker` computes it."""
-    sink = next(w for w in workers if w.incarnation == worker)
-    num_held = facts.cached_tokens.get(worker, 0)
+    sink, num_held = fleet[worker], facts.cached_tokens.get(worker, 0)
+    token_s: float | None = None  # of computing a token there
     best, best_saved_s = None, 0.0
-    for source in workers:
+    for name in facts.cached_tokens:
+        source = fleet.get(name)
+        if source is None or source is sink or not source.is_available or (name, worker) in facts.failed_pairs:
+            continue
         num_tokens = _pullable_tokens(source, facts)
         num_new = num_tokens - num_held
-        pair = (source.incarnation, worker)
-        if num_new <= 0 or not source.is_available or source is sink or pair in facts.failed_pairs:
+        if num_new <= 0:
             continue
-        saved_s = compute_s(sink, num_new, workers) - PULL_GAIN * pull_s(source, sink, num_new)
+        if token_s is None:
+            token_s = compute_s(sink, 1, fleet.values())
+        saved_s = num_new * token_s - PULL_GAIN * pull_s(source, sink, num_new)
         if saved_s > best_saved_s:
-            best, best_saved_s = PrefixSource(source.incarnation, num_tokens), saved_s
+            best, best_saved_s = PrefixSource(name, num_tokens), saved_s
     return best
 
 
@@ -187,6 +207,10 @@ def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts, config:
     return Route(None, sink) if sink == source else Route(source, sink)
 
 
+# A worker, its times, the time that the prompt takes there, the misses that it means for TTFT, and whether it is full.
+_Candidate = tuple[FleetWorker, WorkerTimes, float, float, bool]
+
+
 def _predicted_route(
     workers: Sequence[FleetWorker], facts: RequestFacts, costs: FleetCosts, level: Level
 ) -> Route | None:
@@ -195,44 +219,45 @@ def _predicted_route(
     able = _able(_sample(workers, facts), facts)
     if facts.excluded:
         able = [w for w in able if w.incarnation not in facts.excluded]
-    alone: list[tuple[float, FleetWorker]] = []
-    sources: list[tuple[float, FleetWorker]] = []
-    sinks: list[tuple[float, FleetWorker]] = []
-    decodes, num_tokens = facts.max_new_tokens > 1, facts.num_tokens
-    for w in able:
-        p = predict(w.times(costs, level), num_tokens - facts.uncached_tokens(w.incarnation), num_tokens)
-        ttft = p.ttft_s / level.ttft_s
-        tpot, alone_tpot = (p.tpot_s / level.tpot_s, p.alone_tpot_s / level.tpot_s) if decodes else (0.0, 0.0)
-        missed, full = miss_probability(ttft), float(_is_full(w, facts))
-        own = 1 - (1 - missed) * (1 - miss_probability(alone_tpot))
-        alone.append((own + p.alone_harm + full + TIME_WEIGHT * (ttft + alone_tpot), w))
-        sources.append((missed + p.prefill_harm + full + TIME_WEIGHT * ttft, w))
-        sinks.append((miss_probability(tpot) + p.decode_harm + full + TIME_WEIGHT * tpot, w))
-    if not alone:
+    if not able:
         return None
-    fewest = min([score for score, _ in alone])
-    near = [w for score, w in alone if score < fewest + NEARLY]
-    best = Route(None, near[_least_busy(near, facts.sample)].incarnation)
-    if decodes and facts.may_hand_off:
-        return _handed_off(sources, sinks, facts, level, fewest) or best
-    return best
+    decodes, num_tokens = facts.max_new_tokens > 1, facts.num_tokens
+    scores: list[float] = []
+    candidates: list[_Candidate] = []
+    for w in able:
+        times = w.times(costs, level)
+        own_s = prefill_s(times, facts.held_tokens(w.incarnation), num_tokens)
+        ttft = ttft_s(times, own_s) / level.ttft_s
+        new_tpot_s = tpot_s(times, own_s, num_tokens) if decodes else 0.0
+        tpot, missed, full = new_tpot_s / level.tpot_s, miss_probability(ttft), _is_full(w, facts)
+        own = 1 - (1 - missed) * (1 - miss_probability(tpot))
+        scores.append(own + decode_harm(times, new_tpot_s) + full + TIME_WEIGHT * (ttft + tpot))
+        candidates.append((w, times, own_s, missed + full + TIME_WEIGHT * ttft, full))
+    fewest = min(scores)
+    if fewest > HANDOFF_MISSES and decodes and facts.may_hand_off:
+        handed_off = _predicted_handoff(candidates, facts, level, fewest - HANDOFF_MISSES)
+        if handed_off is not None:
+            return handed_off
+    near = [w for w, score in zip(able, scores, strict=True) if score < fewest + NEARLY]
+    return Route(None, near[_least_busy(near, facts.sample)].incarnation)
 
 
-def _handed_off(
-    sources: list[tuple[float, FleetWorker]],
-    sinks: list[tuple[float, FleetWorker]],
-    facts: RequestFacts,
-    level: Level,
-    fewest: float,
+def _predicted_handoff(
+    candidates: Sequence[_Candidate], facts: RequestFacts, level: Level, fewest: float
 ) -> Route | None:
-    """Choose the best route of two workers; None where it is not expected to spare HANDOFF_MISSES of the `fewest`
-    misses of one worker."""
-    fewest -= HANDOFF_MISSES
-    if min([score for score, _ in sources]) + min([score for score, _ in sinks]) >= fewest:
-        return None  # mostly
+    """Choose the best route of two workers, of those that are best for their parts; None where at least `fewest` misses
+    are expected of each."""
+    sources: list[tuple[float, int]] = []
+    sinks: list[tuple[float, int]] = []
+    for i, (_, times, own_s, ttft_misses, full) in enumerate(candidates):
+        new_tpot_s = tpot_s(times, 0.0, facts.num_tokens)
+        tpot = new_tpot_s / level.tpot_s
+        sources.append((ttft_misses + prefill_harm(times, own_s), i))
+        sinks.append((miss_probability(tpot) + decode_harm(times, new_tpot_s) + full + TIME_WEIGHT * tpot, i))
     best = None
-    for (a, source), (b, sink) in product(_least(sources), _least(sinks)):
-        if a + b >= fewest or source is sink or (source.incarnation, sink.incarnation) in facts.failed_pairs:
+    for (a, i), (b, j) in product(sorted(sources)[:NUM_COMPARED], sorted(sinks)[:NUM_COMPARED]):
+        source, sink = candidates[i][0], candidates[j][0]
+        if a + b >= fewest or i == j or (source.incarnation, sink.incarnation) in facts.failed_pairs:
             continue
         handoff_s = pull_s(source, sink, facts.num_tokens) / min(facts.max_new_tokens, ANSWER_TOKENS)
         misses = a + b + miss_probability(handoff_s / level.tpot_s)
@@ -245,10 +270,6 @@ def _least_busy(workers: Sequence[FleetWorker], turn: int) -> int:
     """Index of the worker with the fewest sequences; of several, another one at each turn."""
     num = len(workers)
     return min(range(num), key=lambda i: (workers[i].num_sequences, (i - turn) % num))
-
-
-def _least(scored: list[tuple[float, FleetWorker]]) -> list[tuple[float, FleetWorker]]:
-    return nsmallest(NUM_COMPARED, scored, key=lambda s: (s[0], s[1].incarnation))
 
 
 def _sample(workers: Sequence[FleetWorker], facts: RequestFacts) -> Sequence[FleetWorker]:

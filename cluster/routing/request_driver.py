@@ -86,7 +86,7 @@ class RequestDriver:
         context = self._context
         try:
             self._facts = facts = self._make_facts()
-            route = choose(context.fleet.views(), facts, context.config, context.fleet.costs)
+            route = choose(context.fleet.by_incarnation(), facts, context.config, context.fleet.costs)
         except Unavailable as e:
             self._wait_for_worker(e)
             return

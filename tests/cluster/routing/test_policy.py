@@ -1,17 +1,23 @@
 """Which worker takes what, case by case, and for any fleet."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
-from diptych.cluster.routing.policy import PrefixSource, RequestFacts, Route, RoutingConfig, choose, choose_sink
+from diptych.cluster.routing.policy import PrefixSource, RequestFacts, Route, RoutingConfig, choose_sink
+from diptych.cluster.routing.policy import choose as choose_of
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, Unavailable
 
 CONFIG = RoutingConfig()
 NUM_BLOCKS = 100
+
+
+def choose(workers: Iterable[FleetWorker], wanted: RequestFacts, config: RoutingConfig) -> Route:
+    return choose_of({w.incarnation: w for w in workers}, wanted, config)
 
 
 def worker(

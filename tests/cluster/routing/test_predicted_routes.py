@@ -1,6 +1,7 @@
 """Predicted times, by hand, and the routes that follow from them."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,12 @@ from diptych.cluster.common.prediction import (
     WorkerState,
     WorkerTimes,
     check_step_cost,
+    decode_harm,
     miss_probability,
-    predict,
+    prefill_harm,
+    prefill_s,
+    tpot_s,
+    ttft_s,
 )
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
 from diptych.cluster.routing.policy import NUM_SAMPLED, RequestFacts, Route, RoutingConfig, choose
@@ -53,28 +58,38 @@ def route(*workers: FleetWorker, num_tokens: int = 100, max_new: int = 50, **fie
     for w in workers:
         costs.report(w.incarnation, step_cost())
     given = {"cached_tokens": {}} | fields
-    return choose(workers, RequestFacts(num_tokens, max_new, **given), CONFIG, costs)  # type: ignore[arg-type]
+    facts = RequestFacts(num_tokens, max_new, **given)  # type: ignore[arg-type]
+    return choose({w.incarnation: w for w in workers}, facts, CONFIG, costs)
 
 
 def test_times_by_hand() -> None:
-    found = predict(times(decodes=6, waiting=100), 0, 50)
+    loaded = times(decodes=6, waiting=100)
+    own_s = prefill_s(loaded, 0, 50)
+    assert own_s == pytest.approx(0.050)
     # A step of six decodes takes 10 ms; one that aims at 50 ms leaves 80 % to the 150 prompt tokens, of 1 ms each.
-    assert found.ttft_s == pytest.approx(0.010 + 0.150 / 0.8)
-    assert found.tpot_s == pytest.approx(0.011 / (1 - 0.1 / 5))
-    assert found.alone_tpot_s == pytest.approx(0.011 / (1 - 0.15 / 5))
+    assert ttft_s(loaded, own_s) == pytest.approx(0.010 + 0.150 / 0.8)
+    assert tpot_s(loaded, 0.0, 50) == pytest.approx(0.011 / (1 - 0.1 / 5))
+    assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / 5))
     before, after = 0.010 / (1 - 0.1 / 5) / 0.05, 0.010 / (1 - 0.15 / 5) / 0.05
-    assert found.prefill_harm == pytest.approx(6 * (miss_probability(after) - miss_probability(before)))
-    assert found.decode_harm > 0 and found.alone_harm > found.decode_harm + found.prefill_harm - 1e-9
+    harm = prefill_harm(loaded, own_s)
+    assert harm == pytest.approx(6 * (miss_probability(after) - miss_probability(before)))
+    alone, decodes = (decode_harm(loaded, tpot_s(loaded, own, 50)) for own in (own_s, 0.0))
+    assert decodes > 0 and alone > decodes + harm - 1e-9
+
+
+def test_what_is_computed_of_a_prompt_attends_to_what_is_cached() -> None:
+    pairs = WorkerTimes.of(WorkerState(Role.MIXED, 0, 0, 0, 0.0), replace(COST, pair_s=1e-6), LEVEL)
+    assert prefill_s(pairs, 100, 150) == pytest.approx(50 * (0.001 + 125e-6))
 
 
 def test_nobody_is_harmed_where_nobody_decodes() -> None:
-    found = predict(times(waiting=3000), 0, 50)
-    assert (found.prefill_harm, found.decode_harm, found.alone_harm) == (0, 0, 0)
-    assert found.ttft_s == pytest.approx(0.004 + 3.05)
+    idle = times(waiting=3000)
+    assert prefill_harm(idle, 0.05) == decode_harm(idle, 10.0) == 0
+    assert ttft_s(idle, 0.05) == pytest.approx(0.004 + 3.05)
 
 
 def test_a_role_is_what_it_leaves_of_a_step_to_prompts() -> None:
-    ttft = {role: predict(times(role, decodes=6), 0, 400).ttft_s for role in Role}
+    ttft = {role: ttft_s(times(role, decodes=6), 0.4) for role in Role}
     assert ttft[Role.PREFILL] == pytest.approx(0.41)
     assert ttft[Role.DECODE] == pytest.approx(0.01 + 0.4 * (0.01 + 0.256) / 0.256)
     assert ttft[Role.MIXED] == pytest.approx(0.01 + 0.4 / 0.8)
@@ -166,7 +181,7 @@ def test_workers_that_failed_the_request_are_taken_where_no_other_is_left() -> N
 
 
 def test_roles_decide_until_steps_are_measured() -> None:
-    fleet = [worker("p", "prefill", waiting=2000), worker("d", "decode")]
+    fleet = {"p": worker("p", "prefill", waiting=2000), "d": worker("d", "decode")}
     facts = RequestFacts(100, 50, {})
     assert choose(fleet, facts, CONFIG, FleetCosts()) == choose(fleet, facts, CONFIG) == Route("p", "d")
 

@@ -177,12 +177,12 @@ def tpot_s(times: WorkerTimes, own_s: float, num_tokens: int) -> float:
 
 
 def prefill_harm(times: WorkerTimes, own_s: float) -> float:
-    """By how much a prompt raises the number of the worker's sequences that are expected to miss their TPOT."""
+    """Predict by how much a prompt raises the number of the worker's sequences that miss their TPOT."""
     return decode_harm(times, times.step_s / _left(times, own_s)) if times.num_decodes else 0.0
 
 
 def decode_harm(times: WorkerTimes, tpot_s: float) -> float:
-    """By how much that number rises where the worker's TPOT becomes `tpot_s`."""
+    """Predict by how much that number rises where the worker's TPOT becomes `tpot_s`."""
     num = times.num_decodes
     return num * miss_probability(tpot_s / times.goal_s) - times.num_missing if num else 0.0
 

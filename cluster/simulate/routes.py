@@ -84,7 +84,7 @@ class SimulatedRouter:
             cached = {worker: num * size for worker, num in self._prefixes.match(names).items()}
         self._num_routed += 1
         facts = RequestFacts(num_input, num_output, cached, sample=self._num_routed)
-        return choose(self._fleet.views(), facts, self._config, self._fleet.costs), facts
+        return choose(self._fleet.by_incarnation(), facts, self._config, self._fleet.costs), facts
 
     def submit(self, worker: str, facts: RequestFacts, *, prefills: bool, decodes: bool) -> int:
         """Count a worker request; returns its handle."""

@@ -21,6 +21,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Admission:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdmissionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Admission.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ADMISSION_UNSPECIFIED: _Admission.ValueType  # 0
+    """as the tier, the model name or the cluster says"""
+    ADMISSION_WAIT: _Admission.ValueType  # 1
+    """the request waits, however late it will be"""
+    ADMISSION_REFUSE: _Admission.ValueType  # 2
+    """RESOURCE_EXHAUSTED where it is predicted to miss its level"""
+
+class Admission(_Admission, metaclass=_AdmissionEnumTypeWrapper): ...
+
+ADMISSION_UNSPECIFIED: Admission.ValueType  # 0
+"""as the tier, the model name or the cluster says"""
+ADMISSION_WAIT: Admission.ValueType  # 1
+"""the request waits, however late it will be"""
+ADMISSION_REFUSE: Admission.ValueType  # 2
+"""RESOURCE_EXHAUSTED where it is predicted to miss its level"""
+Global___Admission: _TypeAlias = Admission  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -255,6 +278,39 @@ class Chat(_message.Message):
 Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
+class ServiceLevel(_message.Message):
+    """Times that a request asks for. Absent: those of its tier, of its model name, of the cluster, in this order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    ttft_s: _builtins.float
+    """time to first token; [0.001, 3600]"""
+    tpot_s: _builtins.float
+    """time per output token after it; [0.0001, 60]"""
+    def __init__(
+        self,
+        *,
+        ttft_s: _builtins.float | None = ...,
+        tpot_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___ServiceLevel: _TypeAlias = ServiceLevel  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -267,15 +323,21 @@ class GenerateRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SERVICE_TIER_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     n: _builtins.int
     """completions of one prompt; 0 means 1"""
     timeout_s: _builtins.float
     """absent: the server's limit"""
     model: _builtins.str
-    """empty: the served one"""
+    """or one of its aliases; empty: the served one"""
     cache_salt: _builtins.str
     """prefix-cache namespace, at most 256 bytes: other salts never share blocks"""
+    service_tier: _builtins.str
+    """empty or auto: default"""
+    admission: Global___Admission.ValueType
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -286,6 +348,8 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """at most 16 strings; the match is not part of the text"""
 
+    @_builtins.property
+    def level(self) -> Global___ServiceLevel: ...
     def __init__(
         self,
         *,
@@ -298,10 +362,13 @@ class GenerateRequest(_message.Message):
         timeout_s: _builtins.float | None = ...,
         model: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        service_tier: _builtins.str = ...,
+        level: Global___ServiceLevel | None = ...,
+        admission: Global___Admission.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "chat", b"chat", "level", b"level", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "admission", b"admission", "cache_salt", b"cache_salt", "chat", b"chat", "level", b"level", "model", b"model", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "service_tier", b"service_tier", "stop", b"stop", "text", b"text", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
@@ -442,6 +509,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SERVICE_TIER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """which of the n completions"""
@@ -450,6 +518,10 @@ class GenerateResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     stop_string: _builtins.str
     """the stop string that ended it"""
+    service_tier: _builtins.str
+    """the first messages of its first completion
+    that served the call, in its last message
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """new tokens since the last message"""
@@ -483,10 +555,11 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         timings: _abc.Iterable[Global___Timings] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprob] | None = ...,
+        service_tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "stop_string", b"stop_string", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "service_tier", b"service_tier", "stop_string", b"stop_string", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
     _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015

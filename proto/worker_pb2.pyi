@@ -108,6 +108,7 @@ class Submit(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     NUM_ALONE_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_LOGPROB_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's short name for it on this stream; never reused"""
     request_id: _builtins.str
@@ -144,6 +145,12 @@ class Submit(_message.Message):
     def prefix(self) -> Global___HandoffSource:
         """pull the KV of its leading tokens from there, compute the rest (and"""
 
+    @_builtins.property
+    def level(self) -> _inference_pb2.ServiceLevel:
+        """first that the router does not have
+        of the request; what is absent: the worker's own
+        """
+
     def __init__(
         self,
         *,
@@ -159,10 +166,11 @@ class Submit(_message.Message):
         prefix: Global___HandoffSource | None = ...,
         num_alone: _builtins.int = ...,
         first_prompt_logprob: _builtins.int = ...,
+        level: _inference_pb2.ServiceLevel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "offer", b"offer", "prefix", b"prefix", "sampling", b"sampling", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_prompt_logprob", b"first_prompt_logprob", "handle", b"handle", "level", b"level", "num_alone", b"num_alone", "offer", b"offer", "output_token_ids", b"output_token_ids", "prefix", b"prefix", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "source", b"source", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ...proto import inference_pb2
 from ...workers.common.errors import InvalidRequest
@@ -10,6 +10,9 @@ from ...workers.common.wire import FINISH_FROM_PROTO
 
 Prompt = str | Sequence[int]  # a text, or token ids
 ChatMessages = Iterable[Mapping[str, str]]  # "role" and "content"
+
+_OF_THE_CALL = ("timeout_s", "model", "cache_salt", "service_tier")
+_ADMISSION = {"wait": inference_pb2.ADMISSION_WAIT, "refuse": inference_pb2.ADMISSION_REFUSE}
 
 
 class Options(TypedDict, total=False):
@@ -33,6 +36,10 @@ class Options(TypedDict, total=False):
     timeout_s: float
     model: str
     cache_salt: str
+    service_tier: str
+    ttft_s: float  # service level that the request asks for
+    tpot_s: float
+    admission: Literal["wait", "refuse"]  # where it is predicted to miss its level
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class Completion:
     logprobs: tuple[inference_pb2.TokenLogprob, ...]  # one a token, where asked for
     request_id: str
     timings: inference_pb2.Timings | None  # times of its phases
+    service_tier: str = ""  # that served it
 
 
 class ResponseCollector:
@@ -72,6 +80,7 @@ class ResponseCollector:
             logprobs=tuple(entry for r in self._responses for entry in r.logprobs),
             request_id=last.request_id,
             timings=last.timings[0] if last.timings else None,
+            service_tier=last.service_tier,
         )
 
 
@@ -81,8 +90,13 @@ def build_request(
     """Build a request. Raises InvalidRequest for values that protobuf cannot hold."""
     sampling: dict[str, Any] = dict(options)
     stop = sampling.pop("stop", ())
-    call = {name: sampling.pop(name) for name in ("timeout_s", "model", "cache_salt") if name in sampling}
+    call = {name: sampling.pop(name) for name in _OF_THE_CALL if name in sampling}
+    level = {name: sampling.pop(name) for name in ("ttft_s", "tpot_s") if name in sampling}
     try:
+        if level:
+            call["level"] = inference_pb2.ServiceLevel(**level)
+        if "admission" in sampling:
+            call["admission"] = _ADMISSION[sampling.pop("admission")]
         request = inference_pb2.GenerateRequest(
             sampling=inference_pb2.SamplingParams(**sampling), stop=[stop] if isinstance(stop, str) else stop, **call
         )

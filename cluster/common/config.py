@@ -4,7 +4,8 @@
     ├── pools: Pools         prefill, decode, mixed
     │   └── PoolConfig       settings in which its workers differ, how many there are, where Ray may place them
     ├── router: RouterConfig the front door: addresses, keys, TLS
-    └── service_level        what the autoscaler steers by
+    ├── service_level        what the autoscaler steers by, and the levels of tiers
+    └── served_models        names that the model is served by, each with a level of its own
 
 What a worker can be set to stands in workers/config alone: its keys here are generated from there, by their scope, and
 its rules are checked there.
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from ...workers.common.errors import ConfigError
+from ...workers.common.request import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 from ...workers.common.settings import LOOPBACK_HOSTS, STRICT, Port, Scope
 from ...workers.config.sections import ParallelConfig
 from ...workers.config.worker_config import SETTINGS, WorkerConfig
@@ -29,6 +31,9 @@ AT_START = "(named at start)"  # stands for a rendezvous, which each start of a 
 PoolName = Literal["prefill", "decode", "mixed"]
 
 MAX_REPLICAS = 4096
+MAX_TIERS, MAX_SERVED_MODELS = 16, 64  # they are label values of metrics
+USUAL_TIERS = frozenset({"auto", "default"})
+Admission = Literal["wait", "refuse"]
 Count = Annotated[int, Field(ge=0, le=MAX_REPLICAS)]
 
 
@@ -167,11 +172,36 @@ class RouterConfig(_Settings):
         return self
 
 
+class NamedLevel(_Settings):
+    """Service level of a tier or of a model name. None: the level that it refines."""
+
+    ttft_s: Annotated[float, Field(ge=TTFT_BOUNDS_S[0], le=TTFT_BOUNDS_S[1])] | None = None
+    tpot_s: Annotated[float, Field(ge=TPOT_BOUNDS_S[0], le=TPOT_BOUNDS_S[1])] | None = None
+    admission: Admission | None = None
+
+
+TierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+ServedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
+
+
 class ServiceLevel(_Settings):
     """Latencies that users are promised; the autoscaler aims at them."""
 
     ttft_s: Annotated[float, Field(gt=0)] = 1.0  # time to first token
     tpot_s: Annotated[float, Field(gt=0)] = 0.1  # time per output token
+    admission: Admission = "wait"  # of a request that is predicted to miss its level
+    tiers: Annotated[dict[TierName, NamedLevel], Field(max_length=MAX_TIERS)] = Field(
+        default_factory=dict[str, NamedLevel]
+    )  # by OpenAI's service_tier
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        if usual := USUAL_TIERS & self.tiers.keys():
+            raise ValueError(
+                f"tiers must not name {' and '.join(sorted(usual))}: these are the level of the model name, or the "
+                "cluster's"
+            )
+        return self
 
 
 class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
@@ -183,6 +213,9 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     pools: Pools = Pools(prefill=PoolConfig(), decode=PoolConfig())
     router: RouterConfig = RouterConfig()
     service_level: ServiceLevel = ServiceLevel()
+    served_models: Annotated[dict[ServedName, NamedLevel], Field(max_length=MAX_SERVED_MODELS)] = Field(
+        default_factory=dict[str, NamedLevel]
+    )  # names beside the checkpoint's, with their service levels
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:

@@ -20,8 +20,10 @@ from ..tokens.prompt_encoding import ChatPrompt, Encoded, Prompt, encode_text
 from ..tokens.stop_strings import StopStrings, StopTable
 from ..tokens.tokenizer import Tokenizer
 from .generation import MIN_LARGE_SIZE, Generation
+from .levels import NO_LEVEL, AskedLevel, ServiceLevels
 from .text_completion import TextCompletion
 
+MAX_NAMED_MODELS = 8  # in an error
 MAX_PROMPT_LOGPROBS = 1 << 17  # values, over the choices of a call
 _MASK = (1 << 64) - 1
 T = TypeVar("T")
@@ -60,6 +62,7 @@ class GenerationSpec:
     model: str | None = None
     cache_salt: str = ""  # namespace of the prefix cache: different salts never share blocks
     waited_s: float = 0.0  # part of the time-out that passed until its prompts were read
+    level: AskedLevel = NO_LEVEL
     prompt_only: bool = False  # only log-probabilities of the prompts are wanted, no token
 
 
@@ -93,10 +96,17 @@ class TimeLeft:
 class FrontDoor:
     """Entry of all requests, whichever protocol they came by."""
 
-    def __init__(self, source: TokenSource, tokenizer: Tokenizer, limits: RequestLimits | None = None) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        tokenizer: Tokenizer,
+        limits: RequestLimits | None = None,
+        levels: ServiceLevels | None = None,
+    ) -> None:
         self.source = source
         self.tokenizer = tokenizer
         self.limits = limits or RequestLimits()
+        self.levels = levels or ServiceLevels()
         self.encoder = PromptEncoder(tokenizer, self.limits.process)
 
     async def open(self) -> None:
@@ -108,17 +118,26 @@ class FrontDoor:
         await self.encoder.close()
 
     def model(self, name: str | None = None) -> ModelInfo:
-        """Served model. Raises UnknownModel where `name` is another, Unavailable before a worker is known."""
+        """Served model. Raises UnknownModel where `name` is none of its names, Unavailable before a worker is known."""
         info = self.source.model()
-        if name is not None and name != info.name:
-            raise UnknownModel(f"the model {name[:200]!r} is not served here: ask for {info.name!r}", param="model")
+        if name is not None and name != info.name and name not in self.levels.models:
+            known = " or ".join(map(repr, list(self._names(info))[:MAX_NAMED_MODELS]))
+            raise UnknownModel(f"the model {name[:200]!r} is not served here: ask for {known}", param="model")
         return info
+
+    def model_names(self) -> list[str]:
+        """Names of the served model: the checkpoint's, then its aliases. Raises Unavailable."""
+        return list(self._names(self.source.model()))
+
+    def _names(self, info: ModelInfo) -> dict[str, None]:
+        return {info.name: None} | dict.fromkeys(self.levels.models)
 
     async def start(self, spec: GenerationSpec, request_id: str) -> Generation:
         """Check, admit and tokenise a request. Nothing runs before `batches` of the generation is read. Raises
         InvalidRequest, Overloaded, Unavailable, DeadlineExceeded."""
         info = self.model(spec.model)
         self._check_counts(spec)
+        level = self.levels.of(spec.model or info.name, spec.level)
         self.source.admit(len(spec.prompts) * spec.n)
         asked_s = self.limits.max_timeout_s if spec.timeout_s is None else spec.timeout_s
         prompts, left_s = await self._encode_all(spec.prompts, info, TimeLeft(asked_s - spec.waited_s))
@@ -134,6 +153,7 @@ class FrontDoor:
             for i in range(spec.n):
                 index = len(completions)
                 request = self._request(spec, f"{request_id}-{index}", token_ids, choice_seed(seed, i), info, group)
+                request = replace(request, level=level)
                 if i == 0:
                     request.validate(info.vocab_size, info.max_context_tokens)
                     num_logprobs += _num_prompt_logprobs(request) * spec.n

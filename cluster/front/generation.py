@@ -52,6 +52,10 @@ class Generation:
         self._asked_s = self.timeout_s if asked_s is None else asked_s
 
     @property
+    def service_tier(self) -> str:
+        return self.completions[0].request.level.tier
+
+    @property
     def usage(self) -> Usage:
         """Tokens used so far. A prompt counts once, whatever its number of completions."""
         return Usage(

@@ -20,6 +20,7 @@ from ..front.http.api import make_app
 from ..front.http.edge import AccessPolicy
 from ..front.http.metrics import HttpMetrics
 from ..front.http.server import bind, serve_http
+from ..front.levels import ServiceLevels
 from ..routing.fleet import WorkerInfo
 from ..routing.policy import RoutingConfig
 from ..routing.router import Router
@@ -64,7 +65,8 @@ class RouterProcess:
         limits = RequestLimits(
             max_timeout_s=settings.request_timeout_s, strict=settings.strict, body_timeout_s=settings.body_timeout_s
         )
-        self._door = door = FrontDoor(self._router, tokenizer, limits)
+        levels = ServiceLevels(self._config.service_level, self._config.served_models)
+        self._door = door = FrontDoor(self._router, tokenizer, limits, levels)
         await door.open()
         bounds = _connection_limits(settings)
         self._grpc = InferenceServer(

@@ -60,6 +60,10 @@ class FleetWorker:
             self._times = WorkerTimes.of(self.state, costs.of(self.incarnation), level)
         return self._times
 
+    def idle_times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
+        """Return its times as they would be with nothing to do."""
+        return WorkerTimes.of(WorkerState(self.role, 0, 0, 0, 0.0), costs.of(self.incarnation), level)
+
     def changed(self) -> None:
         """Note that its state has changed."""
         self._times = None

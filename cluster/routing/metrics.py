@@ -12,7 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...workers.common.errors import Overloaded
+from ...workers.common.errors import Overloaded, RequestAborted
+from ...workers.common.request import FinishReason, RequestLevel
+from ..common.prediction import Level
 from ..common.timings import RequestTimes, RequestTimings
 from ..common.transfer_stats import TransferStats
 from .fleet import FleetWorker
@@ -22,6 +24,13 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 
 HANDOFF_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
+_FINISHED = frozenset(reason.value for reason in FinishReason) - {FinishReason.ABORT.value}
+_JUDGEMENTS = {
+    (False, False): "met",
+    (True, False): "missed_ttft",
+    (False, True): "missed_tpot",
+    (True, True): "missed_both",
+}
 _LABELS = ("worker", "worker_name", "pool", "role")
 _TRANSFER_LABELS = ("worker", "worker_name", "source", "source_name", "transport")
 _GAUGES: tuple[tuple[str, str, Callable[[FleetWorker], float]], ...] = (
@@ -74,6 +83,9 @@ class RouterMetrics:
         self._registry = CollectorRegistry()
         r = self._registry
         self.requests = Counter("diptych_requests", "Requests that ended", ["outcome"], registry=r)
+        self._levels = Counter(
+            "diptych_level_requests", "Requests that ended, by their level", ["model", "tier", "outcome"], registry=r
+        )
         self.in_flight = Gauge("diptych_requests_in_flight", "Requests that run or wait", registry=r)
         self.prompt_tokens = Counter("diptych_prompt_tokens", "Prompt tokens of requests that began", registry=r)
         self.cached_tokens = Counter("diptych_cached_prompt_tokens", "Of those, found in a prefix cache", registry=r)
@@ -112,6 +124,8 @@ class RouterMetrics:
         """Count a request that ended. `timings`: None where there was no first token."""
         self.in_flight.dec()
         self.requests.labels(outcome).inc()
+        if outcome == Overloaded.code:
+            return
         self._e2e.observe(now - times.started_at)
         if timings is None:
             self._queue.observe((now if times.routed_at is None else times.routed_at) - times.started_at)
@@ -124,8 +138,22 @@ class RouterMetrics:
             for histogram, value in self._handoff:
                 histogram.observe(value(timings))
 
+    def judged(self, times: RequestTimes, asked: RequestLevel, level: Level, outcome: str) -> None:
+        """Count a request that ended by whether it met its level. One that its client aborted tells nothing."""
+        if outcome != RequestAborted.code:
+            self._levels.labels(asked.model, asked.tier, _judgement(times, level, outcome)).inc()
+
     def refused(self, num_sequences: int) -> None:
         self.requests.labels(Overloaded.code).inc(num_sequences)
+
+
+def _judgement(times: RequestTimes, level: Level, outcome: str) -> str:
+    if outcome not in _FINISHED:
+        return "refused" if outcome == Overloaded.code else "failed"
+    first_at, last_at = times.delivered_at[0], times.last_token_at or 0.0
+    is_late = first_at - times.started_at > level.ttft_s
+    is_slow = last_at - first_at > level.tpot_s * (times.num_delivered - 1)
+    return _JUDGEMENTS[is_late, is_slow]
 
 
 def _histogram(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

@@ -95,6 +95,7 @@ class RequestFacts:
     sample: int = 0  # a number that differs from request to request
     group: str = ""  # name of the group of requests for one prompt; empty: none
     group_route: "Route | None" = None  # route of the first request of the group
+    level: Level | None = None  # its own; None: the cluster's
 
     def num_blocks(self, worker: FleetWorker) -> int:
         """Number of blocks of that worker's size, with room for the next token."""
@@ -212,10 +213,12 @@ _Candidate = tuple[FleetWorker, WorkerTimes, float, float, bool]
 
 
 def _predicted_route(
-    workers: Sequence[FleetWorker], facts: RequestFacts, costs: FleetCosts, level: Level
+    workers: Sequence[FleetWorker], facts: RequestFacts, costs: FleetCosts, usual: Level
 ) -> Route | None:
     """Choose, of the routes of one worker and of those of two that are best for their parts, the one by which the
-    fewest requests are expected to miss their level; None where none of these workers can take the request."""
+    fewest requests are expected to miss their level; None where none of these workers can take the request. `usual`:
+    level of all others."""
+    level = facts.level or usual
     able = _able(_sample(workers, facts), facts)
     if facts.excluded:
         able = [w for w in able if w.incarnation not in facts.excluded]
@@ -225,7 +228,7 @@ def _predicted_route(
     scores: list[float] = []
     candidates: list[_Candidate] = []
     for w in able:
-        times = w.times(costs, level)
+        times = w.times(costs, usual)
         own_s = prefill_s(times, facts.held_tokens(w.incarnation), num_tokens)
         ttft = ttft_s(times, own_s) / level.ttft_s
         new_tpot_s = tpot_s(times, own_s, num_tokens) if decodes else 0.0

@@ -17,11 +17,14 @@ from ...workers.common.errors import (
     DeadlineExceeded,
     DiptychError,
     InternalError,
+    Overloaded,
     RequestAborted,
     Unavailable,
 )
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
+from ..common.admission import forecast, refusal
+from ..common.prediction import Level
 from ..common.timings import RequestTimes, RequestTimings
 from .actions import (
     Abort,
@@ -48,6 +51,13 @@ from .worker_link import WorkerLink
 MIN_TIMEOUT_S = 0.001  # time-out of a worker request at its deadline
 
 
+@dataclass(slots=True)
+class RequestDurations:
+    """Running mean of the time that requests take, which the router keeps."""
+
+    mean_s: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingContext:
     """Objects that a router and the drivers of its requests share. The router keeps fleet, links and index current."""
@@ -57,6 +67,7 @@ class RoutingContext:
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     links: dict[str, WorkerLink] = field(default_factory=dict[str, WorkerLink])  # by incarnation
     group_routes: dict[str, Route] = field(default_factory=dict[str, Route])  # of the first request of each group
+    durations: RequestDurations = field(default_factory=RequestDurations)
     samples: Iterator[int] = field(default_factory=itertools.count)  # see RequestFacts
     handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # ids of worker requests, never reused
 
@@ -67,6 +78,8 @@ class RequestDriver:
     def __init__(self, request: Request, context: RoutingContext) -> None:
         self.state = RequestState(request, context.config.max_attempts)
         self._context = context
+        own, config = request.level, context.config
+        self.level = Level(own.ttft_s or config.ttft_s, own.tpot_s or config.tpot_s)
         self._links: dict[int, WorkerLink] = {}  # by handle
         self._facts: RequestFacts | None = None  # of the running attempt
         self._loop = asyncio.get_running_loop()
@@ -87,6 +100,9 @@ class RequestDriver:
         try:
             self._facts = facts = self._make_facts()
             route = choose(context.fleet.by_incarnation(), facts, context.config, context.fleet.costs)
+            if self.state.request.level.refuse and (refused := self._refusal(route, facts)):
+                self.fail(refused)
+                return
         except Unavailable as e:
             self._wait_for_worker(e)
             return
@@ -253,7 +269,22 @@ class RequestDriver:
             sample=next(context.samples),
             group=group,
             group_route=context.group_routes.get(group),
+            level=self.level,
         )
+
+    def _refusal(self, route: Route, facts: RequestFacts) -> Overloaded | None:
+        """Refusal of a request that has not begun and is predicted to miss its level; None: it may run."""
+        fleet, config = self._context.fleet, self._context.config
+        began = self.state.num_attempts > 0 or facts.group_route is not None  # the first of its group was taken
+        if began or not fleet.costs.are_known:
+            return None
+        costs, usual = fleet.costs, Level(config.ttft_s, config.tpot_s)
+        source, sink = fleet.view(route.prefill or route.decode), fleet.view(route.decode)
+        work = facts.held_tokens(source.incarnation), facts.num_tokens
+        now = forecast(source.times(costs, usual), sink.times(costs, usual), *work)
+        idle = forecast(source.idle_times(costs, usual), sink.idle_times(costs, usual), *work)
+        level = self.level if facts.max_new_tokens > 1 else Level(self.level.ttft_s, math.inf)
+        return refusal(now, idle, level, self._context.durations.mean_s)
 
     def _wait_for_worker(self, error: Unavailable) -> None:
         if self._no_worker_timer is None:

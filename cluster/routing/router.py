@@ -41,7 +41,6 @@ class Router:
         self._closing: set[asyncio.Task[None]] = set()
         self._drivers: dict[RequestDriver, None] = {}  # oldest first
         self._migrations = MigrationController(config, self._fleet, self._drivers.keys())
-        self._mean_duration_s = 1.0
         self._is_running = False
 
     async def start(self) -> None:
@@ -79,7 +78,7 @@ class Router:
         if len(self._drivers) + num_sequences > limit:
             self._metrics.refused(num_sequences)
             # Little's law: `limit` sequences end in the mean time that one takes.
-            wait_s = self._mean_duration_s * num_sequences / limit
+            wait_s = self._context.durations.mean_s * num_sequences / limit
             raise Overloaded(
                 f"{len(self._drivers)} sequences are in flight, {num_sequences} more would exceed the {limit} that "
                 "this router takes: try again later",
@@ -119,12 +118,16 @@ class Router:
         driver.close()
         self._drivers.pop(driver, None)
         state = driver.state
-        self._mean_duration_s += DURATION_WEIGHT * (now - driver.times.started_at - self._mean_duration_s)
+        if driver.times.routed_at is not None:
+            durations = self._context.durations
+            durations.mean_s += DURATION_WEIGHT * (now - driver.times.started_at - durations.mean_s)
         self._metrics.resumes.inc(max(state.num_attempts - 1, 0))
         self._metrics.migrations.inc(state.num_migrations)
         self._metrics.failed_migrations.inc(state.num_failed_migrations)
         self._metrics.cached_tokens.inc(state.num_cached_tokens)
-        self._metrics.ended(driver.times, _outcome(state), now, driver.timings())
+        outcome = _outcome(state)
+        self._metrics.ended(driver.times, outcome, now, driver.timings())
+        self._metrics.judged(driver.times, state.request.level, driver.level, outcome)
 
     def _route_waiting(self) -> None:
         for driver in list(self._drivers):

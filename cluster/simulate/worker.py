@@ -116,7 +116,7 @@ class SimulatedWorker:
 
     def _take(self, now: float) -> None:
         for sequence in self._inbox:
-            sequence.due = now + self.scheduler.slack_s(sequence.num_prompt, sequence.request.timeout_s)
+            sequence.due = now + self.scheduler.slack_s(sequence.num_prompt, sequence.request)
             self.scheduler.add(sequence)
         self._inbox.clear()
 

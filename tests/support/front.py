@@ -18,6 +18,7 @@ from diptych.cluster.front.http.api import make_app
 from diptych.cluster.front.http.edge import AccessPolicy
 from diptych.cluster.front.http.metrics import HttpMetrics
 from diptych.cluster.front.http.server import bind, serve_http
+from diptych.cluster.front.levels import ServiceLevels
 from diptych.cluster.routing.token_source import Health, TokenDelta, TokenLogprob
 from diptych.cluster.tokens.tokenizer import Tokenizer as DiptychTokenizer
 from diptych.workers.common.errors import DiptychError, Overloaded
@@ -170,8 +171,13 @@ def _prompt_logprobs(request: Request, num_likelier: int) -> tuple[PromptLogprob
     )
 
 
-def front_door(source: Echo, limits: RequestLimits | None = None, template: str = TEMPLATE) -> FrontDoor:
-    return FrontDoor(source, byte_tokenizer(template), limits)
+def front_door(
+    source: Echo,
+    limits: RequestLimits | None = None,
+    template: str = TEMPLATE,
+    levels: ServiceLevels | None = None,
+) -> FrontDoor:
+    return FrontDoor(source, byte_tokenizer(template), limits, levels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +209,7 @@ def served(
     tls: TlsConfig | None = None,
     template: str = TEMPLATE,
     connections: ConnectionLimits | None = None,
+    levels: ServiceLevels | None = None,
 ) -> Generator[Served]:
     """The HTTP and the gRPC server on real sockets, on an event loop of their own."""
     ready = threading.Event()
@@ -210,7 +217,7 @@ def served(
     stop = asyncio.Event()
 
     async def main() -> None:
-        door = front_door(source, limits, template)
+        door = front_door(source, limits, template, levels)
         grpc_server = InferenceServer(door, api_key, tls=tls, limits=connections)
         grpc_port = await grpc_server.start("127.0.0.1", 0)
         sock = bind("127.0.0.1", 0)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.common.request import USUAL_LEVEL, Request, RequestLevel, SamplingParams
 from diptych.workers.core.sequence import Sequence
 
 _numbers = itertools.count()
@@ -13,8 +13,10 @@ def make_request(prompt: list[int], max_tokens: int = 8, **sampling: object) -> 
     return Request(f"request-{next(_numbers)}", tuple(prompt), params, timeout_s=60.0)
 
 
-def make_sequence(prompt: list[int], max_tokens: int = 8, salt: bytes = b"") -> Sequence:
+def make_sequence(
+    prompt: list[int], max_tokens: int = 8, salt: bytes = b"", level: RequestLevel = USUAL_LEVEL
+) -> Sequence:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    request = Request("request", tuple(prompt), params, timeout_s=60.0, cache_salt=salt)
+    request = Request("request", tuple(prompt), params, timeout_s=60.0, cache_salt=salt, level=level)
     number = next(_numbers)
     return Sequence(f"0/{number}", request, list(prompt), len(prompt), deadline=1e9, arrival=number)

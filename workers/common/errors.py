@@ -86,9 +86,10 @@ class Unauthenticated(DiptychError):
 class Overloaded(DiptychError):
     status, code = 429, "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, retry_helps: bool = True) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.retry_helps = retry_helps  # False: the same request is refused however low the load is
 
 
 class RequestAborted(DiptychError):

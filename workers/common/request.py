@@ -12,6 +12,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
+TTFT_BOUNDS_S = 0.001, 3600.0  # that a service level may promise
+TPOT_BOUNDS_S = 0.0001, 60.0
 NO_BIAS = LogitBias({})
 
 
@@ -78,6 +80,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestLevel:
+    """Service level of a request. None: the cluster's. Workers learn the two times alone."""
+
+    ttft_s: float | None = None  # time to first token
+    tpot_s: float | None = None  # time per output token
+    refuse: bool = False  # refused where it is predicted to be late; else it waits
+    model: str = ""  # name and tier that the level comes from
+    tier: str = "default"
+
+    def validate(self) -> None:
+        """Raise InvalidRequest for a time that no level may have. NaN is none."""
+        for name, value, bounds in (("ttft_s", self.ttft_s, TTFT_BOUNDS_S), ("tpot_s", self.tpot_s, TPOT_BOUNDS_S)):
+            if value is not None:
+                _within(name, value, *bounds)
+
+
+USUAL_LEVEL = RequestLevel()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """Completion of a prompt, as asked for. The server makes `request_id`; `timeout_s` counts from receipt."""
 
@@ -89,6 +111,7 @@ class Request:
     group: str = ""  # requests of one prompt that came together, and go to the same workers; "": alone
     num_alone: int = 0  # tokens that it makes in steps of its own, because steps failed with it before
     first_prompt_logprob: int = 1  # position in the prompt, of the first that is wanted where any are
+    level: RequestLevel = USUAL_LEVEL
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -119,6 +142,7 @@ class Request:
         check_cache_salt(self.cache_salt)
         check_token_ids(self.prompt_token_ids, vocab_size, "prompt")
         self.sampling.validate(vocab_size)
+        self.level.validate()
         check_token_ids(output_token_ids, vocab_size, "output_token_ids")
         if not 1 <= self.first_prompt_logprob <= num_prompt:
             raise InvalidRequest(

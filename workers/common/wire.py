@@ -6,7 +6,15 @@ from ...proto import inference_pb2, worker_pb2
 from .errors import InvalidRequest
 from .logit_bias import LogitBias
 from .names import check_lengths
-from .request import NO_BIAS, FinishReason, Request, SamplingParams, check_counts, check_prompt_length
+from .request import (
+    NO_BIAS,
+    FinishReason,
+    Request,
+    RequestLevel,
+    SamplingParams,
+    check_counts,
+    check_prompt_length,
+)
 from .role import Role
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -90,7 +98,14 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         cache_salt=message.cache_salt,
         num_alone=message.num_alone,
         first_prompt_logprob=max(message.first_prompt_logprob, 1),
+        level=RequestLevel(*times_of_level(message.level)),
     )
+
+
+def times_of_level(message: inference_pb2.ServiceLevel) -> tuple[float | None, float | None]:
+    """TTFT and TPOT of a level, in seconds. None: not set."""
+    ttft_s = message.ttft_s if message.HasField("ttft_s") else None
+    return ttft_s, message.tpot_s if message.HasField("tpot_s") else None
 
 
 def submit_from_request(handle: int, request: Request, output_token_ids: list[int]) -> worker_pb2.Submit:
@@ -103,4 +118,5 @@ def submit_from_request(handle: int, request: Request, output_token_ids: list[in
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
         first_prompt_logprob=request.first_prompt_logprob,
+        level=inference_pb2.ServiceLevel(ttft_s=request.level.ttft_s, tpot_s=request.level.tpot_s),
     )

@@ -17,6 +17,7 @@ O(sequences that run), with a small constant: decodes keep their entries from st
 import math
 from collections.abc import Iterator
 
+from ..common.request import Request
 from ..common.role import Role
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
@@ -26,6 +27,7 @@ from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from .shared_prompts import SharedPrompts
 from .step_cost import Budget, StepCost, StepWork, target_s
 from .suspects import Suspects
+from .tightest_tpot import TightestTpot
 from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
@@ -49,6 +51,7 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, ScheduledSequence] = {}
+        self._tpots = TightestTpot(config.tpot_s)  # of those that decode
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 
     @property
@@ -82,12 +85,13 @@ class Scheduler:
             yield sequence.block_table
         yield self._shared.held_blocks()
 
-    def slack_s(self, num_tokens: int, timeout_s: float) -> float:
+    def slack_s(self, num_tokens: int, request: Request) -> float:
         """Time that a request with so many tokens to compute may wait until its first token is late. What cannot
         come in time any more waits like all others, and does not go before them."""
-        goal_s = min(self.config.ttft_s, timeout_s)
+        own_s, usual_s = request.level.ttft_s, min(self.config.ttft_s, request.timeout_s)
+        goal_s = usual_s if own_s is None else min(own_s, request.timeout_s)
         compute_s = self.cost.seconds(StepWork().with_chunk(0, num_tokens)) if self.cost.is_measured else 0.0
-        return goal_s - compute_s if compute_s < goal_s else goal_s
+        return goal_s - compute_s if compute_s < goal_s else max(goal_s, usual_s)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has no blocks."""
@@ -231,6 +235,7 @@ class Scheduler:
             if sequence.is_decoding:
                 del self._prefilling[sequence]
                 self._decoding[sequence] = ScheduledSequence(sequence, 1)
+                self._tpots.add(sequence)
 
     def _schedule_decodes(self) -> list[ScheduledSequence]:
         decoding, block_size = self._decoding, self._cache.block_size
@@ -263,7 +268,7 @@ class Scheduler:
             return Budget(num_tokens, work)
         num_left = sum([e.sequence.end for e in decodes]) - work.num_context
         target = target_s(self.cost, work, self.num_waiting_tokens, num_left)
-        return Budget(num_tokens, work, max(config.tpot_s, target))
+        return Budget(num_tokens, work, max(self._tpots.least_s, target))
 
     def _schedule_prefills(self, entries: list[ScheduledSequence], budget: Budget) -> None:
         for sequence in self._prefilling:
@@ -377,7 +382,8 @@ class Scheduler:
         self._shared.stopped(sequence)
         del self._running[sequence]
         self._prefilling.pop(sequence, None)
-        self._decoding.pop(sequence, None)
+        if self._decoding.pop(sequence, None) is not None:
+            self._tpots.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._manager.release(sequence.block_table)

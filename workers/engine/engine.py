@@ -105,7 +105,7 @@ class Engine:
             num_prompt=num_prompt,
             deadline=now + request.timeout_s,
             arrival=self._num_submitted,
-            due=now + self.scheduler.slack_s(num_tokens, request.timeout_s),
+            due=now + self.scheduler.slack_s(num_tokens, request),
             end=min(num_prompt + sampling.max_tokens, info.max_context_tokens),
             min_end=num_prompt + sampling.min_tokens,
             stop_ids=frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids)),

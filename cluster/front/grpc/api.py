@@ -5,7 +5,7 @@ Cancelling a call closes its token streams, which aborts its requests on the wor
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -20,8 +20,8 @@ from ....proto import inference_pb2, inference_pb2_grpc
 from ....workers.common.channel import bind, make_server
 from ....workers.common.errors import ConfigError, DiptychError, InvalidRequest
 from ....workers.common.request import check_prompt_length
-from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto
-from ...common.config import TlsConfig
+from ....workers.common.wire import FINISH_TO_PROTO, sampling_from_proto, times_of_level
+from ...common.config import Admission, TlsConfig
 from ...common.grpc_errors import MAX_MESSAGE_CHARS, REQUEST_ID_KEY, status_of, trailing_metadata
 from ...tokens.prompt_encoding import ChatPrompt, Prompt, check_num_messages
 from ...tokens.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ from ..connection_limits import ConnectionLimits
 from ..delivery import Delivery
 from ..front_door import FrontDoor, GenerationSpec
 from ..generation import Generation
+from ..levels import AskedLevel
 from ..text_completion import TextDelta
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -37,6 +38,11 @@ MIN_TIMEOUT_S = 0.001
 MAX_AGE_S = 3600.0  # of a connection; then its client is asked to open another one
 MAX_STREAMS = 1024  # open calls of one connection
 MAX_POSITIONS = 256  # of prompts in a message: about 8 ms to write with the most alternatives
+_ADMISSION: Mapping[int, Admission | None] = {
+    inference_pb2.ADMISSION_UNSPECIFIED: None,
+    inference_pb2.ADMISSION_WAIT: "wait",
+    inference_pb2.ADMISSION_REFUSE: "refuse",
+}
 
 if TYPE_CHECKING:  # the class is generic in its stubs only
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -154,6 +160,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             timeout_s=timeout_s,
             model=request.model or None,
             cache_salt=request.cache_salt,
+            level=_level(request),
         )
 
 
@@ -169,6 +176,13 @@ def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> 
         check_num_messages(len(request.chat.messages))
         return ChatPrompt([{"role": m.role, "content": m.content} for m in request.chat.messages])
     raise InvalidRequest("the prompt is missing: set text, tokens or chat", param="prompt")
+
+
+def _level(request: inference_pb2.GenerateRequest) -> AskedLevel:
+    if request.admission not in _ADMISSION:
+        raise InvalidRequest("admission must be ADMISSION_WAIT or ADMISSION_REFUSE: or leave it out", param="admission")
+    ttft_s, tpot_s = times_of_level(request.level)
+    return AskedLevel(request.service_tier or None, ttft_s, tpot_s, _ADMISSION[request.admission])
 
 
 def _response(request_id: str, delta: TextDelta, tokenizer: Tokenizer) -> inference_pb2.GenerateResponse:
@@ -214,6 +228,7 @@ def _conclude(last: inference_pb2.GenerateResponse, generation: Generation) -> N
     last.usage.prompt_tokens = usage.prompt_tokens
     last.usage.completion_tokens = usage.completion_tokens
     last.usage.cached_tokens = usage.cached_tokens
+    last.service_tier = generation.service_tier
     last.timings.extend(timings.to_proto(index) for index, timings in generation.timings)
 
 

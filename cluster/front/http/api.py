@@ -29,6 +29,7 @@ from ...tokens.prompt_encoding import Encoded
 from ..front_door import FrontDoor, GenerationSpec
 from ..generation import MIN_LARGE_SIZE, Generation
 from ..json_parts import to_json, to_small_json
+from ..levels import NO_LEVEL
 from ..openai.calls import with_prompts
 from ..openai.fields import UnknownFields, header_value
 from ..openai.format import AnswerFormat, ChatFormat, CompletionFormat, check_repeated, to_event
@@ -37,6 +38,7 @@ from ..whole_answers import bounded, gather
 from .body import read_json
 from .edge import AccessPolicy, surround
 from .errors import EXCEPTION_HANDLERS, call_id, error_object, request_id
+from .level_headers import level_of
 from .metrics import HttpMetrics
 from .stream import EventStream, while_connected
 
@@ -80,21 +82,22 @@ class HttpApi:
         call = await self._call(CompletionBody, request)
         generation = await self._door.start(call.spec, f"cmpl-{call_id(request)}")
         echo = await self._echo(call.spec, generation) if call.echo else ()
-        name = self._door.model().name
-        form = CompletionFormat(generation, self._door.tokenizer, name, call.include, echo)
+        form = CompletionFormat(generation, self._door.tokenizer, self._name(call), call.include, echo)
         return await self._answer(request, generation, form, call.stream)
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
         call = await self._call(ChatBody, request)
         generation = await self._door.start(call.spec, f"chatcmpl-{call_id(request)}")
-        form = ChatFormat(generation, self._door.tokenizer, self._door.model().name, call.include)
+        form = ChatFormat(generation, self._door.tokenizer, self._name(call), call.include)
         return await self._answer(request, generation, form, call.stream)
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card(self._door.model())]})
+        cards = [self._model_card(self._door.model(), name) for name in self._door.model_names()]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        return JSONResponse(self._model_card(self._door.model(request.path_params["name"])))
+        name = request.path_params["name"]
+        return JSONResponse(self._model_card(self._door.model(name), name))
 
     async def health(self, _: Request) -> Response:
         health = self._door.source.health()
@@ -117,8 +120,8 @@ class HttpApi:
         return JSONResponse({"version": __version__})
 
     async def _call(self, kind: type[Body], request: Request) -> ParsedRequest:
-        """Read a request's body. The answer names unknown fields in a header."""
-        limits = self._door.limits
+        """Read a request's headers and body. The answer names unknown fields in a header."""
+        limits, level = self._door.limits, level_of(request.headers)
         with self._bodies.share() as held:
             body = await read_json(request, limits.max_body_bytes, limits.body_timeout_s, held)
             call = await self._read(kind, body)
@@ -126,6 +129,8 @@ class HttpApi:
         self._unknown_fields.note(call.unknown)
         if call.unknown:
             request.state.ignored = header_value(call.unknown)
+        if level != NO_LEVEL:
+            call = replace(call, spec=replace(call.spec, level=replace(level, tier=call.spec.level.tier)))
         if call.stream or call.spec.sampling.logprobs is None:
             return call
         return replace(call, spec=bounded(call.spec, limits.max_answer_logprobs))
@@ -171,13 +176,18 @@ class HttpApi:
         decode = partial(self._door.tokenizer.decode, special=True)
         return decode(ids) if len(ids) < MIN_LARGE_SIZE else await asyncio.to_thread(decode, ids)
 
-    def _model_card(self, info: ModelInfo) -> dict[str, object]:
+    def _name(self, call: ParsedRequest) -> str:
+        """Name of the model in the answer: as the client asked for it."""
+        return call.spec.model or self._door.model().name
+
+    def _model_card(self, info: ModelInfo, name: str) -> dict[str, object]:
         return {
-            "id": info.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "diptych",
             "max_model_len": info.max_context_tokens,
+            "root": info.name,
         }
 
 

@@ -36,6 +36,8 @@ def error_response(error: DiptychError, its_id: str, status: int | None = None) 
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if not error.retry_helps:
+            headers["x-should-retry"] = "false"  # OpenAI's clients try again otherwise
     if isinstance(error, UnsupportedEncoding):
         headers["accept-encoding"] = "gzip"
     return JSONResponse(error_object(error, its_id, status), status or error.status, headers)

@@ -45,7 +45,6 @@ NOT_SERVED: Mapping[str, Values] = {
     "moderation": _NONE,
     "prediction": _NONE,
     "reasoning_effort": _NONE,
-    "service_tier": ("auto", "default"),
     "store": _OFF,
     "suffix": _EMPTY,
     "tool_choice": ("none", "auto"),

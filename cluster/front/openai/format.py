@@ -33,6 +33,7 @@ class Include:
     usage: bool = False
     continuous_usage: bool = False  # in every chunk: usage of its choice so far
     timings: bool = False
+    service_tier: bool = False  # that served the call
     token_ids: bool = False  # of the prompt and of the answer
     tokens_as_ids: bool = False  # log-probabilities name tokens "token_id:5"
     prompt_logprobs: int | None = None  # number of alternatives, in an answer that is not streamed
@@ -108,7 +109,8 @@ class AnswerFormat:
         return {"timings": [timings.to_json(index) for index, timings in self._generation.timings]}
 
     def _head(self, kind: str) -> Json:
-        return {"id": self._generation.request_id, "object": kind, "created": self._created, "model": self._model}
+        head: Json = {"id": self._generation.request_id, "object": kind, "created": self._created, "model": self._model}
+        return head | {"service_tier": self._generation.service_tier} if self._include.service_tier else head
 
     def _chunk(self, choice: Json, besides: Json | None = None) -> Json:
         usage = self._chunk_usage(choice["index"])

@@ -14,6 +14,7 @@ from ....workers.common.errors import InvalidRequest
 from ....workers.common.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, NO_BIAS, SamplingParams
 from ...tokens.prompt_encoding import ChatPrompt, Prompt
 from ..front_door import GenerationSpec
+from ..levels import AskedLevel
 from .fields import NO_EFFECT, NOT_SERVED, FieldCheck, Known, UnknownField, name_some
 from .format import Include
 from .messages import ChatMessage, Many, Tool
@@ -83,6 +84,7 @@ class _RequestBody(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
+    service_tier: str | None = None
     # vLLM's
     top_k: int | None = None  # 0 or -1: off
     min_p: float | None = None
@@ -105,6 +107,7 @@ class _RequestBody(BaseModel):
             usage=usage,
             continuous_usage=usage and bool(self.stream_options and self.stream_options.continuous_usage_stats),
             timings=bool(self.timings),
+            service_tier=self.service_tier is not None,
             token_ids=bool(self.return_token_ids),
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
             prompt_logprobs=self.prompt_logprobs,
@@ -188,6 +191,7 @@ class CompletionBody(_RequestBody):
             timeout_s=self.timeout_s,
             model=self.model,
             cache_salt=self.cache_salt or "",
+            level=AskedLevel(self.service_tier),
         )
 
 
@@ -236,6 +240,7 @@ class ChatBody(_RequestBody):
             timeout_s=self.timeout_s,
             model=self.model,
             cache_salt=self.cache_salt or "",
+            level=AskedLevel(self.service_tier),
         )
 
     def _template_options(self) -> Mapping[str, Any]:

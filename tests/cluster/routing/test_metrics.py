@@ -3,11 +3,13 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from diptych.cluster.common.prediction import Level
 from diptych.cluster.common.timings import RequestTimes, RequestTimings
 from diptych.cluster.common.transfer_stats import TransferStats
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
 from diptych.cluster.routing.metrics import RouterMetrics
 from diptych.proto import worker_pb2
+from diptych.workers.common.request import RequestLevel
 
 
 def samples(metrics: RouterMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -146,3 +148,45 @@ def test_experts_of_a_worker() -> None:
 
     assert [value("expert_tokens_total", expert=str(e)) for e in range(3)] == [5, 0, 7]
     assert [value("expert_imbalance", layer=str(layer)) for layer in range(2)] == [None, 1.75]
+
+
+@pytest.mark.parametrize(
+    ("level", "outcome", "judged"),
+    [
+        (Level(1.0, 0.5), "length", "met"),
+        (Level(0.9, 0.5), "stop", "missed_ttft"),
+        (Level(1.0, 0.4), "stop", "missed_tpot"),
+        (Level(0.9, 0.4), "length", "missed_both"),
+        (Level(1.0, 0.5), "worker_lost", "failed"),
+        (Level(1.0, 0.5), "rate_limit_exceeded", "refused"),
+        (Level(1.0, 0.5), "request_aborted", None),
+    ],
+)
+def test_requests_are_counted_by_how_they_met_their_level(level: Level, outcome: str, judged: str | None) -> None:
+    metrics = RouterMetrics(list)
+    times = RequestTimes(started_at=10.0)
+    times.delivered(1, now=11.0)
+    times.delivered(2, now=12.0)
+    times.last_token_at = 12.0
+    metrics.judged(times, RequestLevel(model="chat", tier="flex"), level, outcome)
+    found = {labels: n for (name, labels), n in samples(metrics).items() if name == "diptych_level_requests_total"}
+    assert found == ({(("model", "chat"), ("outcome", judged), ("tier", "flex")): 1} if judged else {})
+
+
+def test_a_single_token_has_no_time_per_token_to_miss() -> None:
+    metrics = RouterMetrics(list)
+    times = RequestTimes(started_at=10.0)
+    times.delivered(1, now=10.5)
+    times.last_token_at = 10.5
+    metrics.judged(times, RequestLevel(), Level(1.0, 1e-4), "length")
+    assert samples(metrics)["diptych_level_requests_total", (("model", ""), ("outcome", "met"), ("tier", "default"))]
+
+
+def test_a_refused_request_says_nothing_about_how_long_requests_take() -> None:
+    metrics = RouterMetrics(list)
+    metrics.began(1)
+    metrics.ended(RequestTimes(started_at=1.0), "rate_limit_exceeded", now=1.0)
+    found = samples(metrics)
+    assert found["diptych_request_seconds_count", ()] == found["diptych_request_queue_seconds_count", ()] == 0
+    assert found["diptych_requests_total", (("outcome", "rate_limit_exceeded"),)] == 1
+    assert found["diptych_requests_in_flight", ()] == 0

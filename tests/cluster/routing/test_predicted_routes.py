@@ -126,6 +126,15 @@ def test_impossible_costs_are_refused(changes: dict[str, float]) -> None:
         check_step_cost(worker_pb2.LoadReport(prefill_share=1.5))
 
 
+def test_a_request_goes_where_its_own_level_is_kept() -> None:
+    # One computes prompts all the time, another decodes so much that prompts take twice as long.
+    fleet = [worker("busy", share=0.9), worker("slow", decodes=20)]
+    hurried, fluent = Level(ttft_s=0.2, tpot_s=10.0), Level(ttft_s=60.0, tpot_s=0.03)
+    assert route(*fleet, level=fluent).decode == "slow"
+    assert route(*fleet, level=hurried).decode == "busy"
+    assert route(*fleet) == route(*fleet, level=LEVEL)
+
+
 def test_an_idle_cluster_computes_a_short_prompt_on_one_worker() -> None:
     assert route(worker("p", "prefill"), worker("d", "decode")).prefill is None
 

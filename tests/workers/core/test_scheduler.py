@@ -1,5 +1,9 @@
+from collections.abc import Iterable
+from dataclasses import replace
+
 import pytest
 
+from diptych.workers.common.request import USUAL_LEVEL, RequestLevel
 from diptych.workers.common.role import Role
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
@@ -8,7 +12,7 @@ from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
 from diptych.workers.core.step_cost import ANSWER_TOKENS, TARGET_DECODE_STEPS, WAITING_PER_LEFT, StepWork
 
-from ...support.sequences import make_sequence
+from ...support.sequences import make_request, make_sequence
 
 BLOCK = 4
 
@@ -73,10 +77,12 @@ def beside_decodes(
     decode_s: float = 0.001,
     role: Role = Role.MIXED,
     num_left: int = 1 << 60,
+    promised: Iterable[float] = (),
     **config: float,
 ) -> int:
     """Prompt tokens of the step in which so many sequences decode, each with `num_left` tokens to make, and prompts so
-    long have come. It was measured that a prompt token takes a millisecond and each decoding sequence `decode_s`."""
+    long have come. It was measured that a prompt token takes a millisecond and each decoding sequence `decode_s`.
+    `promised`: time per output token, of the first of them."""
     scheduler, _ = make(num_blocks=1024, max_batch_tokens=100, **config)
     scheduler.role = role
     for number in range(300):
@@ -84,8 +90,9 @@ def beside_decodes(
         scheduler.cost.add(
             StepWork(number % 5).with_chunk(0, num_prefill), 0.001 * num_prefill + decode_s * (number % 5)
         )
-    for _ in range(num_decodes):
-        sequence = make_sequence([1])
+    levels = [RequestLevel(tpot_s=tpot_s) for tpot_s in promised]
+    for number in range(num_decodes):
+        sequence = make_sequence([1], level=levels[number] if number < len(levels) else USUAL_LEVEL)
         sequence.end = 2 + num_left
         scheduler.add(sequence)
     compute(scheduler.schedule())
@@ -123,6 +130,41 @@ def test_the_bound_grows_with_what_waits_for_each_token_that_the_decodes_may_mak
 def test_a_promised_time_per_token_takes_the_place_of_the_fixed_one_and_never_starves_prompts() -> None:
     assert beside_decodes(4, 90, tpot_s=0.06) == pytest.approx(56, abs=2)
     assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=3)
+
+
+def test_steps_aim_at_the_shortest_time_per_token_that_was_promised_to_a_sequence_that_decodes() -> None:
+    assert beside_decodes(4, 90, promised=[0.02], tpot_s=0.06) == pytest.approx(16, abs=2)
+    assert beside_decodes(4, 90, promised=[0.08, 0.03, 0.08, 0.08], tpot_s=0.06) == pytest.approx(26, abs=2)
+    assert beside_decodes(4, 90, promised=[0.08], tpot_s=0.06) == pytest.approx(56, abs=2)  # three without their own
+    assert beside_decodes(4, 90, promised=[0.08] * 4, tpot_s=0.06) == pytest.approx(76, abs=2)
+
+
+def test_a_promise_ends_with_its_sequence() -> None:
+    scheduler, _ = make(num_blocks=1024, max_batch_tokens=100)
+    for number in range(60):
+        scheduler.cost.add(StepWork().with_chunk(0, number % 30), 0.001 * (number % 30))
+    tight, other = make_sequence([1], level=RequestLevel(tpot_s=0.01)), make_sequence([1])
+    scheduler.add(tight)
+    scheduler.add(other)
+    compute(scheduler.schedule())
+    scheduler.add(make_sequence([1] * 90))
+    assert scheduler.schedule().num_prefill_tokens == LEAST_PREFILL_TOKENS
+    scheduler.remove(tight)
+    assert scheduler.schedule().num_prefill_tokens == pytest.approx(1000 * SchedulerConfig().tpot_s, abs=4)
+
+
+def test_slack_is_what_its_own_goal_leaves() -> None:
+    scheduler, _ = make(ttft_s=2.0)
+    request = make_request([1])
+    hasty, patient = (replace(request, level=RequestLevel(ttft_s=ttft_s)) for ttft_s in (0.5, 30.0))
+    assert [scheduler.slack_s(1000, r) for r in (hasty, request, patient)] == [0.5, 2.0, 30.0]
+    for _ in range(60):
+        scheduler.cost.add(StepWork().with_chunk(0, 400), 0.4)
+    slacks = [scheduler.slack_s(400, r) for r in (hasty, request, patient)]
+    assert slacks == pytest.approx([0.1, 1.6, 29.6], abs=0.01)
+    late = replace(request, level=RequestLevel(ttft_s=0.3))
+    assert scheduler.slack_s(400, late) == 2.0  # too late whatever comes: it does not go before others
+    assert scheduler.slack_s(400, replace(patient, timeout_s=4.0)) == pytest.approx(3.6, abs=0.01)
 
 
 @pytest.mark.parametrize(("target_step_s", "expected"), [(0.0, 96), (0.03, 26), (0.002, LEAST_PREFILL_TOKENS)])

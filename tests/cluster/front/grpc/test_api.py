@@ -10,7 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych import __version__
+from diptych.cluster.common.config import NamedLevel, ServiceLevel
 from diptych.cluster.common.grpc_errors import error_from_rpc, status_of, trailing_metadata
+from diptych.cluster.front.levels import ServiceLevels
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 from diptych.workers.common.errors import (
@@ -22,6 +24,7 @@ from diptych.workers.common.errors import (
     Unavailable,
     WorkerLost,
 )
+from diptych.workers.common.request import RequestLevel
 
 from ....support.front import CONTEXT, TIMINGS, Echo, Served, served
 
@@ -86,6 +89,32 @@ def test_sampling_parameters_arrive(stub: inference_pb2_grpc.InferenceStub, serv
     got = request.sampling
     assert (got.temperature, got.top_k, got.seed, got.max_tokens) == (0, 3, (1 << 64) - 1, 2)
     assert (got.logit_bias, got.ignore_eos, request.timeout_s) == ({5: -100}, True, 5)
+
+
+def test_a_level_arrives_and_the_answer_names_its_tier(server: Served) -> None:
+    tiers = ServiceLevels(ServiceLevel(tiers={"flex": NamedLevel(ttft_s=30)}), {"chat": NamedLevel(tpot_s=0.05)})
+    with served(server.source, levels=tiers) as other, grpc.insecure_channel(other.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        asked = pb.GenerateRequest(
+            text="abc",
+            model="chat",
+            service_tier="flex",
+            level=pb.ServiceLevel(tpot_s=0.02),
+            admission=pb.ADMISSION_REFUSE,
+        )
+        answers = list(stub.Generate(asked))
+        assert [a.service_tier for a in answers] == [""] * (len(answers) - 1) + ["flex"]
+        assert server.source.requests[-1].level == RequestLevel(30, 0.02, True, "chat", "flex")
+        assert list(stub.Generate(pb.GenerateRequest(text="abc")))[-1].service_tier == "default"
+        assert server.source.requests[-1].level == RequestLevel(model="echo")
+        for wrong, param in (
+            ({"level": pb.ServiceLevel(ttft_s=0)}, "ttft_s"),
+            ({"level": pb.ServiceLevel(tpot_s=float("nan"))}, "tpot_s"),
+            ({"admission": 7}, "admission"),
+            ({"service_tier": "scale"}, "service_tier"),
+        ):
+            code, metadata = failed(stub.Generate(pb.GenerateRequest(text="abc", **wrong)))
+            assert (code, metadata["diptych-param"]) == (grpc.StatusCode.INVALID_ARGUMENT, param)
 
 
 def test_log_probabilities(stub: inference_pb2_grpc.InferenceStub) -> None:

@@ -1,0 +1,67 @@
+"""Refusals by hand: which levels are missed, and when they would be met."""
+
+import pytest
+
+from diptych.cluster.common.admission import MAX_RETRY_S, MIN_RETRY_S, RouteForecast, refusal
+from diptych.cluster.common.prediction import Level
+from diptych.workers.common.errors import Overloaded
+
+LEVEL = Level(ttft_s=2.0, tpot_s=0.05)
+DURATION_S = 20.0
+NO_TPOT = {"tpot_s": 0.0, "idle_tpot_s": 0.0}
+
+
+def refused(**times: float) -> Overloaded | None:
+    """Refusal of a request, which takes half a second and 10 ms a token on idle workers unless `times` says else."""
+    given = {"ttft_s": 1.0, "queue_s": 0.0, "tpot_s": 0.02, "idle_ttft_s": 0.5, "idle_tpot_s": 0.01} | times
+    now = RouteForecast(given["ttft_s"], given["queue_s"], given["tpot_s"])
+    return refusal(now, RouteForecast(given["idle_ttft_s"], 0.0, given["idle_tpot_s"]), LEVEL, DURATION_S)
+
+
+@pytest.mark.parametrize("times", [{}, {"ttft_s": 2.0, "tpot_s": 0.05}, {"queue_s": 1.0}, NO_TPOT])
+def test_a_level_that_is_met_is_no_reason(times: dict[str, float]) -> None:
+    assert refused(**times) is None
+
+
+@pytest.mark.parametrize(
+    ("times", "retry_s"),
+    [
+        # A queue of five seconds, of which three have to be done.
+        ({"ttft_s": 5.0, "queue_s": 4.5}, 3.0),
+        ({"ttft_s": 2.1, "queue_s": 0.5}, MIN_RETRY_S),
+        # Without the queue it takes 3 s, on an idle worker 0.5 s: two fifths of those that run have to end.
+        ({"ttft_s": 4.0, "queue_s": 1.0}, 0.4 * DURATION_S),
+        ({"ttft_s": 12.5, "queue_s": 10.0, "idle_ttft_s": 0.0}, 10.0),  # by then they have
+        # Half of the sequences have to end.
+        ({"tpot_s": 0.09}, 0.5 * DURATION_S),
+        ({"tpot_s": 0.09, "ttft_s": 14.0, "queue_s": 13.0}, 12.0),
+        ({"ttft_s": 500.0, "queue_s": 499.0}, MAX_RETRY_S),
+    ],
+)
+def test_when_the_level_would_be_met(times: dict[str, float], retry_s: float) -> None:
+    found = refused(**times)
+    assert found is not None and found.retry_helps
+    assert found.retry_after_s == pytest.approx(retry_s)
+    assert "try again in" in found.message and "wait" in found.message
+
+
+@pytest.mark.parametrize(
+    ("times", "name"),
+    [
+        ({"ttft_s": 3.0, "idle_ttft_s": 2.5}, "time to the first token"),
+        ({"tpot_s": 0.06, "idle_tpot_s": 0.06}, "time per output token"),
+        ({"ttft_s": 5.0, "queue_s": 4.0, "tpot_s": 0.06, "idle_tpot_s": 0.06}, "time per output token"),
+    ],
+)
+def test_a_level_that_an_idle_worker_misses_is_not_worth_another_try(times: dict[str, float], name: str) -> None:
+    found = refused(**times)
+    assert found is not None and not found.retry_helps
+    assert found.retry_after_s == MAX_RETRY_S
+    assert name in found.message and "ask for more time" in found.message
+
+
+def test_the_level_is_met_after_the_time_that_was_named() -> None:
+    """The queue shortens by a second each second."""
+    found = refused(ttft_s=5.0, queue_s=4.5)
+    assert found is not None
+    assert refused(ttft_s=5.0 - found.retry_after_s, queue_s=4.5 - found.retry_after_s) is None

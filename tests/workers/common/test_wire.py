@@ -1,0 +1,35 @@
+"""What a request's service level is on the wire."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from diptych.workers.common.errors import InvalidRequest
+from diptych.workers.common.request import RequestLevel
+from diptych.workers.common.wire import request_from_submit, submit_from_request
+
+from ...support.sequences import make_request
+
+REQUEST = make_request([1, 2, 3])
+
+
+@pytest.mark.parametrize("times", [(None, None), (0.5, None), (None, 0.02), (60.0, 1.0)])
+def test_a_level_arrives_as_it_was_sent(times: tuple[float | None, float | None]) -> None:
+    sent = replace(REQUEST, level=RequestLevel(*times))
+    assert request_from_submit(submit_from_request(1, sent, []), 4096).level == RequestLevel(*times)
+
+
+def test_a_worker_learns_the_times_alone() -> None:
+    sent = replace(REQUEST, level=RequestLevel(0.5, refuse=True, model="chat", tier="flex"))
+    assert request_from_submit(submit_from_request(1, sent, []), 4096).level == RequestLevel(0.5)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e9])
+@pytest.mark.parametrize("name", ["ttft_s", "tpot_s"])
+def test_a_time_that_no_level_has_is_refused_by_the_worker_too(name: str, value: float) -> None:
+    message = submit_from_request(1, REQUEST, [])
+    setattr(message.level, name, value)
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        request_from_submit(message, 4096).validate(1000, 4096)
+    assert refused.value.param == name

@@ -11,6 +11,7 @@ from .checks.violation import Violation
 from .mutations.ahead import AHEAD
 from .mutations.bridge import BRIDGE_MUTATIONS
 from .mutations.giving_up import GIVING_UP
+from .mutations.levels import LEVELS
 from .mutations.mutations import MUTATIONS, Replacement, planted
 from .mutations.routers import ROUTERS
 from .mutations.sampling import SAMPLING
@@ -21,7 +22,7 @@ from .processes.supervised import is_supervised
 from .world import simulate
 
 NUM_SEEDS = 600
-ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP + ROUTERS + SAMPLING + STEPS + WORLD
+ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP + ROUTERS + SAMPLING + STEPS + WORLD + LEVELS
 FIRST = {  # tried before all others: a seed that showed it when this was written, of bugs that few seeds show
     "a_silent_worker_that_was_taken_over_is_surplus": 9555,
     "who_does_not_answer_has_nothing_left": 2812,
@@ -32,6 +33,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "lease_is_never_renewed": 123,
     "who_was_beside_the_cause_is_blamed": 214,
     "a_client_that_does_not_read_keeps_its_request": 104,
+    "a_request_that_has_begun_is_refused": 419,
     "commit_without_a_positive_release": 77,
     "a_silent_source_counts_as_a_release": 52,
     "a_pull_is_cancelled_before_it_began": 325,

@@ -31,6 +31,7 @@ from .machines.memory import PoisonedList
 from .machines.network import Network
 from .machines.seams import replaced
 from .processes.clients import Client, forge_a_pull, plan_clients
+from .processes.levels import give_levels
 from .processes.routers import RouterProcess, Routers, WatchedService
 from .processes.scripted import Scripted
 from .processes.supervised import Supervised, is_supervised
@@ -71,6 +72,7 @@ class World:
         self.chunk_bytes = self.supervision.plan_hosts(rng).largest_layer * 3 // 4  # less than a block
         self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
+        give_levels(self.clients, seed)
         self.step_faults = StepFaults(self, self.weather.step_fault)
         self.routers = Routers(self)
         self._faults = sorted([*self._faults, *self.routers.plan()], key=lambda f: f.at_packet)

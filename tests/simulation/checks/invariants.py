@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from diptych.cluster.routing.token_source import TokenLogprob
 from diptych.proto import worker_pb2
-from diptych.workers.common.errors import DeadlineExceeded, RequestFailsSteps, Unavailable
+from diptych.workers.common.errors import DeadlineExceeded, Overloaded, RequestFailsSteps, Unavailable
 from diptych.workers.core.sequence import Sequence, SequenceStatus
 
 from .reasons import check_failure
@@ -83,6 +83,7 @@ def check_worker(world: "World", worker: "Worker") -> None:
         demand(not overdue, f"{name}: the lease of {handoff_id} outlives its deadline")
         is_there = machine.sink is None or machine.sink in holders
         demand(is_there, f"{name}: {machine.sink} holds {handoff_id} and has gone")
+    check_levels(world, worker)
     given_up = {i for i in service._source._open if _is_given_up(worker, i)}
     worker.check_for(given_up, now, "is open, and the engine gave it up")
     worker.check_for({k for k in worker.engine._sequences if service._links.of(k) is None}, now, "runs without a link")
@@ -90,6 +91,15 @@ def check_worker(world: "World", worker: "Worker") -> None:
         unheard = {k for k, s in worker.engine._sequences.items() if not _is_heard(world, worker, k, s)}
         worker.check_for(unheard, now, "runs, and nobody listens")
         worker.check_for(service.unaware(), now, "has not said that its router knows of the drain")
+
+
+def check_levels(world: "World", worker: "Worker") -> None:
+    """Each sequence has the times that its client asked for."""
+    asked = {c.request.request_id: (c.request.level.ttft_s, c.request.level.tpot_s) for c in world.clients}
+    for sequence in worker.engine._sequences.values():
+        name, found = sequence.request.request_id, sequence.request.level
+        is_known = asked.get(name, (None, None)) == (found.ttft_s, found.tpot_s)
+        demand(is_known, f"{worker.incarnation}: {name} has the level {found}, not {asked.get(name)}")
 
 
 def _is_heard(world: "World", worker: "Worker", key: str, sequence: Sequence) -> bool:
@@ -163,6 +173,9 @@ def _check_client(world: "World", client: "Client") -> None:
     if client.has_left or client.is_cut:
         return
     world.step_faults.check(name)
+    if isinstance(client.error, Overloaded):
+        _check_refused(world, client, client.error)
+        return
     if isinstance(client.error, RequestFailsSteps):
         world.step_faults.check_blamed(name)
         return
@@ -172,3 +185,12 @@ def _check_client(world: "World", client: "Client") -> None:
     latest = _latest(client) + client.stops_s
     check_failure(world, client)
     demand(client.ended_at <= latest, f"{name} ended {client.ended_at - latest:.1f} s after its deadline")
+
+
+def _check_refused(world: "World", client: "Client", error: Overloaded) -> None:
+    """A request is refused only if it asked to be, before anything was done for it."""
+    name, state = client.request.request_id, world.states[client.request.request_id]
+    demand(client.request.level.refuse, f"{name} would have waited, and was refused: {error.message}")
+    has_begun = bool(state.story.attempts or client.tokens)
+    demand(not has_begun, f"{name} was refused after {len(state.story.attempts)} attempts")
+    demand(1 <= error.retry_after_s <= 60, f"{name} is to come again after {error.retry_after_s} s")

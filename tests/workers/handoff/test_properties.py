@@ -19,7 +19,7 @@ from diptych.workers.handoff.types import (
 )
 from diptych.workers.kv.segment import Read, Segment
 
-from .test_machines import FIRST, LAST, NUM_LAYERS, SEAL, sink, source
+from ...support.handoff_machines import FIRST, LAST, NUM_LAYERS, SEAL, sink, source
 
 SOURCE_CALLS = st.one_of(
     st.tuples(st.just("subscribe"), st.sampled_from("ab")),

@@ -4,9 +4,9 @@
         [--measured F.json] [--half second] [--rates ...] [--layout ...] [--step-log DIR --metrics FILE]
 
 A trace's half is sent: profiles are made of the first half (--half first --step-log DIR --metrics FILE, then `diptych
-profile`), and checked on the second. What was measured is kept in --measured; a run that is there already is not
-measured again, so that a simulator that has changed is compared without a cluster. Without --profile nothing is
-simulated.
+profile`, then the same with --calibrate), and checked on the second. What was measured is kept in --measured; a run
+that is there already is not measured again, so that a simulator that has changed is compared without a cluster.
+Without --profile nothing is simulated.
 
     error     simulated / measured - 1, of median and p99 of TTFT and TPOT
     ranking   pairs of layouts of which the better one, by share within a level, is the same; measured shares that
@@ -16,12 +16,13 @@ simulated.
 import argparse
 import asyncio
 import json
+import math
 import os
 import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,15 @@ from diptych.cluster.bench.workloads import stretched
 from diptych.cluster.common.config_file import build
 from diptych.cluster.simulate.build import Hardware, simulate
 from diptych.cluster.simulate.load import trace_load
-from diptych.cluster.simulate.profile import read_profile
+from diptych.cluster.simulate.profile import Profile, read_profile
+from diptych.cluster.simulate.worker_setup import TransitTimes
 
 TRACES = {"azure": (AZURE_SCALE, 0), "mooncake": (MOONCAKE_SCALE, MOST_INPUT)}  # scale of lengths, longest prompt
 RATES: Mapping[str, Sequence[float]] = {"azure": (3.0, 5.0, 7.0), "mooncake": (1.5, 2.5, 3.5)}
 FIGURES = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99))
 TIE = 0.03
 WARM_UP_S = 5.0
+IDLE_S, BUSY_S = (0.0, 0.003, 0.006, 0.01), (0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12)  # tried by --calibrate
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,12 @@ async def measure_case(url: str, case: Case, path: Path, args: argparse.Namespac
     }
 
 
-def simulate_case(case: Case, path: Path, args: argparse.Namespace) -> Found:
+def simulate_case(case: Case, path: Path, args: argparse.Namespace, profile: Profile) -> Found:
     layout: Layout = LAYOUTS[case.layout]
     pools = {pool: {"replicas": num, "threads": layout.threads} for pool, num in layout.pools.items()}
     config = build({"model": str(args.model), "max_context_tokens": MAX_CONTEXT, "pools": pools})
     load = trace_load(case.trace, path, limits_of(case.trace, max(round(case.rate * args.seconds), 2)), case.rate)
-    hardware = Hardware.of(read_profile(args.profile))
+    hardware = Hardware.of(profile)
     runs = {name: simulate(config, hardware, load, level) for name, level in LEVELS.items()}
     spreads = next(iter(runs.values())).spreads
     return Found(
@@ -129,11 +132,40 @@ def measure_all(args: argparse.Namespace, cases: Sequence[Case], paths: Mapping[
             with servers.serving(case.layout) as url:
                 kept[case.name] = asyncio.run(measure_case(url, case, paths[case.trace], args, screen))
                 if args.metrics and "1p1d" in case.layout:
-                    with urllib.request.urlopen(f"{url}/metrics") as answer:
-                        args.metrics.write_bytes(answer.read())
+                    with urllib.request.urlopen(f"{url}/metrics") as answer, args.metrics.open("ab") as file:
+                        file.write(answer.read())
             args.measured.write_text(json.dumps(kept, indent=1) + "\n")
             screen.log(f"{case.name}: {kept[case.name]['ms']}")
     return kept
+
+
+def calibrated(
+    cases: Sequence[Case], paths: Mapping[str, Path], args: argparse.Namespace, kept: Mapping[str, Any]
+) -> Profile:
+    """Profile with the times of requests' way, by threads, with which medians of TTFT are nearest to the measured."""
+    profile = read_profile(args.profile)
+    for threads in [worker.worker.threads for worker in profile.workers]:
+        here = [case for case in cases if LAYOUTS[case.layout].threads == threads]
+        tried = [_with_times(profile, threads, TransitTimes(idle, busy)) for idle in IDLE_S for busy in BUSY_S]
+        errors = [_error(here, paths, args, kept, each) for each in tried]
+        profile = tried[errors.index(min(errors))]
+    return profile
+
+
+def _with_times(profile: Profile, threads: int, times: TransitTimes) -> Profile:
+    workers = [replace(w, transit=times) if w.worker.threads == threads else w for w in profile.workers]
+    return replace(profile, workers=tuple(workers))
+
+
+def _error(
+    cases: Sequence[Case],
+    paths: Mapping[str, Path],
+    args: argparse.Namespace,
+    kept: Mapping[str, Any],
+    profile: Profile,
+) -> float:
+    found = (simulate_case(case, paths[case.trace], args, profile).ms[0] for case in cases)
+    return sum(abs(math.log(ms / kept[case.name]["ms"][0])) for case, ms in zip(cases, found, strict=True))
 
 
 def table(cases: Sequence[Case], measured: Mapping[str, Found], simulated: Mapping[str, Found]) -> Iterator[str]:
@@ -177,7 +209,8 @@ def parse_args(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds of sending in each run")
     parser.add_argument("--measured", type=Path, default=Path("measured.json"), help="file of the measured figures")
     parser.add_argument("--step-log", type=Path, help="folder for the workers' step logs")
-    parser.add_argument("--metrics", type=Path, help="file for the metrics of a cluster of two pools")
+    parser.add_argument("--metrics", type=Path, help="file to which metrics of clusters of two pools are added")
+    parser.add_argument("--calibrate", action="store_true", help="fit the way of requests, in --profile, to this half")
     parser.add_argument("--kv-gib", type=int, default=2)
     args = parser.parse_args(texts)
     if args.azure is None and args.mooncake is None:
@@ -203,7 +236,10 @@ def main(texts: Sequence[str] | None = None) -> None:
         kept = measure_all(args, cases, paths)
         if args.profile is None:
             return
-        simulated = {case.name: simulate_case(case, paths[case.trace], args) for case in cases}
+        if args.calibrate:
+            calibrated(cases, paths, args, kept).write(args.profile)
+        profile = read_profile(args.profile)
+        simulated = {case.name: simulate_case(case, paths[case.trace], args, profile) for case in cases}
     measured = {case.name: Found(kept[case.name]["ms"], kept[case.name]["shares"]) for case in cases}
     print("\n".join(table(cases, measured, simulated)))
     right, wrong, ties = rank(cases, measured, simulated)

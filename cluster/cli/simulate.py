@@ -58,7 +58,7 @@ def simulate(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     think_time: Annotated[float, typer.Option(min=0, help="Seconds from an answer to the next turn.")] = 0.0,
     goodput: Annotated[str | None, typer.Option(help="Service level: ttft:500,tpot:50 (ms).  [default: its]")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU (or worker) for an hour.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of synthetic loads.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of synthetic loads, and of a profile's variation.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Simulate a cluster under a load: the policy, scheduler and autoscaler that serve, on a virtual clock."""
@@ -113,6 +113,7 @@ def _hardware(flags: dict[str, Any]) -> "Hardware":
     from ..simulate.gpus import gpu_of
     from ..simulate.profile import read_profile
     from ..simulate.roofline import Efficiency
+    from ..simulate.worker_setup import TransitTimes
 
     profile_file, gpu = flags["profile_file"], flags["gpu"]
     if (profile_file is None) == (gpu is None):
@@ -127,7 +128,8 @@ def _hardware(flags: dict[str, Any]) -> "Hardware":
         link_bytes_s=found.link_bytes_s if gbit is None else gbit * 1e9 / 8,
         link_latency_s=found.link_latency_s if latency_ms is None else latency_ms / 1e3,
         start_s=flags["start_s"],
-        request_s=found.request_s if request_ms is None else request_ms / 1e3,
+        transit=None if request_ms is None else TransitTimes(request_ms / 1e3),
+        seed=flags["seed"],
     )
 
 

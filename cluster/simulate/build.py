@@ -16,6 +16,7 @@ from ..preflight.memory_plan import Parallelism
 from .figures import SimulationFigures, figures_of
 from .gpus import Gpu
 from .load import SimulatedRequest
+from .noise import Noise
 from .profile import LinkProfile, Profile
 from .roofline import Efficiency, RooflineTimer, kv_blocks
 from .routes import SimulatedRouter
@@ -23,7 +24,7 @@ from .scaling import Scaler
 from .simulation import Simulation
 from .timing import KnownCost, StepTimer, fit_timer
 from .transfers import AUTO_GROUPS, Links, LinkSetup
-from .worker import WorkerSetup
+from .worker_setup import TransitTimes, WorkerSetup
 
 LINK_BYTES_S = 50e9  # 400 Gbit/s
 LINK_LATENCY_S = 0.001
@@ -32,20 +33,22 @@ LINK_LATENCY_S = 0.001
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Hardware of a simulated cluster. `steps`: a measured profile, or a GPU; `start_s`: until a new worker serves;
-    `request_s`: from a request's arrival until its worker has it."""
+    `transit`: of requests between client and worker, instead of the profile's; `seed`: of the variation of steps, where
+    a profile knows it."""
 
     steps: Profile | Gpu
     link_bytes_s: float = LINK_BYTES_S
     reached: Efficiency = field(default_factory=Efficiency)
     link_latency_s: float = LINK_LATENCY_S
     start_s: float = 60.0
-    request_s: float = 0.0
+    transit: TransitTimes | None = None
+    seed: int = 0
 
     @classmethod
     def of(cls, measured: Profile) -> Self:
         """The hardware that a profile was measured on."""
         link = measured.link or LinkProfile(LINK_BYTES_S, LINK_LATENCY_S)
-        return cls(measured, link.bytes_s, link_latency_s=link.latency_s, request_s=measured.request_s)
+        return cls(measured, link.bytes_s, link_latency_s=link.latency_s)
 
 
 def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks: bool) -> Simulation:
@@ -70,7 +73,7 @@ def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks
     groups = shared.handoff.layer_groups or AUTO_GROUPS
     links = Links(LinkSetup(hardware.link_bytes_s, hardware.link_latency_s, groups))
     router = SimulatedRouter(config, model, layout)
-    return Simulation(router, links, setups, Scaler(config, hardware.start_s), hardware.request_s)
+    return Simulation(router, links, setups, Scaler(config, hardware.start_s))
 
 
 def simulate(
@@ -93,11 +96,14 @@ def _setup(
     worker, steps = config.worker(pool), hardware.steps
     size = worker.cache.block_size
     how = Parallelism(worker.model.dtype, None, worker.parallel.tensor_parallel, size, on_gpus=True)
+    per_machine, contention, noise, transit = 1, 0.0, None, TransitTimes()
     if isinstance(steps, Profile):
         measured = steps.of_threads(worker.threads)
         num_blocks = measured.worker.num_blocks * measured.worker.block_size // size
-        timer: StepTimer = measured.timer
-        cost = KnownCost(measured.weights)
+        timer: StepTimer = measured.timer(pool)
+        cost = KnownCost(measured.weights_of(pool))
+        per_machine, contention = measured.per_machine, measured.contention
+        noise, transit = Noise.of(measured.residuals, hardware.seed), measured.transit
     else:
         num_blocks = kv_blocks(spec, how, steps, worker.cache.kv_memory_fraction)
         timer = RooflineTimer.of(spec, how, steps, hardware.reached)
@@ -119,6 +125,10 @@ def _setup(
         timer=timer,
         cost=cost,
         num_gpus=float(how.tensor_parallel),
+        per_machine=per_machine,
+        contention=contention,
+        noise=noise,
+        transit=hardware.transit or transit,
     )
 
 

@@ -6,44 +6,59 @@ own.
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter, ValidationError
 
 from ...workers.common.errors import ConfigError, WorkloadError
 from ...workers.core.step_log_format import COLUMNS, StepLogHeader
-from .timing import LinearTimer, Weights, fit_weights
+from .contention import Steps, fit_with_contention, overlap_of, predicted
+from .timing import LinearTimer, Weights
+from .transfers import AUTO_GROUPS
+from .worker_setup import TransitTimes
 
-QUANTILES = (1, 10, 50, 90, 99)
+QUANTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 LEAST_STEPS = 50
 MOST_GAP_STEPS = 1.0  # between two steps, in median steps: after a longer time there was nothing to compute
 LINK_METRICS = ("diptych_link_bytes_total", "diptych_link_read_seconds_total")
-HANDOFF_METRIC = "diptych_handoff_last_segment_seconds"
-Steps = npt.NDArray[np.float64]  # [n, 6]: a row for each step, columns as COLUMNS
+HANDOFF_METRIC, PULL_METRIC = "diptych_handoff_last_segment_seconds", "diptych_handoff_pull_seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """Times of steps, measured. `gap_s`: from the end of a step to the next one's begin, where sequences run on;
-    `residuals`: measured by predicted seconds, by percentile."""
+    """Times of steps, measured. `by_role`: share of that time which workers of a role take; `contention`: share by
+    which a step takes longer while another worker of the machine computes; `gap_s`: from the end of a step to the next
+    one's begin, where sequences run on; `residuals`: measured by predicted seconds, by percentile."""
 
     worker: StepLogHeader
-    weights: Weights  # seconds
+    weights: Weights  # seconds, of a worker alone
+    by_role: dict[str, float]
+    contention: float
     gap_s: float
     num_steps: int
     residuals: dict[int, float]
+    transit: TransitTimes = field(default_factory=TransitTimes)
+
+    def weights_of(self, role: str) -> Weights:
+        """Weights of the steps of workers in a role."""
+        fixed, decode, context, prefill, pair = (weight * self.by_role.get(role, 1.0) for weight in self.weights)
+        return fixed, decode, context, prefill, pair
+
+    def timer(self, role: str) -> LinearTimer:
+        """Time from the begin of a step to that of the next."""
+        fixed, *others = self.weights_of(role)
+        decode, context, prefill, pair = others
+        return LinearTimer((fixed + self.gap_s, decode, context, prefill, pair))
 
     @property
-    def timer(self) -> LinearTimer:
-        """Time from the begin of a step to that of the next."""
-        fixed, decode, context, prefill, pair = self.weights
-        return LinearTimer((fixed + self.gap_s, decode, context, prefill, pair))
+    def per_machine(self) -> int:
+        """Number of such workers that have cores for themselves on a machine."""
+        return max(self.worker.cores // max(self.worker.threads * self.worker.tensor_parallel, 1), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +71,11 @@ class LinkProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`request_s`: from a request's arrival until its worker has it, and its first token's way back."""
+    """Profile of a cluster."""
 
     date: str  # ISO 8601
     workers: tuple[WorkerProfile, ...]
     link: LinkProfile | None = None
-    request_s: float = 0.0
 
     def of_threads(self, threads: int | None) -> WorkerProfile:
         """Profile of the workers with so many threads. Raises ConfigError."""
@@ -92,29 +106,55 @@ def make_profile(folder: Path, link: LinkProfile | None = None) -> Profile:
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise WorkloadError(f"{folder} holds no step logs (*.csv): set step_log to it, and send the cluster a load")
-    logs: dict[StepLogHeader, list[Steps]] = {}
+    logs: dict[StepLogHeader, list[_Log]] = {}
     for path in paths:
         header, steps = _read_log(path)
-        logs.setdefault(header, []).append(steps)
+        if len(steps):
+            logs.setdefault(replace(header, role=""), []).append(_Log(header.role, steps))
+    if not logs:
+        raise WorkloadError(f"{folder} holds step logs without steps: send a load, and stop the cluster")
     if len({header.threads for header in logs}) < len(logs):
         raise WorkloadError(
             f"{folder} holds step logs of workers that differ in more than threads: {'; '.join(map(str, logs))}"
         )
-    workers = tuple(_fit(header, steps, folder) for header, steps in sorted(logs.items(), key=lambda i: i[0].threads))
+    for header, found in logs.items():
+        if (num := sum(len(log.steps) for log in found)) < LEAST_STEPS:
+            raise WorkloadError(
+                f"{folder} holds {num} steps of workers with {header.threads} threads, and {LEAST_STEPS} are needed: "
+                "send a longer load"
+            )
+    everywhere = [log.steps for found in logs.values() for log in found]
+    workers = tuple(
+        _fit(header, found, everywhere) for header, found in sorted(logs.items(), key=lambda item: item[0].threads)
+    )
     return Profile(datetime.now(UTC).isoformat(timespec="seconds"), workers, link)
 
 
-def _fit(header: StepLogHeader, logs: Sequence[Steps], folder: Path) -> WorkerProfile:
-    steps = np.concatenate(logs)
-    if len(steps) < LEAST_STEPS:
-        raise WorkloadError(
-            f"{folder} holds {len(steps)} steps of workers with {header.threads} threads, and {LEAST_STEPS} are "
-            "needed: send a longer load"
-        )
-    weights = fit_weights(steps[:, 1:])
-    predicted = np.column_stack([np.ones(len(steps)), steps[:, 1:5]]) @ np.array(weights)
-    ratios = np.percentile(steps[:, 5] / predicted, QUANTILES).tolist()
-    return WorkerProfile(header, weights, _gap_s(logs), len(steps), dict(zip(QUANTILES, ratios, strict=True)))
+@dataclass(frozen=True, slots=True)
+class _Log:
+    role: str
+    steps: Steps
+
+
+def _fit(header: StepLogHeader, logs: Sequence[_Log], everywhere: Sequence[Steps]) -> WorkerProfile:
+    """`everywhere`: the steps of all workers, these ones included."""
+    all_steps = [log.steps for log in logs]
+    overlaps = [overlap_of(steps, [other for other in everywhere if other is not steps]) for steps in all_steps]
+    weights, contention = fit_with_contention(all_steps, overlaps)
+    expected = [
+        predicted(steps, weights) * (1 + contention * overlap)
+        for steps, overlap in zip(all_steps, overlaps, strict=True)
+    ]
+    measured_s, expected_s = dict[str, float](), dict[str, float]()
+    for log, each in zip(logs, expected, strict=True):
+        measured_s[log.role] = measured_s.get(log.role, 0.0) + float(log.steps[:, 5].sum())
+        expected_s[log.role] = expected_s.get(log.role, 0.0) + float(each.sum())
+    by_role = {role: measured_s[role] / expected_s[role] for role in sorted(measured_s)}
+    ratios = np.concatenate(
+        [log.steps[:, 5] / each / by_role[log.role] for log, each in zip(logs, expected, strict=True)]
+    )
+    residuals = dict[int, float](zip(QUANTILES, np.percentile(ratios, QUANTILES).tolist(), strict=True))
+    return WorkerProfile(header, weights, by_role, contention, _gap_s(all_steps), len(ratios), residuals)
 
 
 def _gap_s(logs: Iterable[Steps]) -> float:
@@ -144,7 +184,9 @@ def read_link(path: Path) -> LinkProfile:
     num_handoffs = sums.get(f"{HANDOFF_METRIC}_count", 0.0)
     if not (num_bytes > 0 and read_s > 0 and num_handoffs > 0):
         raise WorkloadError(f"{path} tells of no hand-off: send a load to a cluster of prefill and decode workers")
-    return LinkProfile(num_bytes / read_s, sums[f"{HANDOFF_METRIC}_sum"] / num_handoffs)
+    # The last group's bytes are moved in that time too, and counted by their number.
+    beside_s = sums[f"{HANDOFF_METRIC}_sum"] - sums.get(f"{PULL_METRIC}_sum", 0.0) / AUTO_GROUPS
+    return LinkProfile(num_bytes / read_s, max(beside_s, 0.0) / num_handoffs)
 
 
 def _read_log(path: Path) -> tuple[StepLogHeader, Steps]:

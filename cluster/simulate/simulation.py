@@ -20,7 +20,8 @@ from .request_columns import RequestColumns
 from .routes import SimulatedRouter
 from .scaling import Scaler
 from .transfers import Links
-from .worker import Import, SimulatedWorker, WorkerSetup
+from .worker import Import, SimulatedWorker
+from .worker_setup import WorkerSetup
 
 REPORT_S = 0.1
 PLAN_S = 1.0
@@ -45,7 +46,7 @@ class Job:
 
 
 class Simulation:
-    """`setups`: by pool; `request_s`: from a request's arrival until its worker has it. What happened is in `columns`,
+    """`setups`: by pool. What happened is in `columns`,
     `num_refused` (too many requests), `num_too_long` and `num_unserved` (no worker in time)."""
 
     def __init__(
@@ -54,7 +55,6 @@ class Simulation:
         links: Links,
         setups: Mapping[str, WorkerSetup],
         scaler: Scaler,
-        request_s: float = 0.0,
     ) -> None:
         self.now = 0.0
         self.columns = RequestColumns()
@@ -66,7 +66,6 @@ class Simulation:
         self._router = router
         self._setups = setups
         self._scaler = scaler
-        self._request_s = request_s
         self._draining: set[str] = set()
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._num_made = 0
@@ -117,10 +116,17 @@ class Simulation:
             self._unrouted.append(job)
             return
         self._count(job, route, facts)
-        if self._request_s:
-            self._after(self._request_s, partial(self._submit, job, route, names))
+        if way_s := self._way_s(self.alive[route.prefill or route.decode]):
+            self._after(way_s, partial(self._submit, job, route, names))
         else:
             self._submit(job, route, names)
+
+    def _way_s(self, worker: SimulatedWorker) -> float:
+        """Time until a worker has a request that came now."""
+        times = worker.setup.transit
+        if not times.busy_s:
+            return times.idle_s
+        return times.idle_s + times.busy_s * sum(w.computes for w in self.alive.values()) / len(self.alive)
 
     def _count(self, job: Job, route: Route, facts: RequestFacts) -> None:
         is_alone = route.prefill is None
@@ -256,9 +262,20 @@ class Simulation:
     def _ready(self, pool: str, name: str) -> None:
         if self._scaler.became_ready(name):
             worker = SimulatedWorker(name, self._setups[pool], Role(pool), self, self.now)
+            self._settle(worker)
             self.alive[name] = worker
             self._router.add(worker)
             self._router.report(worker, self.links.stats(worker.name), self.now)
+
+    def _settle(self, worker: SimulatedWorker) -> None:
+        """Give a worker its place: on a machine that has room."""
+        num = worker.setup.per_machine
+        if num > 1:
+            hosts = (each for each in self.alive.values() if len(each.neighbours) < each.setup.per_machine - 1)
+            host = next(hosts, None)
+            worker.neighbours = [] if host is None else [host, *host.neighbours]
+            for neighbour in worker.neighbours:
+                neighbour.neighbours.append(worker)
 
     def _report(self) -> None:
         for worker in self.alive.values():
@@ -280,7 +297,10 @@ class Simulation:
         self._router.remove(name)
         self._scaler.ended(name)
         self.links.forget(name)
-        self.retired.append((self.alive.pop(name), self.now))
+        worker = self.alive.pop(name)
+        for neighbour in worker.neighbours:
+            neighbour.neighbours.remove(worker)
+        self.retired.append((worker, self.now))
 
     def _plan(self) -> None:
         self._scaler.look(self, self.now)

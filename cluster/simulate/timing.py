@@ -10,6 +10,8 @@ import numpy.typing as npt
 from ...workers.core.step_cost import StepCost, StepWork
 
 Weights = tuple[float, float, float, float, float]
+NUM_ROUNDS = 8  # of a fit
+LEAST_S = 1e-6  # that a fit predicts for a step
 _SAMPLE_DECODES, _SAMPLE_CONTEXTS = (1, 4, 16, 64, 256), (128, 1024, 8192)
 _SAMPLE_CHUNKS, _SAMPLE_STARTS = (0, 16, 128, 512, 2048), (0, 4096)
 
@@ -70,26 +72,40 @@ def fit_timer(timer: StepTimer) -> Weights:
 
 
 def fit_weights(steps: npt.NDArray[np.float64]) -> Weights:
-    """Weights from 0 on, with the least sum of squared relative errors. `steps` [n, 5]: num_decodes, num_context,
-    num_prefill, num_pairs, seconds.
+    """Weights from 0 on, with the least sum of squared errors relative to what they predict. `steps` [n, 5]:
+    num_decodes, num_context, num_prefill, num_pairs, seconds.
+
+    Errors relative to the measured time would favour the fastest steps. So each of a few rounds weighs them by what the
+    round before predicts, which leaves no bias where noise is multiplicative (McCullagh and Nelder, Generalized Linear
+    Models, §9.2, with a variance that is the square of the mean)."""
+    seconds = steps[:, 4]
+    features = np.column_stack([np.ones(len(steps)), steps[:, :4]])
+    predicted = seconds
+    weights = np.zeros(5)
+    for _ in range(NUM_ROUNDS):
+        weights = _least_squares(features / predicted[:, None], seconds / predicted)
+        predicted = np.maximum(features @ weights, LEAST_S)
+    return _five(weights.tolist())
+
+
+def _least_squares(features: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Weights from 0 on. features [n, 5], values [n].
 
     Of the 31 sets of weights that may be above 0 each is solved without bounds: the best solution that keeps them is
     the optimum (the optimality conditions of Lawson and Hanson, Solving Least Squares Problems, §23.3, hold on one)."""
-    seconds = steps[:, 4]
-    features = np.column_stack([np.ones(len(steps)), steps[:, :4]]) / seconds[:, None]
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
     scaled = features / scale
     best, least = np.zeros(5), np.inf
     for mask in range(1, 32):
         columns = [i for i in range(5) if mask >> i & 1]
-        found = np.linalg.lstsq(scaled[:, columns], np.ones(len(steps)), rcond=None)[0]
+        found = np.linalg.lstsq(scaled[:, columns], values, rcond=None)[0]
         if (found < 0).any():
             continue
-        error = float(((scaled[:, columns] @ found - 1) ** 2).sum())
+        error = float(((scaled[:, columns] @ found - values) ** 2).sum())
         if error < least * (1 - 1e-9):
             best, least = np.zeros(5), error
             best[columns] = found
-    return _five((best / scale).tolist())
+    return best / scale
 
 
 def _five(values: Sequence[float]) -> Weights:
@@ -113,6 +129,9 @@ class DecodeRun:
             return cls(began, 1, first, 0.0)
         later = StepWork(work.num_decodes, work.num_context + work.num_decodes * (num_steps - 1))
         return cls(began, num_steps, first, (timer.seconds(later) - first) / (num_steps - 1))
+
+    def slowed(self, factor: float) -> "DecodeRun":
+        return DecodeRun(self.began, self.num_steps, self.first_s * factor, self.slope_s * factor)
 
     def end_of(self, num_steps: int) -> float:
         """Time at which so many of its steps are over."""

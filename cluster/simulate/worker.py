@@ -22,27 +22,14 @@ from ...workers.core.live_handoff import headroom_blocks
 from ...workers.core.load_parts import PrefillShare, step_cost_message
 from ...workers.core.prefix_cache import PrefixCache
 from ...workers.core.scheduler import Scheduler
-from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.core.sequence import Batch, Sequence, SequenceStatus
-from ...workers.core.step_cost import StepCost, StepWork
+from ...workers.core.step_cost import StepWork
 from ...workers.kv.layout import blocks_for
-from .timing import DecodeRun, StepTimer
+from .noise import HOLD_S
+from .timing import DecodeRun
+from .worker_setup import WorkerSetup
 
 LEAST_SHARE = 0.001  # of the time, for prompts: below it a report says the same as before
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
-    """Parts and sizes of a simulated worker. `num_gpus`: that it takes, for utilisation and price."""
-
-    pool: str
-    scheduler: SchedulerConfig
-    num_blocks: int
-    block_size: int
-    prefix_cache: bool
-    timer: StepTimer
-    cost: StepCost
-    num_gpus: float = 1.0
 
 
 class WorkerListener(Protocol):
@@ -92,6 +79,10 @@ class SimulatedWorker:
         self.scheduler.role = role
         self.listener = listener
         self._timer = setup.timer
+        self.neighbours: list[SimulatedWorker] = []  # on its machine
+        self._random = setup.noise.source(name) if setup.noise else None
+        self._computes = False
+        self._slowdown = 1.0  # of the step under way
         self._batch: Batch | None = None
         self._work = StepWork()
         self._run = DecodeRun(0.0, 1, 0.0, 0.0)
@@ -101,6 +92,10 @@ class SimulatedWorker:
         self._leased: dict[Sequence, list[int]] = {}
         self._share = PrefillShare(now)
         self._reported = -1
+
+    @property
+    def computes(self) -> bool:
+        return self._computes
 
     @property
     def is_empty(self) -> bool:
@@ -190,15 +185,44 @@ class SimulatedWorker:
 
     def _begin(self, now: float) -> None:
         batch = self.scheduler.schedule()
-        if not batch:
+        if batch:
+            self.scheduler.copied(batch)
+            self._batch = batch
+            self._work = self.scheduler.work_of(batch)
+            self._slowdown = self._slowdown_now()
+            self._run = self._run_of(batch, now).slowed(self._slowdown)
+            self.manager.begin_step()
+            self._announce()
+        else:
             self._batch = None
+        if self._computes != bool(batch):
+            self._computes = bool(batch)
+            for neighbour in self.neighbours:
+                neighbour.disturbed(now)
+
+    def _run_of(self, batch: Batch, now: float) -> DecodeRun:
+        num_steps = self._num_alike(batch)
+        if self.setup.noise is None or self._random is None:
+            return DecodeRun.of(self._timer, self._work, num_steps, now)
+        num_steps = min(num_steps, max(int(HOLD_S / self._timer.seconds(self._work)), 1))
+        run = DecodeRun.of(self._timer, self._work, num_steps, now)
+        return run.slowed(self.setup.noise.draw(self._random))
+
+    def disturbed(self, now: float) -> None:
+        """Let the rest of the step under way take as long as it does beside the neighbours that compute now."""
+        slowdown = self._slowdown_now()
+        if self._batch is None or slowdown == self._slowdown:
             return
-        self.scheduler.copied(batch)
-        self._batch = batch
-        self._work = self.scheduler.work_of(batch)
-        self._run = DecodeRun.of(self._timer, self._work, self._num_alike(batch), now)
-        self.manager.begin_step()
+        self._cut(now)
+        began, rest_s = self._run.began, self._run.end_of(1) - now
+        self._run = DecodeRun(began, 1, now - began + rest_s * slowdown / self._slowdown, 0.0)
+        self._slowdown = slowdown
         self._announce()
+
+    def _slowdown_now(self) -> float:
+        if any(neighbour.computes for neighbour in self.neighbours):
+            return 1.0 + self.setup.contention
+        return 1.0
 
     def _announce(self) -> None:
         self.step_number += 1

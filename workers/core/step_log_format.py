@@ -13,9 +13,11 @@ class StepLogHeader:
     model: str
     dtype: str
     device: str
+    role: str  # at start
     threads: int  # of a worker; 0: not bound
     tensor_parallel: int
     block_size: int  # tokens
     num_blocks: int
     kv_token_bytes: float
-    machine: str  # its processor and number of cores
+    machine: str  # its processor
+    cores: int  # of the machine

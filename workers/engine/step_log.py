@@ -60,17 +60,15 @@ def _header(config: WorkerConfig, runner: Runner) -> StepLogHeader:
         model=config.model.name,
         dtype=config.model.dtype,
         device=config.model.device,
+        role=config.role,
         threads=config.threads or 0,
         tensor_parallel=config.parallel.tensor_parallel,
         block_size=layout.block_size,
         num_blocks=runner.memory.num_blocks,
         kv_token_bytes=layout.block_bytes / layout.block_size,
-        machine=_machine(),
+        machine=_processor(),
+        cores=os.cpu_count() or 1,
     )
-
-
-def _machine() -> str:
-    return f"{_processor()}, {os.cpu_count()} cores"
 
 
 def _processor() -> str:

@@ -60,7 +60,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_made_and_used(tmp_path: Path) -> None:
-    log = StepLog(tmp_path / "steps", "a", StepLogHeader("m", "bfloat16", "cpu", 1, 1, 16, 1000, 128.0, "here"))
+    log = StepLog(
+        tmp_path / "steps", "a", StepLogHeader("m", "bfloat16", "cpu", "mixed", 1, 1, 16, 1000, 128.0, "here", 2)
+    )
     for i in range(60):
         work = StepWork(i % 4 + 1, 100 * i) if i % 5 else StepWork().with_chunk(0, 50 + i)
         log.add(i * 1.0, work, 0.01 + 0.001 * work.num_decodes + 0.0005 * work.num_prefill)

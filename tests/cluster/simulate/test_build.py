@@ -6,6 +6,7 @@ from diptych.cluster.common.config_file import build
 from diptych.cluster.simulate.build import Hardware, build_simulation, simulate
 from diptych.cluster.simulate.gpus import GPUS
 from diptych.cluster.simulate.profile import LinkProfile, Profile, WorkerProfile
+from diptych.cluster.simulate.worker_setup import TransitTimes
 from diptych.workers.common.errors import ConfigError
 from diptych.workers.core.step_log_format import StepLogHeader
 
@@ -16,15 +17,18 @@ def profile(*threads: int) -> Profile:
     """Workers that take 20 ms a step and 2 ms a prompt token, by the number of threads."""
     workers = tuple(
         WorkerProfile(
-            StepLogHeader("m", "bfloat16", "cpu", n, 1, 16, 500, 128.0, "here"),
+            StepLogHeader("m", "bfloat16", "cpu", "mixed", n, 1, 16, 500, 128.0, "here", 2),
             (0.02 / n, 0, 0, 0.002 / n, 0),
+            {},
+            0,
             0,
             99,
             {},
+            TransitTimes(0.001),
         )
         for n in threads
     )
-    return Profile("2026-11-23", workers, LinkProfile(1e9, 0.003), 0.001)
+    return Profile("2026-11-23", workers, LinkProfile(1e9, 0.003))
 
 
 def test_schedulers_aim_at_the_clusters_level() -> None:

@@ -6,9 +6,11 @@ import pytest
 from diptych.cluster.bench.workloads import Lengths
 from diptych.cluster.simulate.figures import figures_of
 from diptych.cluster.simulate.load import LogNormal, SimulatedRequest, Synthetic, synthetic_load
+from diptych.cluster.simulate.noise import Noise
 from diptych.cluster.simulate.simulation import Simulation
 from diptych.cluster.simulate.timing import LinearTimer
 from diptych.cluster.simulate.transfers import MAX_REPORTED, Links, LinkSetup
+from diptych.cluster.simulate.worker_setup import TransitTimes
 from diptych.workers.core.scheduler_config import SchedulerConfig
 
 from .clusters import cluster, requests
@@ -143,6 +145,42 @@ def test_routes_by_predicted_times_are_the_policys(pools: dict[str, object]) -> 
         check(simulation)
         good[predict] = figures_of(simulation, {"ttft": 0.2, "tpot": 0.01}, None).good
     assert good[True] > good[False] or len(pools) == 1
+
+
+def test_neighbours_slow_each_other_down() -> None:
+    """A prompt of 100 takes 110 ms alone. Beside another worker everything takes twice as long: from 60 ms on, until
+    the first prompt is done at 60 + 2 * 50 = 160 ms; of the second 60 ms are left then."""
+    simulation = cluster({"mixed": {"replicas": 2}}, per_machine=2, contention=1.0)
+    simulation.run(requests((0.0, 100, 1), (0.06, 100, 1)))
+    assert times(simulation) == [(160.0, 160.0), (220.0, 220.0)]
+    check(simulation)
+
+
+def test_a_neighbour_cuts_a_run_of_steps() -> None:
+    """Steps of 10 ms from 110 ms on; at 135 ms another prompt of 100 comes to the other worker. The step from 130 ms
+    has 5 ms left, which take 10, then six steps of 20 ms end at 265 ms; of the prompt, 45 ms are left then."""
+    simulation = cluster({"mixed": {"replicas": 2}}, per_machine=2, contention=1.0)
+    simulation.run(requests((0.0, 100, 10), (0.135, 100, 1)))
+    assert times(simulation) == [(110.0, 265.0), (310.0, 310.0)]
+    check(simulation)
+
+
+def test_a_request_is_longer_on_its_way_while_workers_compute() -> None:
+    """The second comes while one of two workers computes: 5 ms and half of 20 ms."""
+    simulation = cluster({"mixed": {"replicas": 2}}, request_times=TransitTimes(0.005, 0.02))
+    simulation.run(requests((0.0, 100, 1), (0.05, 100, 1)))
+    assert times(simulation) == [(115.0, 115.0), (175.0, 175.0)]
+
+
+def test_noise_repeats_with_its_seed() -> None:
+    noise = Noise.of({1: 0.5, 50: 1.0, 99: 3.0}, 7)
+    runs: list[list[tuple[float, float]]] = []
+    for each in (noise, noise, Noise.of({1: 0.5, 50: 1.0, 99: 3.0}, 8)):
+        simulation = cluster(SPLIT, noise=each)
+        simulation.run(mixed_load(60, 3))
+        check(simulation)
+        runs.append(times(simulation))
+    assert runs[0] == runs[1] != runs[2]
 
 
 def test_reports_tell_of_links() -> None:

@@ -10,6 +10,7 @@ import pytest
 from diptych.cluster.preflight.checks import check_model, resolve_model
 from diptych.cluster.preflight.memory_plan import Parallelism
 from diptych.cluster.simulate.gpus import GPUS, gpu_of
+from diptych.cluster.simulate.noise import Noise
 from diptych.cluster.simulate.profile import LinkProfile, make_profile, read_link, read_profile
 from diptych.cluster.simulate.roofline import Efficiency, RooflineTimer
 from diptych.cluster.simulate.timing import DecodeRun, LinearTimer, fit_timer, fit_weights
@@ -19,7 +20,7 @@ from diptych.workers.core.step_log_format import StepLogHeader
 from diptych.workers.engine.step_log import StepLog
 
 WEIGHTS = (0.004, 2e-5, 6e-8, 3e-5, 1e-9)
-HEADER = StepLogHeader("m", "bfloat16", "cpu", 1, 1, 16, 100, 128.0, "here")
+HEADER = StepLogHeader("m", "bfloat16", "cpu", "mixed", 1, 1, 16, 100, 128.0, "here", 2)
 
 
 def test_a_fit_finds_the_weights() -> None:
@@ -67,7 +68,7 @@ def test_a_profile_is_made_of_step_logs(tmp_path: Path) -> None:
     assert made.of_threads(2).weights == pytest.approx(fast.weights, rel=1e-3)
     assert made.of_threads(1).num_steps == 200 and made.of_threads(1).residuals[99] == pytest.approx(1.0, rel=1e-3)
     assert made.of_threads(1).gap_s == pytest.approx(0.00025, rel=0.01)
-    assert made.of_threads(1).timer.seconds(StepWork()) == pytest.approx(WEIGHTS[0] + 0.00025, rel=1e-3)
+    assert made.of_threads(1).timer("mixed").seconds(StepWork()) == pytest.approx(WEIGHTS[0] + 0.00025, rel=1e-3)
     with pytest.raises(ConfigError, match="workers of 1, 2 threads"):
         made.of_threads(3)
 
@@ -100,6 +101,7 @@ def test_step_logs_that_cannot_be_fitted(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="holds 1 steps of workers with 1 threads, and 50 are needed"):
         make_profile(tmp_path)
     other = StepLog(tmp_path, "b", replace(HEADER, dtype="float32"))
+    other.add(1.0, StepWork(1, 5), 0.1)
     other.close()
     with pytest.raises(WorkloadError, match="differ in more than threads"):
         make_profile(tmp_path)
@@ -110,6 +112,51 @@ def test_step_logs_that_cannot_be_fitted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("{}\n")
     with pytest.raises(WorkloadError, match="line 1: it does not say whose"):
         make_profile(tmp_path)
+
+
+def test_steps_beside_another_workers_take_longer(tmp_path: Path) -> None:
+    """Worker a computes all the time, b every second second; steps of a take half as long again while b computes. A
+    prefill worker of another time takes twice as long."""
+    timer, rng = LinearTimer(WEIGHTS), np.random.default_rng(0)
+    a, b = StepLog(tmp_path, "a", HEADER), StepLog(tmp_path, "b", HEADER)
+    alone = StepLog(tmp_path, "c", replace(HEADER, role="prefill"))
+    now = 0.0
+    for i in range(400):
+        work = StepWork(int(rng.integers(1, 9)), int(rng.integers(0, 900))).with_chunk(5, int(rng.integers(0, 99)))
+        seconds = timer.seconds(work) * (1.5 if i % 2 else 1.0)
+        a.add(now, work, seconds)
+        if i % 2:
+            b.add(now, work, seconds)
+        alone.add(1000.0 + i, StepWork().with_chunk(0, 50 + i), 2 * timer.seconds(StepWork().with_chunk(0, 50 + i)))
+        now += seconds
+    for log in (a, b, alone):
+        log.close()
+    worker = make_profile(tmp_path).workers[0]
+    assert worker.contention == pytest.approx(0.5, rel=0.1)
+    slow = worker.timer("prefill").seconds(StepWork().with_chunk(0, 100))
+    assert slow == pytest.approx(2 * timer.seconds(StepWork().with_chunk(0, 100)), rel=0.1)
+    mixed = worker.timer("mixed").seconds(StepWork(4, 400))
+    assert mixed == pytest.approx(timer.seconds(StepWork(4, 400)), rel=0.1)
+
+
+def test_a_fit_is_not_drawn_to_fast_steps() -> None:
+    """Steps of a hundredth that take 0.5 or 1.5 times as long: their mean is found."""
+    rng = np.random.default_rng(1)
+    steps = np.column_stack([rng.integers(1, 64, 4000), rng.integers(1, 9000, 4000), np.zeros((4000, 3))]).astype(float)
+    steps[:, 4] = (0.01 + 1e-4 * steps[:, 0]) * rng.choice([0.5, 1.5], 4000)
+    weights = fit_weights(steps)
+    timer = LinearTimer(weights)
+    assert timer.seconds(StepWork(32, 4500)) == pytest.approx(0.0132, rel=0.03)
+
+
+def test_noise_repeats_and_has_the_profiles_spread() -> None:
+    noise = Noise.of({1: 0.5, 50: 0.9, 99: 3.0}, seed=1)
+    assert noise is not None and Noise.of({}, seed=1) is None
+    drawn = [noise.draw(source) for source in [noise.source("a")] for _ in range(5000)]
+    assert np.mean(drawn) == pytest.approx(1.0, rel=0.05)
+    assert np.percentile(drawn, 99) / np.percentile(drawn, 50) == pytest.approx(3.0 / 0.9, rel=0.1)
+    again, other = noise.source("a"), noise.source("b")
+    assert [noise.draw(again) for _ in range(3)] == drawn[:3] != [noise.draw(other) for _ in range(3)]
 
 
 METRICS = """# TYPE diptych_link_bytes counter

@@ -13,12 +13,14 @@ from diptych import Client
 from diptych.cluster.front.front_door import choice_seed
 from diptych.kernels.cpu.load import library
 from diptych.proto import inference_pb2, inference_pb2_grpc
+from diptych.workers.common.errors import Overloaded
 
 from ..support.cluster_harness import Served, diptych, serving
 
 MODEL = "tiny"
 # With the compiled kernels an answer depends on its own tokens alone in bfloat16 too.
 DTYPE = "float32" if library() is None else "bfloat16"
+LEVELS = "{served_models: {chat: {ttft_s: 30}}, service_level: {tiers: {priority: {tpot_s: 0.5}}}}"
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
@@ -27,7 +29,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("clients")
-    with serving(home, "--prefill", "1", "--decode", "1", "--dtype", DTYPE, model=MODEL) as cluster:
+    config = home / "cluster.yaml"
+    config.write_text(LEVELS)
+    flags = ("--config", str(config), "--prefill", "1", "--decode", "1", "--dtype", DTYPE)
+    with serving(home, *flags, model=MODEL) as cluster:
         yield cluster
         cluster.assert_nothing_is_held()  # a block that a test lost is lost for good
 
@@ -112,8 +117,51 @@ def test_other_salts_never_share_blocks(served: Served, client: openai.OpenAI) -
         assert cached_over_http(cache_salt="Bob") >= 64
 
 
+def test_who_asks_for_it_is_refused_what_cannot_be_in_time(served: Served, client: openai.OpenAI) -> None:
+    ask = {"model": "chat", "prompt": [3 + 11 * i % 400 for i in range(90)], "max_tokens": 12, "temperature": 0}
+    whole = {"extra_body": {"ignore_eos": True}}
+    level = {"x-diptych-ttft-ms": "1", "x-diptych-tpot-ms": "0.1"}
+
+    def refused() -> openai.RateLimitError | None:
+        try:
+            client.completions.create(**ask, **whole, extra_headers=level | {"x-diptych-admission": "refuse"})
+        except openai.RateLimitError as error:
+            return error
+        return None
+
+    error = next(filter(None, (refused() for _ in range(1000))))  # once the workers have measured their steps
+    assert 1 <= int(error.response.headers["retry-after"]) <= 60
+    assert "ms are asked for" in error.message
+    for headers in ({}, {"x-diptych-admission": "wait"}):
+        waited = client.completions.create(**ask, **whole, extra_headers=level | headers)
+        assert waited.usage is not None and waited.usage.completion_tokens == 12
+    with Client(served.grpc_address) as grpc_client:
+        own = {
+            "model": "chat",
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+            "ttft_s": 0.001,
+            "tpot_s": 0.0001,
+        }
+        with pytest.raises(Overloaded, match="ms are asked for") as caught:
+            grpc_client.generate(ask["prompt"], admission="refuse", **own)
+        assert 1 <= caught.value.retry_after_s <= 60
+        assert grpc_client.generate(ask["prompt"], admission="wait", **own).text == waited.choices[0].text
+    counts = httpx.get(f"{served.http_address}/metrics").text
+    for outcome in ("refused", "missed_both"):
+        assert f'diptych_level_requests_total{{model="chat",outcome="{outcome}",tier="default"}}' in counts
+
+
+def test_an_answer_names_its_tier(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="chat", messages=QUESTION, max_tokens=4, service_tier="priority")
+    assert (answer.model, answer.service_tier) == ("chat", "priority")
+    with pytest.raises(openai.BadRequestError, match="send auto or default or priority"):
+        client.chat.completions.create(model="chat", messages=QUESTION, service_tier="flex")
+
+
 def test_models_health_and_metrics(served: Served, client: openai.OpenAI) -> None:
-    assert [m.id for m in client.models.list()] == [MODEL]
+    assert [m.id for m in client.models.list()] == [MODEL, "chat"]
     with httpx.Client(base_url=served.http_address) as plain:
         assert plain.get("/health").status_code == 200
         assert "diptych_" in plain.get("/metrics").text

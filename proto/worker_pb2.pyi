@@ -34,7 +34,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_DECODE: _Role.ValueType  # 2
     ROLE_MIXED: _Role.ValueType  # 3
 
-class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """Presets of the prefill budget (workers/common/role.py)."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_PREFILL: Role.ValueType  # 1
@@ -48,7 +49,7 @@ class RouterMessage(_message.Message):
 
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
-    SET_ROLE_FIELD_NUMBER: _builtins.int
+    SET_PREFILL_BUDGET_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     OFFER_PREFIX_FIELD_NUMBER: _builtins.int
@@ -59,7 +60,7 @@ class RouterMessage(_message.Message):
     @_builtins.property
     def abort(self) -> Global___Abort: ...
     @_builtins.property
-    def set_role(self) -> Global___SetRole: ...
+    def set_prefill_budget(self) -> Global___SetPrefillBudget: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
     @_builtins.property
@@ -75,18 +76,18 @@ class RouterMessage(_message.Message):
         *,
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
-        set_role: Global___SetRole | None = ...,
+        set_prefill_budget: Global___SetPrefillBudget | None = ...,
         drain: Global___Drain | None = ...,
         offer: Global___Offer | None = ...,
         offer_prefix: Global___OfferPrefix | None = ...,
         ping: Global___Ping | None = ...,
         drain_seen: Global___DrainSeen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_prefill_budget", b"set_prefill_budget", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_role", b"set_role", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "drain", b"drain", "drain_seen", b"drain_seen", "message", b"message", "offer", b"offer", "offer_prefix", b"offer_prefix", "ping", b"ping", "set_prefill_budget", b"set_prefill_budget", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_role", "drain", "offer", "offer_prefix", "ping", "drain_seen"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "set_prefill_budget", "drain", "offer", "offer_prefix", "ping", "drain_seen"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -296,23 +297,27 @@ class OfferPrefix(_message.Message):
 Global___OfferPrefix: _TypeAlias = OfferPrefix  # noqa: Y015
 
 @_typing.final
-class SetRole(_message.Message):
+class SetPrefillBudget(_message.Message):
+    """Prompt tokens that a step may compute beside running decodes; a whole step's at most (LoadReport.step_tokens). Holds
+    from the next step on.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROLE_FIELD_NUMBER: _builtins.int
-    role: Global___Role.ValueType
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
     def __init__(
         self,
         *,
-        role: Global___Role.ValueType = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SetRole: _TypeAlias = SetRole  # noqa: Y015
+Global___SetPrefillBudget: _TypeAlias = SetPrefillBudget  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
@@ -822,6 +827,9 @@ class LoadReport(_message.Message):
     STEP_COST_FIELD_NUMBER: _builtins.int
     PREFILL_SHARE_FIELD_NUMBER: _builtins.int
     NUM_DECODING_FIELD_NUMBER: _builtins.int
+    PREFILL_BUDGET_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_ROLE_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_blocks: _builtins.int
@@ -830,6 +838,7 @@ class LoadReport(_message.Message):
     num_leased_blocks: _builtins.int
     num_quarantined_blocks: _builtins.int
     role: Global___Role.ValueType
+    """that prefill_budget amounts to"""
     draining: _builtins.bool
     num_prefill_tokens: _builtins.int
     """counters since start"""
@@ -860,6 +869,12 @@ class LoadReport(_message.Message):
     """of its time in the last seconds, that went to prompts"""
     num_decoding: _builtins.int
     """of num_running"""
+    prefill_budget: _builtins.int
+    """prompt tokens that a step may compute beside running decodes"""
+    step_tokens: _builtins.int
+    """token budget of a step; a prefill budget of so many has no time target"""
+    decode_role_tokens: _builtins.int
+    """prefill budget of the decode role, by the worker's settings"""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerLink]:
         """pulls by this worker, by source"""
@@ -908,10 +923,13 @@ class LoadReport(_message.Message):
         step_cost: Global___StepCost | None = ...,
         prefill_share: _builtins.float = ...,
         num_decoding: _builtins.int = ...,
+        prefill_budget: _builtins.int = ...,
+        step_tokens: _builtins.int = ...,
+        decode_role_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_cost", b"step_cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_decoding", b"num_decoding", "num_failed_steps", b"num_failed_steps", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_s", b"prefill_s", "prefill_share", b"prefill_share", "role", b"role", "step_cost", b"step_cost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_role_tokens", b"decode_role_tokens", "draining", b"draining", "expert_imbalance", b"expert_imbalance", "expert_tokens", b"expert_tokens", "handoff_bytes", b"handoff_bytes", "links", b"links", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_checksum_failures", b"num_checksum_failures", "num_decode_tokens", b"num_decode_tokens", "num_decoding", b"num_decoding", "num_failed_steps", b"num_failed_steps", "num_free_blocks", b"num_free_blocks", "num_handoffs_failed", b"num_handoffs_failed", "num_handoffs_received", b"num_handoffs_received", "num_handoffs_sent", b"num_handoffs_sent", "num_leased_blocks", b"num_leased_blocks", "num_migrated_out", b"num_migrated_out", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_prefixes_pulled", b"num_prefixes_pulled", "num_prompt_tokens", b"num_prompt_tokens", "num_quarantined_blocks", b"num_quarantined_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_budget", b"prefill_budget", "prefill_s", b"prefill_s", "prefill_share", b"prefill_share", "role", b"role", "step_cost", b"step_cost", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

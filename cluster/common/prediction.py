@@ -4,7 +4,7 @@ Each worker reports what its steps cost, in the five weights of step_cost.py. Wi
 that decode, n prompt tokens that wait before ours, and a share u of its time taken by prompts:
 
     t      = fixed + k · row + context · token             time of a step that only decodes
-    TTFT   = t + (prefill time of what waits and of ours) / (share of a step that its role leaves to prompts)
+    TTFT   = t + (prefill time of what waits and of ours) / (share of a step that is left to prompts)
     TPOT   = t / (1 - u)
 
 u is what the worker measured lately and, if it is more, what waits there as a share of the next HORIZON_S seconds. A
@@ -24,13 +24,12 @@ from typing import Self
 
 from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
-from ...workers.common.role import Role
+from ...workers.core.scheduler_config import LEAST_PREFILL_TOKENS
 
 HORIZON_S = 5.0
 MAX_COST_S = 1e6
 MAX_SHARE = 0.95  # of a worker's time for prompts, in TPOT: all of it would be an endless step
-DECODE_ROLE_TOKENS = 256  # prompt tokens beside decodes (SchedulerConfig.decode_role_prefill_tokens)
-TARGET_DECODE_STEPS = 3.0  # time of a mixed worker's step, in steps that only decode (step_cost.py)
+TARGET_DECODE_STEPS = 3.0  # time of a step with prompts, in steps that only decode (step_cost.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,8 @@ def _decode_values(cost: worker_pb2.StepCost) -> tuple[float, float, float]:
 class WorkerState:
     """Load of one worker, as routes are judged by it."""
 
-    role: Role
+    prefill_budget: int  # prompt tokens of a step beside decodes
+    step_tokens: int  # that budget where nothing but the step's own limits it
     num_decodes: int
     num_context: int  # tokens
     waiting_tokens: int  # of prompts
@@ -202,12 +202,11 @@ def miss_probability(ratio: float) -> float:
 
 def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, level: Level) -> float:
     """Share of a step that is left to prompts."""
-    if not w.num_decodes or w.role is Role.PREFILL:
+    if not w.num_decodes or w.prefill_budget >= w.step_tokens:
         return 1.0
-    if w.role is Role.DECODE:
-        chunk_s = DECODE_ROLE_TOKENS * cost.prefill_s
-        return chunk_s / (step_s + chunk_s) if chunk_s else 1.0
-    return 1 - step_s / max(level.tpot_s, TARGET_DECODE_STEPS * step_s)
+    by_time = 1 - step_s / max(level.tpot_s, TARGET_DECODE_STEPS * step_s)
+    chunk_s = (w.prefill_budget or LEAST_PREFILL_TOKENS) * cost.prefill_s
+    return min(by_time, chunk_s / (step_s + chunk_s)) if chunk_s else by_time
 
 
 def check_step_cost(load: worker_pb2.LoadReport) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 class WorkerStatus:
     worker_id: str
     pool: str
-    role: str  # what it does now; the pool's name once a move is through
+    role: str  # that its prefill budget amounts to
     phase: str  # starting, ready, draining or stopping
     phase_s: float  # since when
     waiting_for: str = ""  # what must come before Ray can place it
@@ -16,6 +16,7 @@ class WorkerStatus:
     node: str | None = None
     pid: int | None = None
     cores: tuple[int, ...] | None = None  # that its compute threads are bound to
+    prefill_budget: int = 0  # prompt tokens that a step may compute beside running decodes
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0

@@ -149,7 +149,8 @@ class Supervisor:
                 self._spawn(self._drain(gang))
             case SetRole():
                 for worker in self._gang(action.worker_id):
-                    worker.pool = action.pool
+                    worker.pool, worker.prefill_budget = action.pool, None
+                    worker.keep_budget()
                 self._publish()
 
     def _gang(self, gang_id: str) -> list[WorkerRecord]:

@@ -1,4 +1,5 @@
-"""The supervisor's own stream to one worker: it hears the worker's load, changes its role, drains it.
+"""The supervisor's own stream to one worker: it hears the worker's load, changes its prefill
+budget, drains it.
 
 It submits nothing, so it may come and go without touching a request. Death is not noticed here: Ray tells it sooner.
 """
@@ -13,8 +14,7 @@ import grpc.aio
 from ...proto import worker_pb2, worker_pb2_grpc
 from ...workers.common.channel import auth_metadata, open_channel
 from ...workers.common.errors import DiptychError, InternalError, WorkerLost
-from ...workers.common.role import Role
-from ...workers.common.wire import ROLE_TO_PROTO
+from ...workers.common.role import Role, budget_of
 from ..common.expert_loads import check_counts
 from ..common.plurals import count
 from ..common.transfer_stats import TransferStats, read_transfer_stats
@@ -63,8 +63,14 @@ class WorkerControl:
     def num_requests(self) -> int:
         return self.load.num_running + self.load.num_waiting
 
-    async def set_role(self, role: Role) -> None:
-        await self._outbox.put(worker_pb2.RouterMessage(set_role=worker_pb2.SetRole(role=ROLE_TO_PROTO[role])))
+    def budget_of(self, role: Role) -> int:
+        """Prefill budget of the worker in that role."""
+        return budget_of(role, self.load.step_tokens, self.load.decode_role_tokens)
+
+    def set_prefill_budget(self, num_tokens: int) -> None:
+        """Let the worker's steps compute so many prompt tokens beside decodes. Its reports say when they do."""
+        budget = worker_pb2.SetPrefillBudget(num_tokens=num_tokens)
+        self._outbox.put_nowait(worker_pb2.RouterMessage(set_prefill_budget=budget))
 
     async def drain(self) -> None:
         await self._outbox.put(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ...proto.worker_pb2 import LoadReport
+from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_FROM_PROTO
 from ..common.gang import gang_of
 from ..common.handles import WorkerStarted
@@ -26,6 +27,7 @@ class WorkerRecord:
     waiting_for: str = ""  # what must come before it can be placed
     started: WorkerStarted | None = None
     control: WorkerControl | None = None
+    prefill_budget: int | None = None  # tokens, as the controller decided; None: that of its pool's role
     task: "asyncio.Task[None] | None" = None  # lives as long as the process
 
     def enter(self, phase: Phase) -> None:
@@ -37,6 +39,19 @@ class WorkerRecord:
     @property
     def load(self) -> LoadReport:
         return self.control.load if self.control else LoadReport()
+
+    @property
+    def wanted_budget(self) -> int | None:
+        """Prefill budget that it should have; None while it has not reported."""
+        if self.control is None:
+            return None
+        return self.control.budget_of(Role(self.pool)) if self.prefill_budget is None else self.prefill_budget
+
+    def keep_budget(self) -> None:
+        """Tell it its prefill budget again, if it reports another one."""
+        wanted = self.wanted_budget
+        if self.control and self.phase is Phase.READY and wanted is not None and wanted != self.load.prefill_budget:
+            self.control.set_prefill_budget(wanted)
 
     def transfers(self, worker_ids: Mapping[str, str]) -> list[TransferStatus]:
         """Return the worker's transfers, as a person reads them. `worker_ids`: names of the live workers by
@@ -75,6 +90,7 @@ class WorkerRecord:
             worker_id=self.worker_id,
             pool=self.pool,
             role=role.value if role else self.pool,
+            prefill_budget=load.prefill_budget,
             phase=self.phase.value,
             phase_s=now - self.since,
             waiting_for=self.waiting_for,

@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from ...workers.common.errors import DiptychError, InternalError, WorkerLost
-from ...workers.common.role import Role
-from ...workers.common.wire import ROLE_TO_PROTO
 from ..common.handles import RouterHandle, RouterStarted, Startable, WorkerHandle, WorkerStarted
 from ..common.heartbeat import Heartbeat, Silence
 from .plan import Phase
@@ -80,7 +78,7 @@ async def until_known(handle: WorkerHandle, opening: Coroutine[None, None, Worke
 
 
 async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: WorkerControl) -> DiptychError:
-    """Wait until the worker has ended; return why. Until then, keep it in its pool's role."""
+    """Wait until the worker has ended; return why. Until then, keep its prefill budget as it should be."""
     death = asyncio.ensure_future(handle.wait())
     num_received, silence = -1, Silence(SILENT_TICKS)
     try:
@@ -91,9 +89,7 @@ async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: Worker
             if silence.look(has_answered=control.num_received != num_received):
                 return WorkerLost(f"it hangs: silent for {SILENT_TICKS * TICK_S:g} s")
             num_received = control.num_received
-            role = Role(worker.pool)
-            if worker.phase is Phase.READY and control.load.role != ROLE_TO_PROTO[role]:
-                await control.set_role(role)
+            worker.keep_budget()
     finally:
         death.cancel()
 

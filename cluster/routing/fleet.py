@@ -15,11 +15,14 @@ from ...workers.common.errors import ConfigError, InternalError, Unavailable
 from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_FROM_PROTO
 from ...workers.core.runner import ModelInfo
+from ...workers.core.scheduler_config import SchedulerConfig
 from ...workers.kv.layout import KVLayout
 from ..common.expert_loads import check_counts
 from ..common.prediction import FleetCosts, Level, WorkerState, WorkerTimes, check_step_cost
 from ..common.transfer_stats import TransferStats, read_transfer_stats
 from .token_source import Health
+
+_DEFAULTS = SchedulerConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class FleetWorker:
 
     def idle_times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
         """Return its times as they would be with nothing to do."""
-        return WorkerTimes.of(WorkerState(self.role, 0, 0, 0, 0.0), costs.of(self.incarnation), level)
+        state = WorkerState(self.prefill_budget, self.step_tokens, 0, 0, 0, 0.0)
+        return WorkerTimes.of(state, costs.of(self.incarnation), level)
 
     def changed(self) -> None:
         """Note that its state has changed."""
@@ -74,7 +78,18 @@ class FleetWorker:
 
     @property
     def role(self) -> Role:
+        """Role that its prefill budget amounts to."""
         return ROLE_FROM_PROTO.get(self.load.role) or Role(self.info.role)
+
+    @property
+    def step_tokens(self) -> int:
+        """Token budget of its steps; a prefill budget of so many has no time target."""
+        return self.load.step_tokens or _DEFAULTS.step_tokens
+
+    @property
+    def prefill_budget(self) -> int:
+        """Prompt tokens that a step may compute beside running decodes; before its first report that of its role."""
+        return self.load.prefill_budget if self.load.step_tokens else _DEFAULTS.budget_of(self.role)
 
     @property
     def is_available(self) -> bool:
@@ -89,7 +104,9 @@ class FleetWorker:
         """Load in the terms in which routes are judged."""
         num_decodes = max(self.load.num_decoding, self.num_decoding)
         num_context = self.used_blocks * self.block_size if num_decodes else 0
-        return WorkerState(self.role, num_decodes, num_context, self.waiting_tokens, self.load.prefill_share)
+        budget, step_tokens = self.prefill_budget, self.step_tokens
+        share = self.load.prefill_share
+        return WorkerState(budget, step_tokens, num_decodes, num_context, self.waiting_tokens, share)
 
     @property
     def num_sequences(self) -> int:

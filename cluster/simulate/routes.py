@@ -4,7 +4,6 @@ asked here."""
 from collections.abc import Sequence as SequenceOf
 
 from ...proto import worker_pb2
-from ...workers.common.role import Role
 from ...workers.common.wire import ROLE_TO_PROTO
 from ...workers.core.runner import ModelInfo
 from ...workers.kv.layout import KVLayout
@@ -72,9 +71,12 @@ class SimulatedRouter:
             events = worker_pb2.BlockEvents(stored=stored, removed=removed)
             self._prefixes.apply(worker.name, events, worker.manager.num_blocks)
 
-    def set_role(self, name: str, role: Role) -> None:
-        """Note the role at once, as a worker's own report would soon."""
-        self._fleet.view(name).load.role = ROLE_TO_PROTO[role]
+    def set_prefill_budget(self, worker: SimulatedWorker) -> None:
+        """Note its prefill budget at once, as its own report would soon."""
+        view, scheduler = self._fleet.view(worker.name), worker.scheduler
+        view.load.role = ROLE_TO_PROTO[scheduler.role]
+        view.load.prefill_budget, view.load.step_tokens = scheduler.prefill_budget, scheduler.config.step_tokens
+        view.changed()
 
     def route(self, num_input: int, num_output: int, names: SequenceOf[bytes]) -> tuple[Route, RequestFacts]:
         """Choose a route for a new request. `names`: of its prompt's blocks. Raises Unavailable."""

@@ -256,8 +256,8 @@ class Simulation:
 
     def move(self, name: str, pool: str, role: Role) -> None:
         worker = self.alive[name]
-        worker.set_role(role, self.now)
-        self._router.set_role(name, role)
+        worker.set_prefill_budget(worker.setup.scheduler.budget_of(role), self.now)
+        self._router.set_prefill_budget(worker)
 
     def _ready(self, pool: str, name: str) -> None:
         if self._scaler.became_ready(name):

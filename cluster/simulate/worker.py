@@ -76,7 +76,7 @@ class SimulatedWorker:
         self.cache = PrefixCache(self.manager, setup.block_size, enabled=setup.prefix_cache)
         self.scheduler = Scheduler(setup.scheduler, self.manager, self.cache)
         self.scheduler.cost = setup.cost
-        self.scheduler.role = role
+        self.scheduler.prefill_budget = setup.scheduler.budget_of(role)
         self.listener = listener
         self._timer = setup.timer
         self.neighbours: list[SimulatedWorker] = []  # on its machine
@@ -165,8 +165,8 @@ class SimulatedWorker:
         if self._batch is None:
             self.wake(now)
 
-    def set_role(self, role: Role, now: float) -> None:
-        self.scheduler.role = role
+    def set_prefill_budget(self, num_tokens: int, now: float) -> None:
+        self.scheduler.prefill_budget = num_tokens
         self._cut(now)
 
     def wake(self, now: float) -> None:
@@ -371,6 +371,9 @@ class SimulatedWorker:
             num_free_blocks=manager.num_free,
             num_leased_blocks=manager.num_leased,
             role=ROLE_TO_PROTO[scheduler.role],
+            prefill_budget=scheduler.prefill_budget,
+            step_tokens=scheduler.config.step_tokens,
+            decode_role_tokens=scheduler.config.decode_role_prefill_tokens,
             num_prefill_tokens=self.num_prefill_tokens,
             num_decode_tokens=self.num_decode_tokens,
             num_preemptions=scheduler.num_preemptions,

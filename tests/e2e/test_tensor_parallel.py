@@ -195,7 +195,7 @@ async def take_roles(*handles: WorkerHandle) -> None:
     for handle, role in zip(handles, (Role.PREFILL, Role.DECODE), strict=True):
         control = await WorkerControl.open(handle.address, None)
         try:
-            await control.set_role(role)
+            control.set_prefill_budget(control.budget_of(role))
             async with asyncio.timeout(END_S):
                 while (await control.state()).load.role != ROLE_TO_PROTO[role]:
                     await asyncio.sleep(0.01)

@@ -22,7 +22,7 @@ from ..common.role import Role
 from ..kv.layout import blocks_for
 from .block_manager import BlockManager
 from .prefix_cache import PrefixCache
-from .scheduler_config import SchedulerConfig
+from .scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from .sequence import Batch, ScheduledSequence, Sequence, SequenceStatus
 from .shared_prompts import SharedPrompts
 from .step_cost import Budget, StepCost, StepWork, target_s
@@ -31,13 +31,12 @@ from .tightest_tpot import TightestTpot
 from .waiting_queue import WaitingQueue
 
 MAX_LOOKED_AT = 64  # waiting sequences a step; each may have a long prompt to be looked up
-LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, manager: BlockManager, cache: PrefixCache) -> None:
         self.config = config
-        self.role = Role.MIXED
+        self.prefill_budget = config.budget_of(Role.MIXED)  # tokens beside decodes; may change between any two steps
         self.cost = StepCost()
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # of admitted sequences, once each
@@ -53,6 +52,11 @@ class Scheduler:
         self._decoding: dict[Sequence, ScheduledSequence] = {}
         self._tpots = TightestTpot(config.tpot_s)  # of those that decode
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
+
+    @property
+    def role(self) -> Role:
+        """Role that the prefill budget amounts to."""
+        return self.config.role_of(self.prefill_budget)
 
     @property
     def num_running(self) -> int:
@@ -256,15 +260,15 @@ class Scheduler:
     def _prefill_budget(self, decodes: list[ScheduledSequence]) -> Budget:
         config = self.config
         num_tokens = config.step_tokens - len(decodes)
-        if decodes and self.role is Role.DECODE:
-            num_tokens = min(num_tokens, config.decode_role_prefill_tokens)
+        if decodes:  # a prompt that stands here ends, though the budget be 0
+            num_tokens = min(num_tokens, self.prefill_budget or LEAST_PREFILL_TOKENS)
         may_admit = len(self._queue) and len(self._running) < config.max_running
         if not (decodes and (self._prefilling or may_admit) and self.cost.is_measured):
             return Budget(num_tokens, StepWork())
         work = self._decode_work([e.sequence for e in decodes])
         if config.target_step_s is not None:
             return Budget(num_tokens, work, config.target_step_s or math.inf)
-        if self.role is Role.PREFILL:
+        if self.prefill_budget >= config.step_tokens:
             return Budget(num_tokens, work)
         num_left = sum([e.sequence.end for e in decodes]) - work.num_context
         target = target_s(self.cost, work, self.num_waiting_tokens, num_left)

@@ -5,9 +5,11 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from ..common.role import Role, budget_of, role_of
 from ..common.settings import STRICT, Scope
 
 TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
+LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
 STEP_TOKENS = 2048  # budget of a step where neither settings nor a device give one
 
 
@@ -36,3 +38,11 @@ class SchedulerConfig:
     def step_tokens(self) -> int:
         """Token budget of a step."""
         return self.max_batch_tokens or STEP_TOKENS
+
+    def budget_of(self, role: Role) -> int:
+        """Prefill budget of a role, in tokens."""
+        return budget_of(role, self.step_tokens, self.decode_role_prefill_tokens)
+
+    def role_of(self, budget: int) -> Role:
+        """Role that a prefill budget amounts to."""
+        return role_of(budget, self.step_tokens, self.decode_role_prefill_tokens)

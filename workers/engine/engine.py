@@ -24,7 +24,6 @@ from ..common.errors import (
     RequestAborted,
 )
 from ..common.request import Request
-from ..common.role import Role
 from ..common.timings import PullTimes, SequenceClock, SequenceTimings
 from ..core.block_manager import BlockManager
 from ..core.prefix_cache import PrefixCache
@@ -240,8 +239,9 @@ class Engine:
     def all_block_names(self) -> list[bytes]:
         return self.cache.names()
 
-    def set_role(self, role: Role) -> None:
-        self.scheduler.role = role
+    def set_prefill_budget(self, num_tokens: int) -> None:
+        """Let the next steps compute so many prompt tokens beside decodes; a whole step's at most."""
+        self.scheduler.prefill_budget = min(num_tokens, self.scheduler.config.step_tokens)
 
     def _advance(self, batch: Batch, began: float) -> None:
         """Count what the batch computed as cached. This and `_accept` run once a token."""

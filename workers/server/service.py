@@ -1,6 +1,6 @@
 """The gRPC service of a worker: an engine on its thread behind a server on an event loop.
 
-    router --Link--> submit, abort, offer, set role, drain    engine thread: schedule -> run -> postprocess
+    router --Link--> submit, abort, offer, budget, drain    engine thread: schedule -> run -> postprocess
     router <--Link-- one StepEvents a step, loads, blocks         └─ StepOutput ─> event loop ─> links, hand-offs
 
 A request lives as long as the Link that submitted it: when the stream breaks, what came over it is aborted, for its
@@ -27,7 +27,7 @@ from ..common.cores import part_of
 from ..common.errors import DiptychError, HandoffError, InvalidRequest, Unavailable, WorkerDraining
 from ..common.names import check_lengths
 from ..common.role import Role
-from ..common.wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_FROM_PROTO, ROLE_TO_PROTO, request_from_submit
+from ..common.wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_TO_PROTO, request_from_submit
 from ..config.worker_config import WorkerConfig
 from ..core.runner import Runner
 from ..engine.engine import Engine
@@ -70,7 +70,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prefix_cache=config.cache.prefix_cache,
             layer_groups=config.handoff.layer_groups,
         )
-        engine.set_role(Role(config.role))
+        engine.set_prefill_budget(config.device_scheduler.budget_of(Role(config.role)))
         self._step_log = engine.steps.log = open_step_log(config, runner, self.incarnation)
         cores = None if config.model.look_ahead else part_of(config.cores, 0, config.parallel.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
@@ -183,10 +183,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     self._submit(link, message.submit)
                 case "abort":
                     self._abort(link, link.key(message.abort.handle))
-                case "set_role":
-                    role = ROLE_FROM_PROTO.get(message.set_role.role)
-                    if role is not None:
-                        self._engine.post(lambda engine, role=role: engine.set_role(role))
+                case "set_prefill_budget":
+                    num_tokens = message.set_prefill_budget.num_tokens
+                    self._engine.post(lambda engine, num_tokens=num_tokens: engine.set_prefill_budget(num_tokens))
                 case "drain":
                     self._drain(link)
                 case "drain_seen":

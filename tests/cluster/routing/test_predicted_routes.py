@@ -24,6 +24,7 @@ from diptych.cluster.routing.policy import NUM_SAMPLED, RequestFacts, Route, Rou
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError
 from diptych.workers.common.role import Role
+from diptych.workers.core.scheduler_config import STEP_TOKENS, SchedulerConfig
 
 LEVEL = Level(ttft_s=0.5, tpot_s=0.05)
 COST = WorkerCost(fixed_s=0.004, decode_s=0.001, context_s=0.0, prefill_s=0.001, pair_s=0.0)
@@ -32,7 +33,11 @@ NUM_BLOCKS = 100
 
 
 def times(role: Role = Role.MIXED, decodes: int = 0, waiting: int = 0, share: float = 0.0) -> WorkerTimes:
-    return WorkerTimes.of(WorkerState(role, decodes, 0, waiting, share), COST, LEVEL)
+    return budgeted(SchedulerConfig().budget_of(role), decodes, waiting, share)
+
+
+def budgeted(budget: int, decodes: int, waiting: int = 0, share: float = 0.0) -> WorkerTimes:
+    return WorkerTimes.of(WorkerState(budget, STEP_TOKENS, decodes, 0, waiting, share), COST, LEVEL)
 
 
 def step_cost(**changes: float) -> worker_pb2.StepCost:
@@ -78,7 +83,7 @@ def test_times_by_hand() -> None:
 
 
 def test_what_is_computed_of_a_prompt_attends_to_what_is_cached() -> None:
-    pairs = WorkerTimes.of(WorkerState(Role.MIXED, 0, 0, 0, 0.0), replace(COST, pair_s=1e-6), LEVEL)
+    pairs = WorkerTimes.of(WorkerState(0, STEP_TOKENS, 0, 0, 0, 0.0), replace(COST, pair_s=1e-6), LEVEL)
     assert prefill_s(pairs, 100, 150) == pytest.approx(50 * (0.001 + 125e-6))
 
 
@@ -88,11 +93,18 @@ def test_nobody_is_harmed_where_nobody_decodes() -> None:
     assert ttft_s(idle, 0.05) == pytest.approx(0.004 + 3.05)
 
 
-def test_a_role_is_what_it_leaves_of_a_step_to_prompts() -> None:
-    ttft = {role: ttft_s(times(role, decodes=6), 0.4) for role in Role}
-    assert ttft[Role.PREFILL] == pytest.approx(0.41)
-    assert ttft[Role.DECODE] == pytest.approx(0.01 + 0.4 * (0.01 + 0.256) / 0.256)
-    assert ttft[Role.MIXED] == pytest.approx(0.01 + 0.4 / 0.8)
+def test_a_prefill_budget_is_what_it_leaves_of_a_step_to_prompts() -> None:
+    """A whole step's budget knows no time target; one that is smaller is limited by it, and by its tokens."""
+    expected = {
+        STEP_TOKENS: 1.0,
+        STEP_TOKENS - 1: 0.8,
+        256: 0.8,
+        20: 0.020 / 0.030,
+        1: 0.001 / 0.011,
+        0: 0.016 / 0.026,
+    }
+    for budget, share in expected.items():
+        assert ttft_s(budgeted(budget, 6), 0.4) == pytest.approx(0.01 + 0.4 / share), budget
 
 
 def test_a_time_far_beyond_its_level_costs_no_more_than_one_request() -> None:

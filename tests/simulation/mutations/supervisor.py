@@ -105,11 +105,11 @@ def a_change_of_role_is_not_published() -> list[Replacement]:
     return [(Supervisor, "_apply", apply)]
 
 
-def a_worker_is_not_told_its_role() -> list[Replacement]:
-    async def set_role(self: WorkerControl, role: object) -> None:
+def a_change_of_the_prefill_budget_is_lost() -> list[Replacement]:
+    def set_prefill_budget(self: WorkerControl, num_tokens: int) -> None:
         pass
 
-    return [(WorkerControl, "set_role", set_role)]
+    return [(WorkerControl, "set_prefill_budget", set_prefill_budget)]
 
 
 def silence_is_counted_in_seconds() -> list[Replacement]:
@@ -170,7 +170,7 @@ SUPERVISOR = (
     a_lost_worker_is_not_replaced,
     one_too_many_is_started,
     a_change_of_role_is_not_published,
-    a_worker_is_not_told_its_role,
+    a_change_of_the_prefill_budget_is_lost,
     silence_is_counted_in_seconds,
     a_worker_that_hangs_is_kept,
     a_death_before_the_hello_is_not_noticed,

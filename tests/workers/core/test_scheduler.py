@@ -7,8 +7,8 @@ from diptych.workers.common.request import USUAL_LEVEL, RequestLevel
 from diptych.workers.common.role import Role
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
-from diptych.workers.core.scheduler import LEAST_PREFILL_TOKENS, Scheduler
-from diptych.workers.core.scheduler_config import SchedulerConfig
+from diptych.workers.core.scheduler import Scheduler
+from diptych.workers.core.scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
 from diptych.workers.core.step_cost import ANSWER_TOKENS, TARGET_DECODE_STEPS, WAITING_PER_LEFT, StepWork
 
@@ -63,12 +63,44 @@ def test_chunks_without_a_limit_take_the_budget() -> None:
 
 def test_in_the_decode_role_prefill_is_held_back_only_beside_decodes() -> None:
     scheduler, _ = make(max_batch_tokens=64, decode_role_prefill_tokens=8)
-    scheduler.role = Role.DECODE
+    scheduler.prefill_budget = scheduler.config.budget_of(Role.DECODE)
     first, second = make_sequence([1] * 32), make_sequence([1] * 32)
     scheduler.add(first)
     compute(scheduler.schedule())
     scheduler.add(second)
     assert shape(scheduler.schedule()) == [(first, 1), (second, 8)]
+
+
+def test_with_a_prefill_budget_of_0_a_prompt_that_stands_there_ends() -> None:
+    scheduler, _ = make(max_batch_tokens=64)
+    scheduler.prefill_budget = 0
+    first, second = make_sequence([1] * 40), make_sequence([1] * 40)
+    scheduler.add(first)
+    batch = scheduler.schedule()
+    assert shape(batch) == [(first, 40)]
+    compute(batch)
+    scheduler.add(second)
+    chunks = []
+    while second.num_output == 0:
+        batch = scheduler.schedule()
+        chunks.append(batch.num_prefill_tokens)
+        compute(batch)
+    assert chunks == [LEAST_PREFILL_TOKENS, LEAST_PREFILL_TOKENS, 8]
+
+
+def test_a_change_of_the_prefill_budget_holds_from_the_next_step() -> None:
+    scheduler, _ = make(max_batch_tokens=64)
+    first, second = make_sequence([1] * 8), make_sequence([1] * 200)
+    scheduler.add(first)
+    compute(scheduler.schedule())
+    scheduler.add(second)
+    sizes = []
+    for budget in (5, 64, 0, 40, 63):
+        scheduler.prefill_budget = budget
+        batch = scheduler.schedule()
+        sizes.append(batch.num_prefill_tokens)
+        compute(batch)
+    assert sizes == [5, 63, 16, 40, 63]
 
 
 def beside_decodes(
@@ -84,7 +116,7 @@ def beside_decodes(
     long have come. It was measured that a prompt token takes a millisecond and each decoding sequence `decode_s`.
     `promised`: time per output token, of the first of them."""
     scheduler, _ = make(num_blocks=1024, max_batch_tokens=100, **config)
-    scheduler.role = role
+    scheduler.prefill_budget = scheduler.config.budget_of(role)
     for number in range(300):
         num_prefill = 10 * (number % 3)
         scheduler.cost.add(

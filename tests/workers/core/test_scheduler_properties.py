@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from diptych.workers.common.role import Role
 from diptych.workers.core.block_manager import BlockManager
 from diptych.workers.core.prefix_cache import PrefixCache
-from diptych.workers.core.scheduler import LEAST_PREFILL_TOKENS, Scheduler
-from diptych.workers.core.scheduler_config import SchedulerConfig
+from diptych.workers.core.scheduler import Scheduler
+from diptych.workers.core.scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence
 from diptych.workers.core.step_cost import StepWork
 
@@ -34,7 +34,7 @@ class World:
         self.manager = BlockManager(NUM_BLOCKS)
         self.cache = PrefixCache(self.manager, BLOCK)
         self.scheduler = Scheduler(config, self.manager, self.cache)
-        self.scheduler.role = role
+        self.scheduler.prefill_budget = config.budget_of(role)
         self.config = config
         self.wanted: dict[Sequence, int] = {}
 

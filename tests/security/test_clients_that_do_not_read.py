@@ -1,10 +1,12 @@
 """A client with a key that sends a request and reads nothing: it holds a slot no longer than its deadline, and little
 memory."""
 
+import asyncio
 import json
 import socket
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +14,7 @@ import grpc
 import pytest
 
 from diptych.cluster.front.connection_limits import ConnectionLimits
+from diptych.cluster.front.delivery import GRACE_S, Delivery
 from diptych.cluster.front.generation import MAX_UNREAD_DELTAS
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
@@ -105,6 +108,25 @@ def test_a_call_that_is_not_read_ends_at_its_deadline(n: int) -> None:
         assert server.source.all_closed.wait(WAIT_S)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)  # it is told so, where it reads at last
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_call_ends_whose_first_message_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router's loop stands still as soon as it began to send: it sees the deadline before the message's end."""
+    send = Delivery.of
+
+    async def send_late(self: Delivery, sending: Awaitable[None]) -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, 2 * GRACE_S)
+        await send(self, sending)
+
+    monkeypatch.setattr(Delivery, "of", send_late)
+    with served(endless()) as server, grpc.insecure_channel(server.address) as channel:
+        call = generate(channel, timeout_s=0.1)
+        timer = threading.Timer(WAIT_S, call.cancel)  # so that what never ends fails
+        timer.start()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        timer.cancel()
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

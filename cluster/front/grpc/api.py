@@ -116,7 +116,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request_id = f"gen-{uuid.uuid4().hex}"
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         try:
-            generation = await self._door.start(self._spec(request, context), request_id)
+            spec = self._spec(request, context)
+            # Not with the first message: no error could follow if sending both were given up.
+            await context.send_initial_metadata(())
+            generation = await self._door.start(spec, request_id)
             async with Delivery(generation.timeout_s, self._send_timeout_s) as delivery:
                 num_running = len(generation.completions)
                 async with aclosing(generation.batches()) as batches:

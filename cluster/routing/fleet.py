@@ -23,6 +23,7 @@ from ..common.transfer_stats import TransferStats, read_transfer_stats
 from .token_source import Health
 
 _DEFAULTS = SchedulerConfig()
+PROMISE = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,28 @@ class FleetWorker:
     num_decoding: int = 0  # of those, that decode there or will
     pending_tokens: int = 0  # tokens of those requests that are not prefilled yet
     held_blocks: int = 0  # blocks that the tokens of those requests fill
+    num_promised: int = 0  # of num_decoding, those with a TPOT of their own
+    promises: int = 0  # sum of PROMISE / TPOT ** 4 (s) over those; an integer, so that what was added can be taken back
     _times: WorkerTimes | None = None  # None: its state has changed
 
     def times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
         """Return its times, as `state` stands."""
         if self._times is None:
-            self._times = WorkerTimes.of(self.state, costs.of(self.incarnation), level)
+            state = self.state
+            goal = Level(level.ttft_s, self._goal_s(state.num_decodes, level.tpot_s)) if self.num_promised else level
+            self._times = WorkerTimes.of(state, costs.of(self.incarnation), goal)
         return self._times
+
+    def _goal_s(self, num_decodes: int, usual_s: float) -> float:
+        """Return the one TPOT that would be missed as often as those of all sequences that decode there, as long as few
+        are missed: miss_probability of a small ratio is its fourth power."""
+        all_promises = self.promises / PROMISE + (num_decodes - self.num_promised) * usual_s**-4
+        return (all_promises / num_decodes) ** -0.25
+
+    def promise(self, tpot_s: float, sign: int) -> None:
+        """Count a TPOT that was promised to a sequence there (1), or that has ended (-1)."""
+        self.num_promised += sign
+        self.promises += sign * round(PROMISE / tpot_s**4)
 
     def idle_times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
         """Return its times as they would be with nothing to do."""
@@ -130,6 +146,7 @@ class RequestLoad:
     num_tokens: int  # that it has to prefill
     num_blocks: int
     decodes: bool = True  # there
+    tpot_s: float | None = None  # that it asked for itself
 
 
 class Fleet:
@@ -244,6 +261,8 @@ class Fleet:
         view = self._views[load.worker]
         view.num_in_flight += 1
         view.num_decoding += load.decodes
+        if load.decodes and load.tpot_s is not None:
+            view.promise(load.tpot_s, 1)
         view.pending_tokens += load.num_tokens
         view.held_blocks += load.num_blocks
         view.changed()
@@ -264,6 +283,8 @@ class Fleet:
         view = self._views[load.worker]
         view.num_in_flight -= 1
         view.num_decoding -= load.decodes
+        if load.decodes and load.tpot_s is not None:
+            view.promise(load.tpot_s, -1)
         view.pending_tokens -= load.num_tokens
         view.held_blocks -= load.num_blocks
         view.changed()

@@ -235,7 +235,8 @@ class RequestDriver:
         worker = fleet.view(worker_request.worker)
         num_tokens = 0 if worker_request.part is Part.DECODE else facts.uncached_tokens(worker_request.worker)
         decodes = worker_request.part is not Part.PREFILL
-        load = RequestLoad(worker_request.worker, num_tokens, facts.num_blocks(worker), decodes)
+        tpot_s = self.state.request.level.tpot_s
+        load = RequestLoad(worker_request.worker, num_tokens, facts.num_blocks(worker), decodes, tpot_s)
         fleet.add_request(worker_request.handle, load)
         link = self._links[worker_request.handle] = self._context.links[worker_request.worker]
         link.submit(message, self)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from diptych.cluster.common.prediction import Level
 from diptych.cluster.routing.fleet import Fleet, RequestLoad, WorkerInfo
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import ConfigError, InternalError, LayoutMismatch, Unavailable
@@ -140,6 +141,35 @@ def test_what_we_sent_counts_until_a_report_tells_more() -> None:
     for handle in (1, 2, 2, 3):
         fleet.remove_request(handle)
     assert (view.pending_tokens, view.num_in_flight, view.held_blocks) == (0, 0, 0)
+
+
+def test_the_level_of_a_worker_is_that_of_the_sequences_which_decode_there() -> None:
+    fleet = Fleet()
+    fleet.update([info("a")])
+    fleet.register("a", hello())
+    cost = worker_pb2.StepCost(decode_s=0.001, decode_is_measured=True, prefill_is_measured=True)
+    fleet.report("a", load(step_cost=cost))
+    usual = Level(ttft_s=1.0, tpot_s=0.1)
+
+    def goal_s() -> float:
+        return fleet.view("a").times(fleet.costs, usual).goal_s
+
+    assert goal_s() == 0.1
+    tpots = {1: None, 2: 0.02, 3: 0.02, 4: 60.0, 5: 0.0001}
+    for handle, own_s in tpots.items():
+        fleet.add_request(handle, RequestLoad("a", 9, 1, tpot_s=own_s))
+    fleet.add_request(6, RequestLoad("a", 9, 1, decodes=False, tpot_s=0.001))  # it decodes elsewhere
+    fleet.remove_request(5)  # the shortest leaves no trace
+    exact = (sum((tpots[handle] or 0.1) ** -4 for handle in (1, 2, 3, 4)) / 4) ** -0.25
+    assert goal_s() == pytest.approx(exact, rel=1e-6)
+    fleet.report("a", load(num_running=9, num_decoding=9, step_cost=cost))  # five are other routers'
+    assert goal_s() == pytest.approx(((exact**-4 * 4 + 5 * 0.1**-4) / 9) ** -0.25, rel=1e-6)
+    for handle in (1, 2, 3):
+        fleet.remove_request(handle)
+    fleet.report("a", load(num_running=1, num_decoding=1, step_cost=cost))
+    assert goal_s() == pytest.approx(60.0, rel=1e-3)
+    fleet.remove_request(4)
+    assert goal_s() == 0.1
 
 
 def test_health_counts_who_is_available_by_role() -> None:

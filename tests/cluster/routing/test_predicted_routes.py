@@ -147,6 +147,17 @@ def test_a_request_goes_where_its_own_level_is_kept() -> None:
     assert route(*fleet) == route(*fleet, level=LEVEL)
 
 
+def test_a_prompt_stays_away_from_sequences_that_were_promised_short_times() -> None:
+    fleet = [worker("a", decodes=4), worker("b", decodes=4)]
+    assert {route(*fleet, sample=i).decode for i in range(4)} == {"a", "b"}
+    for w, other in (fleet, fleet[::-1]):
+        w.promise(0.012, 1)
+        w.changed()
+        assert {route(*fleet, sample=i).decode for i in range(4)} == {other.incarnation}
+        w.promise(0.012, -1)
+        w.changed()
+
+
 def test_an_idle_cluster_computes_a_short_prompt_on_one_worker() -> None:
     assert route(worker("p", "prefill"), worker("d", "decode")).prefill is None
 

@@ -25,7 +25,7 @@ def what_is_held(world: "World") -> str:
     for at in world.routers.living():
         assert at.router is not None
         for view in at.router._fleet.views():
-            if view.num_in_flight or view.pending_tokens or view.held_blocks:
+            if view.num_in_flight or view.pending_tokens or view.held_blocks or view.num_promised or view.promises:
                 return f"{at.name} counts {view.num_in_flight} requests at {view.incarnation}"
         if at.router._drivers:
             return f"{at.name} has {len(at.router._drivers)} runs"

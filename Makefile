@@ -56,7 +56,7 @@ e2e-clusters: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not alone and cluster" tests/e2e
 
 e2e-alone: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not gpu and alone" tests/e2e
+	$(BIN)/pytest -q -m "not gpu and not long and alone" tests/e2e
 
 e2e-workers: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not alone and not cluster" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
@@ -65,9 +65,10 @@ e2e-workers: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Cases of which the unit tests run a part.
+# Cases of which the gate runs a part.
 long: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "long and not gpu" -n $(PROCESSES) tests/kernels tests/workers tests/simulation
+	$(BIN)/pytest -q -m "long and not gpu" tests/e2e
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.simulation.soak --start $(START) --seeds $(SEEDS)

@@ -90,8 +90,20 @@ async def under_load(router: Router, cases: Cases, salt: str, fault: Callable[[]
     assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
 
 
-@pytest.mark.parametrize("strike_at", [WHILE_PREFILLING, WHILE_DECODING])
-@pytest.mark.parametrize("victim", [0, 2], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("crew", "victim", "strike_at"),
+    [
+        pytest.param("nixl", 0, WHILE_PREFILLING, id="nixl-prefill-early"),
+        pytest.param("nixl", 0, WHILE_DECODING, id="nixl-prefill-late", marks=pytest.mark.long),
+        pytest.param("nixl", 2, WHILE_PREFILLING, id="nixl-decode-early", marks=pytest.mark.long),
+        pytest.param("nixl", 2, WHILE_DECODING, id="nixl-decode-late"),
+        pytest.param("grpc", 0, WHILE_PREFILLING, id="grpc-prefill-early", marks=pytest.mark.long),
+        pytest.param("grpc", 0, WHILE_DECODING, id="grpc-prefill-late"),
+        pytest.param("grpc", 2, WHILE_PREFILLING, id="grpc-decode-early"),
+        pytest.param("grpc", 2, WHILE_DECODING, id="grpc-decode-late", marks=pytest.mark.long),
+    ],
+    indirect=["crew"],
+)
 async def test_killed_under_load(checkpoint: tuple[Path, Cases], crew: Crew, victim: int, strike_at: int) -> None:
     handles = crew.complete()
     async with routed(handles) as router:

@@ -4,7 +4,8 @@
         [--layout 1p1d ...] [--load swing ...] [--rates 2 3] [--vllm ENV]
         [--json F.json] [--markdown F.md] [--plot F.svg] [-- more flags of serve]
 
-Each load is sent at each rate to each layout in turn: one measured run, which every service level scores. Load
+Each load is sent at each rate to each layout in turn. A fixed layout routes by roles: one measured run, which every
+service level scores. The dial routes by predicted times and aims at the level: a run for each. Load
 generator, traces and figures are those of `diptych bench`. A layout of Diptych is started by `diptych serve` for each
 run and stopped after it: workers hold their cores by locks, so that a second cluster would run without cores of its
 own. vLLM (ENV: see versus_vllm.py) is started once and stopped (SIGSTOP) while others run. `--endpoint NAME=URL` adds
@@ -39,7 +40,7 @@ from diptych.cluster.bench.settings import Target, parse_url
 from diptych.cluster.bench.types import Session
 
 from .goodput_loads import LOADS, Asked
-from .goodput_report import LEVELS, Run, as_markdown, draw, score
+from .goodput_report import DIAL, LEVELS, Run, as_markdown, draw, score
 from .servers import Server, diptych, running, vllm
 from .versus_vllm import awake
 
@@ -57,19 +58,20 @@ RATES: Mapping[str, Sequence[float]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a cluster. `threads`: of each worker; `flags`: more ones of `diptych serve`."""
+    """Layout of a cluster. `threads`: of each worker; `flags`: more ones of `diptych serve`; `is_dial`: it knows the
+    service level and routes by it."""
 
     pools: Mapping[str, int]
     threads: int
     flags: Sequence[str] = ()
+    is_dial: bool = False
 
 
-TWO_MIXED = Layout({"mixed": 2}, 1)
 LAYOUTS = {
     "1p1d": Layout({"prefill": 1, "decode": 1}, 1),
-    "2mixed": TWO_MIXED,
+    "2mixed": Layout({"mixed": 2}, 1),
     "1mixed": Layout({"mixed": 1}, 2),
-    "dial": TWO_MIXED,  # the layout of the cluster's default
+    DIAL: Layout({"mixed": 2}, 1, is_dial=True),
 }
 FIXED = ("1p1d", "2mixed", "1mixed")
 VLLM = "vllm"
@@ -92,24 +94,36 @@ class Servers:
     def names(self) -> list[str]:
         return [*self._args.layout, *([VLLM] if self._vllm else []), *self._running]
 
+    @property
+    def aims(self) -> Iterator[tuple[str, str | None]]:
+        """Each server with each level at which it is to aim; None: it knows of none."""
+        for name in self.names:
+            aims = LEVELS if name in LAYOUTS and LAYOUTS[name].is_dial else (None,)
+            yield from ((name, level) for level in aims)
+
     @contextmanager
-    def serving(self, name: str) -> Generator[str]:
-        """URL of the server, while it runs."""
+    def serving(self, name: str, level: str | None = None) -> Generator[str]:
+        """URL of the server, while it runs. `level`: at which it aims."""
         if name in self._running:
             yield self._running[name]
         elif name == VLLM and self._vllm:
             with awake(self._vllm):
                 yield self._vllm.url
         else:
-            with self._start(LAYOUTS[name]) as server:
+            with self._start(LAYOUTS[name], level) as server:
                 yield server.url
 
     @contextmanager
-    def _start(self, layout: Layout) -> Generator[Server]:
+    def _start(self, layout: Layout, level: str | None) -> Generator[Server]:
         args = self._args
-        flags = [*layout.flags, *args.flags]
-        command = diptych(args.model, layout.pools, layout.threads, args.kv_gib, flags)
+        settings: dict[str, Any] = {"router": {"predict": layout.is_dial}}
+        if level is not None:
+            settings["service_level"] = {f"{metric}_s": seconds for metric, seconds in LEVELS[level].items()}
         with tempfile.TemporaryDirectory() as home:
+            config = Path(home) / "cluster.yaml"
+            config.write_text(json.dumps(settings))  # JSON is YAML
+            flags = ["--config", str(config), *layout.flags, *args.flags]
+            command = diptych(args.model, layout.pools, layout.threads, args.kv_gib, flags)
             command = replace(command, environment={"DIPTYCH_HOME": home})
             with running(command, args.cores, args.logs) as server:
                 yield server
@@ -120,11 +134,12 @@ def run_all(args: argparse.Namespace, screen: Screen) -> Iterator[Run]:
         servers = Servers(args, stack)
         for load in args.load:
             for rate in args.rates or RATES[load]:
-                for name in servers.names:
+                for name, level in servers.aims:
                     asked = Asked(rate, args.seconds, args.seed, vocab_size(args.model), args.azure, args.mooncake)
-                    with servers.serving(name) as url:
+                    with servers.serving(name, level) as url:
                         result = asyncio.run(run_one(url, load, asked, args.warm_up, screen))
-                    run = Run(name, load, rate, args.seconds, to_json(result) | {"settings": {}}, score(result))
+                    good = score(result) if level is None else {level: score(result)[level]}
+                    run = Run(name, load, rate, args.seconds, to_json(result) | {"settings": {}}, good)
                     screen.log(run.line())
                     yield run
                     if result.is_interrupted:

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """One measured run. `seconds`: of sending; `figures`: those of `diptych bench`; `good`: requests, by level."""
+    """One measured run. `seconds`: of sending; `figures`: those of `diptych bench`; `good`: requests, by level that the
+    run is scored by."""
 
     layout: str
     load: str
@@ -69,8 +70,8 @@ def _table(load: str, runs: Sequence[Run], peers: Mapping[str, Sequence[str]]) -
     yield f"| {' | '.join(heads)} |"
     yield "|---" + "|--:" * (len(heads) - 1) + "|"
     for rate in _in_order(run.rate for run in runs):
-        at_rate = {run.layout: run for run in runs if run.rate == rate}
         for level in LEVELS:
+            at_rate = {run.layout: run for run in runs if run.rate == rate and level in run.good}
             cells = [_cell(at_rate, name, level) for name in layouts]
             cells += [_ratio(at_rate, level, names) for names in here.values()]
             yield f"| {rate:g}/s, {level} | {' | '.join(cells)} |"
@@ -103,13 +104,17 @@ def draw(runs: Sequence[Run]) -> str:
         for axes, level in zip(row, LEVELS, strict=True):
             axes.set(title=f"{load}: {level}", xlabel="requests/s", ylabel="share within", ylim=(0, 1.03))
             for layout in layouts:
-                points = [(r.rate, r.share(level)) for r in runs if (r.load, r.layout) == (load, layout)]
+                points = [(r.rate, r.share(level)) for r in _scored(runs, load, layout, level)]
                 axes.plot(*zip(*sorted(points), strict=True) if points else ((), ()), marker="o", label=layout)
     panels[0][0].legend(loc="lower left")
     text = StringIO()
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(text, format="svg")
     return text.getvalue()
+
+
+def _scored(runs: Sequence[Run], load: str, layout: str, level: str) -> list[Run]:
+    return [run for run in runs if (run.load, run.layout) == (load, layout) and level in run.good]
 
 
 def _in_order(values: Iterable[T]) -> list[T]:

@@ -1,6 +1,7 @@
 """goodput.py: its loads, its scores against figures computed by hand, and a whole run against servers that echo."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -87,6 +88,10 @@ def test_the_table_compares_the_dial_with_the_best_fixed_layout() -> None:
     assert as_markdown([*runs, run("1p1d", 3.0, 0)], PEERS).splitlines()[5] == (
         "| 3/s, tight TTFT | 0%, 0.00/s |  |  |  |  |  |"
     )
+    # The dial has a run for each level.
+    dial = replace(runs[2], good={"tight TPOT": 20})
+    rows = as_markdown([*runs[:2], dial], PEERS).splitlines()
+    assert rows[2].endswith("|  |  |") and rows[3].endswith("**100%, 2.00/s** | 2.00 |")
     assert runs[0].line().startswith("swing at 2/s, 1p1d: tight TTFT 40%")
 
 

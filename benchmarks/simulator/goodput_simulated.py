@@ -78,13 +78,13 @@ SCENARIOS = {
         shape(4096, 14336, 32, 32, 8, 128256, 131072),
         of_eight(),
         {"ttft": 1.0, "tpot": 0.025},
-        {"azure": (60, 90, 120), "mooncake": (10, 16, 22)},
+        {"azure": (100, 150), "mooncake": (4, 7)},
     ),
     "70b": Scenario(
         shape(8192, 28672, 80, 64, 8, 128256, 131072),
         of_eight(tensor_parallel=4),
         {"ttft": 2.0, "tpot": 0.05},
-        {"azure": (30, 45, 60), "mooncake": (4, 7, 10)},
+        {"azure": (45, 60), "mooncake": (1.5, 3)},
     ),
     "135m": Scenario(
         shape(576, 1536, 30, 9, 3, 49152, 8192),
@@ -169,7 +169,7 @@ def parse_args(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=SCENARIOS, default=["8b", "70b"])
     parser.add_argument("--layout", nargs="+", help="names of the table's columns  [default: all]")
     parser.add_argument("--link-gbit", type=float, nargs="+", default=[400.0, 100.0, 25.0], help="of each worker")
-    parser.add_argument("--rates", type=float, nargs="+", help="requests/s  [default: three of each trace]")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests/s  [default: some for each trace]")
     parser.add_argument("--requests", type=int, default=2000, help="of each trace, its first")
     parser.add_argument("--profile", type=Path, default=MEASURED, help="of 135m's machine")
     parser.add_argument("--json", type=Path)

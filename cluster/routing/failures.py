@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ...workers.common.errors import (
     DiptychError,
     LayoutMismatch,
+    PromptReturned,
     RequestFailsSteps,
     StepFailed,
     StepFailedAlone,
@@ -67,8 +68,8 @@ class RequestFailures:
 
     def end_attempt(self, error: DiptychError) -> Unavailable | None:
         """Count a failed attempt. Returns the error that ends the request after the last one. An attempt that ended
-        because its worker drains does not count: that worker is not chosen again."""
-        self.num_attempts += not isinstance(error, WorkerDraining)
+        because its worker drains, or gave the prompt back, does not count: that worker is not chosen again."""
+        self.num_attempts += not isinstance(error, WorkerDraining | PromptReturned)
         if self.num_attempts < self.max_attempts:
             return None
         return Unavailable(

@@ -1,6 +1,7 @@
 """Decides which running requests move to another worker, and to which. Pure: fleet and requests in, a Move out.
 
-    drain    a worker that drains gives every request that decodes there to others, a few at a time
+    drain    a worker that drains gives every request that decodes there to others, a few at a time; so does one whose
+             prefill budget became a whole step's, with those that came before
     relief   a worker short of KV blocks would preempt its youngest sequence and compute it again later: where moving
              its KV to a worker with room for all of it costs less, the sequence moves
 
@@ -10,6 +11,7 @@ room to spare, and the request did not move for relief in the last REST_S second
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ...workers.common.role import Role
 from ...workers.core.live_handoff import SLACK_BLOCKS, headroom_blocks, offered_tokens
@@ -19,6 +21,7 @@ from .kv_costs import compute_s, pull_s
 # Least seconds between two moves of a request for relief, or after a failed one: so long an offer without a sink
 # stands, and a sequence has one offer at a time.
 REST_S = 10.0
+NEVER: Mapping[str, float] = MappingProxyType({})  # no worker's budget has changed
 LASTING_BLOCKS = 2  # a request with fewer blocks of tokens to make ends as soon where it is
 
 
@@ -55,12 +58,19 @@ def drain_move(
     num_moving: Mapping[str, int],
     limit: int,
     now: float,
+    prefill_since: Mapping[str, float] = NEVER,
 ) -> Move | None:
-    """Next request to leave a worker that drains: the one with most tokens left. `num_moving`: requests that leave
-    each worker already; `limit`: most at a time."""
-    leaving = {w.incarnation: w for w in workers if w.is_draining and num_moving.get(w.incarnation, 0) < limit}
+    """Next request to leave a worker that drains, or that only prefills since the time in `prefill_since` (s): the one
+    with most tokens left. `num_moving`: requests that leave each worker already; `limit`: most at a time."""
+    leaving = {
+        w.incarnation: w
+        for w in workers
+        if (w.is_draining or w.incarnation in prefill_since) and num_moving.get(w.incarnation, 0) < limit
+    }
     for request in sorted(requests, key=lambda g: (-g.num_remaining, g.handle)):
         source = leaving.get(request.worker)
+        if source is not None and not source.is_draining and request.began_at > prefill_since[request.worker]:
+            continue
         has_failed = request.moved_from == request.worker and now - request.moved_at < REST_S
         if source is not None and request.num_remaining > LASTING_BLOCKS * source.block_size and not has_failed:
             able = [w for w in _able(workers, request) if _has_room_to_arrive(w, request, source.block_size)]

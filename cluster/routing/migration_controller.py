@@ -5,7 +5,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 
-from .fleet import Fleet
+from ...workers.common.role import Role
+from .fleet import Fleet, FleetWorker
 from .migration import MovableRequest, Move, drain_move, is_short_of_blocks, relief
 from .policy import RoutingConfig
 from .request_driver import RequestDriver
@@ -19,6 +20,9 @@ class MigrationController:
         self._fleet = fleet
         self._drivers = drivers
         self._is_due = False
+        self._took_decodes: set[str] = set()  # workers whose last report was not of the prefill role
+        # Workers that gave up decodes, and when (loop s); while requests from before are there.
+        self._prefill_since: dict[str, float] = {}
 
     def look_soon(self) -> None:
         """Call `_look` after the current event."""
@@ -29,7 +33,8 @@ class MigrationController:
     def on_load(self, worker: str) -> None:
         """Handle a load report: where its worker is short of blocks, a request may leave it."""
         view = self._fleet.view(worker)
-        if view.is_draining:
+        self._note_budget(view)
+        if view.is_draining or worker in self._prefill_since:
             self.look_soon()
         elif self._config.migrate and is_short_of_blocks(view) and not self._num_moving()[worker]:
             now = asyncio.get_running_loop().time()
@@ -37,17 +42,42 @@ class MigrationController:
 
     def on_end(self, worker: str) -> None:
         """Handle the end of a worker request: where its worker drains, the next request may move."""
-        if self._fleet.is_draining(worker):
+        if self._fleet.is_draining(worker) or worker in self._prefill_since:
             self.look_soon()
+
+    def forget(self, worker: str) -> None:
+        """Handle the end of a worker."""
+        self._took_decodes.discard(worker)
+        self._prefill_since.pop(worker, None)
+
+    def _note_budget(self, view: FleetWorker) -> None:
+        """Note whether the worker has given up decodes since its last report: what decodes there then may move."""
+        worker = view.incarnation
+        if view.role is not Role.PREFILL:
+            self._took_decodes.add(worker)
+            self._prefill_since.pop(worker, None)
+        elif worker in self._took_decodes:
+            self._took_decodes.remove(worker)
+            self._prefill_since[worker] = asyncio.get_running_loop().time()
+        elif worker in self._prefill_since and not self._has_requests_before(worker, self._prefill_since[worker]):
+            del self._prefill_since[worker]
+
+    def _has_requests_before(self, worker: str, time_s: float) -> bool:
+        return any(
+            driver.times.started_at <= time_s and any(r.worker == worker for r in driver.state.worker_requests())
+            for driver in self._drivers
+        )
 
     def _look(self) -> None:
         self._is_due = False
-        if not any(v.is_draining and v.is_up and v.num_in_flight for v in self._fleet.views()):
+        since = self._prefill_since
+        leaving = (v for v in self._fleet.views() if v.is_draining or v.incarnation in since)
+        if not any(v.is_up and v.num_in_flight for v in leaving):
             return
         for _ in range(len(self._drivers)):
             now = asyncio.get_running_loop().time()
             num_moving, limit = self._num_moving(), self._config.max_migrations
-            if not self._apply(drain_move(self._fleet.views(), self._movable(), num_moving, limit, now)):
+            if not self._apply(drain_move(self._fleet.views(), self._movable(), num_moving, limit, now, since)):
                 return
 
     def _apply(self, move: Move | None) -> bool:

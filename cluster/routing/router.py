@@ -176,6 +176,7 @@ class Router:
             return
         del self._links[worker]
         self._fleet.forget(worker)
+        self._migrations.forget(worker)
         task = asyncio.create_task(link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

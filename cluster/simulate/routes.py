@@ -38,7 +38,7 @@ class SimulatedRouter:
 
     def add(self, worker: SimulatedWorker) -> None:
         """Take a worker that is ready."""
-        role = worker.scheduler.role
+        role = worker.scheduler.config.role_of(worker.scheduler.prefill_budget)
         self._infos[worker.name] = WorkerInfo(worker.name, "", role.value, worker.setup.pool, worker.name)
         self._fleet.update(self._infos.values())
         hello = worker_pb2.Hello(
@@ -74,7 +74,7 @@ class SimulatedRouter:
     def set_prefill_budget(self, worker: SimulatedWorker) -> None:
         """Note its prefill budget at once, as its own report would soon."""
         view, scheduler = self._fleet.view(worker.name), worker.scheduler
-        view.load.role = ROLE_TO_PROTO[scheduler.role]
+        view.load.role = ROLE_TO_PROTO[scheduler.config.role_of(scheduler.prefill_budget)]
         view.load.prefill_budget, view.load.step_tokens = scheduler.prefill_budget, scheduler.config.step_tokens
         view.changed()
 

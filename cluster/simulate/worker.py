@@ -370,7 +370,7 @@ class SimulatedWorker:
             num_blocks=manager.num_blocks,
             num_free_blocks=manager.num_free,
             num_leased_blocks=manager.num_leased,
-            role=ROLE_TO_PROTO[scheduler.role],
+            role=ROLE_TO_PROTO[scheduler.config.role_of(scheduler.prefill_budget)],
             prefill_budget=scheduler.prefill_budget,
             step_tokens=scheduler.config.step_tokens,
             decode_role_tokens=scheduler.config.decode_role_prefill_tokens,

@@ -17,6 +17,7 @@
     │   │       ├── PeerLost         503        the same (whoever was lost first says why)
     │   │       └── DeviceLost       503        the same; the operator (a GPU that fails again)
     │   ├── WorkerDraining           503        the router (submits elsewhere)
+    │   ├── PromptReturned           503        the router (submits elsewhere)
     │   ├── OutOfBlocks              503        the router (submits elsewhere), the operator (more memory)
     │   ├── OutOfDeviceMemory        503        the same (more memory beside the KV cache)
     │   └── StepFailed               503        the router (submits elsewhere; computed alone there at first)
@@ -124,6 +125,12 @@ class DeviceLost(RankLost):
 
 class WorkerDraining(Unavailable):
     code = "worker_draining"
+
+
+class PromptReturned(Unavailable):
+    """The worker computes no prompts any more, and had not begun this one."""
+
+    code = "prompt_returned"
 
 
 class OutOfBlocks(Unavailable):

@@ -54,11 +54,6 @@ class Scheduler:
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 
     @property
-    def role(self) -> Role:
-        """Role that the prefill budget amounts to."""
-        return self.config.role_of(self.prefill_budget)
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -78,6 +73,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._running or len(self._queue))
+
+    def not_begun(self) -> list[Sequence]:
+        """Waiting sequences of which nothing was computed here."""
+        return [s for s in self._queue if not self._queue.is_preempted(s)]
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self._running

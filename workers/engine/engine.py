@@ -21,6 +21,7 @@ from ..common.errors import (
     InvalidRequest,
     LeaseLost,
     OutOfDeviceMemory,
+    PromptReturned,
     RequestAborted,
 )
 from ..common.request import Request
@@ -240,8 +241,13 @@ class Engine:
         return self.cache.names()
 
     def set_prefill_budget(self, num_tokens: int) -> None:
-        """Let the next steps compute so many prompt tokens beside decodes; a whole step's at most."""
-        self.scheduler.prefill_budget = min(num_tokens, self.scheduler.config.step_tokens)
+        """Let the next steps compute so many prompt tokens beside decodes; a whole step's at most. Where that becomes 0,
+        prompts that have not begun go back to their routers, which may send them here again."""
+        scheduler = self.scheduler
+        before, scheduler.prefill_budget = scheduler.prefill_budget, min(num_tokens, scheduler.config.step_tokens)
+        if before > 0 == num_tokens:
+            for sequence in scheduler.not_begun():
+                self._fail(sequence, PromptReturned("the worker computes no prompts any more, and had not begun this"))
 
     def _advance(self, batch: Batch, began: float) -> None:
         """Count what the batch computed as cached. This and `_accept` run once a token."""

@@ -9,6 +9,7 @@ from diptych.workers.common.errors import (
     InvalidRequest,
     LayoutMismatch,
     OutOfBlocks,
+    PromptReturned,
     RequestAborted,
     Unavailable,
     WorkerDraining,
@@ -91,6 +92,13 @@ def test_a_sink_lost_before_it_pulled_is_replaced_at_the_same_offer() -> None:
         harness.token(3, 1)
         assert harness.taken() == [100, 101]
         assert harness.state.failures.num_attempts == 0
+
+
+def test_a_prompt_that_comes_back_costs_no_attempt() -> None:
+    harness = split()
+    harness.failed(1, PromptReturned("no prompts any more"))
+    assert harness.told[-1] == ("choose", "")
+    assert harness.state.failures.num_attempts == 0
 
 
 def test_only_one_more_sink_is_sent_to_an_offer() -> None:

@@ -67,6 +67,32 @@ async def test_a_worker_that_drains_hands_its_request_over() -> None:
         assert metric(router, "diptych_request_resumes_total 0.0")
 
 
+async def test_a_worker_whose_budget_becomes_a_whole_steps_gives_away_what_decodes_there() -> None:
+    """Not what comes later: that was routed there as it is."""
+    async with scripted("mixed", "mixed") as (old, new), routing(old) as router:
+        old.load(num_running=1)
+        handle, answer = await running_at(old, router)
+        old.role = "prefill"
+        old.load(num_running=1)
+        await settled(router, lambda: router.health().num_prefill_workers == 1)
+        late_handle, late = await running_at(old, router)
+        router.update_fleet([old.info, new.info])
+        await settled(router, lambda: router.health().num_mixed_workers == 1)
+        old.load(num_running=2)
+        offer = await offered(old)
+        assert offer.handle == handle
+        submit = await new.submitted()
+        hand_off(old, offer, 2)
+        new.tokens(submit.handle, [52], start=2, finish=FinishReason.LENGTH)
+        assert await answer == [50, 51, 52]
+        for _ in range(2):
+            old.load(num_running=1)
+        old.tokens(late_handle, [60], start=2, finish=FinishReason.LENGTH)
+        assert await late == [50, 51, 60]
+        assert old.received.empty()
+        assert metric(router, "diptych_request_migrations_total 1.0")
+
+
 async def test_a_router_is_done_with_a_worker_that_drains_when_it_has_heard_all_it_waited_for() -> None:
     """Not before the worker's last words have come, however late; and once on each stream."""
     async with scripted("mixed", "mixed") as (old, idle), routing(old) as router:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from diptych.cluster.routing.actions import Actions, OfferPrefix
 from diptych.cluster.routing.request_state import RequestState
-from diptych.workers.common.errors import DiptychError, WorkerDraining
+from diptych.workers.common.errors import DiptychError, PromptReturned, WorkerDraining
 
 from .violation import demand
 
@@ -138,7 +138,7 @@ def check_failure(world: "World", client: "Client") -> None:
     assert error is not None and ended is not None
     if state.failures.num_attempts >= state.failures.max_attempts:
         for attempt in state.story.attempts:
-            is_blameless = attempt.error is None or isinstance(attempt.error, WorkerDraining)
+            is_blameless = attempt.error is None or isinstance(attempt.error, WorkerDraining | PromptReturned)
             met = is_blameless or troubles.spans(attempt.hosts, attempt.began - LINGER_S, attempt.ended + MOMENT_S)
             demand(met, f"{name}: an attempt at {sorted(attempt.hosts)} failed by nobody's fault: {attempt.error!r}")
         return

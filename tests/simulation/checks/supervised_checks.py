@@ -143,8 +143,11 @@ class Checks:
     def _left_of_roles(self, records: list[WorkerRecord]) -> str:
         for record in records:
             found = self._supervised.ray.workers[record.worker_id].worker
-            if found is not None and found.has_started and found.engine.scheduler.role.value != record.pool:
-                return f"{record.worker_id} is a {found.engine.scheduler.role.value} worker of pool {record.pool}"
+            if found is None or not found.has_started:
+                continue
+            budget = found.engine.scheduler.prefill_budget
+            if budget != record.wanted_budget:
+                return f"{record.worker_id} of pool {record.pool} has the budget {budget}, not {record.wanted_budget}"
         return ""
 
 

@@ -7,7 +7,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from diptych.workers.common.errors import DeadlineExceeded, DiptychError, InvalidRequest, LeaseLost, RequestAborted
+from diptych.workers.common.errors import (
+    DeadlineExceeded,
+    DiptychError,
+    InvalidRequest,
+    LeaseLost,
+    PromptReturned,
+    RequestAborted,
+)
 from diptych.workers.common.request import FinishReason, Request, SamplingParams
 from diptych.workers.common.timings import HandoffTimings, PullTimes, SequenceTimings
 from diptych.workers.core.scheduler_config import SchedulerConfig
@@ -84,6 +91,32 @@ def test_preemption_changes_no_token() -> None:
         assert [e.token_id for e in tokens(outputs, key)] == expected[len(prompt) :]
     assert engine.scheduler.num_preemptions > 0
     assert_clean(engine)
+
+
+def test_prompts_that_have_not_begun_go_back_when_the_prefill_budget_becomes_0() -> None:
+    """Those that run, resumed or not, end here; and what comes afterwards is computed."""
+    engine = make(max_running=2)
+    prompts = {f"0/{i}": [i + 1] * (5 + i) for i in range(4)}
+    for key, prompt in prompts.items():
+        engine.submit(key, make_request(prompt, 20, ignore_eos=True), [])
+    outputs = [engine.step()]
+    engine.set_prefill_budget(0)
+    engine.set_prefill_budget(0)
+    outputs.append(engine.step())
+    returned = [(f.key, type(f.error)) for output in outputs for f in output.failures]
+    assert returned == [("0/2", PromptReturned), ("0/3", PromptReturned)]
+    engine.submit("0/4", make_request([7, 8], 20, ignore_eos=True), [])
+    outputs += run(engine)
+    for key, prompt in {"0/0": prompts["0/0"], "0/1": prompts["0/1"], "0/4": [7, 8]}.items():
+        assert len(tokens(outputs, key)) == 20, (key, prompt)
+    assert sum(len(output.failures) for output in outputs) == 2
+    assert_clean(engine)
+
+
+def test_a_budget_is_a_whole_steps_at_most() -> None:
+    engine = make(max_batch_tokens=64)
+    engine.set_prefill_budget(2**32 - 1)
+    assert engine.scheduler.prefill_budget == 64
 
 
 def test_a_busy_engine_tells_its_blocks_with_its_load() -> None:

@@ -1,9 +1,9 @@
 """Decides whether a request is refused that would rather be refused than late. Pure.
 
-The queue before a first token shortens by a second each second. Where that is not enough, or where tokens come too
-slowly, sequences have to end first: those that run now end evenly over the time D that a request takes on average
-(Little's law), and the predicted time falls meanwhile from what it is to that of idle workers. Requests that come later
-are not known.
+The queue before a first token, the wait for KV memory included, shortens by a second each second. Where that is not
+enough, or where tokens come too slowly, sequences have to end first: those that run now end evenly over the time D that
+a request takes on average (Little's law), and the predicted time falls meanwhile from what it is to that of idle workers.
+Requests that come later are not known.
 """
 
 import math
@@ -20,15 +20,22 @@ class RouteForecast:
     """Predicted times of a request by a route, in seconds."""
 
     ttft_s: float
-    queue_s: float  # part of ttft_s, for prompts that wait
+    queue_s: float  # part of ttft_s, for prompts that wait and for memory
     tpot_s: float
 
 
-def forecast(source: WorkerTimes, sink: WorkerTimes, num_cached: int, num_tokens: int) -> RouteForecast:
+def forecast(
+    source: WorkerTimes, sink: WorkerTimes, num_cached: int, num_tokens: int, memory_s: float = 0.0
+) -> RouteForecast:
     """Predict for a request of `num_tokens` tokens, of which `source` has cached `num_cached`. source, sink: the
-    workers that compute its prompt and decode it, or the same one twice."""
-    own_s = prefill_s(source, num_cached, num_tokens)
-    return RouteForecast(ttft_s(source, own_s), source.queue_s * source.stretch, tpot_s(sink, 0.0, num_tokens))
+    workers that compute its prompt and decode it, or the same one twice. `memory_s`: until `source` has memory."""
+    own_s, queue_s = prefill_s(source, num_cached, num_tokens), source.queue_s * source.stretch
+    return RouteForecast(ttft_s(source, own_s) + memory_s, queue_s + memory_s, tpot_s(sink, 0.0, num_tokens))
+
+
+def memory_wait_s(num_missing: int, num_used: int, mean_duration_s: float) -> float:
+    """Time until so many more blocks are free, if all that are used come free evenly over that duration."""
+    return mean_duration_s * num_missing / num_used if num_missing > 0 else 0.0
 
 
 def refusal(now: RouteForecast, idle: RouteForecast, level: Level, mean_duration_s: float) -> Overloaded | None:

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ...workers.common.errors import ConfigError
 from ...workers.common.settings import describe
@@ -115,14 +116,19 @@ def _explain(error: ValidationError, lines: Mapping[Loc, int], source: str | Non
 def _known_part(loc: Loc) -> Loc:
     """`loc` without the names of union arms that pydantic appends to it."""
     model: type[BaseModel] = ClusterConfig
+    is_name = False  # of one of several settings of a kind, as a tier's
     for depth, key in enumerate(loc):
+        if is_name:
+            is_name = False
+            continue
+        if key == "[key]":  # the name itself is wrong
+            return loc[:depth]
         field = model.model_fields.get(str(key))
         inner = _model_of(field.annotation) if field else None
         if inner is None:
             # A mapping's own keys (a resource's name) belong to the path, the arms of a type do not.
-            is_mapping = field is not None and get_origin(field.annotation) is dict
-            return loc[: depth + 2] if is_mapping else loc[: depth + 1]
-        model = inner
+            return loc[: depth + 2] if _is_mapping(field) else loc[: depth + 1]
+        model, is_name = inner, _is_mapping(field)
     return loc
 
 
@@ -144,10 +150,19 @@ def _sentence(loc: Loc, problem: Any) -> str:
 
 def _keys_at(loc: Loc) -> list[str]:
     model: type[BaseModel] | None = ClusterConfig
+    is_name = False
     for key in loc:
         assert model is not None
-        model = _model_of(model.model_fields[str(key)].annotation)
+        if is_name:
+            is_name = False
+            continue
+        field = model.model_fields[str(key)]
+        model, is_name = _model_of(field.annotation), _is_mapping(field)
     return list(model.model_fields) if model else []
+
+
+def _is_mapping(field: FieldInfo | None) -> bool:
+    return field is not None and get_origin(field.annotation) is dict
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

@@ -23,7 +23,7 @@ from ...workers.common.errors import (
 )
 from ...workers.common.prompt_logprobs import PromptLogprobs
 from ...workers.common.request import Request
-from ..common.admission import forecast, refusal
+from ..common.admission import forecast, memory_wait_s, refusal
 from ..common.prediction import Level
 from ..common.timings import RequestTimes, RequestTimings
 from .actions import (
@@ -281,11 +281,13 @@ class RequestDriver:
             return None
         costs, usual = fleet.costs, Level(config.ttft_s, config.tpot_s)
         source, sink = fleet.view(route.prefill or route.decode), fleet.view(route.decode)
-        work = facts.held_tokens(source.incarnation), facts.num_tokens
-        now = forecast(source.times(costs, usual), sink.times(costs, usual), *work)
+        work, mean_s = (facts.held_tokens(source.incarnation), facts.num_tokens), self._context.durations.mean_s
+        num_missing = source.used_blocks + facts.num_blocks(source) - source.num_blocks
+        memory_s = memory_wait_s(num_missing, source.used_blocks, mean_s)
+        now = forecast(source.times(costs, usual), sink.times(costs, usual), *work, memory_s)
         idle = forecast(source.idle_times(costs, usual), sink.idle_times(costs, usual), *work)
         level = self.level if facts.max_new_tokens > 1 else Level(self.level.ttft_s, math.inf)
-        return refusal(now, idle, level, self._context.durations.mean_s)
+        return refusal(now, idle, level, mean_s)
 
     def _wait_for_worker(self, error: Unavailable) -> None:
         if self._no_worker_timer is None:

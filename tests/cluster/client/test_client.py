@@ -25,6 +25,7 @@ from diptych.workers.common.errors import (
     UnknownModel,
     WorkerLost,
 )
+from diptych.workers.common.request import RequestLevel
 
 from ...support.front import CONTEXT, TIMINGS, Echo, Served, served
 
@@ -69,12 +70,17 @@ def test_options_arrive(client: Client, server: Served) -> None:
         timeout_s=9,
         model="echo",
         cache_salt="Ann",
+        service_tier="auto",
+        ttft_s=0.5,
+        admission="refuse",
     )
     assert (got.text, got.stop_string) == ("a", "bc")
     (request,) = server.source.requests
     assert request.sampling.is_greedy and request.sampling.max_tokens == 9 and request.timeout_s == 9
     assert (request.sampling.logit_bias, request.sampling.stop_token_ids) == ({5: 1.5}, (7,))
     assert request.cache_salt == b"Ann"
+    assert request.level == RequestLevel(0.5, refuse=True, model="echo")
+    assert got.service_tier == "default"
 
 
 def test_stream(client: Client) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from diptych.cluster.common.admission import MAX_RETRY_S, MIN_RETRY_S, RouteForecast, refusal
-from diptych.cluster.common.prediction import Level
+from diptych.cluster.common.admission import MAX_RETRY_S, MIN_RETRY_S, RouteForecast, forecast, memory_wait_s, refusal
+from diptych.cluster.common.prediction import Level, WorkerCost, WorkerState, WorkerTimes
 from diptych.workers.common.errors import Overloaded
 
 LEVEL = Level(ttft_s=2.0, tpot_s=0.05)
@@ -58,6 +58,20 @@ def test_a_level_that_an_idle_worker_misses_is_not_worth_another_try(times: dict
     assert found is not None and not found.retry_helps
     assert found.retry_after_s == MAX_RETRY_S
     assert name in found.message and "ask for more time" in found.message
+
+
+def test_a_route_by_hand() -> None:
+    cost = WorkerCost(fixed_s=0.004, decode_s=0.001, context_s=0.0, prefill_s=0.001, pair_s=0.0)
+    state = {"prefill_budget": 2048, "step_tokens": 2048, "num_context": 0, "prefill_share": 0.0}
+    source = WorkerTimes.of(WorkerState(num_decodes=0, waiting_tokens=300, **state), cost, LEVEL)
+    sink = WorkerTimes.of(WorkerState(num_decodes=9, waiting_tokens=0, **state), cost, LEVEL)
+    found = forecast(source, sink, 100, 500, memory_s=2.0)
+    assert (found.ttft_s, found.queue_s, found.tpot_s) == pytest.approx((2.704, 2.3, 0.014))
+
+
+def test_memory_comes_free_as_sequences_end() -> None:
+    assert memory_wait_s(-5, 100, DURATION_S) == memory_wait_s(0, 0, DURATION_S) == 0
+    assert memory_wait_s(25, 100, DURATION_S) == DURATION_S / 4
 
 
 def test_the_level_is_met_after_the_time_that_was_named() -> None:

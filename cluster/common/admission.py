@@ -2,8 +2,8 @@
 
 The queue before a first token, the wait for KV memory included, shortens by a second each second. Where that is not
 enough, or where tokens come too slowly, sequences have to end first: those that run now end evenly over the time D that
-a request takes on average (Little's law), and the predicted time falls meanwhile from what it is to that of idle workers.
-Requests that come later are not known.
+a request takes on average (Little's law), and the predicted time falls meanwhile from what it is to that of idle
+workers. Requests that come later are not known.
 """
 
 import math

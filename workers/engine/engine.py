@@ -241,7 +241,7 @@ class Engine:
         return self.cache.names()
 
     def set_prefill_budget(self, num_tokens: int) -> None:
-        """Let the next steps compute so many prompt tokens beside decodes; a whole step's at most. Where that becomes 0,
+        """Let the next steps compute so many prompt tokens beside decodes; a whole step's at most. If that becomes 0,
         prompts that have not begun go back to their routers, which may send them here again."""
         scheduler = self.scheduler
         before, scheduler.prefill_budget = scheduler.prefill_budget, min(num_tokens, scheduler.config.step_tokens)

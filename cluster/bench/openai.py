@@ -50,12 +50,13 @@ class OpenAIEndpoint:
             return wanted
         if wanted in served:
             return wanted
-        names = ", ".join(served[:20]) or "none"
+        names = ", ".join(list(served)[:20]) or "none"
         if wanted is not None:
             raise UnknownModel(f"{self._shown} does not serve {wanted!r}. It serves: {names}")
-        if len(served) != 1:
+        own = served.keys() if len(served) == 1 else served.keys() & {*served.values()}
+        if len(own) != 1 or len({*served.values()}) != 1:
             raise UnknownModel(f"{self._shown} serves several models: give --model, one of: {names}")
-        return served[0]
+        return next(iter(own))
 
     async def ask(self, call: BenchRequest, asking: Asking) -> Reply:
         """Do one request to its end. An error is in the Reply."""
@@ -179,13 +180,15 @@ def _named(kind: str, error: object) -> RequestFailure:
     return RequestFailure(f"{kind} {code}" if code else kind, str(error.get("message", error))[:MAX_MESSAGE_CHARS])
 
 
-def _model_names(response: Response) -> list[str] | None:
-    """Names of the served models; None where the endpoint has no list."""
+def _model_names(response: Response) -> dict[str, str] | None:
+    """Names of the served models, each with the name or folder of the model that it stands for; None where the endpoint
+    has no list."""
     if response.status != 200:
         return None
     try:
-        return [str(model["id"]) for model in json.loads(response.body)["data"]]
-    except (ValueError, KeyError, TypeError):
+        models = json.loads(response.body)["data"]
+        return {str(model["id"]): str(model.get("root") or model["id"]) for model in models}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -246,10 +246,10 @@ def find(answer: Answer, wanted: str | None) -> str:
     return found[0]
 
 
-def listing(*names: str, status: str = "200 OK") -> Answer:
+def listing(*names: str, status: str = "200 OK", root: str | None = None) -> Answer:
     async def answer(line: bytes, writer: asyncio.StreamWriter) -> None:
         assert line == b"GET /base/v1/models HTTP/1.1"
-        writer.write(whole(json.dumps({"data": [{"id": n} for n in names]}).encode(), status))
+        writer.write(whole(json.dumps({"data": [{"id": n, "root": root} for n in names]}).encode(), status))
 
     return answer
 
@@ -257,6 +257,8 @@ def listing(*names: str, status: str = "200 OK") -> Answer:
 def test_the_model_is_found() -> None:
     assert find(listing("a"), None) == "a"
     assert find(listing("a", "b"), "b") == "b"
+    assert find(listing("b", "a", root="a"), None) == "a", "b is another name for it"
+    assert find(listing("a", root="/models/a"), None) == "a"
     assert find(listing(status="404 Not Found"), "x") == "x", "an endpoint without a list is believed"
 
 
@@ -264,6 +266,7 @@ def test_the_model_is_found() -> None:
     ("answer", "wanted", "error", "message"),
     [
         (listing("a", "b"), None, UnknownModel, "serves several models: give --model, one of: a, b"),
+        (listing("a", "b", root="/models/a"), None, UnknownModel, "serves several models"),
         (listing("a"), "x", UnknownModel, "does not serve 'x'. It serves: a"),
         (listing(status="404 Not Found"), None, UnknownModel, "does not list its models"),
         (listing(status="401 Unauthorized"), "a", Unauthenticated, "give --api-key"),

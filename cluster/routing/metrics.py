@@ -139,8 +139,9 @@ class RouterMetrics:
                 histogram.observe(value(timings))
 
     def judged(self, times: RequestTimes, asked: RequestLevel, level: Level, outcome: str) -> None:
-        """Count a request that ended by whether it met its level. One that its client aborted tells nothing."""
-        if outcome != RequestAborted.code:
+        """Count a request that ended by whether it met its level. One that its client left tells nothing."""
+        has_left = outcome == RequestAborted.code or (outcome in _FINISHED and not times.delivered_at)
+        if not has_left:
             self._levels.labels(asked.model, asked.tier, _judgement(times, level, outcome)).inc()
 
     def refused(self, num_sequences: int) -> None:

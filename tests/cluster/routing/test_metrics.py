@@ -173,6 +173,12 @@ def test_requests_are_counted_by_how_they_met_their_level(level: Level, outcome:
     assert found == ({(("model", "chat"), ("outcome", judged), ("tier", "flex")): 1} if judged else {})
 
 
+def test_a_client_that_left_before_it_read_a_finished_answer_tells_nothing() -> None:
+    metrics = RouterMetrics(list)
+    metrics.judged(RequestTimes(started_at=10.0), RequestLevel(), Level(1.0, 1.0), "length")
+    assert not [labels for name, labels in samples(metrics) if name == "diptych_level_requests_total"]
+
+
 def test_a_single_token_has_no_time_per_token_to_miss() -> None:
     metrics = RouterMetrics(list)
     times = RequestTimes(started_at=10.0)

@@ -113,7 +113,8 @@ async def measure_case(url: str, case: Case, path: Path, args: argparse.Namespac
 def simulate_case(case: Case, path: Path, args: argparse.Namespace, profile: Profile) -> Found:
     layout: Layout = LAYOUTS[case.layout]
     pools = {pool: {"replicas": num, "threads": layout.threads} for pool, num in layout.pools.items()}
-    config = build({"model": str(args.model), "max_context_tokens": MAX_CONTEXT, "pools": pools})
+    settings = {"model": str(args.model), "max_context_tokens": MAX_CONTEXT, "pools": pools}
+    config = build(settings | {"router": {"predict": layout.is_dial}})
     load = trace_load(case.trace, path, limits_of(case.trace, max(round(case.rate * args.seconds), 2)), case.rate)
     hardware = Hardware.of(profile)
     runs = {name: simulate(config, hardware, load, level) for name, level in LEVELS.items()}
@@ -211,7 +212,7 @@ def parse_args(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--azure", type=Path, help="Azure LLM inference trace 2023, CSV")
     parser.add_argument("--mooncake", type=Path, help="Mooncake trace, JSON lines")
     parser.add_argument("--half", choices=("first", "second"), default="second")
-    parser.add_argument("--layout", nargs="+", choices=FIXED, default=[*FIXED])
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=[*FIXED])
     parser.add_argument("--rates", type=float, nargs="+", help="requests/s, of every trace  [default: three of each]")
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds of sending in each run")
     parser.add_argument("--measured", type=Path, default=Path("measured.json"), help="file of the measured figures")

@@ -124,9 +124,8 @@ class Simulation:
     def _way_s(self, worker: SimulatedWorker) -> float:
         """Time until a worker has a request that came now."""
         times = worker.setup.transit
-        if not times.busy_s:
-            return times.idle_s
-        return times.idle_s + times.busy_s * sum(w.computes for w in self.alive.values()) / len(self.alive)
+        is_busy = times.busy_s > 0 and all(each.computes for each in self.alive.values())
+        return times.idle_s + times.busy_s * is_busy
 
     def _count(self, job: Job, route: Route, facts: RequestFacts) -> None:
         is_alone = route.prefill is None

@@ -76,6 +76,7 @@ class SimulatedWorker:
         self.cache = PrefixCache(self.manager, setup.block_size, enabled=setup.prefix_cache)
         self.scheduler = Scheduler(setup.scheduler, self.manager, self.cache)
         self.scheduler.cost = setup.cost
+        self._cost_message = step_cost_message(setup.cost)  # it does not change
         self.scheduler.prefill_budget = setup.scheduler.budget_of(role)
         self.listener = listener
         self._timer = setup.timer
@@ -382,7 +383,7 @@ class SimulatedWorker:
             num_waiting_tokens=scheduler.num_waiting_tokens,
             prefill_s=self.prefill_s,
             prefill_share=self._share.at(now, self.prefill_s),
-            step_cost=step_cost_message(scheduler.cost),
+            step_cost=self._cost_message,
         )
 
     def check_integrity(self) -> int:

@@ -10,8 +10,8 @@ from .timing import StepTimer
 
 @dataclass(frozen=True, slots=True)
 class TransitTimes:
-    """Time of a request, and its first token, on the way between client and worker. `idle_s`: while no worker computes;
-    `busy_s`: so much more while all do, where they share cores with what serves."""
+    """Time of a request, and its first token, on the way between client and worker. `busy_s`: so much more where all
+    workers compute when it comes, and share cores with what serves."""
 
     idle_s: float = 0.0
     busy_s: float = 0.0

@@ -165,11 +165,14 @@ def test_a_neighbour_cuts_a_run_of_steps() -> None:
     check(simulation)
 
 
-def test_a_request_is_longer_on_its_way_while_workers_compute() -> None:
-    """The second comes while one of two workers computes: 5 ms and half of 20 ms."""
+def test_a_request_is_longer_on_its_way_while_all_workers_compute() -> None:
+    """5 ms for the first two; the third comes while both workers compute: 25 ms, and it waits for the first one's."""
     simulation = cluster({"mixed": {"replicas": 2}}, request_times=TransitTimes(0.005, 0.02))
-    simulation.run(requests((0.0, 100, 1), (0.05, 100, 1)))
-    assert times(simulation) == [(115.0, 115.0), (175.0, 175.0)]
+    simulation.run(requests((0.0, 100, 1), (0.05, 100, 1), (0.06, 100, 1), (0.3, 100, 1)))
+    assert times(simulation) == [(115.0, 115.0), (165.0, 165.0), (225.0, 225.0), (415.0, 415.0)]
+    simulation = cluster({"mixed": {"replicas": 1}}, request_times=TransitTimes(0.005, 0.02))
+    simulation.run(requests((0.0, 100, 1), (0.1, 100, 1)))
+    assert times(simulation) == [(115.0, 115.0), (235.0, 235.0)], "10 ms after the first one's end"
 
 
 def test_noise_repeats_with_its_seed() -> None:

@@ -84,6 +84,8 @@ def measure(num: int, is_busy: bool, num_decisions: int, seed: int = 0) -> dict[
         times_us.append((time.perf_counter() - started) * 1e6)
         num_handed_off += route.prefill is not None
         running.append(handle)
+        if len(running) > num:
+            fleet.end_prefill(running[-1 - num])
         if len(running) > IN_FLIGHT * num:
             fleet.remove_request(running.popleft())
         due += REPORTS_PER_DECISION * num

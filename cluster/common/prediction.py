@@ -26,7 +26,7 @@ from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
 from ...workers.core.scheduler_config import LEAST_PREFILL_TOKENS
 
-HORIZON_S = 5.0
+HORIZON_S = 2.0
 MAX_COST_S = 1e6
 MAX_SHARE = 0.95  # of a worker's time for prompts, in TPOT: all of it would be an endless step
 TARGET_DECODE_STEPS = 3.0  # time of a step with prompts, in steps that only decode (step_cost.py)

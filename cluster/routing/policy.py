@@ -36,7 +36,7 @@ NUM_COMPARED = 3  # workers for each part of a route
 NUM_SAMPLED = 8
 HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
-TIME_WEIGHT = 0.02  # misses that a time as long as its level counts as
+TIME_WEIGHT = 0.005  # misses that a time as long as its level counts as
 ANSWER_TOKENS = 64  # over which the time of a hand-off is spread: few answers are as long as they may be
 PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor
 

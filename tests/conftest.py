@@ -1,4 +1,4 @@
-"""What holds for all tests: a coroutine runs in an event loop of its own (pytest-asyncio), and ends in time."""
+"""Settings of all tests: a coroutine runs in a separate event loop (pytest-asyncio), with a time limit."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""The documentation and the code say the same."""
+"""The documentation agrees with the code."""
 
 import inspect
 import re
@@ -84,7 +84,7 @@ def test_settings_shown_in_yaml_are_accepted(page: Path) -> None:
             build({"model": "tiny"} | settings)
 
 
-# An inline code span or a fenced block, and what it holds.
+# An inline code span or a fenced block, and its content.
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", flags=re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`\n]+)`")
 SOURCE_SUFFIXES = {".py", ".cpp", ".c", ".h", ".proto"}
@@ -176,7 +176,7 @@ def wrong_names(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_that_pages_name_exist(page: Path) -> None:
-    assert page.name == "CHANGELOG.md" or wrong_names(page.read_text()) == []  # that tells of what once was
+    assert page.name == "CHANGELOG.md" or wrong_names(page.read_text()) == []  # the changelog names files of the past
 
 
 def test_wrong_names_and_links_are_found() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Of each room its folders. A file imports what stands in its own folder, and in those above it.
+# Folders of each room. A file imports from its own folder and from those above it.
 FOLDERS = {
     "proto": [""],
     "kernels": ["common", "elementwise", "kv", "attention", "mla", "gemm", "moe", "sampling", "cpu"],
@@ -72,11 +72,11 @@ FORBIDDEN = {
     "kernels": {"ray", "transformers", "grpc"},
     "proto": {"ray", "torch"},
 }
-MAY_IMPORT = {"cluster/tokens/convert_tokenizer.py": {"transformers"}}  # a process of its own
+MAY_IMPORT = {"cluster/tokens/convert_tokenizer.py": {"transformers"}}  # a separate process
 NEVER = {"pickle", "cloudpickle", "dill"}
 PROSE = [*ROOMS, "benchmarks", "deploy", "examples", "tests"]  # folders whose comments and docstrings are checked
 DOCUMENTED = [*ROOMS, "benchmarks", "examples", "tests/simulation", "tests/support"]  # docstrings begin as we want
-FINGERPRINTED = "kernels/cpu/build.py"  # its text is part of what a compiled library was made from
+FINGERPRINTED = "kernels/cpu/build.py"  # its text is part of a compiled library's fingerprint
 # A docstring begins with a verb or the noun that the thing is: no question, relation or pronoun.
 REFUSED = re.compile(
     r"(after|as|at|because|before|beside|between|but|by|for|from|here|how|if|in|it|like|neither|no|not|nothing|of|on|once|"
@@ -146,7 +146,7 @@ def test_imports_keep_the_direction_of_the_house(path: Path) -> None:
 
 
 def cycle_of(graph: dict[str, set[str]]) -> list[str]:
-    """Files of which each imports the next; empty where there is no cycle."""
+    """Files of which each imports the next; empty if there is no cycle."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -262,7 +262,7 @@ def marks_of_tests(path: Path) -> dict[str, set[str]]:
 
 
 def test_end_to_end_tests_are_where_they_are_looked_for() -> None:
-    """All of tests/e2e is marked, and nothing else but what a GPU is for: `make e2e` collects no other folder."""
+    """Everything in tests/e2e is marked, and outside it only GPU tests are: `make e2e` collects no other folder."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         for name, found in marks_of_tests(path).items():
             is_right = "e2e" in found if path.parent.name == "e2e" else "e2e" not in found or "gpu" in found

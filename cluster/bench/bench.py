@@ -41,7 +41,7 @@ def run(settings: BenchSettings, screen: Screen) -> bool:
         settings.plot_file.write_text(draw(result), encoding="utf-8")
     failure = next((reply.failure for reply in result.replies if reply.failure), None)
     if failure is not None and not result.summary.completed:
-        raise Unavailable(f"no request succeeded; the first said: {failure.kind}: {failure.message}")
+        raise Unavailable(f"no request succeeded; the first error was: {failure.kind}: {failure.message}")
     return result.is_interrupted
 
 
@@ -75,7 +75,7 @@ def _from_file(work: Work, source: TextSource, tokenizer: Tokenizer | None) -> l
     if work.name in FORMATS:
         return trace_sessions(work.name, work.file, work.limits, source, work.seed)
     if tokenizer is None:
-        raise ConfigError("--workload sharegpt needs --tokenizer: the recorded answers are counted in its tokens")
+        raise ConfigError("--workload sharegpt needs --tokenizer, which counts the tokens of the recorded answers")
     return sharegpt_sessions(work.file, work.limits, tokenizer)
 
 

@@ -106,7 +106,7 @@ def _run(flags: Namespace, screen: "Screen") -> bool:
 
         return run_sweep(_sweep_settings(flags), screen)
     if flags.share or flags.endpoint:
-        raise ConfigError("--share and --endpoint belong to --find-rate; a single measurement has --url")
+        raise ConfigError("--share and --endpoint need --find-rate; for a single measurement use --url")
     from .bench import run
 
     return run(_settings(flags), screen)
@@ -120,7 +120,7 @@ def _sweep_settings(flags: Namespace) -> "SweepSettings":
     if not settings.levels:
         raise ConfigError("--find-rate needs a service level: give for example --goodput ttft:500 tpot:50")
     if flags.concurrency is not None:
-        raise ConfigError("--find-rate sends at a rate, and a wait for --concurrency is in no figure: leave it out")
+        raise ConfigError("--find-rate cannot be combined with --concurrency: leave --concurrency out")
     shares = flags.share or SHARES
     for share in shares:
         if not 0 < share <= 100:
@@ -136,7 +136,9 @@ def _endpoints(texts: list[str]) -> dict[str, str]:
     for text in texts:
         name, _, url = text.partition("=")
         if not (name and url) or name in urls:
-            raise ConfigError(f"--endpoint is NAME=URL, each name once, as mixed=http://127.0.0.1:8000; got {text!r}")
+            raise ConfigError(
+                f"--endpoint must be NAME=URL, each name once, for example mixed=http://127.0.0.1:8000; got {text!r}"
+            )
         urls[name] = url
     return urls
 
@@ -214,7 +216,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
     except ValueError as e:
         raise ConfigError(f"--extra-body is not JSON: {e}. Write for example --extra-body '{{\"top_p\": 0.9}}'") from e
     if not isinstance(value, dict):
-        raise ConfigError("--extra-body must be a JSON object, as '{\"top_p\": 0.9}'")
+        raise ConfigError("--extra-body must be a JSON object, for example '{\"top_p\": 0.9}'")
     return value
 
 

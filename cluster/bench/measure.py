@@ -26,7 +26,7 @@ from .types import Reply, Session
 
 FIND_S = 30.0  # for the server to name its model
 REFRESHES = 4  # of the progress bar in a second: drawing it must not disturb the measurement
-LINE_S = 5.0  # between two lines of progress where there is no terminal
+LINE_S = 5.0  # between two lines of progress without a terminal
 
 OnReply = Callable[[Reply], None]
 

@@ -42,11 +42,13 @@ class OpenAIEndpoint:
         except (OSError, TimeoutError) as e:
             raise Unavailable(f"cannot reach {self._shown}: {_told(e)}. Is the server running at that address?") from e
         if response.status == 401:
-            raise Unauthenticated(f"{self._shown} asks for an API key: give --api-key, or set DIPTYCH_API_KEY")
+            raise Unauthenticated(f"{self._shown} requires an API key: use --api-key, or set DIPTYCH_API_KEY")
         served = _model_names(response)
         if served is None:
             if wanted is None:
-                raise UnknownModel(f"{self._shown} does not list its models (status {response.status}): give --model")
+                raise UnknownModel(
+                    f"{self._shown} does not list its models (status {response.status}): name one with --model"
+                )
             return wanted
         if wanted in served:
             return wanted
@@ -55,7 +57,7 @@ class OpenAIEndpoint:
             raise UnknownModel(f"{self._shown} does not serve {wanted!r}. It serves: {names}")
         own = served.keys() if len(served) == 1 else served.keys() & {*served.values()}
         if len(own) != 1 or len({*served.values()}) != 1:
-            raise UnknownModel(f"{self._shown} serves several models: give --model, one of: {names}")
+            raise UnknownModel(f"{self._shown} serves several models: select one with --model: {names}")
         return next(iter(own))
 
     async def ask(self, call: BenchRequest, asking: Asking) -> Reply:
@@ -95,7 +97,7 @@ class EventReader:
             if line.startswith(b"data:"):
                 self._read(line[5:].strip(), now)
         if len(self._rest) > MAX_EVENT_BYTES:
-            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+            raise ValueError(f"an event has more than {MAX_EVENT_BYTES} bytes")
 
     def ended(self) -> Reply:
         reply = self.reply
@@ -121,7 +123,7 @@ class EventReader:
             if usage := event.get("usage"):
                 self._read_usage(usage)
         except (AttributeError, KeyError, TypeError) as e:
-            raise ValueError(f"an event is not of OpenAI's form: {data[:80]!r}") from e
+            raise ValueError(f"an event does not have OpenAI's format: {data[:80]!r}") from e
 
     def _read_usage(self, usage: dict[str, Any]) -> None:
         self.reply.num_input = int(usage.get("prompt_tokens") or self.reply.num_input)

@@ -87,10 +87,10 @@ def parse_url(text: str) -> SplitResult:
         is_one = False
     if not is_one:
         raise ConfigError(
-            f"{text!r} is no endpoint: write --url http://HOST:PORT, or grpc://HOST:PORT for Diptych's gRPC"
+            f"{text!r} is not an endpoint: write --url http://HOST:PORT, or grpc://HOST:PORT for Diptych's gRPC"
         )
     if url.scheme.startswith("grpc") and url.port is None:
-        raise ConfigError(f"{text!r} names no port: write it as grpc://HOST:50051")
+        raise ConfigError(f"{text!r} has no port: write for example grpc://HOST:50051")
     return url
 
 
@@ -120,8 +120,10 @@ def check_output_files(json_file: Path | None, plot: Path | None) -> None:
     """Raise ConfigError for a file that cannot be written."""
     for file in (json_file, plot):
         if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{file.absolute().parent} is no folder: create it, or name another for {file.name}")
+            raise ConfigError(
+                f"{file.absolute().parent} is not a folder: create it, or choose another folder for {file.name}"
+            )
     if plot is not None and plot.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot draws SVG, which every browser shows: write --plot {plot.with_suffix('.svg')}")
+        raise ConfigError(f"--plot writes SVG files only: use --plot {plot.with_suffix('.svg')}")
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'diptych[plot]'")

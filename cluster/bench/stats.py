@@ -72,7 +72,7 @@ def parse_levels(texts: Iterable[str]) -> dict[str, float]:
             level_s = 0.0
         if name not in _LEVELS or not 0 < level_s < float("inf"):
             raise ConfigError(
-                f"{text!r} is no service level: write METRIC:MILLISECONDS, as ttft:500, tpot:50, e2el:9000"
+                f"{text!r} is not a service level: write METRIC:MILLISECONDS, for example ttft:500 or e2el:9000"
             )
         if _LEVELS[name] in levels:
             raise ConfigError(f"--goodput names {name} twice")

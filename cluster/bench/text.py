@@ -52,7 +52,7 @@ class WordText:
         whole = [w for w in words if len(encode(w, special=False)) == 1]
         if len(whole) < MIN_WORDS:
             raise ConfigError(
-                f"the tokenizer has {len(whole)} tokens that are a word with a space before it; {MIN_WORDS} are needed "
+                f"the tokenizer has {len(whole)} tokens that are a word after a space, but {MIN_WORDS} are needed "
                 "to make prompts. Leave out --tokenizer, so that prompts are sent as token ids"
             )
         return whole

@@ -74,7 +74,7 @@ def sharegpt_sessions(path: Path, limits: TraceLimits, tokenizer: Tokenizer) -> 
         if turns := _turns(_said(conversation, f"{path} conversation {number}"), limits, tokenizer):
             sessions.append(Session(turns))
     if not sessions:
-        raise WorkloadError(f"{path} holds nothing to send")
+        raise WorkloadError(f"{path} contains no request")
     return sessions
 
 

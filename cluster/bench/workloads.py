@@ -25,10 +25,10 @@ class Lengths:
         """ "128" or "64-256". Raises ConfigError."""
         low, dash, high = text.partition("-")
         if not (low.isdecimal() and (high.isdecimal() or not dash)):
-            raise ConfigError(f"{flag} must be a number of tokens or a range, as 128 or 64-256, got {text!r}")
+            raise ConfigError(f"{flag} must be a number of tokens or a range, for example 128 or 64-256, got {text!r}")
         lengths = cls(int(low), int(high or low))
         if not 1 <= lengths.low <= lengths.high <= MAX_TOKENS:
-            raise ConfigError(f"{flag} must be from 1 to {MAX_TOKENS} and its range must rise, got {text!r}")
+            raise ConfigError(f"{flag} must be between 1 and {MAX_TOKENS}, and a range must be ascending, got {text!r}")
         return lengths
 
     def draw(self, rng: np.random.Generator) -> int:

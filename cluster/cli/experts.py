@@ -27,7 +27,7 @@ def experts(
     with connected(name) as supervisor:
         counts = supervisor.experts(pool)
     if not counts:
-        raise ConfigError("no worker counts tokens of experts: serve a model that has some")
+        raise ConfigError("no worker counts tokens per expert: serve a mixture-of-experts model")
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     table = Table(box=None, pad_edge=False)
     for column in ("layer", "tokens", "experts", "busiest", "busiest by average"):

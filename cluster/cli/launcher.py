@@ -61,7 +61,7 @@ def _serve(config: ClusterConfig, console: Console) -> None:
     launcher = _Launcher(config, console, progress)
     try:
         _prepare(config, console, progress)
-        # Ray prints pages about a worker that died; `news` says it in a line.
+        # Ray prints pages about a lost worker; `news` prints one line.
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             launcher.run()
     except BaseException as e:
@@ -188,13 +188,13 @@ class _Launcher:
         while True:
             if (status := self._look()) is None:
                 phase.note(f"the supervisor {'does not answer' if self._has_answered else 'starts'}")
-                time.sleep(WATCH_S)  # a call of Ray may fail at once: looks are counted
+                time.sleep(WATCH_S)  # a call of Ray may fail immediately, so checks are counted
                 continue
             for line in losses(before, status):
                 self._console.print(Text(line), soft_wrap=True)
             before = status
             if error := why_it_fails(status):
-                self.keep_logs = not isinstance(error, ConfigError | CheckpointError)  # they say nothing more of these
+                self.keep_logs = not isinstance(error, ConfigError | CheckpointError)  # they report no more of these
                 raise error
             if status.state == "ready":
                 workers, routers = count(len(status.workers), "worker"), count(len(status.routers), "router")
@@ -222,7 +222,7 @@ class _Launcher:
         try:
             status = self._supervisor.status(ANSWER_S)
         except SupervisorGone as e:
-            raise Unavailable("the cluster was ended by somebody else, or with its Ray. Start it again") from e
+            raise Unavailable("another process ended the cluster or its Ray. Start it again") from e
         except Unavailable as e:
             if self._silence.look(has_answered=False):
                 goes_on = "; requests go on" if self.is_ready else ""

@@ -152,7 +152,9 @@ def scale(
             leaving = f", {pool.num_draining} leaving" if pool.num_draining else ""
             console.print(f"{pool.name}: {pool.num_ready} of {pool.target} ready{leaving}", soft_wrap=True)
     if timeout and not now.is_settled:
-        raise Unavailable(f"the pools are not there after {timeout:g} s; it goes on: watch it with `diptych status`")
+        raise Unavailable(
+            f"the pools do not have the new size after {timeout:g} s; scaling continues: check it with `diptych status`"
+        )
 
 
 @app.command()
@@ -228,7 +230,7 @@ def _parse_targets(texts: list[str]) -> dict[str, int]:
 
 
 def _console() -> Console:
-    # A pipe has no width: what is cut at 80 columns there is lost.
+    # A pipe has no width: text that is cut at 80 columns would be lost.
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
 
 

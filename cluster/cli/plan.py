@@ -18,7 +18,7 @@ from ..common.plurals import count
 from ..preflight.checks import check_model, resolve_model
 from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, kv_formula, plan_memory
 
-LENGTHS = (1024, 8192)  # tokens of the sequences that are counted, beside the longest
+LENGTHS = (1024, 8192)  # tokens of the counted sequences, in addition to the longest
 
 
 def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
@@ -54,7 +54,9 @@ def plan(  # noqa: PLR0913, PLR0917  typer makes a flag of each parameter
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and rank_memory is None:
-        raise ConfigError("--device cuda needs --rank-memory: what each GPU has free (nvidia-smi), as 79GiB")
+        raise ConfigError(
+            "--device cuda needs --rank-memory: the free memory of each GPU (see nvidia-smi), for example 79GiB"
+        )
     folder = Path(resolve_model(model))
     spec = check_model(folder)
     sizes = tensor_parallel, block_size, expert_parallel, data_parallel
@@ -102,8 +104,8 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     if tightest.free_bytes < 0:
         packed = "" if how.on_gpus else "--quantize, "  # there weights stay at full size
         raise InsufficientMemory(
-            f"the weights of a rank take {tightest.weight_bytes:,} bytes and it has {has.rank_bytes:,}: use more ranks "
-            f"(--tensor-parallel), {packed}or more memory"
+            f"the weights of a rank take {tightest.weight_bytes:,} bytes, but it has {has.rank_bytes:,}: use more "
+            f"ranks (--tensor-parallel), {packed}or more memory"
         )
     longest = plan.max_context_tokens
     console.print(
@@ -113,7 +115,7 @@ def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, 
     )
     if max(rank.kv_bytes - rank.free_bytes for rank in ranks) > 0:
         raise InsufficientMemory(
-            f"--kv-memory asks for {tightest.kv_bytes:,} bytes on a rank and {tightest.free_bytes:,} are free: lower it"
+            f"--kv-memory needs {tightest.kv_bytes:,} bytes on a rank, but {tightest.free_bytes:,} are free: lower it"
         )
     if plan.num_tokens < longest:
         raise InsufficientMemory(
@@ -146,5 +148,5 @@ def _bytes(text: str | None, flag: str) -> int | None:
     except ValueError as e:
         raise ConfigError(f"{flag}: {e}") from e
     if not isinstance(found, int) or found < 1:
-        raise ConfigError(f"{flag} must be a size above 0, as 2GiB, got {text!r}")
+        raise ConfigError(f"{flag} must be a size above 0, for example 2GiB, got {text!r}")
     return found

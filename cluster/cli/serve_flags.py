@@ -11,7 +11,7 @@ from ...workers.common.settings import Scope
 from ...workers.config.worker_config import SETTINGS, Setting
 from ..common.config_file import KEY_VARIABLES
 
-# How a flag is also written: beside --kv-memory-bytes 2GiB, and one --transport for each of them.
+# Other names of flags: for --kv-memory-bytes 2GiB, and one --transport for each item.
 ALIASES = {"kv_memory_bytes": "--kv-memory", "transports": "--transport"}
 FLAGS = {name: setting for name, setting in SETTINGS.items() if setting.scope is not Scope.PROCESS and name != "model"}
 

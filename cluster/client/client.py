@@ -22,7 +22,7 @@ from ..common.grpc_errors import error_from_rpc
 from .client_request import ChatMessages, Completion, Options, Prompt, ResponseCollector, build_request
 
 DEFAULT_TIMEOUT_S = 600.0
-TIMEOUT_MARGIN_S = 5.0  # added to the server's deadline, whose error says more
+TIMEOUT_MARGIN_S = 5.0  # added to the server's deadline, because the server's error has more details
 _OPTIONS = (("grpc.max_receive_message_length", 64 << 20),)
 
 

@@ -70,7 +70,7 @@ class ResponseCollector:
         last = self._responses[-1] if self._responses else None
         finish = FINISH_FROM_PROTO.get(last.finish_reason) if last else None
         if last is None or finish is None:
-            raise InvalidRequest("the stream has not been read to its end: it has no completion yet")
+            raise InvalidRequest("the stream has no completion yet: read it to its end first")
         return Completion(
             text="".join(r.text for r in self._responses),
             token_ids=tuple(i for r in self._responses for i in r.token_ids),

@@ -27,7 +27,7 @@ from ...workers.config.worker_config import SETTINGS, WorkerConfig
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 DEFAULT_NAME = "default"
 POOL_NAMES = ("prefill", "decode", "mixed")
-AT_START = "(named at start)"  # stands for a rendezvous, which each start of a gang has of its own
+AT_START = "(named at start)"  # stands for a rendezvous, which differs for each start of a gang
 PoolName = Literal["prefill", "decode", "mixed"]
 
 MAX_REPLICAS = 4096
@@ -137,7 +137,7 @@ class RouterConfig(_Settings):
     http_port: Port = 8000  # 0: the kernel chooses
     grpc_port: Port = 50051
     api_key: Annotated[str, Field(min_length=8)] | None = None  # asked of every client
-    metrics_key: Annotated[str, Field(min_length=8)] | None = None  # opens /metrics alone; None: api_key does
+    metrics_key: Annotated[str, Field(min_length=8)] | None = None  # gives access only to /metrics; None: api_key does
     cors_origins: Annotated[tuple[Origin, ...], Field(strict=False)] = ()  # whose pages may call the HTTP API
     http_tls: TlsConfig | None = None
     grpc_tls: TlsConfig | None = None
@@ -150,7 +150,7 @@ class RouterConfig(_Settings):
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 3  # at a request whose workers fail
     migrate: bool = True  # running sequences, away from workers that drain or run short of KV memory
     pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than computing them
-    worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker silent for that long is lost
+    worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker that sends nothing for this time is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for
     strict: bool = False  # requests with unknown fields are refused
     max_connections: Annotated[int, Field(ge=1)] = 4096  # here and for the next: of each port of each router
@@ -215,7 +215,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     service_level: ServiceLevel = ServiceLevel()
     served_models: Annotated[dict[ServedName, NamedLevel], Field(max_length=MAX_SERVED_MODELS)] = Field(
         default_factory=dict[str, NamedLevel]
-    )  # names beside the checkpoint's, with their service levels
+    )  # names in addition to the checkpoint's, with their service levels
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
@@ -261,7 +261,7 @@ def check_targets(targets: dict[str, int]) -> None:
     """Raise ValueError unless the pools together can answer a request."""
     if targets.get("decode", 0) + targets.get("mixed", 0) < 1:
         raise ValueError(
-            "the decode and mixed pools are both empty, so no worker would generate: give one of them a replica"
+            "the decode and mixed pools are both empty, so no worker would generate tokens: give one of them a replica"
         )
 
 

@@ -37,7 +37,7 @@ def load(
         given = {"prefill": 1, "decode": 1, **given}
     pools = {pool: {"replicas": number} for pool, number in given.items()}
     settings = merge(merge(settings, flags), {"pools": pools})
-    # A pool that nobody names stays empty, so only those named may take the shared flags.
+    # A pool without a section stays empty, so only named pools may take the shared flags.
     named = settings.get("pools")
     if isinstance(named, Mapping):
         settings = merge(settings, {"pools": {pool: every_pool or {} for pool in named}})
@@ -100,7 +100,7 @@ def _collect_lines(node: yaml.Node, loc: Loc, lines: dict[Loc, int], path: Path)
 
 
 def _explain(error: ValidationError, lines: Mapping[Loc, int], source: str | None) -> str:
-    # A union reports one error for each of its arms: the first says enough.
+    # A union reports one error per member: the first is enough.
     seen: dict[Loc, str] = {}
     for problem in error.errors(include_url=False):
         loc = _known_part(problem["loc"])
@@ -142,7 +142,7 @@ def _sentence(loc: Loc, problem: Any) -> str:
         return f"{_dotted(loc)} is missing{_REMEDIES.get(_dotted(loc), '')}"
     message = problem["msg"].removeprefix("Value error, ")
     if loc and (variable := KEY_VARIABLES.get(str(loc[-1]))):
-        # A key is not for a terminal; who wrote it into the environment looks for it there.
+        # A key must not be shown on a terminal; whoever set it in the environment finds it there.
         is_from_there = problem["input"] is not None and problem["input"] == os.environ.get(variable)
         return f"{variable if is_from_there else _dotted(loc)}: {message}"
     return f"{_dotted(loc)}: {describe(problem)}" if loc else describe(problem)

@@ -20,7 +20,7 @@ NAMESPACE = "diptych"
 class Deployment:
     config: ClusterConfig
     token: str  # what workers ask of routers, of each other and of the supervisor
-    is_local: bool  # Ray is ours and on this machine alone: workers listen on loopback and share its cores and memory
+    is_local: bool  # Diptych started Ray here: workers listen on loopback and share cores and memory
 
     def worker_name(self, worker_id: str) -> str:
         return f"diptych:{self.config.name}:worker:{worker_id}"
@@ -59,7 +59,7 @@ class Deployment:
     def worker_config(self, pool: str, host: str, worker_id: str) -> WorkerConfig:
         """`host`: the address on which a worker outside this machine listens."""
         config, settings = self.config, self.config.pools.get(pool)
-        # Of the node's memory: a gang is on one, and nobody knows who else is. Whole GPUs are a worker's own.
+        # Of the node's memory: a gang is on one node, which others may use too. Whole GPUs belong to one worker.
         share = max(config.pools.num_workers, 1) if self.is_local else settings.parallel.data_parallel
         if config.is_on_gpus and config.gpus_of(settings) >= 1:
             share = 1

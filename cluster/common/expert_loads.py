@@ -51,7 +51,7 @@ def save(counts: Mapping[int, Sequence[int]], path: Path) -> None:
     try:
         path.write_text(json.dumps([list(own) for own in counts.values()]) + "\n")
     except OSError as e:
-        raise ConfigError(f"{path} cannot be written ({e.strerror}): name another file") from e
+        raise ConfigError(f"{path} cannot be written ({e.strerror}): choose another file") from e
 
 
 def imbalance(loads: Sequence[int]) -> float:

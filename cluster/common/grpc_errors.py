@@ -38,7 +38,7 @@ _STATUS = (
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
     (HandoffError, grpc.StatusCode.INTERNAL),
 )
-# What the transport says by itself, when no server of ours named the error.
+# Errors of the transport itself, for which no server named an error.
 _BARE: dict[grpc.StatusCode, type[DiptychError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,

@@ -6,7 +6,7 @@ from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
 from ...workers.common.timings import check_duration, check_name
 
-MAX_SOURCES = 4096  # of one worker
+MAX_SOURCES = 4096  # sources of one worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class TransferStats:
     source: str  # incarnation
     transport: str  # the last used; empty before the first read
     num_bytes: int
-    read_s: float  # time in which at least one read was under way
+    read_s: float  # time in which at least one read was running
     num_reads: int
     num_failed: int  # pulls
 

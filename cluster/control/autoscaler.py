@@ -18,7 +18,7 @@ from ..common.config import ClusterConfig, ServiceLevel
 
 KV_CEILING = 0.8  # above it, sequences are soon preempted
 LOOK_S = 1.0
-GROW_AFTER = 3  # looks in a row
+GROW_AFTER = 3  # checks in a row
 SHRINK_AFTER = 60
 WAITING_PER_QUEUE = 4  # requests that may wait at a worker whose speed is not known yet
 
@@ -108,7 +108,7 @@ def _for_decode(load: PoolLoad, level: ServiceLevel) -> int:
     by_speed = 0.0
     if load.num_running and load.decode_tokens_per_s > 0:
         tpot_s = load.num_running / load.decode_tokens_per_s
-        # A worker alone with one sequence cannot be made faster by adding another.
+        # A single worker with one sequence cannot be made faster by another worker.
         by_speed = min(load.num_workers * tpot_s / level.tpot_s, load.num_running)
     queued = load.num_workers + 1 if load.num_waiting > load.queue_limit * load.num_workers else 0
     return max(math.ceil(by_memory), math.ceil(by_speed), queued)
@@ -143,7 +143,7 @@ class Autoscaler:
         self._gang_sizes = {name: pool.parallel.data_parallel for name, pool in config.pools.items()}
         self._trends: dict[str, Trend] = {}
         self._last: tuple[float, Mapping[str, PoolCounters]] | None = None
-        self._best_prefill: dict[str, float] = {}  # tokens a second of one worker
+        self._best_prefill: dict[str, float] = {}  # tokens per second of one worker
 
     def look(self, counters: Mapping[str, PoolCounters], now: float) -> dict[str, int]:
         """New targets of the autoscaled pools; at most one look in LOOK_S counts."""

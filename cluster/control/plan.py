@@ -87,7 +87,7 @@ def plan(
     leaving: list[Action] = []
     for worker in workers:
         if worker.phase is Phase.READY and worker.is_draining:
-            leaving.append(Drain(worker.worker_id))  # an earlier supervisor told it to: it takes nothing ever again
+            leaving.append(Drain(worker.worker_id))  # an earlier supervisor drained it: it never takes requests again
         elif worker.phase in (Phase.STARTING, Phase.READY):
             live[worker.pool].append(worker)
     missing = {pool: max(targets.replicas[pool] - len(members), 0) for pool, members in live.items()}

@@ -24,7 +24,7 @@ class WorkerStatus:
     num_leased_blocks: int = 0
     num_prefill_tokens: int = 0  # since its start
     num_decode_tokens: int = 0
-    num_checksum_failures: int = 0  # pulls whose KV was not what the source had
+    num_checksum_failures: int = 0  # pulls whose KV differed from the source's
 
     @property
     def kv_use(self) -> float:
@@ -35,11 +35,11 @@ class WorkerStatus:
 class TransferStatus:
     """KV that `sink` pulled from `source`, since the sink's start."""
 
-    sink: str  # worker ids; of a source that is gone, its incarnation
+    sink: str  # worker ids; for a source that has ended, its incarnation
     source: str
     transport: str  # the last used
     num_bytes: int
-    read_s: float  # in which at least one read was under way
+    read_s: float  # in which at least one read was running
     num_reads: int
     num_failed: int  # pulls
 

@@ -61,7 +61,7 @@ class Supervisor:
         self._autoscaler = Autoscaler(config)
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
-        # By gang that ends for it: the error of one of its workers, and as it is told.
+        # By ending gang: the error of one of its workers, and its text.
         self._losses: dict[str, tuple[DiptychError, str]] = {}
         self._routers = RouterKeeper(launcher, self._publish, self.note_failure, lambda: self._failure is not None)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -201,7 +201,7 @@ class Supervisor:
             error = None
             raise
         finally:
-            # A task of its own: whoever cancels this one again must not interrupt the end of the process.
+            # A separate task: another cancellation of this one must not interrupt the end of the process.
             self._keep(self._burials, self._bury(worker, handle, error))
 
     async def _dismiss(self, worker: WorkerRecord) -> None:
@@ -213,7 +213,7 @@ class Supervisor:
         gang_id = gang_of(worker.worker_id)
         if error:
             self._on_loss(worker, error)
-        # First the routers' view, then the process: nobody should be sent to it meanwhile.
+        # Update the routers' view before the process, so that no request is sent to it.
         self._end(self._gang(gang_id))  # of a gang all, which publishes
         if handle and error is None and gang_id in self._losses and (error := await last_words(worker, handle)):
             self._on_loss(worker, error)
@@ -267,7 +267,9 @@ class Supervisor:
                 raise ConfigError(f"there is no pool {pool!r}; pools: {', '.join(self._bounds)}")
             low, high = self._bounds[pool]
             if low < high:
-                raise ConfigError(f"pool {pool} scales by itself between {low} and {high}: change min/max_replicas")
+                raise ConfigError(
+                    f"pool {pool} is scaled automatically between {low} and {high}: change min_replicas or max_replicas"
+                )
             if not 0 <= number <= MAX_REPLICAS:
                 raise ConfigError(f"{pool}={number}: a pool has between 0 and {MAX_REPLICAS} workers")
         wanted = self._replicas | dict(replicas)

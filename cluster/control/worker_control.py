@@ -40,7 +40,7 @@ class WorkerControl:
         self._outbox: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._is_known = asyncio.Event()
         self._is_closed = False
-        self._knows_draining = False  # and has said so on this stream
+        self._knows_draining = False  # and has reported it on this stream
         self._call: Any = None
         self._task = asyncio.create_task(self._run())
 
@@ -83,9 +83,9 @@ class WorkerControl:
         except grpc.aio.AioRpcError as e:
             if e.code() is grpc.StatusCode.INTERNAL:
                 raise InternalError(f"the worker at {self.address}: {e.details()}") from e
-            raise WorkerLost(f"the worker at {self.address} did not tell its state: {e.code().name}") from e
+            raise WorkerLost(f"the worker at {self.address} did not report its state: {e.code().name}") from e
         except grpc.aio.UsageError as e:
-            raise WorkerLost(f"the worker at {self.address} did not tell its state: {e}") from e  # `close` was called
+            raise WorkerLost(f"the worker at {self.address} did not report its state: {e}") from e  # `close` was called
 
     async def audit(self) -> str:
         """Return what is wrong with the worker's block bookkeeping; empty text where nothing is."""
@@ -106,7 +106,7 @@ class WorkerControl:
     async def close(self) -> None:
         """Idempotent."""
         self._is_closed = True
-        # The call first: a grpc.aio coroutine that is cancelled while it dials swallows that and goes on.
+        # Cancel the call first: a grpc.aio coroutine that is cancelled while it connects ignores that and continues.
         if self._call is not None:
             self._call.cancel()
         self._task.cancel()

@@ -28,7 +28,7 @@ class WorkerRecord:
     started: WorkerStarted | None = None
     control: WorkerControl | None = None
     prefill_budget: int | None = None  # tokens, as the controller decided; None: that of its pool's role
-    task: "asyncio.Task[None] | None" = None  # lives as long as the process
+    task: "asyncio.Task[None] | None" = None  # exists as long as the process
 
     def enter(self, phase: Phase) -> None:
         self.phase, self.since = phase, time.monotonic()

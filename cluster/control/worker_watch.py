@@ -23,7 +23,7 @@ SILENT_TICKS = 15
 # While it starts, looks of PLACED_S each, once it is placed. It loads on a thread, beside the loop that answers: before
 # that Ray makes its environment, and it imports, on cores that all who start share.
 SILENT_START_LOOKS = 40
-SILENT_NEW_LOOKS = 200  # before its first answer, of one that this supervisor starts
+SILENT_NEW_LOOKS = 200  # before its first answer, if this supervisor starts it
 
 Started = TypeVar("Started", WorkerStarted, RouterStarted)
 
@@ -38,8 +38,8 @@ async def until_started(handle: Startable[Started], on_wait: Callable[[str], Non
     try:
         while not (await asyncio.wait([start], timeout=PLACED_S))[0]:
             on_wait(waiting_for := await handle.waiting_for())
-            if not waiting_for and heartbeat.look():  # what is not placed yet cannot answer
-                raise WorkerLost(f"it hangs while it starts: silent for {heartbeat.limit * PLACED_S:g} s")
+            if not waiting_for and heartbeat.look():  # a process without a place cannot answer yet
+                raise WorkerLost(f"it did not answer during its start for {heartbeat.limit * PLACED_S:g} s")
         on_wait("")
         return start.result()
     finally:
@@ -53,7 +53,7 @@ async def until_lost(handle: RouterHandle) -> DiptychError:
     try:
         while not (await asyncio.wait([death], timeout=TICK_S))[0]:
             if heartbeat.look():
-                return WorkerLost(f"it hangs: silent for {SILENT_TICKS * TICK_S:g} s")
+                return WorkerLost(f"it did not answer for {SILENT_TICKS * TICK_S:g} s")
         return death.result()
     finally:
         heartbeat.close()
@@ -69,7 +69,7 @@ async def until_known(handle: WorkerHandle, opening: Coroutine[None, None, Worke
             raise death.result()
         return opened.result()
     except asyncio.CancelledError:
-        if not opened.cancel() and opened.exception() is None:  # it has opened just now, and nobody takes it
+        if not opened.cancel() and opened.exception() is None:  # it has just been opened, and no caller takes it
             await opened.result().close()
         raise
     finally:
@@ -87,7 +87,7 @@ async def until_dead(worker: WorkerRecord, handle: WorkerHandle, control: Worker
             if done:
                 return death.result()
             if silence.look(has_answered=control.num_received != num_received):
-                return WorkerLost(f"it hangs: silent for {SILENT_TICKS * TICK_S:g} s")
+                return WorkerLost(f"it did not answer for {SILENT_TICKS * TICK_S:g} s")
             num_received = control.num_received
             worker.keep_budget()
     finally:

@@ -32,7 +32,7 @@ class Delivery:
         try:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError as e:
-            raise DeadlineExceeded("the answer was not read in time: read it as it comes") from e
+            raise DeadlineExceeded("the client did not read the answer in time: read it as it arrives") from e
 
     async def of(self, sending: Awaitable[None]) -> None:
         self._is_sending = True

@@ -35,7 +35,7 @@ class RequestLimits:
 
     max_sequences: int = 128  # completions, over all prompts of a call
     max_stop_strings: int = 16
-    max_stop_chars: int = 1024  # of one stop string
+    max_stop_chars: int = 1024  # characters of one stop string
     max_timeout_s: float = 600.0  # also the default of a call without a time-out
     max_body_bytes: int = 16 << 20
     max_message_bytes: int = 2 << 20  # of gRPC: the event loop reads such a message in 25 ms at most
@@ -122,7 +122,7 @@ class FrontDoor:
         info = self.source.model()
         if name is not None and name != info.name and name not in self.levels.models:
             known = " or ".join(map(repr, list(self._names(info))[:MAX_NAMED_MODELS]))
-            raise UnknownModel(f"the model {name[:200]!r} is not served here: ask for {known}", param="model")
+            raise UnknownModel(f"the model {name[:200]!r} is not served here: use {known}", param="model")
         return info
 
     def model_names(self) -> list[str]:
@@ -147,7 +147,7 @@ class FrontDoor:
         completions: list[TextCompletion] = []
         num_logprobs = 0  # of the prompts
         for token_ids in prompts:
-            # Each prompt gets a random seed of its own, so that a prompt that is sent twice gets two answers.
+            # Each prompt gets a different random seed, so that a repeated prompt gets two answers.
             seed = secrets.randbits(64) if spec.seed is None else spec.seed & _MASK
             group = f"{request_id}-{len(completions)}" if spec.n > 1 else ""
             for i in range(spec.n):
@@ -179,7 +179,7 @@ class FrontDoor:
             raise InvalidRequest("the prompt is empty: send at least one", param="prompt")
         if (num := len(spec.prompts) * spec.n) > limits.max_sequences:
             raise InvalidRequest(
-                f"{len(spec.prompts)} prompts of n={spec.n} ask for {num} completions; a call may ask for "
+                f"{len(spec.prompts)} prompts of n={spec.n} need {num} completions; a call may have at most "
                 f"{limits.max_sequences}: send several calls",
                 param="prompt" if spec.n == 1 else "n",
             )
@@ -256,7 +256,7 @@ def _num_prompt_logprobs(request: Request) -> int:
 def _check_prompt_logprobs(num: int) -> None:
     if num > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"the prompts' log-probabilities are {num} numbers or more (tokens x alternatives and 1 x n), at most "
+            f"the prompts' log-probabilities are {num} numbers or more (tokens x (alternatives + 1) x n), at most "
             f"{MAX_PROMPT_LOGPROBS} in a call: ask for fewer alternatives, lower n, or send several calls",
             param="prompt_logprobs",
         )

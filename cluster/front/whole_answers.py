@@ -28,7 +28,7 @@ def bounded(spec: GenerationSpec, max_logprobs: int) -> GenerationSpec:
     if (spec.max_tokens or 1) > most:
         raise InvalidRequest(
             f"the answer may have {a_token * (spec.max_tokens or 1)} log-probabilities (completions x max_tokens x "
-            f"alternatives and 1), at most {max_logprobs} in one piece: send stream=true, or ask for fewer",
+            f"(alternatives + 1)), at most {max_logprobs} without streaming: send stream=true, or ask for fewer",
             param="max_tokens",
         )
     return spec

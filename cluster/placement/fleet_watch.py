@@ -10,7 +10,7 @@ RETRY_S = 0.5
 
 log = logging.getLogger("diptych.fleet")
 
-Watch = Callable[[int], Awaitable[tuple[int, list[WorkerInfo]]]]  # Supervisor.watch_fleet of one supervisor
+Watch = Callable[[int], Awaitable[tuple[int, list[WorkerInfo]]]]  # Supervisor.watch_fleet of a supervisor
 
 
 async def follow(

@@ -55,7 +55,7 @@ def start(temp_dir: Path, *, num_cpus: int, object_store_bytes: int) -> Any:
         def start_raylet(self, *args: Any, **kwargs: Any) -> None:
             with _raylet_command(services, without_agents):
                 super().start_raylet(*args, **kwargs)
-            # Ray looks once, and again after a second.
+            # Ray checks once, and again after a second.
             until = time.monotonic() + REGISTERED_S
             gcs: Any = self.get_gcs_client()
             while not gcs.get_all_node_info() and time.monotonic() < until:

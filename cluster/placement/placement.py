@@ -109,7 +109,7 @@ class RouterActor:
     def __init__(self, deployment: Deployment) -> None:
         logging.basicConfig(level=logging.INFO)
         self._deployment = deployment
-        # Not at the top: each process imports what it runs, and the starts of all wait for no more.
+        # Not at the top: each process imports only what it runs, so that starts do not wait for more.
         from .router_process import RouterProcess
 
         self._process = RouterProcess(deployment)
@@ -169,7 +169,7 @@ class SupervisorActor:
         try:
             await self._supervisor.run()
         except Exception as e:
-            # The process's top loop: Ray starts a new supervisor in the place of one that cannot go on.
+            # The process's top loop: Ray starts a new supervisor when this one fails.
             log.exception("the supervisor failed")
             error = InternalError(f"it failed ({type(e).__name__}: {e}); its log has the traceback")
             if not self._supervisor.note_failure("the supervisor", error):
@@ -234,7 +234,7 @@ class _Placed:
         except RayTaskError as e:
             raise InternalError(last_line(e)) from e
         except RayError as e:
-            raise WorkerLost(f"its process died: {_cause_of_death(e)}") from e
+            raise WorkerLost(f"its process ended: {_cause_of_death(e)}") from e
         if isinstance(answer, Refused):
             raise from_wire(answer.error, answer.message)
         return answer

@@ -11,7 +11,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-NOT_IN_USE = "-1"  # as Ray's agents write for a service that they were told to leave out
+NOT_IN_USE = "-1"  # Ray's agents write this for a service that is disabled
 
 
 def main(folder: str, node_id: str, names: list[str]) -> None:

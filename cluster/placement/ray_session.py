@@ -46,7 +46,7 @@ class RaySession:
         if self.watchdog:
             logs = self.watchdog.folder / "ray" / "session_latest" / "logs"
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(shutil.Error):  # of files that went meanwhile; the rest is copied
+            with suppress(shutil.Error):  # deleted files, for example; the others are copied
                 shutil.copytree(logs, folder, ignore_dangling_symlinks=True)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ def start_ours(token_path: Path, *, dashboard: bool) -> RaySession:
             )
         address = ray.get_runtime_context().gcs_address
         if not refuses(address, token=None):
-            raise ConfigError("Ray obeys callers without its token; install the version that pyproject.toml names")
+            raise ConfigError("Ray accepts callers without its token: install the version that pyproject.toml names")
     except BaseException as e:
         ray.shutdown()
         watchdog.end(0.0)
@@ -120,16 +120,18 @@ def join(address: str, token_path: Path | None, *, is_local: bool = False) -> Ra
 def _check_joinable(address: str) -> None:
     """Raises Unavailable or ConfigError at once for what Ray would try for half a minute."""
     if "://" in address:
-        raise ConfigError(f"RAY_ADDRESS must be HOST:PORT of the Ray's head, as 10.0.0.1:6379, got {address}")
+        raise ConfigError(f"RAY_ADDRESS must be HOST:PORT of the head of Ray, for example 10.0.0.1:6379, got {address}")
     if not _answers(address):
         raise Unavailable(f"no Ray answers at {address}: start one with `ray start --head`, or unset RAY_ADDRESS")
     if not refuses(address, token=None):
         return
     token, source = _token()
     if token is None:
-        raise ConfigError(f"the Ray at {address} asks for a token: set RAY_AUTH_TOKEN_PATH to the file that holds it")
+        raise ConfigError(
+            f"the Ray at {address} requires a token: set RAY_AUTH_TOKEN_PATH to the file that contains it"
+        )
     if refuses(address, token=token):
-        raise ConfigError(f"the Ray at {address} does not accept the token of {source}: give it the one of that Ray")
+        raise ConfigError(f"the Ray at {address} does not accept the token of {source}: use that Ray's token")
     os.environ["RAY_AUTH_MODE"] = "token"
 
 
@@ -185,7 +187,7 @@ def _set_environment(token_path: Path | None, *, is_local: bool) -> None:
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
         os.environ.pop("RAY_AUTH_TOKEN", None)
     if is_local:
-        # Makes Ray's own idea of this machine's address 127.0.0.1, and so all its servers listen there alone.
+        # Makes Ray use 127.0.0.1 as this machine's address, so that all its servers listen only there.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 

@@ -40,7 +40,7 @@ def _session(name: str) -> RaySession:
         )
     except Unavailable as e:
         if serving := address_file.serving_process(address):
-            # Where it is found the file says: what join() says of RAY_ADDRESS is not meant.
+            # The file has its address, so the remedy that join() names for RAY_ADDRESS does not apply.
             raise Unavailable(
                 f"the cluster {name!r} runs (process {serving.pid}), but its Ray at {address.ray_address} cannot be "
                 f"joined: try again, or end it with `kill {serving.pid}`"

@@ -58,7 +58,7 @@ class RouterProcess:
         """Raises PortInUse, ConfigError or CheckpointError."""
         settings = self._config.router
         shares_port = settings.replicas > 1
-        # First, so that a port in use is told before the work of reading the tokenizer.
+        # First, so that a port in use is reported before the tokenizer is read.
         sock = bind(settings.host, settings.http_port, reuse_port=shares_port)
         with loading():
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(self._config.shared.model.model))
@@ -85,7 +85,7 @@ class RouterProcess:
     def check(self) -> None:
         """Raises InternalError where the HTTP server, which was started, has ended by itself."""
         if self._http is not None and self._http.done() and not self._stop.is_set():
-            raise InternalError("the HTTP server ended: the router's log says why")
+            raise InternalError("the HTTP server ended: see the router's log for the reason")
 
     async def stop(self) -> None:
         """Take nothing new, give open calls a moment, end the rest with an error."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 POLL_S = 0.05
-LOOK_S = 2.0  # a look takes some 8 ms
+LOOK_S = 2.0  # a check takes about 8 ms
 KILL_S = 30.0  # a process that the kernel does not end is left then
 
 
@@ -93,7 +93,7 @@ def has_open(process: psutil.Process, folder: Path) -> bool:
     try:
         return any(file.path.startswith(f"{folder}/") for file in process.open_files())
     except psutil.Error:
-        return False  # another user's, or gone meanwhile
+        return False  # another user's, or it has ended
 
 
 def main() -> None:
@@ -103,10 +103,10 @@ def main() -> None:
         is_it = command.create_time() == created
     except psutil.NoSuchProcess:
         return
-    if not is_it:  # it died already, and another has its number
+    if not is_it:  # it has ended, and another process has its number
         return
     tree = ProcessTree(command)
-    # Readable when the command has died, or has closed the pipe because all is done.
+    # Readable when the command has ended, or has closed the pipe because it is done.
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
         tree.look()
     # More than once: one that is being killed may just have started another.

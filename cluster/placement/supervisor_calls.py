@@ -35,7 +35,7 @@ class SupervisorClient:
 
     @classmethod
     def start(cls, deployment: Deployment) -> Self:
-        # On a Ray that is not new, workers may live already: what becomes of those a supervisor decides.
+        # On a Ray that is not new, workers may be running: a supervisor decides about them.
         if deployment.is_local:
             asyncio.run(start_ahead(deployment))
         return cls(start_supervisor(deployment, has_help=deployment.is_local))
@@ -85,7 +85,7 @@ class SupervisorClient:
                 raise Unavailable(f"the supervisor did not answer within {within_s:g} s") from e
             except ActorUnavailableError as e:
                 if time.monotonic() > deadline:
-                    raise Unavailable(f"the supervisor did not come back within {within_s:g} s") from e
+                    raise Unavailable(f"the supervisor did not restart within {within_s:g} s") from e
                 time.sleep(RETRY_S)
             except ActorDiedError as e:
                 raise SupervisorGone("the supervisor was ended") from e
@@ -110,7 +110,7 @@ def check_placeable(config: ClusterConfig) -> None:
             if amount > have.get(name, 0.0):
                 raise ConfigError(
                     f"{key}: each {what} needs {amount:g} {name} and this machine has {have.get(name, 0.0):g}. "
-                    "Ask for less, or set RAY_ADDRESS to join a Ray that has it"
+                    "Lower it, or set RAY_ADDRESS to join a Ray that has enough"
                 )
         for label, value in pool.label_selector.items():
             if label not in labels and not value.startswith("!"):
@@ -131,7 +131,7 @@ def _check_cpus(config: ClusterConfig, num_here: float) -> None:
         workers = count(config.pools.num_workers, "worker")
         routers = count(config.router.replicas, "router")
         raise ConfigError(
-            f"{workers} and {routers} ask for {wanted:g} CPU together, and Ray is started here for {num_here:g}: start "
+            f"{workers} and {routers} need {wanted:g} CPU in total, but Ray starts here with {num_here:g}: start "
             "fewer, lower num_cpus, or set RAY_ADDRESS to join a Ray of more machines"
         )
 
@@ -149,6 +149,6 @@ def _check_gpus(config: ClusterConfig, num_here: float) -> None:
         share = math.floor(100 / math.ceil(num_workers / num_here)) / 100
         remedy = f"set num_gpus: {share:g} in {names} (--config), so that they share what is there, or {remedy}"
     raise ConfigError(
-        f"{names}: {count(num_workers, 'worker')} would take {wanted:g} GPU together and this machine has "
+        f"{names}: {count(num_workers, 'worker')} would take {wanted:g} GPU in total, but this machine has "
         f"{num_here:g}: {remedy}, or set RAY_ADDRESS to join a Ray that has more"
     )

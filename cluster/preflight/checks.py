@@ -100,7 +100,5 @@ def check_port(host: str, port: int, flag: str) -> None:
                     f"port {port} on {host} is in use. Choose another with {flag}, or 0 for any free one"
                 ) from e
             if e.errno == errno.EACCES:
-                raise ConfigError(
-                    f"port {port} needs more rights than you have. Choose one above 1023 with {flag}"
-                ) from e
+                raise ConfigError(f"port {port} needs root rights. Choose a port above 1023 with {flag}") from e
             raise ConfigError(f"cannot listen on {host}: {e.strerror}. Is it an address of this machine?") from e

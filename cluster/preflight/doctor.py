@@ -77,7 +77,7 @@ def _package(name: str, module: str, if_missing: Verdict, remedy: str) -> Findin
         found = version(name)
     except PackageNotFoundError:
         return Finding(name, if_missing, "not installed", remedy)
-    # In a process of its own: torch takes a second and NIXL may end the process that loads it.
+    # In a separate process: torch takes a second, and NIXL may end the process that loads it.
     code = f"import {module}"
     try:
         run = subprocess.run(
@@ -111,7 +111,7 @@ def _cpu() -> Finding:
 
 
 def _kernels() -> Finding:
-    # In a process of its own: it loads the library, with torch.
+    # In a separate process: it loads the library, with torch.
     module = "diptych.workers.execution.cpu.cpu_kernels"
     try:
         run = subprocess.run(

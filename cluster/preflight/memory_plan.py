@@ -28,7 +28,7 @@ class Parallelism:
     block_size: int = 16
     expert_parallel: int = 1  # or tensor_parallel: ranks have whole experts, in order
     data_parallel: int = 1  # workers that share experts so; each is a rank of the plan
-    on_gpus: bool = False  # each rank on one of its own
+    on_gpus: bool = False  # each rank on a separate GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Memory:
     """Bytes that each rank may use, and the part of it for KV."""
 
     rank_bytes: int
-    kv_fraction: float  # of what is free once the weights are there
+    kv_fraction: float  # of the free memory after the weights are loaded
     kv_bytes: int | None = None  # of a whole worker; None: by fraction
 
 
@@ -119,7 +119,7 @@ def _shares(spec: ModelSpec, how: Parallelism) -> list[Share]:
     if how.tensor_parallel > 1:
         raise ConfigError(f"data_parallel={how.data_parallel} needs tensor_parallel=1, got {how.tensor_parallel}")
     if how.on_gpus:
-        raise ConfigError(f"data_parallel={how.data_parallel} works on cpu alone for now: use 1")
+        raise ConfigError(f"data_parallel={how.data_parallel} works only on cpu for now: use 1")
     return [share_of_worker(spec, rank, how.data_parallel, IN_ORDER) for rank in range(how.data_parallel)]
 
 

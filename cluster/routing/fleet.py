@@ -45,7 +45,7 @@ class FleetWorker:
     is_listed: bool = True
     is_up: bool = False
     is_draining: bool = False  # stays true: a worker that drains ends soon
-    problem: str = ""  # reason why there is no link to it
+    problem: str = ""  # reason why there is no connection to it
     num_blocks: int = 0
     block_size: int = 1  # tokens in a block
     kv_token_bytes: float = 0.0  # bytes of KV for each token, over all ranks
@@ -211,7 +211,7 @@ class Fleet:
         LayoutMismatch where its KV cannot be converted to the first one's."""
         model, layout = _model_info(hello.model), KVLayout.from_proto(hello.layout)
         if min(hello.num_blocks, layout.block_size, model.vocab_size, model.max_context_tokens) < 1:
-            raise ConfigError("the worker's hello has a count of 0 where there must be at least 1")
+            raise ConfigError("the worker's hello has a count of 0 that must be at least 1")
         self._check_model(self._model or model, model)
         (self._layout or layout).check_bridge(layout)
         self._model, self._layout = self._model or model, self._layout or layout
@@ -231,7 +231,7 @@ class Fleet:
         view = self._views[incarnation]
         if load.num_blocks != view.num_blocks or load.num_free_blocks > load.num_blocks:
             raise InternalError(
-                f"a load report tells of {load.num_free_blocks} free blocks of {load.num_blocks}; "
+                f"a load report has {load.num_free_blocks} free blocks of {load.num_blocks}; "
                 f"the worker has {view.num_blocks}"
             )
         check_counts(load)
@@ -300,7 +300,7 @@ class Fleet:
         ]
         if rows:
             raise ConfigError(
-                "the worker has another model than the cluster (" + "; ".join(rows) + "): start it with the same one"
+                "the worker's model differs from the cluster's (" + "; ".join(rows) + "): start it with the same model"
             )
 
 

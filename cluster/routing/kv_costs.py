@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from .fleet import FleetWorker
 
-# Used until a pair of workers has been measured: speed of gRPC between two processes of one machine.
+# Used until a pair of workers has been measured: the speed of gRPC between two processes of one machine.
 DEFAULT_LINK_BYTES_S = 1e9
 PULL_LATENCY_S = 0.02  # from the offer to the release, without the transfer
 MIN_MEASURED_BYTES = 1 << 20

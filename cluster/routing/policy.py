@@ -51,8 +51,8 @@ class RoutingConfig:
     ttft_s: float = 1.0  # service level
     tpot_s: float = 0.1
     max_in_flight: int = 1024  # sequences at one router
-    max_attempts: int = 3  # of one request, where workers fail
-    worker_timeout_s: float = 5.0  # a worker silent for that long is lost
+    max_attempts: int = 3  # of one request when workers fail
+    worker_timeout_s: float = 5.0  # a worker that sends nothing for this time is lost
     hello_timeout_s: float = 5.0
     no_worker_wait_s: float = 30.0  # how long a request waits for a worker
     migrate: bool = True  # move running sequences from workers that drain or run short of KV memory

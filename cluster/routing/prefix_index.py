@@ -23,11 +23,11 @@ class PrefixIndex:
         if events.cleared:
             names.clear()
         if not {HASH_BYTES}.issuperset(map(len, events.stored)):
-            raise InternalError(f"a worker named a block with other than {HASH_BYTES} bytes")
+            raise InternalError(f"a worker sent a block name that does not have {HASH_BYTES} bytes")
         names.difference_update(events.removed)
         names.update(events.stored)
         if len(names) > max_blocks:
-            raise InternalError(f"a worker with {max_blocks} blocks claims to hold {len(names)}")
+            raise InternalError(f"a worker with {max_blocks} blocks reports {len(names)} cached blocks")
 
     def drop(self, worker: str) -> None:
         self._names.pop(worker, None)

@@ -28,7 +28,7 @@ class RequestHandoff:
     source: WorkerRequest
     sink: WorkerRequest | None  # None: it failed
     output_token_ids: tuple[int, ...]  # of the request when the offer was made; sent to every sink
-    end: int | None = None  # position after the source's last token; None: it runs on
+    end: int | None = None  # position after the source's last token; None: it continues
     is_sealed: bool = False  # all tokens of the source have come
     may_send_another_sink: bool = True
     sink_error: DiptychError | None = None  # error of the last sink

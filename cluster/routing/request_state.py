@@ -83,7 +83,7 @@ class RequestState:
         self.finish: FinishReason | None = None
         self.error: DiptychError | None = None
         self.failures = RequestFailures(request.request_id, max_attempts)
-        self.num_attempts = 0  # routes that were begun, and second sinks of one offer
+        self.num_attempts = 0  # started routes, and second sinks of one offer
         self.num_migrations = 0
         self.num_failed_migrations = 0
         self.num_cached_tokens = 0  # prompt tokens from the first worker's prefix cache

@@ -80,8 +80,8 @@ class Router:
             # Little's law: `limit` sequences end in the mean time that one takes.
             wait_s = self._context.durations.mean_s * num_sequences / limit
             raise Overloaded(
-                f"{len(self._drivers)} sequences are in flight, {num_sequences} more would exceed the {limit} that "
-                "this router takes: try again later",
+                f"{len(self._drivers)} sequences are in flight, and {num_sequences} more would exceed the {limit} that "
+                "this router accepts: try again later",
                 retry_after_s=min(max(wait_s, 1.0), 60.0),
             )
 

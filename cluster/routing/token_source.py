@@ -23,7 +23,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(slots=True)  # not frozen: there is one a token, and a frozen one takes three times as long to make
+@dataclass(slots=True)  # not frozen: there is one per token, and a frozen one takes three times as long to create
 class TokenDelta:
     """New tokens of one completion, as the router got them from a worker."""
 

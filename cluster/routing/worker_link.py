@@ -91,8 +91,8 @@ class WorkerLink:
         self._has_hello = asyncio.Event()
         self._vocab_size = 0
         self._answered = 0  # number of the last ping that was answered
-        self._knows_draining = False  # has told the worker on this stream that it knows that the worker drains
-        self._is_done = False  # has told the worker that no request of this router is left there
+        self._knows_draining = False  # has reported to the worker on this stream that it knows of the drain
+        self._is_done = False  # has reported to the worker that no request of this router is left there
         self._is_up = False
         self._reason = ""
         self._task = asyncio.create_task(self._run(), name=f"link to {info.address}")
@@ -157,7 +157,7 @@ class WorkerLink:
             reason = self._reason_of(done)
         finally:
             was_up = self._is_up
-            # Cancel the call first: a grpc.aio coroutine that is cancelled while it connects ignores that and goes on.
+            # Cancel the call first: a grpc.aio coroutine that is cancelled while it connects ignores it and goes on.
             call.cancel()
             for task in tasks:
                 task.cancel()
@@ -218,7 +218,7 @@ class WorkerLink:
                 case "handed_off":
                     self._on_handed_off(message.handed_off)
                 case kind:
-                    raise InternalError(f"the worker sent a message out of place ({kind or 'of an unknown kind'})")
+                    raise InternalError(f"the worker sent an unexpected message ({kind or 'of an unknown kind'})")
 
     async def _write(self, call: "Call") -> None:
         while True:
@@ -244,7 +244,7 @@ class WorkerLink:
             answered, number = self._answered, number + 1
             self._send(worker_pb2.RouterMessage(ping=worker_pb2.Ping(number=number)))
             await asyncio.sleep(self._config.worker_timeout_s / SILENCE_CHECKS)
-        raise WorkerLost(f"silent for {self._config.worker_timeout_s:g} s")
+        raise WorkerLost(f"it sent nothing for {self._config.worker_timeout_s:g} s")
 
     def _send(self, message: worker_pb2.RouterMessage) -> None:
         self._outbox.append(message)
@@ -255,7 +255,7 @@ class WorkerLink:
             raise WorkerLost(f"another process answers there (incarnation {hello.incarnation[:MAX_CHARS] or 'none'})")
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
-                f"the worker speaks protocol version {hello.protocol_version}, this router {PROTOCOL_VERSION}: "
+                f"the worker uses protocol version {hello.protocol_version}, this router {PROTOCOL_VERSION}: "
                 "run the same version of Diptych everywhere"
             )
         self._owner.on_hello(self.info, hello)
@@ -267,7 +267,7 @@ class WorkerLink:
     def _on_load(self, load: worker_pb2.LoadReport) -> None:
         self._owner.on_load(self.info, load)
         if load.draining and not self._knows_draining:
-            # From here on the owner submits nothing more here; what it submitted before is on the stream already.
+            # From now on the owner submits nothing more here; earlier requests are already on the stream.
             self._knows_draining = True
             self._is_done = self.is_idle
             self._send(worker_pb2.RouterMessage(drain_seen=worker_pb2.DrainSeen(is_done=self._is_done)))
@@ -304,7 +304,9 @@ class WorkerLink:
     def _logprob(self, message: worker_pb2.TokenLogprobs, token_id: int) -> TokenLogprob:
         ids = message.top_token_ids
         if not len(ids) == len(message.top_logprobs) <= MAX_LOGPROBS:
-            raise InternalError(f"a token has {len(ids)} likeliest ids, {len(message.top_logprobs)} logprobs of them")
+            raise InternalError(
+                f"a token has {len(ids)} most likely ids and {len(message.top_logprobs)} logprobs for them"
+            )
         if ids and max(ids) >= self._vocab_size:
             raise InternalError(f"a step has token {max(ids)}, outside the vocabulary of {self._vocab_size}")
         return TokenLogprob(token_id, message.logprob, tuple(zip(ids, message.top_logprobs, strict=True)))

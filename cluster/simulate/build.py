@@ -62,7 +62,7 @@ def build_simulation(config: ClusterConfig, hardware: Hardware, *, shares_blocks
     }
     sizes = {setup.block_size for setup in setups.values()}
     if len(sizes) > 1:
-        raise ConfigError(f"the pools have blocks of {sorted(sizes)} tokens: the simulator needs one block_size")
+        raise ConfigError(f"the pools have blocks of {sorted(sizes)} tokens, but the simulator needs one block_size")
     shared = config.shared
     layout = layout_of(spec, shared.model.dtype, sizes.pop(), tensor_parallel=shared.parallel.tensor_parallel)
     fits = min(setup.num_blocks * setup.block_size for setup in setups.values())

@@ -98,7 +98,7 @@ def read_profile(path: Path) -> Profile:
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path} is no profile of `diptych profile`: {where}: {first['msg']}") from e
+        raise ConfigError(f"{path} is not a profile of `diptych profile`: {where}: {first['msg']}") from e
 
 
 def make_profile(folder: Path, link: LinkProfile | None = None) -> Profile:
@@ -183,7 +183,7 @@ def read_link(path: Path) -> LinkProfile:
     num_bytes, read_s = (sums.get(name, 0.0) for name in LINK_METRICS)
     num_handoffs = sums.get(f"{HANDOFF_METRIC}_count", 0.0)
     if not (num_bytes > 0 and read_s > 0 and num_handoffs > 0):
-        raise WorkloadError(f"{path} tells of no hand-off: send a load to a cluster of prefill and decode workers")
+        raise WorkloadError(f"{path} contains no hand-off: send a load to a cluster of prefill and decode workers")
     # The last group's bytes are moved in that time too, and counted by their number.
     beside_s = sums[f"{HANDOFF_METRIC}_sum"] - sums.get(f"{PULL_METRIC}_sum", 0.0) / AUTO_GROUPS
     return LinkProfile(num_bytes / read_s, max(beside_s, 0.0) / num_handoffs)
@@ -200,7 +200,7 @@ def _read_log(path: Path) -> tuple[StepLogHeader, Steps]:
     except OSError as e:
         raise WorkloadError(f"cannot read {path}: {e.strerror}") from e
     except ValidationError as e:
-        raise WorkloadError(f"{path} line 1: it does not say whose step log it is: {e.errors()[0]['msg']}") from e
+        raise WorkloadError(f"{path} line 1: the header of the step log is invalid: {e.errors()[0]['msg']}") from e
     return header, np.array(steps, dtype=np.float64).reshape(-1, len(COLUMNS))
 
 
@@ -210,5 +210,7 @@ def _step(row: Sequence[str], where: str) -> list[float]:
     except ValueError:
         step = [-1.0]
     if not (all(0 <= value < 1e15 for value in step) and step[-1] > 0):
-        raise WorkloadError(f"{where}: a step is {','.join(COLUMNS)}, numbers from 0 on, got {','.join(row)}")
+        raise WorkloadError(
+            f"{where}: a step must be {','.join(COLUMNS)}, each a number of at least 0, got {','.join(row)}"
+        )
     return step

@@ -70,7 +70,7 @@ class ChatTemplate:
         try:
             self._template = env.from_string(source, _GLOBALS)
         except jinja2.TemplateError as e:
-            raise CheckpointError(f"the checkpoint's chat template does not compile: {e}. Mend or remove it") from e
+            raise CheckpointError(f"the checkpoint's chat template does not compile: {e}. Correct or remove it") from e
         self._special_tokens = dict(special_tokens)
         self._reserved = _RESERVED | special_tokens.keys() | env.globals.keys() | _GLOBALS.keys()
 

@@ -22,7 +22,7 @@ def convert(source: Path, target: Path) -> None:
         raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json")
     # transformers may make an empty tokenizer where a file is missing.
     if not tokenizer.encode(_PROBE, add_special_tokens=False):
-        raise ValueError(f"transformers made an empty {type(tokenizer).__name__} of it")
+        raise ValueError(f"transformers converted it to an empty {type(tokenizer).__name__}")
     tokenizer.save_pretrained(target)
 
 

@@ -117,7 +117,7 @@ class PromptProcess:
             async with asyncio.timeout(self._limits.max_wait_s):
                 await self._turn.acquire()
         except TimeoutError as e:
-            raise Overloaded("the prompts before this one take too long to read: try again later") from e
+            raise Overloaded("earlier prompts take too long to tokenise: try again later") from e
         try:
             if self._under_way is not None and not self._under_way.done():
                 await asyncio.wait((self._under_way,))
@@ -147,7 +147,7 @@ class PromptProcess:
         except (TimeoutError, EOFError, OSError) as e:
             await self._end()
             raise InvalidRequest(
-                f"the request takes too much to read: more than {cpu_s:.3g} s of processor time, or "
+                f"tokenising the request needs more than {cpu_s:.3g} s of processor time or "
                 f"{limits.max_memory_bytes >> 20} MiB. Send less",
                 param="messages" if task["kind"] == CHAT else None,
             ) from e
@@ -169,8 +169,8 @@ class PromptProcess:
             except (TimeoutError, EOFError, OSError) as e:
                 await self._end()
                 raise CheckpointError(
-                    "the process that reads prompts did not start: the checkpoint's chat template may take too much to "
-                    "compile. See the router's log, or remove the template"
+                    "the process that tokenises prompts did not start: the checkpoint's chat template may need too "
+                    "much time or memory to compile. See the router's log, or remove the template"
                 ) from e
             except (CheckpointError, asyncio.CancelledError):
                 await self._end()

@@ -47,7 +47,7 @@ def encode_text(tokenizer: Tokenizer, text: str, max_context_tokens: int, *, spe
     if len(text) > max_context_tokens * tokenizer.max_token_chars:
         raise context_exceeded(
             max_context_tokens,
-            f"the prompt has at least {len(text)} characters, more than so many tokens can hold",
+            f"the prompt has at least {len(text)} characters, more than this number of tokens can hold",
             "Please reduce the length of the prompt",
         )
     return tokenizer.encode(text, special=special)

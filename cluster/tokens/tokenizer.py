@@ -33,7 +33,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._special = special
         self._template: ChatTemplate | None = None
-        # A text with more than n times as many characters has more than n tokens.
+        # A text with more than n times this many characters has more than n tokens.
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self._decoders = _decoder_types(backend)
         self._bytes_of = cache(self._find_bytes)

@@ -54,7 +54,7 @@ def tokenizer_folder(folder: Path, *, limit_s: float = LIMIT_S) -> Generator[Pat
             kept = _kept(folder, sources, root / name, limit_s)
         except OSError as e:
             raise ConfigError(
-                f"cannot keep the converted tokenizer in {root}: {e.strerror}. Free space, or set DIPTYCH_HOME"
+                f"cannot store the converted tokenizer in {root}: {e.strerror}. Free space, or set DIPTYCH_HOME"
             ) from e
         yield kept
 

@@ -15,7 +15,7 @@ TOKENIZER_FILE = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"
 BPE_FILES = ("vocab.json", "merges.txt")
 TIKTOKEN_FILE = "tiktoken.model"
-# Files that transformers reads beside these: class of the tokenizer, special tokens.
+# Other files that transformers reads: class of the tokenizer, special tokens.
 SETTINGS_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 

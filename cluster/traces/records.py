@@ -41,7 +41,7 @@ def read_trace(name: str, path: Path, num: int) -> list[TraceRequest]:
     """First `num` requests of a file in the format `name`, in order of time. Raises WorkloadError."""
     requests = list(islice(_READERS[name](path), num))
     if not requests:
-        raise WorkloadError(f"{path} holds nothing to send")
+        raise WorkloadError(f"{path} contains no request")
     first_s = min(request.at_s for request in requests)
     moved = [TraceRequest(r.at_s - first_s, r.num_input, r.num_output, r.block_ids) for r in requests]
     return sorted(moved, key=lambda request: request.at_s)
@@ -92,7 +92,7 @@ FORMATS = tuple(_READERS)
 def _hashed(request: Mapping[str, Any], where: str, at_s: float, block_tokens: int) -> TraceRequest:
     hash_ids = request.get("hash_ids")
     if not (isinstance(hash_ids, list) and all(type(i) is int and i >= 0 for i in hash_ids)):
-        raise WorkloadError(f"{where}: hash_ids must be a list of whole numbers from 0 on")
+        raise WorkloadError(f"{where}: hash_ids must be a list of integers of at least 0")
     num_input = count(request.get("input_length"), "input_length", where)
     num_blocks = -(-num_input // block_tokens)
     if num_blocks != len(hash_ids):
@@ -140,7 +140,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as e:
-        raise WorkloadError(f"{where}: it is not JSON: {e}. One request a line is expected") from e
+        raise WorkloadError(f"{where}: it is not JSON: {e}. Each line must be one request") from e
     if not isinstance(value, dict):
         raise WorkloadError(f"{where}: a JSON object is expected, got {line.strip()[:40]!r}")
     return value
@@ -165,7 +165,7 @@ def _seconds(value: object, name: str, where: str) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise WorkloadError(f"{where}: {name} must be a number of seconds from 0 on, got {value!r}")
+        raise WorkloadError(f"{where}: {name} must be a number of seconds of at least 0, got {value!r}")
     return seconds
 
 
@@ -173,4 +173,4 @@ def _instant(text: str | None, where: str) -> datetime:
     try:
         return datetime.fromisoformat(text or "")
     except ValueError as e:
-        raise WorkloadError(f"{where}: TIMESTAMP must be an instant as 2023-11-16 18:15:46.68, got {text!r}") from e
+        raise WorkloadError(f"{where}: TIMESTAMP must be a time such as 2023-11-16 18:15:46.68, got {text!r}") from e

@@ -158,7 +158,7 @@ def _decode_attention_kernel(
     cache: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K, DIM]
     scales: tl.tensor,  # [num_blocks, 2, BLOCK_SIZE, K] float32, where HAS_SCALES
     out: tl.tensor,  # [T, N, DIM]
-    partial: tl.tensor,  # [P, K, MAX_QUERIES * GROUP, DIM] float32: what a split gives
+    partial: tl.tensor,  # [P, K, MAX_QUERIES * GROUP, DIM] float32: results of the splits
     sums: tl.tensor,  # [P, K, MAX_QUERIES * GROUP] float32: its log-sum-exps, to base 2
     work: tl.tensor,  # [P] int32
     starts: tl.tensor,  # [S + 1] int32

@@ -23,7 +23,7 @@ class DecodeConfig:
     slots: int  # of a tile of keys; BLOCK_N
     num_warps: int
     num_stages: int
-    programs_per_core: int  # splits are made for so many programs on each core
+    programs_per_core: int  # number of programs per core for which splits are made
 
 
 _WIDE = DecodeConfig(32, 4, 1, 2)
@@ -39,7 +39,7 @@ TUNED = Tuned[DecodeConfig](
         *_WIDE_FLOAT32,
         ((ANY, ANY), _WIDE),
     ],
-    cuda=[  # as many programs as registers leave room for
+    cuda=[  # limited by registers
         ((128, 1), DecodeConfig(32, 4, 3, 3)),
         ((128, 2), DecodeConfig(64, 4, 3, 4)),
         ((256, 2), DecodeConfig(32, 4, 3, 3)),

@@ -67,7 +67,7 @@ def _decodes(q: Tensor, cache: Tensor, batch: PagedBatch) -> Tensor:
         # What lies beyond a context may be anything, even NaN, and NaN survives a weight of zero.
         return rows.index_fill_(0, padding, 0).view(num_seqs, -1, num_kv_heads, dim).transpose(1, 2)
 
-    # The query heads of one KV head are the rows of one small matrix: no KV head is repeated.
+    # The query heads of one KV head are the rows of one small matrix, so no KV head is repeated.
     grouped = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, dim)
     out = scaled_dot_product_attention(grouped, gathered(0), gathered(1), attn_mask=bias.to(q.dtype))
     return out.reshape(num_seqs, num_heads, dim)

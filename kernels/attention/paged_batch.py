@@ -60,7 +60,7 @@ class PagedBatch:
 class AttentionOptions:
     scale: float | None = None  # of the scores; None: 1 / sqrt(D)
     softcap: float = 0.0  # 0: none; else scores become softcap * tanh(score / softcap) (Gemma 2, section 2)
-    window: int = 0  # 0: all; else a token sees so many, itself the last (Mistral 7B, section 2)
+    window: int = 0  # 0: all; otherwise a token attends to this many tokens, including itself (Mistral 7B, section 2)
     sinks: Tensor | None = None  # [N] float32: a score of each head that takes weight and gives no value (gpt-oss)
 
     @property

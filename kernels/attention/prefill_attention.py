@@ -28,7 +28,7 @@ class PrefillConfig:
     programs_per_core: int
 
 
-_PLAIN = PrefillConfig(16, 32, 4, 1, 1)  # what is neither bfloat16 nor float16 is computed without matrix units
+_PLAIN = PrefillConfig(16, 32, 4, 1, 1)  # other dtypes than bfloat16 and float16 are computed without matrix units
 _PLAIN_FLOAT32: list[Row[PrefillConfig]] = [  # wide heads in _PLAIN's tiles and warps would spill
     ((128, ANY, ANY), _PLAIN),
     ((512, 4, 4), PrefillConfig(16, 16, 8, 1, 1)),
@@ -245,7 +245,7 @@ def _prefill_attention_kernel(
     row = tl.arange(0, BLOCK_M)
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     for turn in range(0, (num_tiles * NUM_KV_HEADS + num_programs - 1) // num_programs):
-        # The first of one turn is the last of the next: the sums of what programs are dealt differ little.
+        # The order of tiles is reversed in every other round, so that programs get nearly equal work.
         place = tl.where(turn % 2 == 0, tl.program_id(0), num_programs - 1 - tl.program_id(0))
         item = turn * num_programs + place
         if item < num_tiles * NUM_KV_HEADS:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-DEVICE_VARIABLE = "DIPTYCH_GPU"  # a name of CHIPS, instead of what the device says it is
+DEVICE_VARIABLE = "DIPTYCH_GPU"  # a name in CHIPS, used instead of the device's own name
 ANY = math.inf
 _THREADS = 2048  # that a core holds, of all that are named here
 
@@ -23,7 +23,7 @@ Row = tuple[tuple[float, ...], Config]
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    kinds: tuple[str, ...]  # what it is, from the most particular name to the most general
+    kinds: tuple[str, ...]  # its names, from the most specific to the most general
     num_cores: int  # streaming multiprocessors, or compute units
     shared_bytes: int  # that one program may have
 

@@ -167,7 +167,7 @@ class Places:
     """Cache places of the T tokens of a step."""
 
     positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64: block * block_size + offset; those of one sequence in order
+    slots: Tensor  # [T] int64: block * block_size + offset; the slots of one sequence in order
 
 
 def rope_kv_write(

@@ -81,7 +81,7 @@ class AttentionKind:
     """A way to attend that layers share."""
 
     rope: Tensor  # [positions, R] float32, cosines first: the first R numbers of a head are rotated
-    options: AttentionOptions = NO_OPTIONS  # without sinks, which each layer has of its own
+    options: AttentionOptions = NO_OPTIONS  # without sinks, which differ between layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class DecoderShape:
     embed_scale: float = 1.0  # of the embedded tokens
     logit_softcap: float = 0.0  # 0: none; else logits become softcap * tanh(logit / softcap)
     is_split: bool = False  # over several ranks, of which this is one
-    leaves_halves: bool = False  # some layer norms what it adds to the residual
+    leaves_halves: bool = False  # some layer norms its output before it is added to the residual
     experts: ExpertSizes | None = None  # of all layers that have a mixture
     num_experts: int = 0  # that a router chooses from
 
@@ -151,7 +151,7 @@ class StepMemory:
     token_ids: Int64s  # [T]
     sampled: Int64s  # [R]: rows whose head is computed
     residual: Tensor  # [T, H]
-    partial: Tensor  # [T, H] float32: this rank's part of what the residual gains, where it is not added at once
+    partial: Tensor  # [T, H] float32: this rank's part of the sum for the residual, if it is not added immediately
     logits: Tensor  # [R, vocab] float32
     ids: Int64s  # [R]: the likeliest tokens less first_token, where the step picks them instead
     bests: Tensor  # [R or more, itemsize of BEST] uint8: `ids` with their logits

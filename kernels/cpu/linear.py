@@ -22,7 +22,7 @@ class Epilogue(IntEnum):
     ADD = 1  # out += y
     SILU_MUL = 2  # silu(gate) * up, where y = [gate, up]
     GELU_MUL = 3  # the same with GELU's tanh form
-    CLAMPED_MUL = 4  # gpt-oss's; in experts.py alone
+    CLAMPED_MUL = 4  # of gpt-oss; only in experts.py
 
 
 class Linear(ctypes.Structure):

@@ -52,7 +52,7 @@ def library() -> Library | None:
         return None
     handle = ctypes.CDLL(str(PATH))
     if not hasattr(handle, "diptych_sources") or text_of(handle.diptych_sources) != fingerprint():
-        raise StaleLibrary(f"{PATH} was built from other sources than are here: run {PATH.with_name('build.py')}")
+        raise StaleLibrary(f"{PATH} was built from other sources: run {PATH.with_name('build.py')}")
     check_structs(structs_of(text_of(handle.diptych_structs)), mirrored())
     isas = available_isas(handle)
     return Library(handle, wanted if wanted in isas else isas[0])

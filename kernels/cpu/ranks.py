@@ -11,7 +11,7 @@ from torch import Tensor
 from .library import Library
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-SLOT_BYTES = 1 << 18  # what a rank puts at a time: that of a few ranks fits into a cache
+SLOT_BYTES = 1 << 18  # bytes that a rank writes at a time: those of a few ranks fit into a cache
 PAGE = 4096
 _UNLIKE = 3  # Met of ranks.cpp
 
@@ -71,7 +71,7 @@ class RankSums:
             other, theirs = next((rank, n) for rank, n in enumerate(stated) if n != own)
             raise Abandoned(f"rank {other} reached collective {count} with {theirs} bytes, this one with {own}")
         if met:
-            raise Abandoned("it is gone" if met == 1 else "it did not come in time")
+            raise Abandoned("it has ended" if met == 1 else "it did not arrive in time")
 
 
 def _head(size: int) -> int:

@@ -9,7 +9,7 @@ from ..common.lang import jit, kernel_for, next_power_of_2, tl
 from ..common.tuning import chip_of
 
 _TILE = 2048  # numbers of a program at once, in several rows where they are short
-_PER_WARP = 512  # 16 numbers a thread: two vectors of bfloat16 under way
+_PER_WARP = 512  # 16 numbers per thread: two bfloat16 vectors in flight
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ class DecodeRows:
     """S sequences, each with one new token: the last of its context_lens. A row without a context is idle."""
 
     token_ids: Tensor  # [S] int32: the new token, where the host knows it
-    previous_rows: Tensor  # [S] int32: else the index in `yielded` of what it will be; -1: the host knows it
+    previous_rows: Tensor  # [S] int32: otherwise the index in `yielded` of the token; -1: the host knows it
     context_lens: Tensor  # [S] int32
     block_tables: Tensor  # [S, blocks] int32
     yielded: Tensor  # [n] int64: tokens of the step before

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_RUN = 32  # codes of one interleaved stretch: the smallest group, and the smallest step of a kernel along K
+_RUN = 32  # codes of one interleaved run: the smallest group, and the smallest step of a kernel along K
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns the nibbles of a word hold, lowest first
 
 

@@ -50,7 +50,7 @@ def dense_product(
     k_from: int,  # a multiple of BLOCK_K
     k_to: int,
     BLOCK_SCALED: tl.constexpr,  # a scale for each 1 x 128 of x and 128 x 128 of the weight; then 128 % BLOCK_K == 0
-    ONE_SCALE: tl.constexpr,  # where BLOCK_SCALED: all n are of one 128
+    ONE_SCALE: tl.constexpr,  # if BLOCK_SCALED: all n are in one block of 128
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,  # (k_to - k_from) % BLOCK_K == 0
     BLOCK_M: tl.constexpr,

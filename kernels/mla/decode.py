@@ -21,7 +21,7 @@ TUNED = Tuned[tuple[int, DecodeConfig]](
     generic=[((ANY, ANY, ANY), (16, DecodeConfig(16, 4, 1, 1)))],
     sm_80=[((512, 2, ANY), (32, DecodeConfig(32, 8, 2, 1))), ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1)))],
     sm_90=[
-        ((512, 2, 16), (16, DecodeConfig(32, 8, 5, 2))),  # five stages: two tiles under way, their table before them
+        ((512, 2, 16), (16, DecodeConfig(32, 8, 5, 2))),  # five stages: two tiles in flight, their table before them
         ((512, 2, 32), (32, DecodeConfig(32, 8, 5, 1))),
         ((512, 2, ANY), (64, DecodeConfig(64, 8, 2, 1))),
         ((ANY, ANY, ANY), (16, DecodeConfig(16, 8, 1, 1))),
@@ -223,7 +223,7 @@ def _mla_decode_kernel(
         acc = tl.zeros((BLOCK_M, RANK), tl.float32)
         highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        # One loop for tiles that are seen whole and others: beside 64 x RANK sums registers have no room for a second.
+        # One loop for complete and partial tiles: beside 64 x RANK sums the registers have no room for a second.
         acc, total, highest = _walk_latents(
             acc, total, highest, latent_query, rope_query, position, start, tl.minimum(stop, history + 1), stop,
             block_tables + seq * table_stride, cache, cache_block_stride, scale,

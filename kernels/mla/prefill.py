@@ -86,7 +86,7 @@ def mla_prefill_twin(
 def attend_in_order(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """q: [T, N, D], of the last T of C tokens; keys: [C, N, D]; values: [C, N, V]. By torch. Returns [T, N, V]."""
     num_new, context_len, dim = len(q), len(keys), values.shape[2]
-    if dim < q.shape[2]:  # torch's fused attention takes values as wide as keys alone
+    if dim < q.shape[2]:  # torch's fused attention supports only values as wide as keys
         values = pad(values, (0, q.shape[2] - dim))
     together = num_new if num_new == context_len else max(MASK_BYTES // (4 * context_len), 1)
     out = torch.empty(*q.shape[:2], dim, dtype=q.dtype, device=q.device)

@@ -20,7 +20,7 @@ def grouped_dense_kernel(
     tile_experts: tl.tensor,
     tile_starts: tl.tensor,
     num_tiles: tl.tensor,
-    num_columns: int,  # of out: the weight has as many rows, or twice as many where GATED
+    num_columns: int,  # of out: the weight has the same number of rows, or twice as many if GATED
     k: int,
     x_stride: int,
     x_scale_stride: int,
@@ -103,7 +103,7 @@ def grouped_packed_kernel(
     tile_experts: tl.tensor,
     tile_starts: tl.tensor,
     num_tiles: tl.tensor,
-    num_columns: int,  # of out: the weight has as many rows, or twice as many where GATED
+    num_columns: int,  # of out: the weight has the same number of rows, or twice as many if GATED
     k: int,
     x_stride: int,
     codes_stride: int,

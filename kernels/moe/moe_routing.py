@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..common.lang import jit, kernel_for, next_power_of_2, tl
 
-_LOWEST = -1.0e38  # what no number counts as: above the -inf of an expert that may not be chosen
+_LOWEST = -1.0e38  # replaces NaN: above the -inf of an expert that may not be chosen
 _TINY = 1e-20
 
 
@@ -21,8 +21,8 @@ class Routing:
     sigmoid: bool = False  # else softmax
     renormalise: bool = True  # the weights of a token sum to `scale`
     scale: float = 1.0
-    num_groups: int = 1  # of as many experts each, side by side
-    top_groups: int = 1  # experts of these alone are chosen from
+    num_groups: int = 1  # of equal numbers of adjacent experts
+    top_groups: int = 1  # experts are chosen only from these
     group_by_two: bool = False  # a group counts as the sum of its best two (V3), else as its best one (V2)
 
     def check(self, num_experts: int) -> None:

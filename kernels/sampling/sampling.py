@@ -27,7 +27,7 @@ from .packed_argmax import id_of, no_token, pack_score
 from .threshold import find_threshold, sum_within
 
 TILE = 4096
-LARGEST_VOCABULARY = 1 << 19  # a float32 counts so many, and one load has all tiles of a row
+LARGEST_VOCABULARY = 1 << 19  # largest count that float32 holds exactly; one load reads all tiles of a row
 _NUM_WARPS = 16  # of every launch: they fix the order of sums
 _PROGRAMS_PER_CORE = 4
 # Of scaled logits. What lies above one is a few times what lies above the one before it; above the last lies all.
@@ -263,7 +263,7 @@ def _draw_or_collect(
     largest: tl.tensor,  # [R, num_tiles] float32
     counts: tl.tensor,  # [R, edges, num_tiles] int32
     masses: tl.tensor,  # [R, edges, num_tiles] float32
-    best: tl.tensor,  # [R, num_tiles] int64: of rows that are drawn from all tokens, written anew
+    best: tl.tensor,  # [R, num_tiles] int64: for rows that are drawn from all tokens, rewritten
     kept: tl.tensor,  # [R, vocab] float32: scaled logits of the tokens above the edge, in the order of their ids
     kept_ids: tl.tensor,  # [R, vocab] int32
     row_stride: int,

@@ -1,4 +1,4 @@
-"""Tests of benchmarks/serving/chaos.py: what it calls a success, and what it runs with."""
+"""Tests of benchmarks/serving/chaos.py: its criteria of success and its settings."""
 
 from benchmarks.serving import chaos
 from diptych.cluster.common.config import ClusterConfig

@@ -1,4 +1,4 @@
-"""benchmarks/gpu/engine_gpu.py where there is no GPU: its parts, on a device that is none, make no claims about one."""
+"""benchmarks/gpu/engine_gpu.py without a GPU: its parts run on a fake device and make no claims about a GPU."""
 
 import json
 import math
@@ -160,7 +160,7 @@ def test_random_experts_lie_side_by_side() -> None:
         ([(0.0, 2.0)], 0.0),
         ([(0.0, 2.0), (2.0, 3.0)], 0.0),
         ([(0.0, 2.0), (2.5, 3.0), (4.0, 5.0)], 1.5),
-        ([(0.0, 10.0), (1.0, 2.0), (3.0, 4.0), (11.0, 12.0)], 1.0),  # lanes that work beside one another
+        ([(0.0, 10.0), (1.0, 2.0), (3.0, 4.0), (11.0, 12.0)], 1.0),  # lanes that work at the same time
     ],
 )
 def test_idle_is_what_no_lane_works_in(spans: list[tuple[float, float]], idle: float) -> None:

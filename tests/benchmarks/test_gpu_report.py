@@ -1,4 +1,4 @@
-"""benchmarks/gpu/gpu_report.py: which commands it runs, how it goes on after failures, and what it writes."""
+"""benchmarks/gpu/gpu_report.py: the commands that it runs, how it continues after failures, and what it writes."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_what_a_command_leaves_running_is_ended(tmp_path: Path) -> None:
     outcome = commands.run(python("leaves", leave), time.monotonic() + 60, tmp_path)
     assert outcome.has_passed
     state = Path(f"/proc/{int(outcome.output)}/stat")
-    while state.exists() and state.read_text().split()[2] != "Z":  # it was killed; whoever reaps it may take its time
+    while state.exists() and state.read_text().split()[2] != "Z":  # killed, but perhaps collected later
         os.sched_yield()
 
 
@@ -132,7 +132,7 @@ def test_the_engine_is_told_what_it_asks_to_know(tmp_path: Path, monkeypatch: py
     step = report.Step("engine")
     script.engine(step, time.monotonic() + 60, {}, tmp_path)
     assert step.outcomes[0].output.split()[:2] == ["ran", "--seconds"] and "engine.json" in step.outcomes[0].output
-    assert "ran --seconds" in report.markdown({}, [step])  # what has passed is shown too
+    assert "ran --seconds" in report.markdown({}, [step])  # passed steps are shown too
 
 
 def test_a_script_that_was_cut_off_shows_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the parts of kernels.py: times by a clock that is told what to show, results, and the supervisor."""
+"""Tests of the parts of kernels.py: times with a scripted clock, results, and the supervisor."""
 
 import json
 import math
@@ -76,7 +76,7 @@ class Timed:
         return self._seconds[self._name(call)]
 
     def capture(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-        return calls[0]  # the replays of one call: rounds are 1 where a call takes long
+        return calls[0]  # the replays of one call: one round if a call takes long
 
     @staticmethod
     def _name(call: Callable[[], Any]) -> str:
@@ -146,7 +146,7 @@ def test_tables_are_told_in_whole_lines_and_as_json() -> None:
 
 
 class Script:
-    """A worker that says what it is told to, and waits for ever (None), or ends."""
+    """A worker that prints given lines, and then waits for ever (None) or ends."""
 
     def __init__(self, messages: list[Any]) -> None:
         self._messages, self.is_killed = iter(messages), False

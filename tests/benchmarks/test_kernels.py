@@ -1,4 +1,4 @@
-"""benchmarks/gpu/kernels.py: its cases, small where there is no GPU, and what it says there."""
+"""benchmarks/gpu/kernels.py: its cases, small without a GPU, and its output there."""
 
 import json
 import os

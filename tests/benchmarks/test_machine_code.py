@@ -1,4 +1,4 @@
-"""benchmarks/gpu/machine_code.py: what it reads out of disassembled code."""
+"""benchmarks/gpu/machine_code.py: the figures that it reads from disassembled code."""
 
 from benchmarks.gpu import machine_code
 
@@ -28,7 +28,7 @@ def test_loops_and_what_is_in_them() -> None:
 
 
 def test_resident_programs() -> None:
-    assert machine_code.resident(32, 4, 0, "sm_90") == 16  # as many as there is room for warps
+    assert machine_code.resident(32, 4, 0, "sm_90") == 16  # limited by the number of warps
     assert machine_code.resident(97, 8, 1024, "sm_90") == 2  # registers, 104 a thread
     assert machine_code.resident(32, 4, 100 * 1024, "sm_90") == 2
     assert machine_code.resident(32, 4, 100 * 1024, "sm_80") == 1

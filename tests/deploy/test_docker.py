@@ -1,4 +1,4 @@
-"""The image holds what runs, listens where the defaults say, and is no root's."""
+"""The image contains what runs, listens where the defaults require, and does not run as root."""
 
 import json
 import re

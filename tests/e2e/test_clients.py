@@ -18,7 +18,7 @@ from diptych.workers.common.errors import Overloaded
 from ..support.cluster_harness import Served, diptych, serving
 
 MODEL = "tiny"
-# With the compiled kernels an answer depends on its own tokens alone in bfloat16 too.
+# With the compiled kernels an answer depends only on its own tokens, in bfloat16 too.
 DTYPE = "float32" if library() is None else "bfloat16"
 LEVELS = "{served_models: {chat: {ttft_s: 30}}, service_level: {tiers: {priority: {tpot_s: 0.5}}}}"
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]

@@ -1,4 +1,4 @@
-"""However `diptych serve` ends, it says why and leaves nothing: bad input, a signal too early, a kill."""
+"""At every end of `diptych serve` it names the reason and leaves nothing: bad input, an early signal, a kill."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("spoil", "pools"),  # two workers that fail at once, and a router beside a worker that does not
+    ("spoil", "pools"),  # two workers that fail immediately, and a router beside a worker that does not fail
     [(with_a_wrong_shape, ()), (with_a_damaged_tokenizer, ("--mixed", "1"))],
 )
 def test_a_checkpoint_that_cannot_be_served(

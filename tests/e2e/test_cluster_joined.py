@@ -136,7 +136,7 @@ def test_a_second_cluster_needs_another_name(command: object, home: Path, nodes:
 def test_a_pool_that_finds_no_room_says_what_it_waits_for(command: object, home: Path, nodes: dict[str, str]) -> None:
     run = diptych(home, "scale", "decode=3", "--name", "joined", "--timeout", "1", env=nodes)
     assert run.returncode == 3
-    assert "the pools are not there after 1 s" in run.stderr
+    assert "the pools do not have the new size after 1 s" in run.stderr
     expected = ["a node with CPU: 1, decoder: 1, diptych.io/pool: decode"]
     deadline = time.monotonic() + END_S
     while (waiting := [w["waiting_for"] for w in status(home, nodes)["workers"] if w["waiting_for"]]) != expected:

@@ -1,4 +1,4 @@
-"""Workers that share the experts of a mixture, each with requests of its own: the same tokens as transformers'."""
+"""Workers that share the experts of a mixture, each with its own requests: the same tokens as transformers."""
 
 import asyncio
 from collections.abc import Generator, Sequence
@@ -54,7 +54,7 @@ def test_a_group_of_two(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 async def one_dies(first: WorkerHandle, second: WorkerHandle, alone: WorkerHandle, cases: Cases) -> None:
-    """While the second decodes what the first one prefilled. Both end, and one of no group goes on."""
+    """A worker ends while the second decodes what it prefilled. Both end; a separate worker continues."""
     num_tokens = 0
     async with routed(first, second) as router:
 

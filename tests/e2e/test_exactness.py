@@ -147,7 +147,7 @@ async def test_greedy_equals_transformers_where_layers_go_in_groups(
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_greedy_equals_transformers_between_processes(checkpoints: Checkpoints, name: str) -> None:
-    """Each of the two sinks has a transport of its own."""
+    """Each of the two sinks uses a different transport."""
     path, cases = checkpoints(name)
 
     async def test(infos: list[WorkerInfo]) -> None:

@@ -64,7 +64,7 @@ class Cluster:
         return tokens
 
     async def check(self, cases: Cases, fault: Callable[[], Awaitable[None]], strike_at: int) -> None:
-        """All prompts at once; `fault` begins when so many tokens are out. Every answer must be exact."""
+        """Send all prompts at once; `fault` begins when this many tokens have arrived. Every answer must be exact."""
         num_out, striking = 0, asyncio.Event()
 
         def count() -> None:

@@ -64,7 +64,7 @@ async def answers(handles: list[WorkerHandle], prompts: list[list[int]]) -> list
         return [token async for delta in router.stream(request) for token in delta.token_ids]
 
     try:
-        first = await answer(0, prompts[0])  # alone: kernels are compiled
+        first = await answer(0, prompts[0])  # alone, because kernels are compiled first
         return [first, *await asyncio.gather(*(answer(i, p) for i, p in enumerate(prompts[1:], 1)))]
     finally:
         await router.stop()
@@ -95,7 +95,7 @@ def test_latents_are_handed_off(tmp_path: Path, pair: str) -> None:
 
 
 def test_a_killed_source_leaves_its_sink_well_and_its_memory_free(cases: Cases) -> None:
-    """What was mapped of a process that died is no harm, and is unmapped: a third worker on the GPU hands off to it."""
+    """A mapping of an ended process does no harm and is closed: a third worker on the GPU hands off to the sink."""
     with unlike_workers(TINY, [("prefill", GPU), ("decode", GPU)]) as (first, sink):
         asyncio.run(answers([first, sink], [prompt for prompt, _ in cases[:2]]))
         first.kill()

@@ -50,7 +50,7 @@ def test_kv_moves_to_and_from_ranks_on_devices_and_one_that_is_killed_ends_all(t
     ],
 )
 def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """As ranks on CPU have them: rows that change their logits, prompts beside decodes, blocks that are copied."""
+    """The same as ranks on CPU: rows that change their logits, prompts beside decodes, block copies."""
     path = make_checkpoint(tmp_path / arch, arch, seed=3)
     prompts = [prompt for prompt, _ in untied_prompts(path, seed=5, lengths=(1, 15, 60), max_tokens=12)]
     prompts.append(prompts[-1])
@@ -60,7 +60,7 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
         runner = load(path, None, device=device, tensor_parallel=2, **changes)
         try:
             if device == "fake":  # ranks have not heard of it, and miss nothing
-                with pytest.raises(InternalError, match="there are buffers for max_running"):
+                with pytest.raises(InternalError, match="the buffers hold max_running"):
                     runner.launch(Batch([ScheduledSequence(sequence_of([1], 1), 1)] * 7))
             runs.append(generate(runner, prompts, samplings, arrivals=[3, 0, 2, 2], chunk_tokens=24))
         finally:
@@ -74,7 +74,7 @@ def test_tokens_of_ranks_on_devices(arch: str, changes: dict[str, Any], tmp_path
 
 @pytest.fixture
 def left() -> Iterator[threading.Event]:
-    """Set in the end; then as many threads compute as before."""
+    """Set the number of threads at the end to that of before."""
     num_threads, event = torch.get_num_threads(), threading.Event()
     yield event
     event.set()
@@ -85,7 +85,7 @@ def left() -> Iterator[threading.Event]:
 def test_a_rank_that_is_killed_before_all_have_joined_ends_the_load(
     is_told: bool, tmp_path: Path, left: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits for it may wait for ever, or hear that somebody is gone, and not why."""
+    """A process that waits for the lost rank may wait for ever, or get an error without the reason."""
 
     def join(*_: object) -> None:
         [rank] = psutil.Process().children()

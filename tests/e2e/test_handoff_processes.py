@@ -68,7 +68,7 @@ async def source_process(
 
 @asynccontextmanager
 async def receive(transport: str, engine: SinkEngine) -> AsyncIterator[tuple[HandoffSink, KVMemory]]:
-    """With the pool as a test may look at it."""
+    """The result with the pool, for a test to read."""
     memory = make_device_memory(LARGE, NUM_BLOCKS) if transport == "cuda_ipc" else make_memory(LARGE, NUM_BLOCKS)
     transports = make_transports([transport], [memory.region], device=memory.device)
     sink = HandoffSink("sink", memory, transports, engine)

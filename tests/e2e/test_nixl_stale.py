@@ -1,4 +1,4 @@
-"""What is left of a NIXL source that died: its metadata, and connections to it. Neither may hang or crash the sink."""
+"""Remains of an ended NIXL source (its metadata and connections) neither block nor crash the sink."""
 
 import signal
 

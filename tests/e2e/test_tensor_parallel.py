@@ -224,7 +224,7 @@ def assert_kv_moves(source: WorkerHandle, sink: WorkerHandle, cases: Cases, tran
 
 @contextmanager
 def sized(model: Path, *sizes: int) -> Generator[dict[int, WorkerHandle]]:
-    """A worker of each number of ranks; a sink takes the first transport of its own."""
+    """A worker with each number of ranks; a sink uses the first of its own transports."""
     transports = {size: "grpc,nixl" if size == 2 else "nixl,grpc" for size in sizes}
     each = [("mixed", {**FLAGS, "tensor_parallel": size, "transports": transports[size]}) for size in sizes]
     with unlike_workers(model, each) as handles:

@@ -77,7 +77,7 @@ async def answer(
 
 
 async def under_load(router: Router, cases: Cases, salt: str, fault: Callable[[], None], *, strike_at: int) -> None:
-    """All prompts at once, none of them cached under another salt; `fault` strikes when so many tokens are out."""
+    """Send all prompts at once, none cached under another salt; `fault` begins when this many tokens have arrived."""
     num_out = 0
 
     def count() -> None:
@@ -135,6 +135,6 @@ async def test_a_stopped_worker_is_left_and_may_come_back(checkpoint: tuple[Path
                 router, checkpoint[1], "stop", lambda: handles[2].send(signal.SIGSTOP), strike_at=WHILE_DECODING
             )
         finally:
-            handles[2].send(signal.SIGCONT)  # or it would be alive, and silent, for the next test
+            handles[2].send(signal.SIGCONT)  # otherwise it would exist without answering in the next test
         await under_load(router, checkpoint[1], "go on", lambda: None, strike_at=WHILE_DECODING)
     assert_nothing_leaked(handles)

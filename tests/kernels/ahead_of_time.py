@@ -32,7 +32,7 @@ from diptych.kernels.common import tuning
 
 ROOT = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "triton_cases"
-DEVICES = {  # of each target: what is compiled for, and the device whose tuned configurations are launched
+DEVICES = {  # per target: the compiler's target, and the device whose tuned configurations are launched
     "sm_80": (GPUTarget("cuda", 80, 32), "a100"),
     "sm_89": (GPUTarget("cuda", 89, 32), "l40s"),  # of small shared memory
     "sm_90": (GPUTarget("cuda", 90, 32), "h200"),
@@ -64,7 +64,7 @@ class NoDevice:
         return self._target
 
     def get_current_device(self) -> int:
-        return self._index  # each target is a device, with a cache of kernels, of its own
+        return self._index  # each target is a device with a separate cache of kernels
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -148,7 +148,7 @@ def excess(shared_bytes: int, spilled_bytes: int, chip: tuning.Chip, allowed_spi
 
 
 def kernels_of_the_room() -> set[str]:
-    """Names of what is launched: the functions of kernels/ whose docstring begins with their grid."""
+    """Names of launched kernels: the functions of kernels/ whose docstring begins with their grid."""
     functions = (
         node
         for path in (ROOT / "kernels").glob("*.py")

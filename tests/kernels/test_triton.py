@@ -11,7 +11,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NUM_PROCESSES = 2  # that share what is interpreted
+NUM_PROCESSES = 2  # they share the interpreted cases
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

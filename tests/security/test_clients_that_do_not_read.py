@@ -48,7 +48,7 @@ def asked(server: Served, **body: object) -> Generator[socket.socket]:
 
 
 def is_cut_off(sock: socket.socket) -> bool:
-    """Whether what there is to read ends before the answer does."""
+    """Whether the readable data ends before the answer does."""
     got = b""
     try:
         while piece := sock.recv(1 << 20):
@@ -107,7 +107,7 @@ def test_a_call_that_is_not_read_ends_at_its_deadline(n: int) -> None:
         assert server.source.all_started(n).wait(WAIT_S)
         assert server.source.all_closed.wait(WAIT_S)
         with pytest.raises(grpc.RpcError) as caught:
-            list(call)  # it is told so, where it reads at last
+            list(call)  # it gets the error when it finally reads
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -148,7 +148,7 @@ def generate(channel: grpc.Channel, **fields: object) -> Any:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_what_waits_for_a_reader_is_bounded(n: int) -> None:
-    """Sockets, one event, and so many deltas of several completions."""
+    """Sockets, one event, and this many deltas of several completions."""
     with served(endless(), connections=SHORT) as server, asked(server, stream=True, n=n):
         assert server.source.all_closed.wait(WAIT_S)
         event_bytes = 1000  # at least

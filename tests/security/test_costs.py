@@ -36,7 +36,7 @@ def to_json(**fields: object) -> bytes:
 
 MESSAGE = '{"role":"user","content":"x"}'
 PART = '{"type":"text","text":"hello diptych"}'
-PROMPT = [300] * (CONTEXT - 8)  # with log-probabilities: as many as a call may have
+PROMPT = [300] * (CONTEXT - 8)  # with log-probabilities: the most that a call may have
 STOPS = ["a" * 1023 + chr(ord("b") + i) for i in range(16)]
 LARGEST: dict[str, tuple[str, bytes, int]] = {
     "stop strings of 128 completions": (COMPLETIONS, to_json(prompt="x", n=128, stop=STOPS, max_tokens=4), 200),
@@ -191,7 +191,7 @@ def test_no_grpc_answer_keeps_the_event_loop(router: Routed) -> None:
 
 
 def test_a_field_that_nobody_reads_is_not_kept_while_its_call_runs(router: Routed) -> None:
-    """Ten bodies of 15 MiB, each with a call that is still under way when the next is sent."""
+    """Ten bodies of 15 MiB, each in a call that still runs when the next is sent."""
     before = router.memory()
     body = to_json(prompt="x", max_tokens=100_000, ignore_eos=True, stream=True, timeout_s=60, user="x" * BODY)
     clients = [httpx.Client(timeout=60, headers={"content-type": "application/json"}) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Strangers at the gRPC port, on raw sockets: an HTTP/2 client writes what it likes."""
+"""Unauthenticated clients at the gRPC port, on raw sockets: an HTTP/2 client can write any bytes."""
 
 import resource
 import socket
@@ -63,7 +63,7 @@ def test_a_connection_without_a_call_is_closed(server: Served) -> None:
 
 
 def test_headers_without_end_take_no_memory(server: Served) -> None:
-    """gRPC's library reads on, and drops what is beyond the bound."""
+    """The gRPC library continues to read, and drops what exceeds the limit."""
     sent = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with dial(server) as sock:

@@ -1,4 +1,4 @@
-"""Bodies that inflate: bounded in what they become, before it is held."""
+"""Compressed bodies: their decompressed size is limited before it is stored."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def post(server: Served, body: bytes, encoding: str = "gzip") -> httpx.Response:
 
 
 def bomb(num_bytes: int) -> bytes:
-    """A gzip body of so many zeros."""
+    """A gzip body of this many zeros."""
     deflater = zlib.compressobj(wbits=31)
     piece = bytes(1 << 20)
     return b"".join(deflater.compress(piece) for _ in range(num_bytes >> 20)) + deflater.flush()
@@ -66,10 +66,10 @@ def test_a_bomb_is_refused_before_it_is_inflated() -> None:
     ("body", "what"),
     [
         (BODY, "not gzip"),
-        (gzip.compress(BODY)[:-9], "ends before"),
-        (b"", "ends before"),
-        (gzip.compress(BODY) * 2, "goes on after"),
-        (gzip.compress(BODY) + b"x", "goes on after"),
+        (gzip.compress(BODY)[:-9], "is incomplete"),
+        (b"", "is incomplete"),
+        (gzip.compress(BODY) * 2, "continues after"),
+        (gzip.compress(BODY) + b"x", "continues after"),
         (gzip.compress(BODY)[:-8] + bytes(8), "not gzip"),
     ],
     ids=["plain", "cut", "empty", "two members", "a tail", "a wrong checksum"],

@@ -33,7 +33,7 @@ def dialled(server: Served) -> Generator[socket.socket]:
 
 
 def flood(sock: socket.socket, piece: bytes, num_bytes: int) -> int:
-    """Send up to so many; how many went before the server hung up."""
+    """Send up to this many bytes; return how many were sent before the server closed the connection."""
     sent = 0
     try:
         while sent < num_bytes:
@@ -202,7 +202,7 @@ def test_connections_from_one_address_are_bounded() -> None:
 
 
 def test_a_new_connection_takes_the_place_of_the_longest_idle() -> None:
-    """Strangers who hold connections open keep nobody out."""
+    """Clients that hold connections open do not block others."""
     with served(Echo(), api_key=KEY, connections=ConnectionLimits(max_connections=3)) as server, ExitStack() as stack:
         held = [stack.enter_context(dialled(server)) for _ in range(3)]
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -106,7 +106,7 @@ async def test_a_subscription_with_many_names_is_refused() -> None:
 
 
 async def refusal(call: str, request: Any, reason: str = TOO_LONG) -> str:
-    """What the source says, which is `reason`."""
+    """A source that answers with `reason`."""
     async with serve() as served, open_channel(served.address) as channel:
         method = getattr(kv_pb2_grpc.KVHandoffStub(channel), call)(request, timeout=TIMEOUT_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

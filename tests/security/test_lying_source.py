@@ -59,8 +59,8 @@ def _too_many_outputs(announcement: kv_pb2.Announcement) -> None:
 @pytest.mark.parametrize(
     ("event", "lie", "reason"),
     [
-        ("segment", _too_many_blocks, "blocks where there are 3"),
-        ("segment", _too_many_generations, "blocks where there are 3"),
+        ("segment", _too_many_blocks, "blocks, but at most 3"),
+        ("segment", _too_many_generations, "blocks, but at most 3"),
         ("sealed", _too_many_outputs, "11 tokens offered"),
     ],
 )
@@ -88,7 +88,7 @@ async def test_a_sink_that_pulls_more_blocks_than_there_are_is_refused_before_th
     async with serve(num_blocks=NUM_BLOCKS) as served, open_channel(served.address) as channel:
         segment = kv_pb2.Segment(block_ids=range(NUM_NAMES), num_layers=1)
         call = kv_pb2_grpc.KVHandoffStub(channel).Pull(kv_pb2.PullRequest(handoff_id="h", segment=segment))
-        with pytest.raises(grpc.aio.AioRpcError, match="1,048,576 blocks where there are 8"):
+        with pytest.raises(grpc.aio.AioRpcError, match="1,048,576 blocks, but at most 8"):
             await call.read()
 
 

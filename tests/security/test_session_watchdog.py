@@ -1,4 +1,4 @@
-"""The end of a session ends its descendants and nobody else, whatever files these have open."""
+"""The end of a session ends only its descendants, whatever files they have open."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import psutil
 from diptych.cluster.placement.session_watchdog import ProcessTree
 
 HOLD = "import sys; log = open(sys.argv[1], 'a'); print('open', flush=True); sys.stdin.read()"
-# Starts a child that holds a log of the session, and ends its session when it is told to.
+# Starts a child that holds a log of the session, and ends its session on command.
 COMMAND = f"""
 import subprocess, sys
 from pathlib import Path
@@ -36,7 +36,7 @@ END_S = 60.0
 
 @contextmanager
 def started(code: str, *args: str) -> "Iterator[subprocess.Popen[str]]":
-    """Once it has said that it, or its child, has the file open."""
+    """Return when it has reported that it, or its child, has the file open."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files ar
 
 @asynccontextmanager
 async def source() -> AsyncIterator[tuple[kv_pb2.SharedMemoryEndpoint, KVMemory]]:
-    """What a sink is told over gRPC, and the pool."""
+    """What a sink receives over gRPC, and the pool."""
     memory, opened = make_memory(SMALL, 4, seed=1, in_file=True), kv_pb2.Opened()
     transport = SharedMemoryTransport(memory.region)
     try:
@@ -74,14 +74,14 @@ print(len(line.recv(32)), flush=True)
 
 
 async def test_another_users_socket_hears_no_token() -> None:
-    """Of a name that a dead source had: anybody may take it."""
+    """The name of an ended source, which any process may take."""
     if os.geteuid():
         pytest.skip("becoming another user needs root")
     name, pipe = f"impostor-{os.getpid()}", asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", IMPOSTOR, str(NOBODY), name, stdout=pipe)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"ready\n"
-    with pytest.raises(TransportError, match="another user's"):
+    with pytest.raises(TransportError, match="another user"):
         await receive_file(name, b"x" * 32)
     assert await process.stdout.readline() == b"0\n"
     await process.wait()

@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program, and fills in strangers' words: what it costs ends its process alone."""
+"""A chat template is an untrusted program with untrusted input: only its process ends if it costs too much."""
 
 import os
 import resource
@@ -66,7 +66,7 @@ DOUBLING = "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x =
         "{{ '%99999999999d' % 1 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ (range(99999) | list) * 99999 }}",
-        "{% set text = messages[0].content * 2000000 %}",  # 198 MB, of which nothing is told
+        "{% set text = messages[0].content * 2000000 %}",  # 198 MB, none of which appears in the answer
         "{% for i in range(99999) %}{{ messages[0].content * 99 }}{% endfor %}",
     ],
 )
@@ -81,7 +81,7 @@ def test_a_template_that_takes_too_much_is_refused_and_others_are_served(hostile
 
 
 def test_a_template_is_compiled_away_from_the_router() -> None:
-    """jinja computes what is constant when it compiles: 2 GB of text here."""
+    """jinja computes constants when it compiles: 2 GB of text here."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with served(Echo(laps=1), limits=LIMITS, template="{{ 'x' * 1999999999 }}") as server:
         assert chat(server).status_code == 400
@@ -140,7 +140,7 @@ def test_a_process_that_was_ended_between_two_chats_is_started_again() -> None:
 
 
 def test_waiting_for_a_template_is_part_of_a_requests_time() -> None:
-    """Of its own, and of those before it: a request ends at its deadline, and a worker has what is left of it."""
+    """Time of this request and of those before it: a request ends at its deadline, and a worker gets the rest of it."""
     template = SWITCHED.replace("HOSTILE", NESTED)
     limits = RequestLimits(process=ProcessLimits(cpu_s=3600, wall_factor=1, max_wait_s=3600))
     with served(Echo(laps=1), limits=limits, template=template) as server:
@@ -157,7 +157,7 @@ def test_waiting_for_a_template_is_part_of_a_requests_time() -> None:
             "prompt": "x" * (CONTEXT // 2),
             "user": "x" * 70_000,
             "max_tokens": 1,
-        }  # read in a process, as it is large
+        }  # read in a separate process, because it is large
         assert httpx.post(f"{server.url}/v1/completions", json=text, timeout=60).status_code == 200
         assert [0 < request.timeout_s < limits.max_timeout_s for request in server.source.requests] == [True, True]
 

@@ -113,7 +113,7 @@ def test_what_ucx_shares_is_for_its_own_user_alone() -> None:
 
 
 def shared_memory_modes(pid: int) -> list[int]:
-    """Permissions of the shared memory files that a process holds open; it may open and close others meanwhile."""
+    """Permissions of a process's open shared memory files; it may open and close others at the same time."""
     modes: list[int] = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):

@@ -62,7 +62,7 @@ class World:
         self.moves: set[str] = set()  # hand-offs of running sequences
         self.no_worker_wait_s = 10.0
         self.prefill_tokens_s = rng.choice((50.0, 50.0, 1e6))  # for the policy: moving KV is cheap, or is not
-        self.has_fabric = rng.random() < 0.5  # RDMA has a network of its own
+        self.has_fabric = rng.random() < 0.5  # RDMA has a separate network
         self.read_timeout_s = rng.uniform(1.0, 3.0)
         self._num_incarnations = itertools.count(1)
         self.is_supervised = is_supervised(seed)
@@ -175,7 +175,7 @@ class World:
         self.network.on_stall(process)
 
     def on_release(self, handoff_id: str, sink: str) -> None:
-        """A source said that it held the lease for `sink` throughout."""
+        """A source reported that it held the lease for `sink` without interruption."""
         machine = next(
             found.machine
             for worker in self.living()
@@ -188,7 +188,7 @@ class World:
             self.bug(f"{handoff_id} was released to {first} and to {sink}")
 
     def on_failed_handoff(self, request_id: str, source: worker_pb2.HandoffSource) -> None:
-        """A sink that still wanted it had to give it up."""
+        """A sink that still needed it had to give it up."""
         self.note(f"{request_id}: its hand-off {source.handoff_id} failed")
         if self.weather.name == "calm" and not may_fail_on_a_calm_day(self, request_id, source):
             self.bug(f"{request_id}: the hand-off {source.handoff_id} failed on a calm day")

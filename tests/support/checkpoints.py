@@ -97,7 +97,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "audio_config": {"audio_embed_dim": 16},
     },
 }
-# Of each: transformers' name of it, and what its config says beside DEFAULTS.
+# For each: transformers' name, and its config values in addition to DEFAULTS.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mixtral": ("Mixtral", {"intermediate_size": 64, "sliding_window": WINDOW} | EXPERTS),

@@ -1,4 +1,4 @@
-"""`diptych serve` as a person runs it: in a process and a folder of its own; and what is left of it afterwards."""
+"""`diptych serve` as a user runs it, in a separate process and folder; and what remains afterwards."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ class Served:
     _grew: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
-        """Read, on a thread of its own, to the output's end."""
+        """Read the output to its end, on a separate thread."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._grew:

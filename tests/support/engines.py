@@ -83,7 +83,7 @@ def copy_blocks(source: Engine, sink: Engine, segment: Segment, reservation: Res
 
 
 def make_seal(num_computed: int, output_token_ids: Sequence[int] = ()) -> Seal:
-    """Make a Seal without a count of segments, which engines do not look at."""
+    """Make a Seal without a count of segments, which engines do not read."""
     return Seal(0, num_computed, tuple(output_token_ids))
 
 
@@ -114,7 +114,7 @@ class Move:
     has_begun: bool = False
 
     def hear(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        """Process what the source's engine reports of it."""
+        """Process the events of the source's engine for this hand-off."""
         for event in [e for o in outputs for e in o.handoffs if e.handoff_id == self.handoff_id]:
             assert self.sealed is None or isinstance(event, HandoffEnded)
             match event:

@@ -76,11 +76,11 @@ class Echo:
         self.model_error: DiptychError | None = None
         self.ready = True
         self.tokens_a_delta = 1
-        self.num_likelier = 0  # tokens that are likelier than each that is told
+        self.num_likelier = 0  # number of more likely tokens for each reported token
         self.context = CONTEXT
 
     def all_started(self, num: int) -> threading.Event:
-        """Set as soon as so many streams have begun."""
+        """Set when this many streams have begun."""
         self._started = (num, threading.Event())
         self._note_started()
         return self._started[1]

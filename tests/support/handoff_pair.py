@@ -101,7 +101,7 @@ class SourceEngine:
 
 @dataclass
 class SinkEngine:
-    """SinkPort that notes what it was asked, and gives blocks `table`."""
+    """SinkPort that records its calls, and gives blocks `table`."""
 
     table: tuple[int, ...] = (0, 1, 2)
     num_held: int = 0  # blocks of SMALL

@@ -66,7 +66,7 @@ def workers(model: Path, roles: list[str], **flags: object) -> Iterator[list[Wor
 
 @contextmanager
 def unlike_workers(model: Path, each: list[tuple[str, dict[str, object]]]) -> Iterator[list[WorkerHandle]]:
-    """The same, each with flags of its own."""
+    """The same, each with its own flags."""
     roles = [role for role, _ in each]
     with ExitStack() as stack:
         processes = [stack.enter_context(_ended(spawn(model, role, **flags))) for role, flags in each]

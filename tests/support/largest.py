@@ -1,4 +1,4 @@
-"""Counts what is made within a `with`: a bound of memory is tested without a clock or a meter of the machine's."""
+"""Records the largest allocation within a `with`: tests memory limits without a clock or a meter of the machine."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@ import pytest
 
 
 def messages_of(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
-    """Messages of one logger, and of those below it."""
+    """Messages of one logger and its children."""
     return [
         record.getMessage()
         for record in caplog.records

@@ -8,7 +8,7 @@ from diptych.kernels.attention.paged_batch import PagedBatch
 def make_batch(
     context_lens: list[int], num_new: list[int], block_size: int, num_blocks: int, device: str = "cpu"
 ) -> PagedBatch:
-    """Each sequence in blocks of its own, scattered; decodes must come first. Seeded."""
+    """Each sequence in its own scattered blocks; decodes must come first. Seeded."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
     width = max(-(-n // block_size) for n in context_lens)
     tables = torch.zeros(len(context_lens), width, dtype=torch.int32)
@@ -41,7 +41,7 @@ def make_cache(batch: PagedBatch, num_blocks: int, num_kv_heads: int, dim: int, 
 
 
 def plain_attention(q: torch.Tensor, cache: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-    """Compute attention of one query row after another, in float64."""
+    """Compute the attention of one query row after another, in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
     group = q.shape[1] // cache.shape[3]
     t = 0

@@ -38,7 +38,7 @@ FIRST_TOKEN = 300  # of those that are words or parts of words
 
 
 class InstantRunner(FakeRunner):
-    """Computes nothing: the same token again and again, with as many likely ones as are asked for."""
+    """Computes nothing: always the same token, with the requested number of likely tokens."""
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
         if step.prompt_logprobs is not None:

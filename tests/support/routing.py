@@ -45,6 +45,6 @@ def reading(stream: AsyncGenerator[TokenDelta, None]) -> asyncio.Task[list[int]]
 
 
 async def settled(router: Router, condition: Callable[[], bool]) -> None:
-    """Yield until what the router has been told shows."""
+    """Yield until the router shows the messages that it has received."""
     while not condition():
         await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""A worker that computes nothing: it speaks Worker.Link on a real socket, and a test says what and when."""
+"""A worker that computes nothing: it serves Worker.Link on a real socket, and a test decides its messages."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self.ended: asyncio.Queue[int] = asyncio.Queue()  # numbers of links that broke
         self.num_links = 0
-        self.drains_seen = asyncio.Queue[bool]()  # whether the router says that it is done
+        self.drains_seen = asyncio.Queue[bool]()  # whether the router reports that it is done
         self.answers_pings = True
         self.hello: worker_pb2.Hello | None = worker_pb2.Hello(
             incarnation=self.incarnation,

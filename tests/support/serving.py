@@ -14,7 +14,7 @@ from diptych.workers.execution.model_runner import ModelRunner
 
 @dataclass
 class Server:
-    """Runner with its scheduler; `outputs` holds what was sampled, for each sequence."""
+    """Runner with its scheduler; `outputs` holds the sampled tokens of each sequence."""
 
     runner: ModelRunner
     config: SchedulerConfig

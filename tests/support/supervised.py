@@ -148,7 +148,7 @@ class FakeLauncher:
 
 
 class World:
-    """A supervisor that runs, and what a test asks of it."""
+    """A running supervisor, and queries of a test to it."""
 
     def __init__(self, launcher: FakeLauncher, settings: Mapping[str, Any]) -> None:
         self.launcher = launcher
@@ -186,7 +186,7 @@ def is_ready(status: ClusterStatus) -> bool:
 
 
 async def generate(address: str, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
-    """Send a request over a stream of its own, as a router would; yield its tokens."""
+    """Send a request over a separate stream, as a router would; yield its tokens."""
     sampling = inference_pb2.SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens)
     submit = worker_pb2.Submit(
         handle=1, request_id=uuid.uuid4().hex, prompt_token_ids=prompt, sampling=sampling, timeout_s=TIMEOUT_S

@@ -12,7 +12,7 @@ from .wire import GRPC_OPTIONS
 
 TOKEN_KEY = "authorization"
 ERROR_KEY = "diptych-error"  # trailing metadata: the name of the exception in errors.py
-# Health checks come from orchestrators that hold no token, and say nothing but "serving".
+# Health checks come from orchestrators without a token, and answer only "serving".
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
 

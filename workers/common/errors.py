@@ -53,7 +53,7 @@ class DiptychError(Exception):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param  # the request field at fault, where there is one
+        self.param = param  # the invalid request field, if there is one
 
 
 class InvalidRequest(DiptychError):
@@ -150,7 +150,7 @@ class StepFailed(Unavailable):
 
     def __init__(self, message: str, *, num_output: int = 0) -> None:
         super().__init__(message)
-        self.num_output = num_output  # tokens that the sequence had made
+        self.num_output = num_output  # tokens that the sequence had generated
 
 
 class StepFailedAlone(StepFailed):

@@ -13,10 +13,10 @@ from .errors import (
 )
 
 FAULT = 1  # of ours: please report it
-GIVEN = 2  # what was given is wrong (a flag, a setting, a checkpoint, a key): the same would fail again
+GIVEN = 2  # invalid input (a flag, a setting, a checkpoint, a key): the same command would fail again
 UNAVAILABLE = 3  # who should answer does not, or not in time: it may later
 FOUND = 4  # a check that was asked for found trouble
-INTERRUPTED = 130  # by Ctrl-C or SIGTERM, before it was done; as a shell says it
+INTERRUPTED = 130  # ended by Ctrl-C or SIGTERM before it was done; the code that a shell reports
 
 _CODES: tuple[tuple[type[DiptychError], int], ...] = (
     (ConfigError, GIVEN),

@@ -17,8 +17,8 @@ def loading() -> Generator[None]:
     try:
         yield
     finally:
-        gc.collect()  # what is garbage now would stay too
+        gc.collect()  # objects that are garbage now would be frozen too
         gc.freeze()
-        atexit.register(gc.unfreeze)  # extension modules call what is left at the very end a leak
+        atexit.register(gc.unfreeze)  # extension modules report remaining objects at exit as a leak
         if was_enabled:
             gc.enable()

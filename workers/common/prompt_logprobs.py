@@ -71,7 +71,7 @@ class PromptLogprobs:
         num, num_tops = len(message.logprobs), len(message.top_token_ids)
         is_whole = 0 < num == len(message.ranks) and num_tops == len(message.top_logprobs) and num_tops % num == 0
         if not (is_whole and num <= MAX_POSITIONS and num_tops <= num * MAX_LOGPROBS and message.first > 0):
-            raise InternalError(f"a message has prompt log-probabilities that do not fit together, of {num} tokens")
+            raise InternalError(f"a message has inconsistent prompt log-probabilities of {num} tokens")
         top_ids = np.array(message.top_token_ids, dtype=np.int64)
         if num_tops and top_ids.max() >= vocab_size:
             raise InternalError(f"a message has token {top_ids.max()}, outside the vocabulary of {vocab_size}")

@@ -41,7 +41,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely
-    prompt_logprobs: int | None = None  # likewise, of each token of the prompt but the first
+    prompt_logprobs: int | None = None  # the same for each token of the prompt except the first
 
     def __post_init__(self) -> None:
         if not isinstance(self.logit_bias, LogitBias):
@@ -108,8 +108,8 @@ class Request:
     sampling: SamplingParams
     timeout_s: float
     cache_salt: bytes = b""  # prefix-cache namespace: other salts never share blocks
-    group: str = ""  # requests of one prompt that came together, and go to the same workers; "": alone
-    num_alone: int = 0  # tokens that it makes in steps of its own, because steps failed with it before
+    group: str = ""  # requests of one prompt that arrived together go to the same workers; "": no group
+    num_alone: int = 0  # tokens that it generates in separate steps, because earlier steps with it failed
     first_prompt_logprob: int = 1  # position in the prompt, of the first that is wanted where any are
     level: RequestLevel = USUAL_LEVEL
 
@@ -158,7 +158,7 @@ def check_prompt_length(num_tokens: int, max_context_tokens: int) -> None:
     if num_tokens >= max_context_tokens:
         raise context_exceeded(
             max_context_tokens,
-            f"the prompt has {num_tokens} tokens and at least one must be left for the answer",
+            f"the prompt has {num_tokens} tokens, and at least one token must be left for the answer",
             "Please reduce the length of the prompt",
         )
 

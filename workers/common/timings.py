@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ...proto import worker_pb2
 from .errors import InternalError
 
-MAX_READS = 16  # that a sink tells its source of
+MAX_READS = 16  # that a sink reports to its source
 MAX_NAME_CHARS = 64  # of a transport or an incarnation that a peer names
 
 
@@ -73,7 +73,7 @@ class SequenceTimings:
 def check_duration(seconds: float) -> float:
     """Return `seconds`. Raises InternalError unless it is finite and not negative."""
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise InternalError(f"a worker tells of {seconds} s: a duration is finite and not negative")
+        raise InternalError(f"a worker reports a duration of {seconds} s: it must be finite and not negative")
     return seconds
 
 
@@ -178,8 +178,8 @@ class PullClock:
 
     def __init__(self, traffic: TransferCounters, clock: Callable[[], float] | None = None) -> None:
         self.num_bytes = 0
-        self.reads: deque[tuple[int, float]] = deque(maxlen=MAX_READS)  # (bytes, seconds) of one, the latest
-        self._together: list[int] = []  # bytes of the reads since one was last alone
+        self.reads: deque[tuple[int, float]] = deque(maxlen=MAX_READS)  # (bytes, seconds) of the latest read
+        self._together: list[int] = []  # bytes of the reads since a read last ran alone
         self._traffic = traffic
         self._clock = clock or time.monotonic
         self._reading = _Busy()

@@ -21,7 +21,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that is gone without a FIN (power, SIGSTOP, a cut cable) is noticed by these pings.
+    # These pings detect a peer that is lost without a FIN (power, SIGSTOP, a broken cable).
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

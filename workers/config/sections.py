@@ -140,5 +140,8 @@ class HandoffConfig:
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.wire_dtype is not None and self.transports != "auto" and "grpc" not in self.transports:
-            raise SettingError("wire_dtype", f"{self.wire_dtype} needs the transport grpc, which alone can narrow KV")
+            raise SettingError(
+                "wire_dtype",
+                f"{self.wire_dtype} needs the transport grpc, the only one that can convert KV: add it to transports",
+            )
         return self

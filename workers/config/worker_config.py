@@ -81,10 +81,10 @@ class WorkerConfig:
         if size > 1 and (ranks > 1 or self.model.look_ahead or self.model.device != "cpu"):
             raise SettingError(
                 "data_parallel",
-                f"({size}) works on cpu alone for now, without tensor_parallel and look_ahead: leave one of them out",
+                f"({size}) works only on cpu for now, without tensor_parallel and look_ahead: leave one of them out",
             )
         if self.model.look_ahead and ranks > 1:
-            raise SettingError("look_ahead", "works with one rank alone: leave it out, or set tensor_parallel to 1")
+            raise SettingError("look_ahead", "works only with one rank: leave it out, or set tensor_parallel to 1")
         if self.auth_token is None and self.host not in LOOPBACK_HOSTS:
             text = "needs an auth_token (DIPTYCH_AUTH_TOKEN, or --auth-token-file): without one, listen on 127.0.0.1"
             raise SettingError("host", f"{self.host} {text}")
@@ -175,7 +175,7 @@ def _make(kind: Callable[..., T], given: Mapping[str, Any], problems: list[str])
     try:
         return kind(**given)
     except ValidationError as e:
-        said: dict[object, str] = {}  # by setting: a union reports an error for each of its arms, the first says enough
+        said: dict[object, str] = {}  # by setting: a union reports an error for each member, and the first is enough
         for problem in e.errors(include_url=False):
             said.setdefault(problem["loc"][:1], _explain(problem))
         problems += said.values()

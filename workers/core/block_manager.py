@@ -35,7 +35,7 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._leased: Counter[int] = Counter()
         self._quarantined: set[int] = set()
-        self._resting: deque[dict[int, None]] = deque()  # by step under way: what was released since it was launched
+        self._resting: deque[dict[int, None]] = deque()  # by running step: blocks released since it was launched
         self.on_evict: Callable[[int], None] = lambda _: None
 
     @property
@@ -173,7 +173,7 @@ class BlockManager:
         """Evict the `num` blocks that were cached longest ago."""
         if num > len(self._evictable):
             raise OutOfBlocks(
-                f"{num_needed} KV blocks are needed and {self.num_free} of {self.num_blocks} are free: "
+                f"{num_needed} KV blocks are needed, but {self.num_free} of {self.num_blocks} are free: "
                 "send fewer requests at once, or give the worker more KV memory (kv_memory_bytes)"
             )
         self._num_cached -= num

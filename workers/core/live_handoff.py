@@ -39,13 +39,13 @@ class SinkLag:
     """Distance of a sink behind its source, as the sink reports it."""
 
     def __init__(self) -> None:
-        self._num_unread: int | None = None  # blocks, when it last said so
+        self._num_unread: int | None = None  # blocks, at its last report
 
     def must_stop(self, segments: Sequence[Segment], num_read: int) -> bool:
         """Return whether the source stops now. `num_read`: of the segments that are announced, the first that the sink
         has read."""
         if not segments:
-            return True  # there is no more than the last block, which is announced then
+            return True  # only the last block is left, which is announced then
         if not 0 < num_read <= len(segments):
             return False
         before = self._num_unread

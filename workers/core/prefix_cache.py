@@ -42,7 +42,7 @@ class PrefixCache:
         self.block_size = block_size
         self.enabled = enabled
         self._manager = manager
-        # A node is its block's id: no object for each, because what the garbage collector visits makes steps late.
+        # A node is its block's id, without an object for each, because the garbage collector's time delays steps.
         self._blocks: dict[bytes, int] = {}
         self._name_of = [NO_NAME] * manager.num_blocks
         self._parent = [ROOT] * manager.num_blocks  # of a block in the tree: its parent's block

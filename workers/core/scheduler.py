@@ -202,7 +202,7 @@ class Scheduler:
         for i, entry in enumerate(under_way.entries):
             sequence = entry.sequence
             if sequence not in running:
-                continue  # it ended meanwhile
+                continue  # it has ended since then
             if not sequence.input_from_previous or sequence.handoff_id is not None or sequence.provisional is not None:
                 return None
             is_decode = i < under_way.num_decodes
@@ -215,7 +215,7 @@ class Scheduler:
                 previous_entries.append(i)
                 if num_tokens > len(sequence.block_table) * block_size:
                     growing.append(sequence)
-        is_whole = num_left == len(running)  # nobody else has something to compute
+        is_whole = num_left == len(running)  # no other sequence has work
         if not entries or not is_whole or self._may_admit(len(running) - len(entries)):
             return None
         if len(growing) > self._manager.num_free:
@@ -314,7 +314,7 @@ class Scheduler:
     def _take_blocks(self, sequence: Sequence, cached: list[int], copies: list[tuple[int, int]]) -> bool:
         """Allocate blocks for all its tokens; False: there are too few."""
         block_size, manager = self._cache.block_size, self._manager
-        # Sharing first keeps the allocation from evicting what was just found.
+        # Share the blocks before the allocation, which could otherwise evict them.
         manager.share(cached)
         num_needed = blocks_for(sequence.num_tokens, block_size) - len(cached)
         if num_needed > manager.num_free:

@@ -8,8 +8,8 @@ from pydantic.dataclasses import dataclass
 from ..common.role import Role, budget_of, role_of
 from ..common.settings import STRICT, Scope
 
-TPOT_S = 0.04  # that steps aim at where prompts are computed beside decodes; docs/performance.md has what others give
-LEAST_PREFILL_TOKENS = 16  # a step, though decodes alone take longer than the target: prompts must end
+TPOT_S = 0.04  # target of steps that compute prompts beside decodes; docs/performance.md has figures of other values
+LEAST_PREFILL_TOKENS = 16  # per step, even if decodes alone take longer than the target: prompts must progress
 STEP_TOKENS = 2048  # budget of a step where neither settings nor a device give one
 
 

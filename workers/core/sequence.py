@@ -42,15 +42,15 @@ class Sequence:
     deadline: float  # on the worker's monotonic clock, seconds
     arrival: int  # admission order; smaller is older
     due: float = 0.0  # when its first token should be there, less what that takes; same clock
-    end: int = NEVER  # it ends when it has so many tokens
-    min_end: int = 0  # ... and, once it has so many, with one of these:
+    end: int = NEVER  # the sequence ends when it has this many tokens
+    min_end: int = 0  # ... and, once it has this many, with one of these:
     stop_ids: frozenset[int] = frozenset()
     # A step of it may be launched before its last token is known: Runner.takes_input_from_previous.
     input_from_previous: bool = False
     handoff_id: str | None = None  # the source side of a hand-off
-    is_held: bool = False  # it has made what was offered, or what it may make provisionally: it waits for its peer
+    is_held: bool = False  # it has generated all tokens that it may before its peer answers, and waits
     provisional: "Provisional | None" = None  # a sink, until the release is answered
-    num_alone: int = 0  # tokens that it makes yet in steps of its own: see suspects.py
+    num_alone: int = 0  # tokens that it still generates in separate steps: see suspects.py
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # of those, found in the prefix cache (or at a sibling) at first admission
@@ -120,7 +120,7 @@ class Batch:
     """The sequences of one step. Every block table already covers the new tokens."""
 
     entries: SequenceOf[ScheduledSequence]
-    num_decodes: int = 0  # so many entries decode, one token each: they come first
+    num_decodes: int = 0  # number of entries that decode, one token each: they come first
     copies: SequenceOf[tuple[int, int]] = ()  # (from, to) blocks, to be copied before anything is computed
     # Not empty: launched while the previous batch is under way. The input of entry i is the token that entry
     # previous_entries[i] of the previous batch yields; `num_computed` and `token_ids` are as before that batch.

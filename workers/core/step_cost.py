@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 MEMORY_STEPS = 200  # a step that long ago counts 1/e
 NUM_ROUNDS = 2  # of descent, a step
-NUM_NEEDED = 8  # steps, before anything is said
+NUM_NEEDED = 8  # steps before the first prediction
 NUM_NEEDED_WITH_PREFILL = 2  # of those
-FORGOTTEN = 1e-200  # a faded sum this small says nothing any more: the weight stays
-TARGET_DECODE_STEPS = 3.0  # where decodes alone take long: prompts have two thirds of the time, or more, see target_s
+FORGOTTEN = 1e-200  # a decayed sum this small is no evidence: the weight stays
+TARGET_DECODE_STEPS = 3.0  # if decodes alone take long: prompts have at least two thirds of the time, see target_s
 WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
 ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
-OUTLIER = 4.0  # a step counts as having taken so many times what was expected, at most
+OUTLIER = 4.0  # a step counts as at most this many times its predicted time
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from .sequence import Sequence
 
-OUTPUT_WEIGHT = 2  # what a token made counts, in tokens prefilled (the same paper's choice)
+OUTPUT_WEIGHT = 2  # cost of a generated token, in prefilled tokens (the same paper's choice)
 
 _Entry = tuple[float, int, Sequence]
 
@@ -27,7 +27,7 @@ class _Tenant:
     number: int
     served: float  # tokens
     num_present: int = 0  # its sequences here, waiting or running
-    queue: list[_Entry] = field(default_factory=list[_Entry])  # a heap; those that left meanwhile are skipped
+    queue: list[_Entry] = field(default_factory=list[_Entry])  # a heap; entries of requests that have left are skipped
 
 
 class WaitingQueue:
@@ -40,7 +40,7 @@ class WaitingQueue:
         self._tenants: dict[bytes, _Tenant] = {}
         self._next_tenants: list[tuple[float, int, _Tenant]] = []  # a heap; only entries with today's `served` count
         self._num_tenants = 0
-        self._floor = 0.0  # what the tenant that came last had been served
+        self._floor = 0.0  # service that the tenant that came last had received
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._preempted)

@@ -103,19 +103,17 @@ def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
     """GPU of a rank: rank 0 has the one that torch calls `name`, each further rank the next; None: the CPU.
     Raises ConfigError, also where torch does not see as many as `num_ranks` need."""
     if name == FAKE:
-        return FakeDevice(is_late=rank == 0)  # nobody waits for what others compute
+        return FakeDevice(is_late=rank == 0)  # no other process waits for these allocations
     try:
         device = torch.device(name)
     except RuntimeError as e:
-        raise ConfigError(f"device {name!r} is not one that torch knows: use cpu or cuda") from e
+        raise ConfigError(f"torch does not know the device {name!r}: use cpu or cuda") from e
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported: use cpu or cuda")
     if device.type == "cpu":
         return None
     if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {name!r} is asked for and torch sees no GPU: use cpu, or install a GPU build of torch"
-        )
+        raise ConfigError(f"device {name!r} is set, but torch finds no GPU: use cpu, or install a GPU build of torch")
     check_num_gpus(name, num_ranks)
     if rank:
         device = torch.device("cuda", (device.index or 0) + rank)
@@ -127,11 +125,11 @@ def gpu_named(name: str, rank: int = 0, num_ranks: int = 1) -> Device | None:
 def check_num_gpus(name: str, num_ranks: int) -> None:
     """Raise ConfigError where ranks would have no GPU, see gpu_named. name: of a GPU."""
     first, num = torch.device(name).index or 0, torch.cuda.device_count()
-    more = "let more be seen (CUDA_VISIBLE_DEVICES; num_gpus of the pool)"
+    more = "make more visible (CUDA_VISIBLE_DEVICES; num_gpus of the pool)"
     if first >= num:
-        raise ConfigError(f"device {name!r} is asked for and torch sees {num} GPUs: name one of those, or {more}")
+        raise ConfigError(f"device {name!r} is set, but torch finds {num}: use one of those, or {more}")
     if first + num_ranks > num:
         raise ConfigError(
-            f"tensor_parallel={num_ranks} needs a GPU for each rank from {name} on, and torch sees {num}: lower it, or "
+            f"tensor_parallel={num_ranks} needs one GPU per rank from {name} on, but torch finds {num}: lower it, or "
             f"{more}"
         )

@@ -15,7 +15,7 @@ from ..common.errors import TransportError
 from ..kv.device_kv import HANDLE_BYTES, UUID_BYTES, CopyRows, CudaDriver
 from .device import Device
 
-LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 _INT, _POINTER, _BYTES, _U32 = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
 _ADDRESS = ctypes.c_uint64  # CUdeviceptr
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .device_group import DeviceGroup
 
-Work = Callable[[], object]  # only enqueues what a device does: it neither waits for it nor reads its results
+Work = Callable[[], object]  # only enqueues a device's work, without waiting for it or reading its results
 
 
 class Event(Protocol):

@@ -8,7 +8,7 @@ import torch
 from ..common.errors import ConfigError, DeviceLost, OutOfDeviceMemory, RankLost, TransportError
 
 _TOLD_AS = ("CUDA error", "Triton Error [CUDA]")  # by torch's libraries, and by Triton's launches
-_FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # where those say no more than that
+_FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # texts of such errors that mean too little memory
 
 
 def is_full(error: Exception) -> bool:

@@ -23,11 +23,11 @@ from ...kernels.common.lang import launched
 from ..common.errors import ConfigError, PeerLost
 from ..parallel.groups import STALL, GlooGroup, Group
 
-SETTINGS = {  # of NCCL and of torch's threads beside it, where nobody has set them
-    "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine, and nobody else is to reach them
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it asks the rendezvous file for ever, which is gone
+SETTINGS = {  # of NCCL and of torch's threads, unless they are set in the environment
+    "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine, and no other machine may reach them
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would wait for ever for the rendezvous file, which is deleted
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
-    # Of a rank that is lost rank_processes.py hears, and ends the worker by name; torch would abort this process.
+    # rank_processes.py detects a lost rank and ends the worker with a named error; torch would abort this process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -61,7 +61,7 @@ class NcclGroup:
         """Waits until all ranks are here. rendezvous: see GlooGroup.join. Raises PeerLost, or ConfigError where torch
         has no NCCL."""
         if not distributed.is_nccl_available():
-            raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need: install one that has it")
+            raise ConfigError("this build of torch has no NCCL, which ranks on GPUs need: install a build with NCCL")
         torch_nccl: Any = distributed.ProcessGroupNCCL
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -74,7 +74,7 @@ class NcclGroup:
             group.meet()  # its communicator is made by its first call, which no graph can hold
             torch.cuda.synchronize(device)
         except RuntimeError as e:
-            raise PeerLost(f"rank {rank} of {size} could not join the others by NCCL: {e}") from e
+            raise PeerLost(f"rank {rank} of {size} could not connect to the others with NCCL: {e}") from e
         return group
 
     def all_reduce(self, part: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class NcclGroup:
         self.all_reduce(self._mark)
 
     def abandon(self) -> None:
-        # It returns once no graph holds a call of ours, and whoever waits for our calls is let go at once.
+        # It returns once no graph contains a call of this group, and threads that wait for such calls are released.
         threading.Thread(target=self._abort, name="diptych-nccl-abort", daemon=True).start()
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class FakeLane:
         with self._device.lock:
             while self._queue if event is None else not event.has_happened:
                 if self._is_running:
-                    raise RuntimeError(f"lane {self.name} waits for itself, by way of others")
+                    raise RuntimeError(f"lane {self.name} waits for itself through other lanes")
                 item = self._queue.popleft()
                 if isinstance(item, FakeEvent):
                     item.has_happened = True
@@ -150,7 +150,7 @@ class _Step:
     call: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    results: list[Tensor]  # new tensors alone
+    results: list[Tensor]  # only new tensors
 
     def repeat(self) -> None:
         found = self.call(*self.args, **self.kwargs)
@@ -162,7 +162,7 @@ class _Step:
 def _tensors(result: Any) -> list[Tensor]:
     leaves = tree_leaves(result)
     if not all(isinstance(leaf, Tensor | None) for leaf in leaves):
-        raise CaptureError(f"a launch gives more than tensors: {result!r}")
+        raise CaptureError(f"a launch returns more than tensors: {result!r}")
     return [leaf for leaf in leaves if leaf is not None]
 
 
@@ -172,7 +172,7 @@ _WAITS = {  # for the device, to know a number or a size
     _ATEN.nonzero.default,
     _ATEN.nonzero_numpy.default,
     _ATEN.argwhere.default,
-    _ATEN.where.default,  # of a condition alone
+    _ATEN.where.default,  # only of a condition
     _ATEN.masked_select.default,
     _ATEN.is_nonzero.default,
     _ATEN.equal.default,

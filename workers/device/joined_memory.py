@@ -30,7 +30,7 @@ class Joining:
     """Connection of a rank to the joint memory."""
 
     memory: VirtualMemory
-    links: Sequence[socket.socket]  # of rank 0: to each other rank, in their order; of another: to rank 0 alone
+    links: Sequence[socket.socket]  # rank 0: to each other rank, in order; other ranks: only to rank 0
 
     def pool(self, rank: int, num_bytes: int) -> Tensor:
         """num_bytes: of each rank, a multiple of the memory's granularity. Returns zeros, uint8: [ranks, num_bytes] at
@@ -100,13 +100,13 @@ def receive_piece(link: socket.socket, rank: int, num_bytes: int) -> int:
     try:
         message, descriptors, _, _ = socket.recv_fds(link, _MESSAGE.size, _MOST_DESCRIPTORS)
     except OSError as e:
-        raise RankLost(f"the KV memory of rank {rank} did not come: {e}") from e
+        raise RankLost(f"the KV memory of rank {rank} did not arrive: {e}") from e
     if message == _MESSAGE.pack(rank, num_bytes) and len(descriptors) == 1:
         return descriptors[0]
     for descriptor in descriptors:
         os.close(descriptor)
     if not message:
-        raise RankLost(f"rank {rank} ended before it had its KV memory")
+        raise RankLost(f"rank {rank} ended before it allocated its KV memory")
     raise RankLost(
         f"rank {rank} sent {len(descriptors)} descriptors and {message.hex()} for its {num_bytes:,} bytes of KV: "
         "all ranks must run one version of Diptych"
@@ -118,4 +118,4 @@ def _needing(what: str, remedy: str) -> Generator[None]:
     try:
         yield
     except TransportError as e:
-        raise ConfigError(f"the GPU cannot have {what} ({e}): {remedy}") from e
+        raise ConfigError(f"the GPU cannot allocate {what} ({e}): {remedy}") from e

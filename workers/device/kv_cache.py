@@ -73,7 +73,7 @@ class KVCache:
             self._on_gpu = None
             if gpu is not None and rank == 0:
                 self._on_gpu = DevicePool(gpu, layout, self._pool.view(-1), self._layer_groups, driver_of(gpu))
-        # A team of its own: blocks may be copied while another one computes.
+        # A separate team: blocks may be copied while another team computes.
         self._team = Team(library, 1) if library is not None else None
 
     @property

@@ -27,7 +27,7 @@ from .device_errors import of_copy
 from .kv_convert import Placing, place_of, write_part
 
 READ_BYTES = 4 << 20  # copied off the device at once
-NUM_BUFFERS = 2  # of so many bytes each
+NUM_BUFFERS = 2  # of this many bytes each
 
 
 class DevicePool:
@@ -124,7 +124,7 @@ class _SharedLane:
             try:
                 self._lane.run(work)
             except BaseException:
-                self._lane.record().wait()  # what it had queued before may land until then
+                self._lane.record().wait()  # copies that were queued before it may still write until then
                 raise
             event = self._lane.record()
         event.wait()

@@ -28,7 +28,7 @@ NUM_BUFFERS = 3
 @dataclass(slots=True)
 class _Buffer:
     memory: Tensor  # [bytes] uint8, pinned
-    is_free: Event | None = None  # when what is under way out of it has left it
+    is_free: Event | None = None  # when all copies out of it are done
 
 
 class Upload:
@@ -41,10 +41,10 @@ class Upload:
         self._lane = device.lane("upload")
         self._buffers = [_Buffer(device.pinned((buffer_bytes,), torch.uint8)) for _ in range(num_buffers)]
         self._next = 0
-        self._arrived: Tensor | None = None  # [bytes] uint8 on the device: what is to be converted there
+        self._arrived: Tensor | None = None  # [bytes] uint8 on the device: input of conversions there
 
     def __enter__(self) -> "Upload":
-        self._device.synchronize()  # nothing that is under way has a part in memory that targets are given
+        self._device.synchronize()  # no pending operation uses memory that targets are given
         return self
 
     def __exit__(self, *_: object) -> None:

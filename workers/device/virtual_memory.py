@@ -158,7 +158,7 @@ class Mapped:
     def __del__(self) -> None:
         try:
             self._memory.unmap(self)
-        except TransportError as e:  # CUDA is over with the process, or has failed: what it had goes with it
+        except TransportError as e:  # CUDA has ended with the process, or has failed: its memory is released with it
             log.debug("device memory was not unmapped: %s", e)
 
 
@@ -170,5 +170,5 @@ def virtual_memory_of(device: Device) -> VirtualMemory | None:
         return VirtualMemory(device.torch_device.index)
     except TransportError as e:
         raise ConfigError(
-            f"ranks on GPUs join their memory, which this machine cannot ({e}): use tensor_parallel 1"
+            f"ranks on GPUs need shared GPU memory, which this machine does not support ({e}): use tensor_parallel 1"
         ) from e

@@ -20,7 +20,7 @@ class TokenEvent:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     num_cached: int | None = None  # with the first token of a sequence on this worker
-    timings: SequenceTimings | None = None  # likewise, and a sink's
+    timings: SequenceTimings | None = None  # the same for a sink
 
 
 @dataclass(frozen=True, slots=True)

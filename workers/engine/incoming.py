@@ -30,7 +30,7 @@ class _Incoming:
     num_reserved: int = 0  # tokens
     num_held: int = 0  # leading blocks of its table that came from the prefix cache
     names: list[bytes] = field(default_factory=list[bytes])  # of the full blocks that it brings
-    gone: DiptychError | None = None  # the request ended while its KV was on the way
+    gone: DiptychError | None = None  # the request ended while its KV was being transferred
 
 
 Grant = Callable[[Reservation | DiptychError], object]
@@ -121,7 +121,7 @@ class IncomingHandoffs:
             return
         sequence = incoming.sequence
         num_missing = max(blocks_for(seal.num_computed + 1, self._cache.block_size) - len(sequence.block_table), 0)
-        may_begin = sequence.handoff_id is None and num_missing <= self._manager.num_free  # it is announced to nobody
+        may_begin = sequence.handoff_id is None and num_missing <= self._manager.num_free  # and is not handed on
         if may_begin and self._take_all(incoming, seal):
             sequence.block_table += self._manager.allocate(num_missing)
             sequence.provisional = Provisional()
@@ -133,7 +133,7 @@ class IncomingHandoffs:
         differs."""
         incoming = self._incoming.get(key)
         if incoming is None or incoming.gone is not None:
-            raise RequestAborted("the request ended while its KV was on the way")
+            raise RequestAborted("the request ended while its KV was being transferred")
         sequence = incoming.sequence
         if incoming.is_prefix:
             self._take_prefix(incoming, seal)
@@ -146,7 +146,7 @@ class IncomingHandoffs:
         self._arrived(key, incoming)
         if sequence.provisional is None:
             self._scheduler.add_running(sequence)
-        else:  # a step has used its table: another list says that its blocks may be others (see batch_tables.py)
+        else:  # a step has used its table: a new list marks changed blocks (see batch_tables.py)
             sequence.block_table = [*sequence.block_table]
         self._cache.insert(sequence, 0)
         self.num_received += not incoming.is_prefix

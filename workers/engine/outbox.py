@@ -47,7 +47,7 @@ class Outbox:
         if now >= self._load_due or not ran:
             self._load_due = now + LOAD_INTERVAL_S
             output.load = self._load.report()
-            # A busy worker fills a block every step or so: told each time, they would double the messages of a step.
+            # A busy worker fills a block in almost every step: separate reports would double the messages of a step.
             output.stored, output.removed = self._cache.take_events()
         self._step += 1
         self.prompt_logprobs = PromptLogprobsEvents()

@@ -46,7 +46,7 @@ ID_IN_USE = "the hand-off id is in use: ids are single-use"
 class _OutgoingHandoff:
     handoff_id: str
     sequence: Sequence | None  # None: a prefix
-    max_computed: int | None = None  # of a running sequence: with so many tokens computed it waits for its sink
+    max_computed: int | None = None  # of a running sequence: with this many computed tokens it waits for its sink
     leased: list[int] = field(default_factory=list[int])  # by position in the table
     replaced: dict[int, int] = field(default_factory=dict[int, int])  # position -> the cache's equal block, leased too
     is_sealed: bool = False
@@ -86,7 +86,7 @@ class OutgoingHandoffs:
         self._cost = SegmentCost(layout.num_layers)
         self._num_prefilled = 0  # tokens of the running step, where it fills blocks of a prompt that is offered
         self._began = 0.0
-        self.events: list[HandoffEvent] = []  # not told yet
+        self.events: list[HandoffEvent] = []  # not reported yet
         self.num_sent = 0  # sequences
         self.num_migrated_out = 0
 
@@ -130,7 +130,7 @@ class OutgoingHandoffs:
                 raise HandoffError(ID_IN_USE)
             blocks = self._cache.find(block_hashes(known, block_size, cache_salt))
             if not blocks:
-                raise HandoffError("the prefix is not cached here (any more)")
+                raise HandoffError("the prefix is not, or no longer, in this worker's cache")
         except DiptychError as error:
             self.events.append(HandoffRefused(handoff_id, error))
             return

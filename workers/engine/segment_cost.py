@@ -26,8 +26,8 @@ FADE_STEPS = 0.8  # of steps, and of announcements: about 5 count
 MIN_READ_S, MAX_READ_S = 1e-7, 3600.0
 MAX_READ_BYTES = 1 << 40
 MIN_SPREAD = 0.05  # of the sizes, as (standard deviation / mean)^2: below, they are one size
-MIN_COST_S = 20e-6  # of one more segment: a wake-up on either side
-NUM_TRIED = 2  # groups, while all reads had one size
+MIN_COST_S = 20e-6  # cost of one more segment: a wake-up on either side
+NUM_TRIED = 2  # groups, while all measured reads had one size
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class StepPipeline:
         finally:
             self._manager.end_step()
         self._computing = None
-        # A step's time is its own: what the one before it took is not in it.
+        # A step's own time, without the time of the step before it.
         began, self._last_end = max(step.began, self._last_end), self._clock()
         self._scheduler.measured(step.batch, self._last_end - began)
         if self.log is not None:
@@ -135,7 +135,7 @@ class StepPipeline:
         self, entries: Iterable[ScheduledSequence], batch: Batch, here: Mapping[str, Sequence]
     ) -> list[Sequence]:
         """Sequences of `entries` that are here, and those with a block that was to be copied for the batch."""
-        targets = {target for _, target in batch.copies}  # nobody knows what is there
+        targets = {target for _, target in batch.copies}  # its content is unknown
         ended = {e.sequence: None for e in entries}
         ended |= {s: None for s in self._scheduler.sequences() if not targets.isdisjoint(s.block_table)}
         return [s for s in ended if here.get(s.key) is s]

@@ -43,7 +43,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_stopping = False
         self._has_ended = False  # nothing runs commands any more
-        self._calls: set[Future[Any]] = set()  # that somebody waits for
+        self._calls: set[Future[Any]] = set()  # that another thread waits for
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
 
     def start(self) -> None:
@@ -156,14 +156,14 @@ class EngineThread:
                 log.error(
                     "the step that failed ends %s here; routers try them once more", ", ".join(ended) or "nothing"
                 )
-                idle = False  # the next step tells them
+                idle = False  # the next step reports them
                 continue
             if output:
                 self._listener(output)
             idle = not output.ran
             if idle:  # about once in IDLE_WAIT_S, and whenever a command comes
                 self._engine.steps.check_runner()
-        self._run_commands(wait=False)  # somebody may wait for their end
+        self._run_commands(wait=False)  # other threads may wait for their end
 
     def _run_commands(self, *, wait: bool) -> None:
         try:

@@ -44,7 +44,7 @@ def follow(settings: RankSettings, life_line: int) -> None:
     os.write(life_line, READY)
     link = socket.socket(fileno=settings.link_fd)
     if link.recv(len(GO)) != GO:
-        raise RankLost("the worker of this rank is gone")
+        raise RankLost("the worker of this rank has ended")
     member = RankMember(settings, link, loader.gpu)
     layout = layout_of(
         spec,
@@ -69,11 +69,11 @@ def main(argv: list[str]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     settings = RankSettings(**json.loads(argv[1]))
     life_line = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL, for one, writes what it logs to standard output
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # NCCL, for example, logs to standard output
     try:
         end_with_parent()
         if os.getppid() != settings.parent_pid:
-            raise RankLost("the worker of this rank is gone")
+            raise RankLost("the worker of this rank has ended")
         with torch.inference_mode():
             follow(settings, life_line)
     except DiptychError as e:

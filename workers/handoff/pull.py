@@ -35,7 +35,7 @@ from .segment_receiver import DEFAULT_PULL_SETTINGS, PullSettings, SegmentReceiv
 from .sink_machine import SinkHandoff
 from .types import Abandon, Begin, Commit, Fail, Offer, Release, Renew, Reserve, Seal, Settle, SinkAction
 
-WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may hear of it later
+WAIT_FOR_OFFER_S = 5.0  # the router asks both workers at once; the source may receive it later
 ANSWER_S = 5.0  # beyond that, until the source has answered the subscription
 CALL_TIMEOUT_S = 10.0  # of renewals and releases; the machine gives up sooner where the lease is short
 ABANDON_TIMEOUT_S = 1.0
@@ -88,14 +88,14 @@ class Pull:
             open_by=self._started + self._wait_s + ANSWER_S,
         )
         self.done: asyncio.Future[PullResult] = self._loop.create_future()
-        self.done.add_done_callback(lambda f: f.exception())  # no loss when nobody asks any more
+        self.done.add_done_callback(lambda f: f.exception())  # not a loss if no result is needed any more
         self._workers: set[asyncio.Task[None]] = set()  # stop when the machine has ended
         self._cleaners: set[asyncio.Task[None]] = set()  # begin then
         self._finished = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._connecting: asyncio.Task[tuple[str, SegmentReceiver]] | None = None
         self._read_slots = asyncio.Semaphore(MAX_READS)
-        self._opened = kv_pb2.Opened()  # what the source said; nothing is offered before
+        self._opened = kv_pb2.Opened()  # the source's offer; no blocks are offered before it
         self._bridge: Bridge | None = None  # from then on
         self._clock = PullClock(job.traffic)
 
@@ -206,20 +206,24 @@ class Pull:
     def _on_opened(self, opened: kv_pb2.Opened) -> None:
         try:
             if opened.source_incarnation != self._job.source.incarnation:
-                raise WorkerLost("the source worker is gone: another process answers at its address")
+                raise WorkerLost("the source worker has ended: another process answers at its address")
             memory = self._context.memory
             most = memory.num_blocks * memory.layout.block_size
             if opened.num_tokens > most:  # before anything is made of it
                 raise HandoffError(
-                    f"the source offers {opened.num_tokens:,} tokens; this worker's whole pool holds {most:,}"
+                    f"the source offers {opened.num_tokens:,} tokens, but this worker's whole pool holds {most:,}"
                 )
             check_lengths(HandoffError, transport=opened.transport, agent_name=opened.nixl.agent_name)
             layout, asked = KVLayout.from_proto(opened.layout), self._context.settings.wire_dtype
             bridge = Bridge(memory, layout, opened.num_pool_blocks, asked)
             if opened.transport not in self._context.transports:
-                raise TransportError(f"the source chose the transport {opened.transport!r}, which we do not have")
+                raise TransportError(
+                    f"the source chose the transport {opened.transport!r}, which this worker does not have"
+                )
             if bridge.wire != layout.dtype and opened.transport != "grpc":
-                raise HandoffError(f"the source sends {bridge.wire} over {opened.transport}: only gRPC can narrow")
+                raise HandoffError(
+                    f"the source offers {bridge.wire} over {opened.transport}, but only gRPC can convert KV"
+                )
         except DiptychError as error:
             self.give_up(error)
             return

@@ -27,7 +27,7 @@ from ..transport.base import KVReader
 class PullSettings:
     """Settings of a worker's pulls."""
 
-    wire_dtype: str = ""  # narrower than in the source's cache, over gRPC; "": as it is
+    wire_dtype: str = ""  # dtype over gRPC with fewer bits than the source's cache; "": unchanged
     verify: bool = False  # compare what arrived with the source's checksums
 
 
@@ -51,7 +51,7 @@ class SegmentReceiver:
         """Read every byte into our pool. Raises TransportError or WorkerLost: from `reader`, or a
         ChecksumMismatch."""
         if self._verify and len(read.segment.checksum) != CHECKSUM_BYTES * len(read.segment.block_ids):
-            raise TransportError("the source announced a segment without the checksums that were asked for")
+            raise TransportError("the source announced a segment without the requested checksums")
         if self._bridge.is_direct(read) and (self._device is None or self._lands_on_device):
             await self._receive_direct(read)
         else:
@@ -102,7 +102,7 @@ class SegmentReceiver:
             self._converting.discard(conversion)
             self._staging.give_back(slice_)
             if not conversion.cancelled():
-                conversion.exception()  # whoever waits raises it; after a failure nobody does
+                conversion.exception()  # a waiter raises it; after a failure there is no waiter
 
         conversion.add_done_callback(end)
         return conversion
@@ -129,5 +129,5 @@ def _compare(segment: Segment, found: bytes) -> None:
             last = segment.first_layer + segment.num_layers - 1
             raise ChecksumMismatch(
                 f"block {block} (position {segment.first_block + i}, layers {segment.first_layer}..{last}) arrived "
-                "with other bytes than the source had: what was pulled is thrown away"
+                "with bytes that differ from the source's: the pulled KV is discarded"
             )

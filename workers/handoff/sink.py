@@ -41,7 +41,7 @@ class _ChannelPool:
 
     def take(self, address: str) -> _SharedChannel:
         shared = self._channels.pop(address, None) or _SharedChannel(address, open_channel(address))
-        self._channels[address] = shared  # the latest used stands last
+        self._channels[address] = shared  # the most recently used is last
         shared.num_users += 1
         return shared
 
@@ -122,7 +122,7 @@ class HandoffSink:
                 self._channels.retire(shared)
             raise
         except asyncio.CancelledError:
-            pull.give_up(RequestAborted("the request ended while its KV was on the way"))
+            pull.give_up(RequestAborted("the request ended while its KV was being transferred"))
             raise
 
     def transfer_stats(self) -> list[worker_pb2.PeerLink]:

@@ -31,7 +31,7 @@ from .types import (
 
 RENEW_AFTER = 1 / 3  # of the lease, since the source's last answer
 ASK_AGAIN_AFTER = 1 / 6  # of the lease, when an answer is late
-SILENT_AFTER = 2 / 3  # of the lease without an answer: the source is gone
+SILENT_AFTER = 2 / 3  # of the lease without an answer: the source counts as lost
 
 
 class SinkHandoff:
@@ -111,7 +111,7 @@ class SinkHandoff:
 
     def renewed(self, held: bool, now: float) -> list[SinkAction]:
         if self.state not in (SinkState.WAITING, SinkState.PULLING):
-            return []  # a renewal that was overtaken by the release says nothing
+            return []  # the answer to a renewal that was sent before the release has no meaning
         if not held:
             return self.failed(LeaseLost("the source no longer holds the blocks for us"), now)
         self._heard(now)
@@ -130,7 +130,7 @@ class SinkHandoff:
         """Note that the source ended its announcements in order: after a release, whose answer may come later."""
         if self.state is SinkState.PULLED:
             return []
-        return self._refuse("it hung up before the end", now)
+        return self._refuse("it closed the stream before the end", now)
 
     # From our own side
 

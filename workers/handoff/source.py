@@ -58,7 +58,7 @@ from .wire_chunks import wire_chunks
 
 MAX_WAIT_S = 30.0  # for an offer that has not come yet
 MAX_ENDED = 4096  # ids remembered after their end: single-use, and a release can be asked again
-MAX_READ_TIMES = 32  # looked at, of one release
+MAX_READ_TIMES = 32  # checked reads of one release
 CHUNK_BYTES = 1 << 18  # larger ones make the two sides wait for each other
 # Of a lease: so long a running sequence waits for its sink when it has made all that was offered. Then it runs on.
 HOLD_FOR_SINK = 1 / 2
@@ -219,7 +219,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
         try:
             while (announcement := await outbox.get()) is not None:
                 if request.checksums and announcement.HasField("segment"):
-                    # The blocks are leased meanwhile; what follows waits its turn.
+                    # The blocks are leased during this; later announcements wait for their turn.
                     announcement.segment.checksum = await asyncio.to_thread(self._checksums, announcement.segment, wire)
                 yield announcement
         finally:
@@ -236,7 +236,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
             await _refuse(context, HandoffError("these blocks are not announced and leased to this sink"))
         async with aclosing(wire_chunks(self._memory, segment, outgoing.wire, CHUNK_BYTES)) as chunks:
             async for chunk in chunks:
-                # Blocks are freed on this loop: what was copied while they were leased is what was announced.
+                # Blocks are freed on this loop, so a copy made while they were leased has the announced content.
                 if not outgoing.machine.is_held_by(request.sink_incarnation):
                     await _refuse(context, HandoffError("the hand-off ended while its blocks were being pulled"))
                 yield kv_pb2.PullChunk(data=chunk)
@@ -283,7 +283,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
                 case Answer():
                     held = action.held
                 case Refuse():
-                    pass  # the caller's to say
+                    pass  # the caller reports it
         return held
 
     def _end(self, outgoing: _DrivenHandoff) -> None:
@@ -327,7 +327,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
     def _check(self, request: kv_pb2.SubscribeRequest, wire: str) -> list[str]:
         """Find the transports that the sink may use, the best first. Raises what makes a hand-off to it impossible."""
         if request.source_incarnation != self._incarnation:
-            raise WorkerLost("the source worker is gone: another process answers at its address")
+            raise WorkerLost("the source worker has ended: another process answers at its address")
         self._layout.check_bridge(KVLayout.from_proto(request.layout))
         return usable_transports(request, self._transports, None if wire == self._layout.dtype else wire)
 
@@ -345,7 +345,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
                     del self._expected[handoff_id]
         outgoing = self._find(handoff_id)
         if outgoing is None:
-            raise UnknownHandoff("the source worker was not asked to hand this sequence off, or ended it long ago")
+            raise UnknownHandoff("the source worker has no such hand-off, or ended it long ago")
         return outgoing
 
     def _opened(self, outgoing: _DrivenHandoff, transports: Sequence[str]) -> kv_pb2.Opened:

@@ -54,7 +54,7 @@ class SourceHandoff:
         self._deadline = now + lease_s
         self._segments: list[Segment] = []
         self._seal: Seal | None = None
-        self._over: DiptychError = LeaseLost("")  # what a sink is told that comes after the end
+        self._over: DiptychError = LeaseLost("")  # answer to a sink that subscribes after the end
         self._lag = SinkLag()
         self._named: dict[int, tuple[int, int]] = {}  # position -> (block id, generation)
         self._layers: dict[int, int] = {}  # position -> mask of the layers announced

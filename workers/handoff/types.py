@@ -58,8 +58,8 @@ class HandoffOpened:
 
     handoff_id: str
     key: str | None  # of the sequence; None: a prefix
-    num_tokens: int  # at most so many tokens' KV will be announced
-    is_live: bool  # the sequence runs on
+    num_tokens: int  # KV of at most this many tokens will be announced
+    is_live: bool  # the sequence continues to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Offer:
     num_blocks: int
     block_size: int
     lease_s: float
-    is_live: bool = False  # the sequence runs on at the source meanwhile
+    is_live: bool = False  # the sequence runs at the source during the hand-off
 
 
 # Actions of the sink

@@ -92,7 +92,7 @@ class Bridge:
         the two layouts side by side, for what cannot be bridged."""
         ours.layout.check_bridge(source)
         if not 0 < num_pool_blocks * source.block_bytes <= LARGEST_POOL:
-            raise LayoutMismatch(f"the source claims a pool of {num_pool_blocks:,} blocks: {source}")
+            raise LayoutMismatch(f"the source reports a pool of {num_pool_blocks:,} blocks: {source}")
         self.source = source
         self.wire = on_the_wire(source.dtype, asked)
         self._ours = ours

@@ -165,7 +165,7 @@ class KVLayout:
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> "KVLayout":
         plain = {f.name: getattr(message, f.name) for f in fields(cls) if f.name != "layer_shapes"}
-        received = message.layer_shapes[: LARGEST["num_layers"] + 1]  # of more, so many are enough to be refused
+        received = message.layer_shapes[: LARGEST["num_layers"] + 1]  # the first ones are enough for an error
         shapes = tuple((shape.num_kv_heads, shape.head_dim) for shape in received)
         layout = cls(**plain, layer_shapes=shapes)
         return replace(layout, packing=layout.packing or ROWS, num_vectors=layout.num_vectors or KEY_AND_VALUE)
@@ -187,7 +187,7 @@ class KVLayout:
             rows = "; ".join(f"{f.name} {self._shown(f.name)} | {peer._shown(f.name)}" for f in fields(self))
             raise LayoutMismatch(
                 f"KV cannot move between these two workers ({'; '.join(faults[:MAX_FAULTS])}): serve one checkpoint "
-                f"with settings that both can read. Here | there: {rows}"
+                f"with settings that both support. Here | there: {rows}"
             )
 
     def _faults(self) -> list[str]:
@@ -239,8 +239,8 @@ class LayerGroup:
     """Neighbouring layers of one shape."""
 
     layers: range
-    start: int  # bytes of the layers before them, in one block of one rank
-    uniform: KVLayout  # the layout if all layers had this shape
+    start: int  # bytes of the earlier layers in one block of one rank
+    uniform: KVLayout  # the layout that would result if all layers had this shape
 
     @property
     def num_bytes(self) -> int:

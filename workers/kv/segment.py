@@ -17,7 +17,7 @@ class Segment:
     generations: tuple[int, ...]
     first_layer: int
     num_layers: int
-    checksum: bytes = b""  # CHECKSUM_BYTES a block, as proto/kv.proto says; empty unless asked for
+    checksum: bytes = b""  # CHECKSUM_BYTES per block (proto/kv.proto); empty unless requested
 
     @property
     def positions(self) -> range:
@@ -63,7 +63,7 @@ class Segment:
         `is_well_formed`."""
         num = max(len(message.block_ids), len(message.generations))
         if num > max_blocks:
-            raise HandoffError(f"a segment of {num:,} blocks where there are {max_blocks:,}")
+            raise HandoffError(f"a segment has {num:,} blocks, but at most {max_blocks:,} are possible")
         return cls(
             message.first_block,
             tuple(message.block_ids),

@@ -14,7 +14,7 @@ from ..common.errors import TransportError
 from ..common.memory import huge_page_mapping
 from .layout import Region
 
-STAGING_BYTES = 64 << 20  # reserved; what is never used costs no memory
+STAGING_BYTES = 64 << 20  # reserved; unused parts cost no memory
 GRAIN_BYTES = 1 << 16
 
 
@@ -55,7 +55,7 @@ class Staging:
         needed = -(-num_bytes // GRAIN_BYTES) * GRAIN_BYTES
         if needed > self.region.num_bytes:
             raise TransportError(
-                f"{num_bytes:,} bytes of one block do not fit the {self.region.num_bytes:,} in which KV is converted: "
+                f"{num_bytes:,} bytes of one block exceed the staging buffer of {self.region.num_bytes:,} bytes: "
                 "lower the source's block_size"
             )
         turn: asyncio.Future[Slice] = asyncio.get_running_loop().create_future()

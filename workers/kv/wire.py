@@ -53,7 +53,7 @@ def narrow(data: Bytes, cache: str, wire: str, head_dim: int) -> bytes:
     if wire == "bfloat16":
         return _to_bfloat16(values).tobytes()
     records = np.empty(len(values), _record(head_dim))
-    with np.errstate(invalid="ignore", over="ignore"):  # slots that nobody wrote may hold anything
+    with np.errstate(invalid="ignore", over="ignore"):  # slots that were never written may hold any bits
         records["scale"] = np.abs(values).max(axis=1) / np.float32(_LARGEST_INT8)
         scales = records["scale"][:, None]
         scaled = np.divide(values, scales, out=np.zeros_like(values), where=scales > 0)
@@ -103,6 +103,6 @@ def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     is_nan = np.isnan(values)
-    if is_nan.any():  # the sum may carry into the sign
+    if is_nan.any():  # the sum may overflow into the sign
         rounded[is_nan] = 0x7FC0
     return rounded

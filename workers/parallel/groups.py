@@ -125,7 +125,7 @@ class GlooGroup:
             store.set_timeout(STALL)  # without its file it would ask for minutes
             return cls(rank, size, torch_gloo(store, rank, size, options))
         except RuntimeError as e:
-            raise PeerLost(f"rank {rank} of {size} could not join the others: {_first_line(e)}") from e
+            raise PeerLost(f"rank {rank} of {size} could not connect to the others: {_first_line(e)}") from e
 
     def all_reduce(self, part: Tensor) -> Tensor:
         # Parts in bfloat16 are added in float32 and rounded once.

@@ -140,7 +140,7 @@ def _listen(group: PeerGroup) -> socket.socket:
         about = group.rendezvous.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
             raise ConfigError(
-                f"the rendezvous {group.rendezvous} is open to other users: name a folder of mode 700, or none"
+                f"the rendezvous {group.rendezvous} is accessible to others: use a folder of mode 700, or a new path"
             )
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -150,7 +150,7 @@ def _listen(group: PeerGroup) -> socket.socket:
             raise
     except OSError as e:
         why = e.strerror or str(e)
-        raise ConfigError(f"workers cannot connect at {path} ({why}): name a folder of this machine") from e
+        raise ConfigError(f"workers cannot connect at {path} ({why}): use a folder on this machine") from e
     return listener
 
 
@@ -163,7 +163,9 @@ def _open(listener: socket.socket, path: Path, size: int) -> None:
         listener.listen(size)
         if (other := _connect(path)) is not None:
             other.close()
-            raise ConfigError(f"a worker of the same data_rank is at {path}: give each another one")
+            raise ConfigError(
+                f"another worker with the same data_rank uses {path}: give each worker a different data_rank"
+            )
         path.unlink(missing_ok=True)
         path.hardlink_to(own)
     finally:
@@ -191,7 +193,7 @@ def _new_peers(
     if not group.rank < rank < group.size or rank in known:
         peer.close()
         raise ConfigError(
-            f"a worker with data_rank {rank} connected at {group.rendezvous}, which expects no such rank: {group}"
+            f"a worker with data_rank {rank} connected at {group.rendezvous}, which has no such rank: {group}"
         )
     yield rank, peer
 
@@ -207,7 +209,7 @@ def _agree(group: PeerGroup, terms: str, rank: int, other: socket.socket) -> Non
     theirs = f"{said[HEAD.size :].decode(errors='replace')}, {size} workers"
     if theirs != f"{terms}, {group.size} workers":
         raise ConfigError(
-            f"worker {rank} has other experts to share ({theirs}) than worker {group.rank} ({terms}, {group.size} "
+            f"worker {rank} shares other experts ({theirs}) than worker {group.rank} ({terms}, {group.size} "
             "workers): start all with the same settings"
         )
 

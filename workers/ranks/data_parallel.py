@@ -29,8 +29,8 @@ from ..core.step_executor import Compute
 from ..parallel.groups import GlooGroup
 from ..parallel.rendezvous import PeerSockets, gloo_file, remove_if_empty
 
-LOADED = 0  # what is rung before the first step
-END_S = 1.0  # between what a step misses of another worker and that worker's end
+LOADED = 0  # the step number announced before the first step
+END_S = 1.0  # between a failed exchange with another worker and the detection of its end
 
 log = logging.getLogger("diptych.worker")
 
@@ -90,7 +90,7 @@ class DataParallelLoop:
     ) -> None:
         self._peer_sockets, self._peer, self._on_loss, self._cores = peer_sockets, peer, on_loss, cores
         self._computing: _Batch | None = None  # the thread's own
-        self._lock = threading.Lock()  # of what follows; and the peer sockets are open while there is no error
+        self._lock = threading.Lock()  # protects the fields below; the peer sockets are open while there is no error
         self._batch: _Batch | None = None
         self._is_idle = True
         self._is_closing = False
@@ -155,7 +155,7 @@ class DataParallelLoop:
                         self._computing = batch
                 heard = self._peer_sockets.received
                 if max(heard.values()) > step:  # none can be beyond a step that takes all
-                    raise RankLost(f"a worker rang for step {max(heard.values())} before step {step}: {heard}")
+                    raise RankLost(f"a worker announced step {max(heard.values())} before step {step}: {heard}")
                 if is_due(step, heard.values(), self._computing is not None, self._is_idle):
                     return True
             self._peer_sockets.wait()

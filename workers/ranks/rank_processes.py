@@ -59,12 +59,12 @@ class RankProcesses:
         Raises ConfigError."""
         memory = PoolFile.make(None, small_pages=True)
         if memory is None:
-            raise ConfigError("tensor_parallel > 1 needs Linux, whose memory files the ranks share: use 1")
+            raise ConfigError("tensor_parallel > 1 needs the memory files of Linux: use 1")
         self._memory, self._sums_fd = memory, os.memfd_create("diptych-sums")
         self._links: list[socket.socket] = []  # to each of them
         os.ftruncate(self._sums_fd, RankSums.num_bytes(settings.size))
         self._library = library
-        self._control_group: GlooGroup | None = None  # carries step messages
+        self._control_group: GlooGroup | None = None  # transports step messages
         self._device_group: DeviceGroup | None = None
         self._folder = tempfile.mkdtemp(prefix="diptych-ranks-")
         self._rendezvous = Path(self._folder) / "rendezvous"
@@ -77,7 +77,7 @@ class RankProcesses:
         self._is_closing = False
         self._failure: RankLost | None = None
         self._lost: RankLost | None = None
-        self._since: float | None = None  # of what is under way that waits for the others
+        self._since: float | None = None  # of running operations that wait for the other ranks
         self._error = RankLost("the worker is closing")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._thread = threading.Thread(target=self._run, name="diptych-ranks", daemon=True)
@@ -96,7 +96,7 @@ class RankProcesses:
             control_group.share(self._library, self._sums_fd)
         if gpu is not None:
             self._device_group = self._unless_lost(lambda: gpu.group(0, size, device_rendezvous(rendezvous)))
-        if self._lost is not None:  # meanwhile, and whoever ended the others knew of no group
+        if self._lost is not None:  # a rank was lost while this group was created, so it was not ended with the others
             self._abandon()
         return self._device_group or control_group
 

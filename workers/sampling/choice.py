@@ -20,7 +20,7 @@ from .noise import stream_key
 
 # top-p alone looks at this many candidates first and sorts the vocabulary only where they do not hold enough mass.
 _TOP_P_CANDIDATES = 1024
-MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the result from greedy
+MIN_TEMPERATURE = 1e-6  # below it float32 gives the same result as greedy
 _MAX_NOISE_ELEMENTS = 1 << 20  # drawn at a time
 
 

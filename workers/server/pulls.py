@@ -27,7 +27,7 @@ class Pulls:
         self._sink = sink
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_bytes = 0  # pulled
-        self._num_failed = 0  # pulls of sequences that did not end, nor were aborted, meanwhile
+        self._num_failed = 0  # pulls of sequences that have neither ended nor been aborted
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

@@ -220,7 +220,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         outputs = list(submit.output_token_ids)
         handoff_id = submit.offer.handoff_id if submit.HasField("offer") else None
         num_tokens = len(request.prompt_token_ids) + len(outputs)
-        if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt, and says so
+        if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt with an error
             try:
                 self._source.offer(handoff_id, num_tokens, key)
             except DiptychError as e:

@@ -82,7 +82,7 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self.ended: Future[DiptychError] = Future()  # why, once nothing serves any more
-        self.ended.set_running_or_notify_cancel()  # whoever waits for it may go
+        self.ended.set_running_or_notify_cancel()  # threads that wait for it may continue
         self._ready: Future[WorkerAddress] = Future()
         self._loop = new_event_loop()
         self._stop = asyncio.Event()
@@ -106,7 +106,7 @@ class WorkerProcess:
         except DiptychError as e:
             reason = e  # while loading, `start_in_thread` raises it
         except Exception as e:
-            # The thread's top loop: whoever waits for the end must learn that it was no stop.
+            # The thread's top loop: threads that wait for its end must learn that it failed.
             log.exception("the worker failed by our own fault")
             reason = InternalError(f"the worker failed ({type(e).__name__}: {e}); its log has the traceback")
         finally:

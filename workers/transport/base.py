@@ -83,7 +83,7 @@ def usable_transports(
         if "grpc" in ours and "grpc" in request.transports:
             return ["grpc"]
         raise TransportError(
-            f"KV is narrowed to {narrowed_to} over gRPC alone: let both workers have grpc, or unset wire_dtype"
+            f"only gRPC can convert KV to {narrowed_to}: give both workers the transport grpc, or unset wire_dtype"
         )
     common = [name for name in dict.fromkeys(request.transports) if name in ours]
     usable = [name for name in common if ours[name].suits(request)]
@@ -91,6 +91,6 @@ def usable_transports(
         return usable
     here, there = ", ".join(ours), ", ".join(request.transports)
     raise TransportError(
-        f"no transport reaches the sink: the source has {here or 'none'}, the sink {there or 'none'}; let both "
-        "have grpc, for the others reach within a machine, or where a trusted_rdma_fabric is set"
+        f"no transport reaches the sink: the source has {here or 'none'}, the sink {there or 'none'}; give both "
+        "grpc, because the others work only within a machine or with trusted_rdma_fabric"
     )

@@ -26,7 +26,7 @@ from .runs import equally_spaced
 from .tracked_reader import TrackedReader
 
 NUM_THREADS = 2  # reads at a time
-MAX_COPIES = 128  # of one batch: a lane takes so many without making us wait
+MAX_COPIES = 128  # of one batch: a lane queues this many without blocking
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 10.0
 
@@ -120,7 +120,7 @@ class CudaIpcTransport(Transport):
         """Run `job`, with the address of the peer's allocation, on a thread. On the loop; raises TransportError for one
         that was forgotten."""
         if peer.is_forgotten:
-            raise TransportError("the connection to the source is gone")
+            raise TransportError("the connection to the source is closed")
         self._peers[peer.incarnation] = peer
         future = self._threads.submit(self._with_mapping, peer, job)
         loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ class CudaIpcTransport(Transport):
         address, num_bytes = self._driver.open(endpoint.handle)
         if num_bytes is not None and endpoint.offset + endpoint.num_bytes > num_bytes:
             self._driver.close(address)
-            raise TransportError(f"the source's pool of {endpoint.num_bytes:,} bytes exceeds what was mapped of it")
+            raise TransportError(f"the source's pool of {endpoint.num_bytes:,} bytes exceeds the mapped memory")
         return address
 
     def _unmap(self, peer: _IpcPeer) -> None:
@@ -182,5 +182,5 @@ class CudaIpcTransport(Transport):
         if not is_sound or message.num_bytes == 0 or message.offset + message.num_bytes > 1 << 63:
             raise TransportError("the source's CUDA IPC endpoint is malformed")
         if not self._driver.can_reach(message.device_uuid):
-            raise TransportError("our GPU cannot read the memory of the source's")
+            raise TransportError("this worker's GPU cannot read the memory of the source's GPU")
         return _Endpoint(message.handle, message.offset, message.num_bytes)

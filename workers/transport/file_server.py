@@ -24,7 +24,7 @@ TOKEN_BYTES = 32
 MAX_NAME_CHARS = 100
 TIMEOUT_S = 5.0
 RETRY_S = 0.1  # after an error in accepting, as where there are no descriptors left
-_HERE = b"\1"  # goes with the descriptor, which cannot go alone
+_HERE = b"\1"  # sent with the descriptor, which cannot be sent alone
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 
 log = logging.getLogger("diptych.transport")
@@ -96,7 +96,7 @@ async def receive_file(name: str, token: bytes) -> tuple[socket.socket, int]:
             async with asyncio.timeout(TIMEOUT_S):
                 await loop.sock_connect(line, f"\0{name}")
                 if user_of(line) != os.geteuid():
-                    raise TransportError("the socket that the source names is another user's")
+                    raise TransportError("the socket that the source names belongs to another user")
                 await loop.sock_sendall(line, token)
                 fd = await _receive_descriptor(line)
         except (OSError, TimeoutError) as e:
@@ -119,7 +119,7 @@ async def _receive(line: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         more = await asyncio.get_running_loop().sock_recv(line, num_bytes - len(data))
         if not more:
-            raise ConnectionError("hung up")
+            raise ConnectionError("the connection was closed")
         data += more
     return data
 
@@ -131,7 +131,7 @@ async def _receive_descriptor(line: socket.socket) -> int:
         return descriptors[0]
     for descriptor in descriptors:
         os.close(descriptor)
-    raise ConnectionError("hung up")
+    raise ConnectionError("the connection was closed")
 
 
 async def _until_readable(line: socket.socket) -> None:

@@ -33,7 +33,7 @@ class GrpcReader(KVReader):
         except grpc.aio.AioRpcError as e:
             cause = f"{e.code().name} {e.details()}"
             if e.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-                raise WorkerLost(f"the source worker cannot be reached any more ({cause})") from e
+                raise WorkerLost(f"the source worker can no longer be reached ({cause})") from e
             raise TransportError(f"the source ended a pull of {num_bytes:,} bytes: {cause}") from e
         except ValueError as e:
             raise TransportError(f"the source sent more than the {num_bytes:,} bytes asked for") from e

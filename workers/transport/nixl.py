@@ -79,7 +79,7 @@ class NixlTransport(Transport):
         try:
             await asyncio.wait_for(asyncio.wrap_future(self._thread.connect(incarnation, endpoint)), CONNECT_TIMEOUT_S)
         except TimeoutError as e:
-            raise TransportError("NIXL did not take the source's endpoint in time") from e
+            raise TransportError("NIXL did not load the source's endpoint in time") from e
         return NixlReader(self._thread, incarnation, endpoint)
 
     def serve(self, num_open: int) -> None:
@@ -99,7 +99,7 @@ class NixlTransport(Transport):
     @staticmethod
     def _checked(message: kv_pb2.NixlEndpoint) -> Endpoint:
         if message.num_bytes == 0 or message.base_address + message.num_bytes > 1 << 64:
-            raise TransportError(f"a pool of {message.num_bytes:,} bytes at {message.base_address:#x} cannot be")
+            raise TransportError(f"a pool of {message.num_bytes:,} bytes at {message.base_address:#x} is impossible")
         if message.memory not in ("DRAM", "VRAM") or not 0 < len(message.metadata) <= MAX_METADATA_BYTES:
             raise TransportError("the source's NIXL endpoint is malformed")
         return Endpoint(

@@ -30,7 +30,7 @@ from .copy_budget import CopyBudget
 from .runs import parts_of
 
 POST_BYTES = 16 << 20
-MAX_POSTED = 4  # transfers of one read at a time
+MAX_POSTED = 4  # simultaneous transfers of one read
 MAX_PEERS = 256
 SERVE_POLL_S = 0.001
 READ_POLL_S = 0.0001
@@ -38,12 +38,12 @@ READ_POLL_S = 0.0001
 # messages go through shared memory (files of mode 0600 without a name; sysv's would be open to the group), bytes by
 # process_vm_readv, which the kernel grants to the same user alone. On a machine with GPUs NIXL insists on "cuda".
 TLS_WITHIN_MACHINE = "posix,cma,self,cuda"
-TLS_RDMA = "ib"  # also: whoever is on the fabric can read and write what is registered
+TLS_RDMA = "ib"  # whoever is on the fabric can also read and write registered memory
 UCX_FIXED = {"UCX_POSIX_ERROR_HANDLING": "y"}  # NIXL asks for transports that notice a peer's end
 UCX_SETTINGS = {
     "UCX_LOG_LEVEL": "fatal",  # what fails is raised, and logged by us
     "UCX_CMA_SEG_SIZE": "16m",  # bytes a system call copies at most: of 512 KiB, as UCX has it, the calls are seen
-    "UCX_CMA_TX_QUOTA": "32",  # copies between two looks at everything else: matters for small ones
+    "UCX_CMA_TX_QUOTA": "32",  # copies between two checks of other work: matters for small copies
 }
 
 log = logging.getLogger("diptych.nixl")
@@ -198,7 +198,7 @@ class NixlThread:
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         for name, value in UCX_SETTINGS.items():
             os.environ.setdefault(name, value)
-        # Whatever the environment says: it may allow TCP.
+        # This overrides the environment, which may allow TCP.
         tls = f"{TLS_WITHIN_MACHINE},{TLS_RDMA}" if self._has_rdma else TLS_WITHIN_MACHINE
         os.environ.update(UCX_FIXED, UCX_TLS=tls)
         from nixl import _api as nixl
@@ -232,13 +232,15 @@ class NixlThread:
             raise TransportError("the worker is stopping")
         known = self._peers.get(incarnation)
         if known is not None and known.endpoint == endpoint:
-            self._peers[incarnation] = self._peers.pop(incarnation)  # the latest used stands last
+            self._peers[incarnation] = self._peers.pop(incarnation)  # the most recently used is last
             return
         self._drop_peer(incarnation, "the source changed its endpoint")
         try:
             name = _text(self._agent.add_remote_agent(endpoint.metadata))
             if name != endpoint.agent_name:
-                raise TransportError(f"the source's NIXL metadata is of {name!r}, its endpoint {endpoint.agent_name!r}")
+                raise TransportError(
+                    f"the source's NIXL metadata names {name!r}, but its endpoint names {endpoint.agent_name!r}"
+                )
         except self._errors as e:
             raise TransportError(f"the source's NIXL endpoint cannot be used: {e!r}") from e
         self._peers[incarnation] = _NixlPeer(incarnation, endpoint)
@@ -252,7 +254,7 @@ class NixlThread:
             return
         ended = [read for read in self._reads if read.peer is peer]
         self._reads = [read for read in self._reads if read.peer is not peer]
-        # Closes the connection at once, whatever is under way on it; only then are the transfers' handles dead.
+        # Closes the connection immediately, even with running transfers; only then are their handles invalid.
         self._quietly(lambda: self._agent.remove_remote_agent(peer.endpoint.agent_name))
         for read in ended:
             for handle in read.posted:

@@ -42,7 +42,7 @@ def equally_spaced(copies: Copies, target: int, source: int) -> list[CopyRows]:
     """Merge copies: those of a layer-major pool are the same runs in each layer, so that every one of the first
     layer's, with those at its place in the others, is one. target, source: addresses of the two regions. O(runs)."""
     num = len(copies.lengths)
-    for first in (n for n in range(1, num // 2 + 1) if num % n == 0):  # so many are of the first layer
+    for first in (n for n in range(1, num // 2 + 1) if num % n == 0):  # number of entries of the first layer
         target_pitch, source_pitch = _pitch(copies.local, first), _pitch(copies.remote, first)
         widest = int(copies.lengths.max())
         are_alike = bool((copies.lengths[first:] == copies.lengths[:-first]).all())
@@ -96,7 +96,7 @@ class Scatter:
     def write(self, data: bytes) -> None:
         """Write the next bytes. Raises ValueError, and writes nothing, for more data than fits."""
         if len(data) > self.num_missing:
-            raise ValueError(f"{len(data)} bytes for {self.num_missing}")
+            raise ValueError(f"received {len(data)} bytes, but only {self.num_missing} are missing")
         self.num_missing -= len(data)
         rest = memoryview(data)
         while rest:

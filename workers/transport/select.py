@@ -14,7 +14,7 @@ from .nixl import NixlTransport
 from .shared_memory import SharedMemoryTransport
 
 NAMES = ("cuda_ipc", "shared_memory", "nixl", "grpc")
-_BY_ADDRESS = ("cuda_ipc", "nixl")  # peers read the pool itself, and not by way of a copy in host memory
+_BY_ADDRESS = ("cuda_ipc", "nixl")  # peers read the pool directly, without a copy in host memory
 
 log = logging.getLogger("diptych.transport")
 
@@ -40,10 +40,10 @@ def make_transports(
             made[name] = _make(name, regions, device, has_rdma=has_rdma)
         except (ImportError, TransportError) as e:
             if names != "auto":
-                raise ConfigError(f"the transport {name!r} is not usable: {e}. Leave it out, or say 'auto'") from e
+                raise ConfigError(f"the transport {name!r} is not usable: {e}. Leave it out, or use 'auto'") from e
             log.info("without the transport %s: %s", name, e)
     if not made:
-        raise ConfigError("no transport is usable: name one of " + ", ".join(NAMES))
+        raise ConfigError("no transport is usable: set transports to one of " + ", ".join(NAMES))
     return made
 
 
@@ -54,7 +54,9 @@ def _auto(device: DeviceKV | None) -> Sequence[str]:
 
 def _make(name: str, regions: Sequence[Region], device: DeviceKV | None, *, has_rdma: bool) -> Transport:
     if name in _BY_ADDRESS and regions[0].is_joined:
-        raise TransportError("KV of several GPUs (tensor_parallel > 1) is not one allocation that others could read")
+        raise TransportError(
+            "KV of several GPUs (tensor_parallel > 1) is not one allocation, so other processes cannot read it"
+        )
     if name == "cuda_ipc":
         if device is None or device.driver is None:
             raise TransportError("this worker's KV is not in CUDA memory")

@@ -37,7 +37,7 @@ from .machine import this_machine
 from .runs import parts_of
 from .tracked_reader import TrackedReader
 
-PART_BYTES = 16 << 20  # copied between two looks at everything else
+PART_BYTES = 16 << 20  # bytes copied between two checks of other work
 
 log = logging.getLogger("diptych.transport")
 
@@ -107,7 +107,7 @@ class SharedMemoryTransport(Transport):
 
     def __init__(self, pool: Region) -> None:
         if not hasattr(os, "memfd_create") or pool.view is None:
-            raise TransportError("this worker's KV is in device memory, or this system has no memory files")
+            raise TransportError("this worker's KV is in device memory, or the system has no memory files")
         self._own = pool
         self._server: FileServer | None = None
         self._peers: dict[str, _MappedPeer] = {}
@@ -148,7 +148,7 @@ class SharedMemoryTransport(Transport):
             peer.mapping.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.wait([peer.mapping])
         if peer.mapping.cancelled():
-            raise TransportError("the connection to the source is gone")
+            raise TransportError("the connection to the source is closed")
         if peer.mapping.exception() is not None and self._peers.get(incarnation) is peer:
             del self._peers[incarnation]
         mapping, _ = peer.mapping.result()
@@ -188,14 +188,16 @@ class SharedMemoryTransport(Transport):
             raise
         finally:
             os.close(fd)
-        asyncio.get_running_loop().add_reader(line, self.forget, incarnation)  # the source says nothing: it ended
+        asyncio.get_running_loop().add_reader(
+            line, self.forget, incarnation
+        )  # the source sends nothing: readable means ended
         return mapping, line
 
     def start(self, source: _Mapping, copies: Copies, into: Region) -> "Future[None]":
         """Start a read. The future cannot be cancelled: bytes may land until it is done. On the loop; raises
         TransportError."""
         if source.is_gone:
-            raise TransportError("the connection to the source is gone")
+            raise TransportError("the connection to the source is closed")
         read = _Copying(source, into, deque(parts_of(copies, PART_BYTES)), Future())
         read.future.set_running_or_notify_cancel()
         self._threads.submit(self._advance, read)
@@ -205,7 +207,7 @@ class SharedMemoryTransport(Transport):
         """Copy one part, and queue for the next; called on the thread."""
         try:
             if read.source.is_gone:
-                raise TransportError("the connection to the source is gone")
+                raise TransportError("the connection to the source is closed")
             if wait_s := self._budget.wait_s():
                 time.sleep(wait_s)
                 self._budget.wait_s()

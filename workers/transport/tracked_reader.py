@@ -8,7 +8,7 @@ from .base import KVReader
 
 READ_TIMEOUT_S = 20.0
 SLOWEST_BYTES_S = 20e6  # a link slower than this counts as broken
-SETTLE_S = 10.0  # then `cut` ends what is still under way, if anything can
+SETTLE_S = 10.0  # then `cut` ends the running read, if possible
 
 
 class TrackedReader(KVReader):
@@ -26,8 +26,10 @@ class TrackedReader(KVReader):
         landing.add_done_callback(self._landing.discard)
         timeout = READ_TIMEOUT_S + num_bytes / SLOWEST_BYTES_S
         landed = asyncio.wrap_future(landing)
-        landed.add_done_callback(asyncio.Future.exception)  # no loss when nobody asks any more
-        await asyncio.wait([landed], timeout=timeout)  # unlike wait_for, it leaves the read alone when it is cancelled
+        landed.add_done_callback(asyncio.Future.exception)  # not a loss if no result is needed any more
+        await asyncio.wait(
+            [landed], timeout=timeout
+        )  # unlike wait_for, it does not cancel the read when it is cancelled
         if not landed.done():
             raise TransportError(f"a read of {num_bytes:,} bytes did not end in {timeout:.0f} s", may_still_land=True)
         landed.result()

@@ -36,7 +36,7 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 1.0
 MIN_TIMEOUT_S = 0.001
 MAX_AGE_S = 3600.0  # of a connection; then its client is asked to open another one
-MAX_STREAMS = 1024  # open calls of one connection
+MAX_STREAMS = 1024  # open calls per connection
 MAX_POSITIONS = 256  # of prompts in a message: about 8 ms to write with the most alternatives
 _ADMISSION: Mapping[int, Admission | None] = {
     inference_pb2.ADMISSION_UNSPECIFIED: None,
@@ -183,7 +183,7 @@ def _prompt(request: inference_pb2.GenerateRequest, max_context_tokens: int) -> 
 
 def _level(request: inference_pb2.GenerateRequest) -> AskedLevel:
     if request.admission not in _ADMISSION:
-        raise InvalidRequest("admission must be ADMISSION_WAIT or ADMISSION_REFUSE: or leave it out", param="admission")
+        raise InvalidRequest("admission must be ADMISSION_WAIT, ADMISSION_REFUSE or absent", param="admission")
     ttft_s, tpot_s = times_of_level(request.level)
     return AskedLevel(request.service_tier or None, ttft_s, tpot_s, _ADMISSION[request.admission])
 

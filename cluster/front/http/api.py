@@ -75,7 +75,7 @@ class HttpApi:
         self._bodies = Quota(limits.max_held_body_bytes, "too many bytes of bodies are being read: try again later")
         self._gathered = Quota(
             limits.max_gathered_logprobs,
-            "too many log-probabilities are being gathered for answers in one piece: try later, or send stream=true",
+            "other answers without streaming hold too many log-probabilities: try later, or send stream=true",
         )
 
     async def completions(self, request: Request) -> Response | EventStream:

@@ -33,7 +33,7 @@ async def read_json(request: Request, max_bytes: int, timeout_s: float, held: Qu
     except TimeoutError as e:
         raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s: send it faster") from e
     except ClientDisconnect as e:
-        raise RequestAborted("the client left while it sent the body") from e
+        raise RequestAborted("the client disconnected before it sent the whole body") from e
     return body.whole()
 
 
@@ -44,7 +44,9 @@ def _body(encoding: str, max_bytes: int) -> "_BodyReader":
         case "gzip" | "x-gzip":
             return _GzipBodyReader(max_bytes)
         case other:
-            raise UnsupportedEncoding(f"send the body plain or as content-encoding: gzip, not {other[:100]!r}")
+            raise UnsupportedEncoding(
+                f"send the body without encoding or with content-encoding: gzip, not {other[:100]!r}"
+            )
 
 
 class _BodyReader:
@@ -88,13 +90,13 @@ class _GzipBodyReader(_BodyReader):
         except zlib.error as e:
             raise InvalidRequest(f"the body is not gzip: {e}") from e
         if self._inflater.unused_data:
-            raise InvalidRequest("the body goes on after its gzip data: send one gzip member")
+            raise InvalidRequest("the body continues after its gzip data: send one gzip member")
 
     def whole(self) -> bytes:
         """The inflated body. Raises InvalidRequest where its end is missing."""
         self._add(self._inflater.flush())
         if not self._inflater.eof:
-            raise InvalidRequest("the gzip body ends before its data does: send all of it")
+            raise InvalidRequest("the gzip body is incomplete: send all of it")
         return super().whole()
 
 

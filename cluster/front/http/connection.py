@@ -28,7 +28,7 @@ MAX_PIPELINED = 8  # requests that came before an earlier one was answered
 LINGER_S = 2.0  # time in which further data is read, so that the client gets the answer and no reset
 LINGER_BYTES = 4 << 20
 HIGH_WATER_BYTES = 64 << 10  # of unsent data, beyond which the application waits for the client
-MIN_PROGRESS_BYTES = HIGH_WATER_BYTES  # that a client must read in send_timeout_s, where so many wait
+MIN_PROGRESS_BYTES = HIGH_WATER_BYTES  # bytes that a client must read in send_timeout_s, if this many wait
 
 _MESSAGES = {
     HTTPStatus.BAD_REQUEST: "this is not an HTTP/1.1 request: check the client, and whether it should speak TLS",
@@ -82,7 +82,7 @@ class _TooLarge(Exception):
 class ServerConnection(HttpToolsProtocol):
     def __init__(self, config: Config, server_state: ServerState, limits: ConnectionLimits, slot: Slot) -> None:
         super().__init__(config, server_state, {CUT: self.cut})
-        self.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # it is given to call_later alone
+        self.timeout_keep_alive = limits.idle_timeout_s  # it is used only by call_later
         self._limits = limits
         self._slot = slot
         self._raw: asyncio.Transport | None = None

@@ -40,7 +40,7 @@ def surround(app: ASGIApp, access: AccessPolicy, metrics: HttpMetrics) -> ASGIAp
             inner,
             allow_origins=access.cors_origins,
             allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # OpenAI's browser client sends a dozen headers of its own
+            allow_headers=("*",),  # OpenAI's browser client adds a dozen headers
             expose_headers=EXPOSED,
             max_age=PREFLIGHT_S,
         )

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 _ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/version"})
 _MODEL = "/v1/models/"
-OTHER = "other"  # stands for every path that is not served: clients may ask for any number of them
+OTHER = "other"  # stands for all paths that are not served, because clients may request any number of them
 NO_ROUTE = "none"  # the connection was refused, or its request could not be read
 
 
@@ -14,7 +14,7 @@ class HttpMetrics:
         r = self._registry
         labels = ["route", "status"]
         self._answers = Counter("diptych_http_responses", "HTTP answers that began", labels, registry=r)
-        self._known: dict[tuple[str, str], Counter] = {}  # kept because the library's own look-up takes a lock
+        self._known: dict[tuple[str, str], Counter] = {}  # cached because the library's look-up takes a lock
         self._connections = Gauge("diptych_http_connections", "Open connections to the HTTP port", registry=r)
 
     def answered(self, path: str, status: int) -> None:

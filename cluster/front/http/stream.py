@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Result of `work`. If the client leaves before, cancels the work and raises RequestAborted."""
-    # A task of its own: resuming it for a token does not pass through the middleware.
+    # A separate task: resuming it for a token does not pass through the middleware.
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_cancel_when_disconnected(receive, task))
     try:

@@ -15,7 +15,7 @@ from ...tokens.tokenizer import Tokenizer
 from .types import ChatBody, CompletionBody, ParsedRequest, parse
 
 MAX_REST_BYTES = 256 << 10  # of a call without its prompts
-MAX_PROMPT_TOKENS = 1 << 20  # of one call, over all prompts; more where the context holds more
+MAX_PROMPT_TOKENS = 1 << 20  # tokens of one call over all prompts; more if the context is larger
 
 _CALL = TypeAdapter(ParsedRequest)
 
@@ -36,14 +36,15 @@ def read_call(
         num_tokens += len(ids)
         if num_tokens > most:
             raise InvalidRequest(
-                f"the prompts have more than {most} tokens together: send several calls", param="prompt"
+                f"the prompts have more than {most} tokens in total: send several calls", param="prompt"
             )
         found.append(Encoded(ids, prompt if call.echo and isinstance(prompt, str) else None))
     rest = _CALL.dump_json(replace(call, spec=replace(call.spec, prompts=())))
     if len(rest) > MAX_REST_BYTES:
         param = "stop" if len(call.spec.stop) > 1 else None
         raise InvalidRequest(
-            f"the fields beside the prompts have {len(rest)} bytes, at most {MAX_REST_BYTES}", param=param
+            f"the fields other than the prompts have {len(rest)} bytes; at most {MAX_REST_BYTES} are allowed",
+            param=param,
         )
     return rest, found
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from ....workers.common.errors import InvalidRequest
 
 HEADER = "x-diptych-ignored"
-MAX_NAMES = 16  # unknown fields of one call that the answer names
+MAX_NAMES = 16  # most unknown fields of one call that the answer names
 MAX_NAME_CHARS = 64
 MAX_LOGGED = 256  # names that one router logs
 

@@ -21,7 +21,7 @@ from .messages import ChatMessage, Many, Tool
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
-# Errors of a union name its members, not what the client should send.
+# Errors of a union name its members, which is no remedy for a client.
 _EXPECTED = {
     "prompt": "a string, an array of strings, an array of token ids, or an array of arrays of token ids",
     "stop": "a string or an array of strings",
@@ -216,7 +216,7 @@ class ChatBody(_RequestBody):
             raise InvalidRequest('this tool_choice is not supported: send "none"', param="tool_choice")
         if self.tools and self.tool_choice != "none":
             raise InvalidRequest(
-                'calling tools is not supported: send tool_choice="none", which shows them to the model alone, or '
+                'calling tools is not supported: send tool_choice="none", which shows them to the model, or '
                 "leave them out",
                 param="tools",
             )
@@ -302,7 +302,7 @@ def _logit_bias(given: dict[str, Any]) -> dict[int, float]:
     wrong = [key for key, value in given.items() if not _is_bias(key, value)]
     if wrong:
         raise InvalidRequest(
-            f"logit_bias must be {_EXPECTED['logit_bias']}, not as it is at {name_some(wrong)}", param="logit_bias"
+            f"logit_bias must be {_EXPECTED['logit_bias']}, but is not at {name_some(wrong)}", param="logit_bias"
         )
     if not all(-100 <= value <= 100 for value in given.values()):
         raise InvalidRequest("a logit_bias must be in [-100, 100]", param="logit_bias")

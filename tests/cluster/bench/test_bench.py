@@ -1,4 +1,4 @@
-"""`diptych bench` as a command, against a front door that echoes: what it prints, writes and returns."""
+"""The `diptych bench` command against an echoing front door: what it prints, writes and returns."""
 
 import json
 import os
@@ -153,14 +153,14 @@ def test_bad_input_is_named(door: Served, tmp_path: Path) -> None:
         (2, "give --tokenizer", ("--api", "chat")),
         (2, "tokens that are a word", ("--tokenizer", str(tokenizer_folder(tmp_path)))),
         (2, "unexpected argument 'http://x'", ("http://x",)),
-        (2, "'ttft' is no service level", ("--goodput", "ttft")),
+        (2, "'ttft' is not a service level", ("--goodput", "ttft")),
         (2, "--rate must be above 0", ("--rate", "0")),
         (2, "--extra-body is not JSON", ("--extra-body", "{")),
-        (2, "is no folder", ("--json", str(tmp_path / "absent" / "a.json"))),
-        (2, "write --plot a.svg", ("--plot", "a.png")),
-        (2, "is no endpoint", ("--url", "127.0.0.1:80")),
-        (2, "is no endpoint", ("--url", "http://127.0.0.1:x")),
-        (2, "names no port", ("--url", "grpc://127.0.0.1")),
+        (2, "is not a folder", ("--json", str(tmp_path / "absent" / "a.json"))),
+        (2, "use --plot a.svg", ("--plot", "a.png")),
+        (2, "is not an endpoint", ("--url", "127.0.0.1:80")),
+        (2, "is not an endpoint", ("--url", "http://127.0.0.1:x")),
+        (2, "has no port", ("--url", "grpc://127.0.0.1")),
     ]
     for code, message, args in cases:
         result = bench(door.url, *args)

@@ -218,7 +218,7 @@ def test_a_connection_that_dies_idle_costs_no_request() -> None:
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
         seen.append(writer)
         if len(seen) == 2:
-            writer.transport.abort()  # instead of an answer, as if it had been idle for too long
+            writer.transport.abort()  # the connection ends without an answer
         else:
             writer.write(whole(b"{}"))
 
@@ -265,11 +265,11 @@ def test_the_model_is_found() -> None:
 @pytest.mark.parametrize(
     ("answer", "wanted", "error", "message"),
     [
-        (listing("a", "b"), None, UnknownModel, "serves several models: give --model, one of: a, b"),
+        (listing("a", "b"), None, UnknownModel, "serves several models: select one with --model: a, b"),
         (listing("a", "b", root="/models/a"), None, UnknownModel, "serves several models"),
         (listing("a"), "x", UnknownModel, "does not serve 'x'. It serves: a"),
         (listing(status="404 Not Found"), None, UnknownModel, "does not list its models"),
-        (listing(status="401 Unauthorized"), "a", Unauthenticated, "give --api-key"),
+        (listing(status="401 Unauthorized"), "a", Unauthenticated, "use --api-key"),
         (garbage, "a", Unavailable, "cannot reach"),
     ],
 )

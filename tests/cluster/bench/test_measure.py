@@ -17,7 +17,7 @@ from ...support.front import Echo, Served, served
 
 
 class OpensTheGate(io.StringIO):
-    """Text that lets the server go on once something was written."""
+    """Text that unblocks the server when something was written."""
 
     door: Served
 

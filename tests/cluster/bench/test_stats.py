@@ -63,7 +63,7 @@ def test_goodput(levels: list[str], good: int) -> None:
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:x", "ttft:-1", "ttft:0", "ttft:inf", "ttft:nan", "speed:3"])
 def test_levels_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no service level"):
+    with pytest.raises(ConfigError, match="is not a service level"):
         parse_levels([text])
 
 

@@ -112,7 +112,7 @@ def test_trials_have_prompts_of_their_own_and_endpoints_the_same_ones(
     bench("--endpoint", f"one={a.url}", "--endpoint", f"other={b.url}", *LEVEL, "--within", "20", "--share", "90")
     first, second = ([tuple(r.prompt_token_ids) for r in door.source.requests] for door in (a, b))
     assert len(set(first)) == len(first) == 1 + 7 * NUM
-    # Requests of one trial may overtake each other.
+    # Requests of one trial may finish in any order.
     assert set(first[: 1 + NUM]) == set(second[: 1 + NUM])
 
 
@@ -155,13 +155,16 @@ def test_times_are_stretched_to_a_rate() -> None:
     ("args", "message"),
     [
         ((), "--find-rate needs a service level"),
-        ((*LEVEL, "--concurrency", "4"), "leave it out"),
+        ((*LEVEL, "--concurrency", "4"), "leave --concurrency out"),
         ((*LEVEL, "--share", "0"), "--share is a percentage"),
         ((*LEVEL, "--share", "101"), "--share is a percentage"),
-        ((*LEVEL, "--endpoint", "http://127.0.0.1:8000"), "--endpoint is NAME=URL"),
-        ((*LEVEL, "--endpoint", "a=http://x", "--endpoint", "a=http://y"), "--endpoint is NAME=URL, each name once"),
-        ((*LEVEL, "--endpoint", "a=x"), "'x' is no endpoint"),
-        ((*LEVEL, "--plot", "a.png"), "write --plot a.svg"),
+        ((*LEVEL, "--endpoint", "http://127.0.0.1:8000"), "--endpoint must be NAME=URL"),
+        (
+            (*LEVEL, "--endpoint", "a=http://x", "--endpoint", "a=http://y"),
+            "--endpoint must be NAME=URL, each name once",
+        ),
+        ((*LEVEL, "--endpoint", "a=x"), "'x' is not an endpoint"),
+        ((*LEVEL, "--plot", "a.png"), "use --plot a.svg"),
     ],
 )
 def test_bad_flags_are_named(args: tuple[str, ...], message: str) -> None:
@@ -172,7 +175,7 @@ def test_bad_flags_are_named(args: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize("flags", [("--share", "90"), ("--endpoint", "a=http://127.0.0.1:1")])
 def test_flags_of_the_search_without_it(flags: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, ["bench", *flags])
-    assert result.exit_code == 2 and "belong to --find-rate" in result.stderr
+    assert result.exit_code == 2 and "need --find-rate" in result.stderr
 
 
 class Stuck(Echo):

@@ -1,4 +1,4 @@
-"""Traces and conversations from files: what they become, and how what is wrong in them is told."""
+"""Traces and conversations read from files, and the errors for invalid files."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_azure(tmp_path: Path) -> None:
         ("2023-11-16 18:15:52,4,0", "line 5: GeneratedTokens must be"),
         ("2023-11-16 18:15:52,-4,9", "line 5: ContextTokens must be"),
         ("2023-11-16 18:15:52,999999999999,9", "line 5: ContextTokens must be"),
-        ("yesterday,4,4", "line 5: TIMESTAMP must be an instant"),
+        ("yesterday,4,4", "line 5: TIMESTAMP must be a time such as"),
         ("2023-11-16 18:15:45,4,4", "line 5: TIMESTAMP .* is before the first line's"),
         ("2023-11-16 18:15:52+00:00,4,4", "line 5: TIMESTAMP"),
     ],
@@ -73,7 +73,7 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="line 1: the columns must be TIMESTAMP"):
         azure(path, TraceLimits(1))
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    with pytest.raises(WorkloadError, match="holds nothing to send"):
+    with pytest.raises(WorkloadError, match="contains no request"):
         azure(path, TraceLimits(1))
 
 
@@ -118,7 +118,7 @@ def test_a_scaled_mooncake_trace_keeps_its_sharing(tmp_path: Path) -> None:
         ("{", "line 2: it is not JSON"),
         ("[]", "line 2: a JSON object is expected"),
         (mooncake_line(hash_ids=[0]), "line 2: 600 input tokens are 2 blocks of 512, but hash_ids has 1"),
-        (mooncake_line(hash_ids=["a", 1]), "line 2: hash_ids must be a list of whole numbers"),
+        (mooncake_line(hash_ids=["a", 1]), "line 2: hash_ids must be a list of integers"),
         (mooncake_line(hash_ids=None), "line 2: hash_ids must be a list"),
         (mooncake_line(timestamp=-1), "line 2: timestamp must be a whole number from 0"),
         (mooncake_line(output_length=1.5), "line 2: output_length must be"),
@@ -159,7 +159,7 @@ def test_sharegpt(tmp_path: Path) -> None:
         ("{}", "must hold a JSON array"),
         ("[3]", "conversation 0: no list named `conversations`"),
         (json.dumps([conversation(("human", "a"), ("gpt", 3))]), "conversation 0, message 1: `from` and `value`"),  # type: ignore[arg-type]
-        ("[]", "holds nothing to send"),
+        ("[]", "contains no request"),
     ],
 )
 def test_bad_conversations(tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Prompts of the asked length, the same for the same seed, sharing what they should share; and when they are sent."""
+"""Prompts: their lengths, their seeds and their shared prefixes; arrival times."""
 
 from array import array
 from pathlib import Path

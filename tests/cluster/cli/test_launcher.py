@@ -17,7 +17,7 @@ from diptych.workers.common.errors import Unavailable
 
 
 def raised_by(cause: BaseException) -> BaseException:
-    """As Ray makes of what a signal handler raises within its calls."""
+    """Exception that Ray makes of one that a signal handler raises within its calls."""
     with pytest.raises(SystemError) as found:
         raise SystemError("returned a result with an exception set") from cause
     return found.value

@@ -10,7 +10,7 @@ import pytest
 from diptych.cluster.cli.name_lock import hold
 from diptych.workers.common.errors import ConfigError
 
-# Takes the name, says so or why not, and holds it until its input ends.
+# Takes the name, prints whether it succeeded, and holds it until its input ends.
 TAKE = """
 import sys
 from diptych.cluster.cli.name_lock import hold

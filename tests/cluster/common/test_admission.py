@@ -12,7 +12,7 @@ NO_TPOT = {"tpot_s": 0.0, "idle_tpot_s": 0.0}
 
 
 def refused(**times: float) -> Overloaded | None:
-    """Refusal of a request, which takes half a second and 10 ms a token on idle workers unless `times` says else."""
+    """Refusal of a request. Idle workers need half a second plus 10 ms per token, unless `times` is given."""
     given = {"ttft_s": 1.0, "queue_s": 0.0, "tpot_s": 0.02, "idle_ttft_s": 0.5, "idle_tpot_s": 0.01} | times
     now = RouteForecast(given["ttft_s"], given["queue_s"], given["tpot_s"])
     return refusal(now, RouteForecast(given["idle_ttft_s"], 0.0, given["idle_tpot_s"]), LEVEL, DURATION_S)

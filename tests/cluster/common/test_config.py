@@ -1,4 +1,4 @@
-"""Settings say what is wrong with them: the key, the line, the remedy."""
+"""Errors of settings name the key, the line and the remedy."""
 
 from pathlib import Path
 
@@ -159,7 +159,7 @@ def test_workers_that_share_experts_have_one_rank_on_cpu() -> None:
     pools = {"decode": {"replicas": 3, "data_parallel": 2}}
     assert build({"model": "m", "pools": pools}).pools.num_workers == 6
     for pool, more in (({"tensor_parallel": 2}, {}), ({"look_ahead": True}, {}), ({}, {"device": "cuda"})):
-        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works on cpu alone for now, without"):
+        with pytest.raises(ConfigError, match=r"pools.decode.data_parallel \(2\) works only on cpu for now, without"):
             build({"model": "m", "pools": {"decode": pools["decode"] | pool}, **more})
 
 
@@ -198,7 +198,7 @@ def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeyp
         return caught.value.message
 
     said = refused(1.0)  # the default pools
-    assert "pools.prefill and pools.decode: 2 workers would take 2 GPU together and this machine has 1" in said
+    assert "pools.prefill and pools.decode: 2 workers would take 2 GPU in total, but this machine has 1" in said
     assert "num_gpus: 0.5 in pools.prefill and pools.decode" in said and "--mixed 1" in said
     check(2.0)
     check(1.0, mixed={"replicas": 1})
@@ -206,10 +206,10 @@ def test_workers_that_need_more_gpus_than_there_are_together_are_refused(monkeyp
     check(1.0, prefill={"num_gpus": 0.5}, decode={"num_gpus": 0.5})
     check(1.0, decode={"replicas": 10, "num_gpus": 0.1})
     said = refused(2.0, prefill={"replicas": 2, "num_gpus": 0.6}, decode={"replicas": 3})
-    assert "5 workers would take 4.2 GPU together and this machine has 2: set num_gpus: 0.33 in" in said
+    assert "5 workers would take 4.2 GPU in total, but this machine has 2: set num_gpus: 0.33 in" in said
     check(2.0, prefill={"replicas": 2, "num_gpus": 0.33}, decode={"replicas": 3, "num_gpus": 0.33})
     said = refused(3.0, decode={"replicas": 2, "tensor_parallel": 2})
-    assert "pools.decode: 2 workers would take 4 GPU together" in said and "num_gpus:" not in said
+    assert "pools.decode: 2 workers would take 4 GPU in total" in said and "num_gpus:" not in said
 
 
 OF_YAML = {name: setting for name, setting in SETTINGS.items() if setting.scope is not Scope.PROCESS}
@@ -245,7 +245,7 @@ def test_every_setting_reaches_the_workers_that_it_is_for(name: str) -> None:
         ),
         (
             {"pools": {"decode": {"look_ahead": True, "tensor_parallel": 2}}},
-            "pools.decode.look_ahead works with one rank",
+            "pools.decode.look_ahead works only with one rank",
         ),
         ({"pools": {"mixed": {"wire_dtype": "int8"}}, "transports": ["nixl"]}, "pools.mixed.wire_dtype int8 needs the"),
         ({"wire_dtype": "int8", "transports": ["nixl"]}, "wire_dtype int8 needs the transport grpc"),

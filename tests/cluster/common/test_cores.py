@@ -1,4 +1,4 @@
-"""Cores go to workers, each to one, for as long as it lives."""
+"""Each core belongs to one worker until that worker ends."""
 
 from pathlib import Path
 

@@ -80,7 +80,7 @@ def test_threads_that_are_given_stay() -> None:
         (True, {"cores": 3}, 3, 3),
         (True, {"threads": 2}, 2, 2),
         (True, {"threads": 2, "cores": 3}, 3, 2),
-        (False, {"num_cpus": 6.0}, 0, 6),  # Ray may have put another's worker beside it
+        (False, {"num_cpus": 6.0}, 0, 6),  # Ray may have placed another cluster's worker on the same machine
         (False, {"num_cpus": 6.0, "cores": 5}, 5, 5),
     ],
 )

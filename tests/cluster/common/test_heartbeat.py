@@ -1,4 +1,4 @@
-"""Silence is counted in looks, and ends nothing but who is silent."""
+"""Heartbeats count checks without an answer, and end only the process that does not answer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ async def test_a_heartbeat_asks_one_call_at_a_time_and_an_error_is_no_answer() -
 
 
 class Answers:
-    """What a supervisor's client is told, one after the other."""
+    """Results that a supervisor's client gets, in order."""
 
     def __init__(self, answers: Sequence[ClusterStatus | Unavailable]) -> None:
         self._answers = list(answers)
@@ -91,7 +91,7 @@ def test_a_supervisor_that_starts_has_time_to_answer() -> None:
 
 def test_a_supervisor_that_was_ended_for_good_ends_serve() -> None:
     watch = watching(Answers([SupervisorGone("the supervisor was ended")]), Console(quiet=True))
-    with pytest.raises(Unavailable, match="was ended by somebody else"):
+    with pytest.raises(Unavailable, match="another process ended the cluster"):
         watch._look()
 
 

@@ -1,4 +1,4 @@
-"""Phases that a person adds up: each row sums to what the router saw."""
+"""Phases of requests; each row adds up to the time that the router measured."""
 
 import re
 

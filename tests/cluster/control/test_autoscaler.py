@@ -22,7 +22,7 @@ BOUNDS = Bounds(1, 8)
 
 
 def settle(pool: str, load: PoolLoad, bounds: Bounds = BOUNDS, looks: int = GROW_AFTER) -> int:
-    """The target after `looks` looks at the same load."""
+    """The target after `looks` checks at the same load."""
     trend, replicas = Trend(), load.num_workers
     for _ in range(looks):
         decision = targets({pool: load}, LEVEL, {pool: bounds}, {pool: trend})[pool]
@@ -46,7 +46,7 @@ def test_one_look_moves_nothing() -> None:
         ("prefill", PoolLoad(2, num_waiting=3, num_waiting_tokens=3000, prefill_tokens_per_s=2000), 3),
         ("prefill", PoolLoad(1, num_waiting=12, num_waiting_tokens=3000), 3),
         ("decode", PoolLoad(2, num_running=2, kv_use=0.99), 3),
-        # 40 sequences at 200 tokens a second: 0.2 s each, twice what is promised.
+        # 40 sequences at 200 tokens per second: 0.2 s per token, twice the target.
         ("decode", PoolLoad(2, num_running=40, decode_tokens_per_s=200, kv_use=0.1), 4),
         # One sequence cannot be spread.
         ("decode", PoolLoad(1, num_running=1, decode_tokens_per_s=1, kv_use=0.1), 1),

@@ -119,7 +119,7 @@ def test_the_plan_reaches_its_targets_in_one_go(
 
 
 def test_one_that_was_taken_over_and_is_silent_is_neither_stopped_nor_replaced() -> None:
-    """It may serve: who stops it, ends what it runs."""
+    """A worker that may be serving: ending it ends its requests."""
     silent = PlannedWorker("d-1", "decode", Phase.STARTING, is_silent=True)
     assert plan([silent], targets(), {}, 0.0) == []
     assert plan([silent], targets(decode=1), {}, 0.0) == []

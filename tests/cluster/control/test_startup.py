@@ -1,4 +1,4 @@
-"""What a start says while it waits, and when it is over."""
+"""Messages during a start, and the end of a start."""
 
 from dataclasses import replace
 

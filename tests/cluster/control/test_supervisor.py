@@ -144,7 +144,7 @@ async def test_a_worker_changes_its_pool_without_a_restart() -> None:
         assert set(after) == set(before)
         assert sorted(info.role for info in after.values()) == ["decode", "decode", "prefill"]
         while sorted(w.role for w in world.supervisor.status().workers) != ["decode", "decode", "prefill"]:
-            await asyncio.sleep(0.01)  # until the workers themselves have said so
+            await asyncio.sleep(0.01)  # until the workers themselves have reported it
 
 
 async def test_a_new_supervisor_takes_over_what_lives() -> None:
@@ -166,7 +166,7 @@ async def test_a_new_supervisor_takes_over_what_lives() -> None:
 
 
 async def test_a_new_supervisor_does_not_wait_for_what_cannot_be_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tells routers of those that answer, plans, and says what the other waits for."""
+    """The supervisor sends routers the workers that answer, plans, and reports what the other one waits for."""
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.01)
     monkeypatch.setattr(supervisor, "ADOPT_S", 0.1)
 
@@ -222,7 +222,7 @@ async def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch
 
     async def test(world: World) -> None:
         status = await world.until(lambda s: is_ready(s) and bool(s.pools[2].last_error))
-        assert "it hangs while it starts" in status.pools[2].last_error
+        assert "it did not answer during its start" in status.pools[2].last_error
         assert [w.worker_id for w in status.workers] == ["mixed-2"]
         assert world.launcher.processes["mixed-1"].is_dead
 
@@ -241,7 +241,7 @@ async def test_a_worker_that_hangs_when_it_is_taken_over_is_replaced(monkeypatch
         ({"embed": 1}, "no pool 'embed'"),
         ({"decode": -1}, "between 0 and"),
         ({"decode": 0}, "both empty"),
-        ({"mixed": 2}, "scales by itself between 0 and 3"),
+        ({"mixed": 2}, "is scaled automatically between 0 and 3"),
     ],
 )
 async def test_targets_that_cannot_be_are_refused(replicas: dict[str, int], expected: str) -> None:

@@ -1,4 +1,4 @@
-"""What the supervisor waits for: a gang that drains, a process that starts; and what it tells of both."""
+"""The supervisor waits for a draining gang and for a starting process, and reports both."""
 
 import asyncio
 from typing import Any, cast
@@ -20,7 +20,7 @@ from ...support.scripted_worker import scripted
 
 
 class Control:
-    """Of a worker that has requests at so many looks after it was told to drain."""
+    """State of a worker that still has requests at this many checks after it was told to drain."""
 
     def __init__(self, num_busy: int) -> None:
         self.load = LoadReport()
@@ -55,7 +55,7 @@ async def test_books_are_compared_once_nobody_of_the_gang_has_requests() -> None
 
 
 class Reporting:
-    """Of a worker that reports at so many looks, then never again."""
+    """Reports of a worker that stops reporting after this many checks."""
 
     def __init__(self, num_reports: int) -> None:
         self.load = LoadReport(role=ROLE_TO_PROTO[Role.DECODE])
@@ -80,7 +80,7 @@ async def test_a_worker_that_reports_no_more_hangs(monkeypatch: pytest.MonkeyPat
     handle = cast(WorkerHandle, cast(Any, Living()))
     watching = until_dead(worker, handle, cast(WorkerControl, cast(Any, control)))
     error = await asyncio.wait_for(watching, 60)
-    assert isinstance(error, WorkerLost) and "it hangs: silent for 0.015 s" in error.message
+    assert isinstance(error, WorkerLost) and "it did not answer for 0.015 s" in error.message
     assert control.num_told == 4 * worker_watch.SILENT_TICKS
 
 
@@ -98,7 +98,7 @@ async def test_the_supervisor_knows_a_worker_once_it_knows_whether_it_drains() -
 
 
 class Silent(Control):
-    """Of a worker that does not answer so many times."""
+    """Answers of a worker that fails to answer this many times."""
 
     def __init__(self, num_silent: int, error: DiptychError) -> None:
         super().__init__(0)
@@ -207,7 +207,7 @@ def test_a_gang_is_announced_once_it_has_all_its_members() -> None:
 
 
 class Unplaced:
-    """A process that waits for a place at so many looks, then for `num_loading` more until it serves."""
+    """A process that waits this many checks to be placed, and then `num_loading` more until it serves."""
 
     def __init__(self, num_unplaced: int, num_loading: int) -> None:
         self._num_unplaced = num_unplaced
@@ -241,7 +241,7 @@ async def test_the_time_without_a_place_is_no_silence(monkeypatch: pytest.Monkey
 
 
 class Slow:
-    """A process that begins to answer after `num_importing` looks, and serves after `num_loading` more."""
+    """A process that begins to answer after `num_importing` checks, and serves after `num_loading` more."""
 
     def __init__(self, num_importing: int, num_loading: int, *, answers_twice: bool = True) -> None:
         self._num_importing, self._num_loading = num_importing, num_loading
@@ -292,5 +292,5 @@ async def test_a_start_that_stays_silent_hangs(
     process: Slow, is_new: bool, num_looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_watch, "PLACED_S", 0.001)
-    with pytest.raises(WorkerLost, match=f"silent for {num_looks * 0.001:g} s"):
+    with pytest.raises(WorkerLost, match=f"did not answer during its start for {num_looks * 0.001:g} s"):
         await until_started(process, lambda _: None, is_new=is_new)

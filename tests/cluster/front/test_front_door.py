@@ -1,4 +1,4 @@
-"""What one call may ask for, and what it gets where it says nothing."""
+"""Limits of a call, and the defaults of its fields."""
 
 import asyncio
 from typing import Any
@@ -126,7 +126,7 @@ def test_refused_at_the_door_before_it_costs() -> None:
 
 def test_the_model_is_the_served_one() -> None:
     assert start(model="echo").completions
-    with pytest.raises(UnknownModel, match="'gpt' is not served here: ask for 'echo'"):
+    with pytest.raises(UnknownModel, match="'gpt' is not served here: use 'echo'"):
         start(model="gpt")
     source = Echo()
     source.model_error = Unavailable("no worker yet")

@@ -1,4 +1,4 @@
-"""Which level a request gets: its own values, then its tier's, its model name's; none where no one says."""
+"""The level of a request: its own values, then its tier's, then its model name's, otherwise none."""
 
 import math
 

@@ -48,7 +48,7 @@ def complete(sock: socket.socket, max_tokens: int, *, stream: bool) -> None:
 
 
 def calls_a_request(max_tokens: int, *, stream: bool) -> float:
-    """On a server that had requests before."""
+    """Counts on a server that has already served requests."""
     with Calls() as calls, served(Echo()) as server:
         with socket.create_connection(("127.0.0.1", server.http_port), timeout=30) as sock:
             complete(sock, 1, stream=stream)

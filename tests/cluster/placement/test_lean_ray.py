@@ -31,7 +31,7 @@ def test_a_raylet_starts_neither_agents_nor_idle_workers() -> None:
 
 
 def test_an_agent_says_that_its_services_are_not_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getppid", lambda: 1)  # its raylet is gone: it does not wait
+    monkeypatch.setattr(os, "getppid", lambda: 1)  # its raylet has ended, so it does not wait
     monkeypatch.setattr(ray_agent, "end_with_parent", lambda: None)
     ray_agent.main(str(tmp_path), "abc", ["one_port", "two_port"])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"one_port_abc": "-1", "two_port_abc": "-1"}

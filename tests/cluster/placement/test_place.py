@@ -1,4 +1,4 @@
-"""What a person is told that Ray has no room for."""
+"""Messages about workers for which Ray has no room."""
 
 from diptych.cluster.placement.place import Place, bundle_of
 

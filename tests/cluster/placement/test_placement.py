@@ -38,7 +38,7 @@ class EndedWorker(WorkerActor):
 
 
 async def test_the_reason_of_a_workers_end_keeps_its_type_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By it the supervisor tells the echo of a loss from the loss."""
+    """With this the supervisor distinguishes a repeated report of a loss from a new loss."""
     monkeypatch.setattr(placement, "WorkerActor", EndedWorker)
     monkeypatch.setattr(placement.ray, "remote", InPlace)
     monkeypatch.setattr(Place, "take", lambda _: None)

@@ -1,4 +1,4 @@
-"""`diptych plan --memory`: its figures are those of what is loaded, and what does not fit is refused by name."""
+"""`diptych plan --memory`: its figures equal those of the loaded model, and what does not fit is refused by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_ranks_on_gpus_have_whole_pieces_of_memory(llama: Path) -> None:
     num_blocks = plan_num_blocks(layout, 48, 2 * wanted, blocks_at_once(layout, 2 << 20))
     assert (on_gpus.first.kv_bytes, on_gpus.num_tokens) == (num_blocks * layout.rank_block_bytes, num_blocks * 16)
     assert on_gpus.first.kv_bytes % (2 << 20) == 0 != on_cpu.first.kv_bytes % (2 << 20)
-    with pytest.raises(ConfigError, match="data_parallel=2 works on cpu alone"):
+    with pytest.raises(ConfigError, match="data_parallel=2 works only on cpu"):
         plan_memory(spec, Parallelism(data_parallel=2, on_gpus=True), memory)
 
 
@@ -195,7 +195,7 @@ def test_ranks_that_cannot_share_it_are_refused(llama: Path) -> None:
         (["--rank-memory", "1GiB", "--tensor-parallel", "2"], 0, "each other"),
         (["--rank-memory", "1000"], 2, "use more ranks (--tensor-parallel), --quantize, or more memory"),
         (["--rank-memory", "1000", "--device", "cuda"], 2, "use more ranks (--tensor-parallel), or more memory"),
-        (["--rank-memory", "100MB", "--kv-memory", "200MB"], 2, "--kv-memory asks for"),
+        (["--rank-memory", "100MB", "--kv-memory", "200MB"], 2, "--kv-memory needs"),
         (["--rank-memory", "1GiB", "--kv-memory", "100000"], 2, "less than one context"),
         (["--rank-memory", "much"], 2, "--rank-memory: 'much' is not a size"),
         (["--device", "cuda", "--tensor-parallel", "2", "--rank-memory", "1GiB"], 0, "2 ranks, each on a GPU"),
@@ -214,6 +214,6 @@ def test_the_command(flags: list[str], code: int, says: str) -> None:
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.workers.execution.model_runner.available_bytes", lambda _device: 1000)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     read: list[int] = []
-    with pytest.raises(InsufficientMemory, match=r"the weights take .* and 1,000 are free"):
+    with pytest.raises(InsufficientMemory, match=r"the weights take .*, but 1,000 are free"):
         ModelRunner.load(WorkerConfig.of(llama), lambda done, _total: read.append(done))
     assert not read

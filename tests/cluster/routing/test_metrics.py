@@ -92,7 +92,7 @@ def test_links_appear_with_their_sink_and_vanish_with_it() -> None:
     views = [view, FleetWorker(WorkerInfo("a", "a:1", "prefill", "prefill", "prefill-1"))]
     metrics = RouterMetrics(lambda: views)
     found = samples(metrics)
-    for link, source_name in zip(view.transfer_stats, ("prefill-1", ""), strict=True):  # b is gone
+    for link, source_name in zip(view.transfer_stats, ("prefill-1", ""), strict=True):  # b has ended
         ends = (("source", link.source), ("source_name", source_name), ("transport", link.transport))
         labels = (*ends, ("worker", "w"), ("worker_name", "decode-2"))
         assert found["diptych_link_bytes_total", labels] == link.num_bytes

@@ -27,8 +27,8 @@ from .test_router_with_workers import (
 )
 
 STEP_S = 0.01
-UNENDING = 20_000  # tokens: a test has failed long before steps of STEP_S have made so many
-MORE = 20  # tokens that a client still hears when it has heard enough
+UNENDING = 20_000  # tokens: a test fails long before steps of STEP_S have generated this many
+MORE = 20  # tokens that a client still receives after it has received enough
 ROOMY: dict[str, Any] = {"step_s": STEP_S, "num_blocks": 1 << 13, "max_context": UNENDING + 100}
 # Nobody is given up for being late: this machine may do other things for a while.
 PATIENT: dict[str, Any] = ROOMY | {
@@ -38,7 +38,7 @@ PATIENT: dict[str, Any] = ROOMY | {
 
 
 class Audience:
-    """Clients of answers without an end. They stay until the test has seen what it is about."""
+    """Clients of endless answers. They stay until the test has finished its checks."""
 
     def __init__(self, running: Cluster, asked: list[list[int]]) -> None:
         self._router = running.router
@@ -64,7 +64,7 @@ class Audience:
 
 
 async def drain(worker: LiveWorker) -> None:
-    """As the supervisor does: on a stream of its own. Returns once the worker says that it drains."""
+    """Drain a worker on a separate stream, as the supervisor does. Returns when the worker reports that it drains."""
     async with open_channel(worker.info.address) as channel:
         call = worker_pb2_grpc.WorkerStub(channel).Link(metadata=auth_metadata(TOKEN))
         await call.write(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
@@ -75,7 +75,7 @@ async def drain(worker: LiveWorker) -> None:
 
 
 async def runs(worker: LiveWorker, num_sequences: int) -> None:
-    """Returns once so many decode there: their KV has come."""
+    """Return when this many sequences decode there, so their KV has arrived."""
     async with open_channel(worker.info.address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         while True:
@@ -95,7 +95,7 @@ def count(running: Cluster, name: str) -> float:
 
 
 async def busy_with(running: Cluster, worker: LiveWorker, num_requests: int, num_tokens: int = 50) -> None:
-    """Returns once so many are there, and so many tokens were delivered."""
+    """Return when this many sequences are there, and this many tokens were delivered."""
     while not any(w.info == worker.info and w.num_in_flight >= num_requests for w in running.router.workers()) or (
         count(running, "diptych_generation_tokens_total") < num_tokens
     ):

@@ -44,7 +44,7 @@ def test_names_that_cannot_be_are_refused() -> None:
     index = PrefixIndex()
     with pytest.raises(InternalError, match="16 bytes"):
         index.apply("a", events([b"short"]), 100)
-    with pytest.raises(InternalError, match="claims to hold 5"):
+    with pytest.raises(InternalError, match="reports 5 cached blocks"):
         index.apply("a", events(names(5)), 4)
 
 

@@ -1,4 +1,4 @@
-"""One request's state: tokens of one or two workers merge."""
+"""The state of one request: it merges the tokens of one or two workers."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_a_request_that_ends_with_its_first_token_stops_the_sink() -> None:
 
 
 def test_a_sink_told_of_the_end_before_we_are() -> None:
-    """The source finishes with its first token: the sink hears of it first, and fails."""
+    """The source finishes with its first token: the sink is informed first, and fails."""
     harness = split()
     harness.failed(2, RequestAborted("the sequence finished with its first token"), handoff=True)
     assert harness.told == [("forget", 2)]

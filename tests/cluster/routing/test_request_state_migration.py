@@ -21,7 +21,7 @@ from ...support.state_harness import KV_GONE, LOST, UNREACHABLE, StateHarness, s
 
 
 def migrating() -> StateHarness:
-    """A alone made two tokens of six, and is to hand off to B."""
+    """A state in which A alone has generated two of six tokens and will hand off to B."""
     harness = StateHarness(max_tokens=6)
     harness.begin(None, "A")
     assert harness.state.movable() is None
@@ -144,7 +144,7 @@ def test_the_old_one_hands_off_to_a_worker_that_has_failed() -> None:
 
 
 def test_the_old_worker_was_sealed_for_an_earlier_offer() -> None:
-    """It did not know yet that the first sink had failed, nor of the second offer."""
+    """A did not know yet that the first sink had failed, nor of the second offer."""
     harness = migrating()
     harness.failed(2, UNREACHABLE, handoff=True)
     harness.migrate("C")

@@ -75,7 +75,7 @@ async def test_a_prefix_that_the_decode_worker_holds_is_not_prefilled_elsewhere(
         assert not (submit.HasField("offer") or submit.HasField("source"))
         decode.tokens(submit.handle, [50], finish=FinishReason.STOP)
         assert await answer == [50]
-        await decode.kill()  # and with it, what it held
+        await decode.kill()  # its KV is lost too
         await settled(router, lambda: not all(w.is_up for w in router.workers()))
         await decode.start(decode.port)
         await settled(router, lambda: all(w.is_up for w in router.workers()))
@@ -125,7 +125,7 @@ async def test_a_worker_with_another_model_is_refused_and_reported() -> None:
 
 
 async def test_two_hundred_requests_on_workers_that_come_and_go() -> None:
-    """Each worker answers with its prompt's sum plus the position, and dies after some steps."""
+    """Each worker answers with the sum of its prompt plus the position, and ends after some steps."""
 
     async def serve(worker: ScriptedWorker, num_steps: int) -> None:
         for _ in range(num_steps):

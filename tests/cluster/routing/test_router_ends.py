@@ -122,7 +122,7 @@ async def test_the_slot_of_an_answer_that_is_not_read_is_free_at_its_deadline() 
             assert (await first)[0].token_ids == (50,)
             with pytest.raises(Overloaded):
                 router.admit(1)
-            await settled(router, lambda: router.health().num_requests == 0)  # and nobody reads
+            await settled(router, lambda: router.health().num_requests == 0)  # no client reads
             router.admit(1)
 
 

@@ -1,4 +1,4 @@
-"""Levels of requests at the router: on their way to workers, refusals, and what is counted."""
+"""Levels of requests at the router: how they reach workers, refusals, and counters."""
 
 import asyncio
 from dataclasses import replace

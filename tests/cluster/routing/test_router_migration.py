@@ -21,7 +21,7 @@ UNREACHABLE = TransportError("the source cannot be reached")
 
 
 async def running_at(worker: ScriptedWorker, router: Router, **fields: Any) -> tuple[int, "asyncio.Task[list[int]]"]:
-    """A request that `worker` alone runs, long enough to move: it has made tokens 50 and 51."""
+    """A request that only `worker` runs, long enough to move: it has generated the tokens 50 and 51."""
     answer = reading(router.stream(request(**({"max_tokens": 20} | fields))))
     handle = (await worker.submitted()).handle
     worker.tokens(handle, [50, 51])
@@ -239,7 +239,7 @@ async def test_a_prefix_is_pulled_from_the_worker_that_decoded_the_turn_before()
 
 
 async def test_a_pair_that_cannot_reach_each_other_is_not_tried_again() -> None:
-    """P and D are both there for the router: the request ends on P alone."""
+    """The router can reach both P and D, but the request ends on P alone."""
     async with scripted("prefill", "decode") as (prefill, decode), routing(prefill, decode) as router:
         answer = reading(router.stream(request()))
         source, sink = await prefill.submitted(), await decode.submitted()
@@ -294,7 +294,7 @@ async def _any_submitted(workers: list[ScriptedWorker]) -> tuple[worker_pb2.Subm
 
 
 async def test_a_worker_that_came_back_at_the_same_address_is_another_one() -> None:
-    """Its KV is gone with the old process: the request is resumed, never pulled from there."""
+    """Its KV was lost with the old process: the request is resumed, and nothing is pulled from there."""
     async with scripted("mixed", "mixed") as (old, other), routing(old) as router:
         _, answer = await running_at(old, router)
         await settled(router, lambda: metric(router, "generation_tokens_total 2.0"))
@@ -317,7 +317,7 @@ async def test_a_worker_that_came_back_at_the_same_address_is_another_one() -> N
 
 
 async def test_a_broken_stream_between_router_and_source_ends_the_migration_and_not_the_request() -> None:
-    """Both workers live on, but what ran on the stream is aborted there: the state resumes it."""
+    """Both workers continue, but the stream's sequences are aborted there: the state resumes them."""
     async with scripted("mixed", "mixed") as (old, new), routing(old) as router:
         _, answer = await running_at(old, router)
         router.update_fleet([old.info, new.info])
@@ -334,7 +334,7 @@ async def test_a_broken_stream_between_router_and_source_ends_the_migration_and_
 
 
 async def test_room_counts() -> None:
-    """A worker that drains gives nothing to one that is full, and does once there is room."""
+    """A draining worker hands nothing to a full worker until that worker has room."""
     async with scripted("mixed", "mixed") as (old, new), routing(old) as router:
         handle, answer = await running_at(old, router)
         router.update_fleet([old.info, new.info])

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts through the router: each position once, whoever computes it and whoever is lost."""
+"""Log-probabilities of prompts through the router: each position arrives once, with any worker and after any loss."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where a request's time went, as its router tells, over scripted workers on real sockets."""
+"""Phases of a request as its router reports them, with scripted workers on real sockets."""
 
 import asyncio
 

@@ -68,7 +68,7 @@ class Cluster:
             await asyncio.sleep(0.002)
 
     async def lose(self, worker: LiveWorker) -> None:
-        """It dies, and the supervisor says so."""
+        """The worker ends, and the supervisor reports it."""
         self.workers.remove(worker)
         await worker.kill()
         self.announce()

@@ -65,13 +65,13 @@ class SimulatedHandoff:
 
 @dataclass
 class SimulatedRequest:
-    """A worker request as its worker sees it. What it says waits in `stream` until the router reads it."""
+    """A worker request as its worker sees it. Its messages wait in `stream` until the router reads them."""
 
     request: WorkerRequest
     position: int  # of its next token
     handoff: SimulatedHandoff | None = None  # that it pulls
     stream: deque[WorkerToken | HandedOff | Failure] = field(default_factory=deque[WorkerToken | HandedOff | Failure])
-    is_done: bool = False  # says nothing more
+    is_done: bool = False  # sends nothing more
     has_pulled: bool = False
 
     @property

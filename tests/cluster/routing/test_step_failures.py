@@ -49,7 +49,7 @@ def test_a_first_step_that_fails_with_it_alone_is_resumed_once() -> None:
 
 
 def test_a_request_is_computed_alone_until_it_is_past_the_token_at_which_a_step_failed() -> None:
-    """The worker had made three tokens, of which none came: the next two by themselves would show nothing."""
+    """The worker had generated three tokens, of which none arrived: two more tokens alone would prove nothing."""
     harness = StateHarness()
     harness.begin(None, "A")
     harness.failed(1, StepFailed("a step failed", num_output=3))
@@ -78,7 +78,7 @@ def test_a_sinks_step_that_fails_counts_and_its_pull_from_a_source_whose_step_fa
     assert [s.worker for s in harness.state.failures.steps] == ["D"]
     harness = StateHarness()
     harness.begin("P", "D")
-    harness.failed(2, COMPANY, handoff=True)  # the source's words, by way of the sink
+    harness.failed(2, COMPANY, handoff=True)  # the source's error, reported through the sink
     harness.failed(1, COMPANY)
     assert [s.worker for s in harness.state.failures.steps] == ["P"] and harness.told[-1] == ("choose", "")
 

@@ -24,7 +24,7 @@ CONFIG = RoutingConfig(reconnect_s=0.01, max_reconnect_s=0.02)
 
 
 class Listener:
-    """Owner and request in one: what it hears is in `heard`, in order."""
+    """Owner and request in one; `heard` holds the received messages in order."""
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
@@ -146,7 +146,7 @@ async def test_an_abort_reaches_the_worker_and_silences_the_request() -> None:
         worker.load()
         await listener.hears("load")
         await link.close()
-        link.abort(2)  # nobody to tell
+        link.abort(2)  # there is no request to inform
 
 
 @pytest.mark.parametrize("how", ["kill", "end"])
@@ -175,7 +175,7 @@ async def test_a_broken_stream_is_told_to_all_and_dialled_again(how: str) -> Non
 
 
 async def test_a_worker_that_does_not_answer_is_lost_even_if_it_speaks() -> None:
-    """It answers for a while; then it is not heard, or does not hear us and goes on reporting."""
+    """The worker answers for a while. Then its messages are lost, or it receives nothing and continues to report."""
     config = replace(CONFIG, worker_timeout_s=0.4)
     async with scripted("mixed") as (worker,):
         link, listener = await connected(worker, config)
@@ -187,7 +187,7 @@ async def test_a_worker_that_does_not_answer_is_lost_even_if_it_speaks() -> None
         worker.answers_pings = False
         worker.load()
         await listener.hears("load")
-        assert (await listener.hears("down")) == ("silent for 0.4 s",)
+        assert (await listener.hears("down")) == ("it sent nothing for 0.4 s",)
         assert isinstance((await listener.hears("failed"))[1], WorkerLost)
         await link.close()
 
@@ -262,8 +262,8 @@ BAD_MESSAGES = {
     "different lengths": {"step": Step(handles=[1], token_ids=[1, 2], positions=[0], finish_reasons=[0])},
     "outside the vocabulary": {"step": Step(handles=[1], token_ids=[1000], positions=[0], finish_reasons=[0])},
     "unknown finish reason": {"step": Step(handles=[1], token_ids=[1], positions=[0], finish_reasons=[7])},
-    "1 likeliest ids, 0 logprobs": _step_with_top([1], []),
-    "21 likeliest ids, 21 logprobs": _step_with_top([1] * 21, [-1.0] * 21),
+    "1 most likely ids and 0 logprobs": _step_with_top([1], []),
+    "21 most likely ids and 21 logprobs": _step_with_top([1] * 21, [-1.0] * 21),
     "token 1000, outside": _step_with_top([1000], [-1.0]),
     "finite and not negative": {
         "step": Step(
@@ -274,8 +274,8 @@ BAD_MESSAGES = {
             timings=[worker_pb2.SequenceTimings(entry=0, queue_s=-1)],
         )
     },
-    "out of place \\(hello\\)": {"hello": worker_pb2.Hello()},
-    "out of place \\(of an unknown kind\\)": {},
+    "unexpected message \\(hello\\)": {"hello": worker_pb2.Hello()},
+    "unexpected message \\(of an unknown kind\\)": {},
 }
 
 
@@ -326,7 +326,7 @@ async def test_a_bug_in_a_handler_costs_the_stream_and_not_the_router() -> None:
 
 
 async def test_hanging_up_works_at_any_moment() -> None:
-    """Also in the turn in which a dial fails, where a cancelled grpc.aio coroutine goes on as if nothing had been."""
+    """Also in the iteration in which a connection attempt fails: a cancelled grpc.aio coroutine then continues."""
     async with scripted("mixed") as (worker,):
         nobody = WorkerInfo("w", "127.0.0.1:1", "mixed", "mixed")
 

@@ -46,7 +46,7 @@ class TimedRunner(FakeRunner):
 
 
 def load() -> list[SimulatedRequest]:
-    """Requests whose lengths all differ, so that a row says whose it is; more than the blocks hold at once."""
+    """Requests with distinct lengths, so that a row identifies its request; more than the blocks can hold at once."""
     rng = np.random.default_rng(5)
     inputs, at_s = rng.permutation(np.arange(10, 130))[:40].tolist(), np.cumsum(rng.exponential(0.1, 40)).tolist()
     return requests(*((at, num, int(rng.integers(1, 60))) for at, num in zip(at_s, inputs, strict=True)))

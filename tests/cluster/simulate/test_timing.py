@@ -58,7 +58,7 @@ def write_log(folder: Path, name: str, threads: int, timer: LinearTimer, gap_s: 
 
 
 def test_a_profile_is_made_of_step_logs(tmp_path: Path) -> None:
-    """Two workers of one thread, one of two that is twice as fast; a quarter of a millisecond between steps."""
+    """Two workers with one thread, and one with two threads that is twice as fast; 0.25 ms between steps."""
     slow, fast = LinearTimer(WEIGHTS), LinearTimer(tuple(weight / 2 for weight in WEIGHTS))
     for name, threads, timer in (("a", 1, slow), ("b", 1, slow), ("c", 2, fast)):
         write_log(tmp_path / "steps", name, threads, timer, 0.00025)
@@ -80,7 +80,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     made.write(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == made
     (tmp_path / "profile.json").write_text(json.dumps({"workers": [1]}))
-    with pytest.raises(ConfigError, match="is no profile"):
+    with pytest.raises(ConfigError, match="is not a profile"):
         read_profile(tmp_path / "profile.json")
 
 
@@ -107,10 +107,10 @@ def test_step_logs_that_cannot_be_fitted(tmp_path: Path) -> None:
         make_profile(tmp_path)
     (tmp_path / "b.csv").unlink()
     (tmp_path / "a.csv").write_text((tmp_path / "a.csv").read_text() + "0,1,2,x,0,1\n")
-    with pytest.raises(WorkloadError, match="line 4: a step is"):
+    with pytest.raises(WorkloadError, match="line 4: a step must be"):
         make_profile(tmp_path)
     (tmp_path / "a.csv").write_text("{}\n")
-    with pytest.raises(WorkloadError, match="line 1: it does not say whose"):
+    with pytest.raises(WorkloadError, match="line 1: the header of the step log is invalid"):
         make_profile(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_a_link_is_read_from_metrics(tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text(METRICS)
     assert read_link(tmp_path / "metrics") == LinkProfile(2e9, 0.005)
     (tmp_path / "metrics").write_text("diptych_link_bytes_total 5\n")
-    with pytest.raises(WorkloadError, match="tells of no hand-off"):
+    with pytest.raises(WorkloadError, match="contains no hand-off"):
         read_link(tmp_path / "metrics")
     (tmp_path / "metrics").write_text("{{{\n")
     with pytest.raises(WorkloadError, match="format of Prometheus"):
@@ -185,7 +185,7 @@ def test_a_link_is_read_from_metrics(tmp_path: Path) -> None:
 
 
 def test_roofline_of_a_gpu() -> None:
-    """A decode of one sequence reads all weights; a long prompt is bound by compute; two ranks halve both."""
+    """A decode of one sequence reads all weights; a long prompt is limited by compute; two ranks halve both."""
     spec, gpu = check_model(Path(resolve_model("tiny"))), GPUS["H100"]
     whole = Efficiency(1.0, 1.0, 0.0)
     one = RooflineTimer.of(spec, Parallelism(), gpu, whole)

@@ -21,7 +21,7 @@ async def test_no_process_starts_for_a_chat_that_waits_while_the_encoder_is_clos
     encoder = PromptEncoder(byte_tokenizer(ENDLESS), ProcessLimits())
     await encoder.start()
     asks = [asyncio.create_task(encoder.encode_chat(CHAT, CONTEXT)) for _ in range(2)]
-    for _ in range(10):  # the first is under way, the second waits for it
+    for _ in range(10):  # the first one runs, the second waits for it
         await asyncio.sleep(0)
     await encoder.close()
     first, second = await asyncio.gather(*asks, return_exceptions=True)

@@ -43,7 +43,7 @@ def bpe(**config: Any) -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """As a converted Llama-2 tokenizer: metaspaces, bytes for what has no token, the first space stripped."""
+    """A tokenizer like a converted Llama-2 one: metaspaces, byte tokens, the first space stripped."""
     words = ["▁", "▁a", "▁b", "a", "b", "▁Hello", "▁world", "lo"]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
     vocab |= {word: 259 + i for i, word in enumerate(words)}

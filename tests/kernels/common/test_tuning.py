@@ -1,4 +1,4 @@
-"""Lookups of tuned configurations: the most particular table that there is, the first row that fits."""
+"""Lookups of tuned configurations: the most specific table, and in it the first row that fits."""
 
 import pytest
 import torch

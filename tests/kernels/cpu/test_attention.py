@@ -94,7 +94,7 @@ def test_options_are_its_twins(team: Team, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("options", [NO_OPTIONS, AttentionOptions(window=270, softcap=3.0, sinks=SINKS)])
 def test_a_rows_bits_are_its_own(built: Library, dtype: torch.dtype, options: AttentionOptions) -> None:
-    """As decodes one by one, in chunks of any size and offset, beside others, in one thread or three: the same."""
+    """Decodes, chunks of any size and offset, other sequences beside them, one thread or three: equal results."""
     length, dim = 530, 64
     alone, crowd = Team(built, 1), Team(built, 3)
     whole = make_batch([length], [length], 16, num_blocks=80)
@@ -104,7 +104,7 @@ def test_a_rows_bits_are_its_own(built: Library, dtype: torch.dtype, options: At
     table = whole.block_tables
 
     def batch_of(chunks: list[tuple[int, int]]) -> tuple[PagedBatch, Tensor]:
-        """Chunks (end, size) of the one sequence, each as a sequence of its own."""
+        """Chunks (end, size) of one sequence, each as a separate sequence."""
         ends, sizes = [end for end, _ in chunks], [size for _, size in chunks]
         starts = torch.tensor([0, *sizes]).cumsum(0).int()
         rows = torch.cat([torch.arange(end - size, end) for end, size in chunks])

@@ -1,4 +1,4 @@
-"""The compiled experts against a loop over them; and, bit for bit, a row alone against the same row among others."""
+"""The compiled experts compared with a loop over them; a row alone equals, bit for bit, the same row among others."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ GATES = [Gate(), Gate(Epilogue.GELU_MUL), Gate(Epilogue.CLAMPED_MUL, 1.702, 0.75
 
 @dataclass
 class Case:
-    x: Tensor  # [T, H], NaN beside
+    x: Tensor  # [T, H], surrounded by NaN
     weights: Tensor
     ids: Tensor
     gate_up: Tensor

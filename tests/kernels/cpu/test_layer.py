@@ -64,7 +64,7 @@ FAMILIES = {
 
 @dataclass
 class Weights:
-    """Float32, rounded to what is packed."""
+    """Float32 values, rounded like the packed weights."""
 
     dtype: torch.dtype
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(5))
@@ -105,7 +105,7 @@ class Model:
         self.ropes = [rope_of(num, 20.0 + i) for i, num in enumerate(self.family.rotated)]
 
     def logits(self, token_ids: Tensor) -> Tensor:
-        """Of every token of one sequence, plainly. token_ids: [T]."""
+        """Hidden states of every token of one sequence, computed with torch. token_ids: [T]."""
         family = self.family
         x = self.embed[token_ids] * family.embed_scale
         for i, layer in enumerate(self.layers):
@@ -238,7 +238,7 @@ def test_is_what_torch_computes(built: Library, name: str, num_threads: int) -> 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_rows_bits_are_its_own(built: Library, name: str) -> None:
-    """Whole, in chunks, token by token, beside others, with one thread or three."""
+    """Whole, in chunks, token by token, beside other sequences, with one thread or three."""
     model, tokens = Model(FAMILIES[name], Weights(torch.bfloat16)), sequences(50, 3, 20)
     teams = [Team(built, 1), Team(built, 3)]
     alone, crowd = (Compiled(team, model) for team in teams)

@@ -1,4 +1,4 @@
-"""The compiled linear layer against torch; and, bit for bit, a row alone against the same row among others."""
+"""The compiled linear layer compared with torch; a row alone equals, bit for bit, the same row among others."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ FORMATS = list(Format)
 
 
 def poisoned(num_rows: int, width: int, dtype: torch.dtype, spare: int = 5) -> Tensor:
-    """A view of so many rows, NaN on every side."""
+    """A view of this many rows, surrounded by NaN."""
     return torch.full((num_rows + 2, width + spare), torch.nan, dtype=dtype)[1:-1, 1 : width + 1]
 
 

@@ -9,7 +9,7 @@ SIZES = [(1, 16), (5, 63), (2, 7), (33, 576)]
 
 
 def rows(num: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """[num, dim] beside NaNs that nothing may read."""
+    """[num, dim] surrounded by NaN, which must not be read."""
     padded = torch.full((num, dim + 7), torch.nan, dtype=dtype)
     padded[:, :dim] = torch.randn(num, dim)
     return padded[:, :dim]

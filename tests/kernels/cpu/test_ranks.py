@@ -66,7 +66,7 @@ def test_one_after_another() -> None:
 
 
 def test_who_sleeps_is_woken() -> None:
-    """No sleeper would look again by itself before the test has given up. Which of the two sleeps changes."""
+    """A sleeping rank would not wake by itself before the test fails. Which of the two sleeps alternates."""
     memory = memory_for(2)
     ranks = make(2, memory, look_again_s=60.0)
     sleepers = [memory[64 * (1 + rank) + 4 :][:4].view(torch.int32) for rank in range(2)]  # ranks.cpp's Rank::sleepers
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_come_is_missed() -> None:
 
 @pytest.mark.parametrize("sizes", [(3, 4, 3), (SLOT_FLOATS, SLOT_FLOATS + 1, SLOT_FLOATS + 1)])
 def test_ranks_that_mean_unlike_sums_all_end(sizes: tuple[int, ...]) -> None:
-    """Also where what they put at first is of one size. It was their second collective."""
+    """Also if their first parts have equal sizes. It was their second collective."""
 
     def work(rank: int, sums: RankSums) -> str:
         sums.add(torch.ones(7))

@@ -43,7 +43,7 @@ def draw(**of: float | int) -> Draw:
 
 @cache
 def cases() -> tuple[torch.Tensor, list[Sequence], list[int]]:
-    """Logits that nothing may be read beside, and the twin's tokens."""
+    """Logits surrounded by values that must not be read, and the reference's tokens."""
     torch.manual_seed(0)
     sequences = [sequence(replace(s, seed=seed)) for seed in range(24) for s in SETTINGS]
     padded = torch.full((len(sequences), VOCAB + 9), torch.nan)

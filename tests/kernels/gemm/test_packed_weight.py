@@ -1,4 +1,4 @@
-"""Layouts of checkpoints against what they mean, written out code by code."""
+"""Layouts of checkpoints compared with their definition, written out code by code."""
 
 import pytest
 import torch

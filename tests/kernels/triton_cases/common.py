@@ -25,12 +25,12 @@ TARGETS = (*NVIDIA, "gfx942")
 class Launch:
     """A call whose kernels are compiled as the wrapper launches them: with its constants, warps and stages."""
 
-    name: str  # what is particular: dtype, sizes, options
+    name: str  # the properties of this case: dtype, sizes, options
     call: Callable[[], object]  # the wrapper's, with tensors made by `meta`
     targets: tuple[str, ...] = TARGETS  # or "sm_89", of small shared memory
     spilled_bytes: int = 0  # that a thread may at most spill, on any target
-    is_gated: bool = True  # False: compiled by `ahead_of_time.py --all` alone
-    gated_targets: tuple[str, ...] = (*TARGETS, "sm_89")  # others: by --all alone, too
+    is_gated: bool = True  # False: compiled only by `ahead_of_time.py --all`
+    gated_targets: tuple[str, ...] = (*TARGETS, "sm_89")  # other targets: compiled only with --all
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -43,6 +43,6 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within a few roundings; NaN, which stands for an element that was not written, is never near."""
+    """Whether values are equal within a few roundings. NaN marks an element that was not written, and never is."""
     tolerance = 1e-5 if found.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)

@@ -17,6 +17,6 @@ LAUNCHES = [
 @pytest.mark.parametrize("activation", [SILU, GELU, GELU_TANH, SWIGLU_CLAMPED])
 @pytest.mark.parametrize("shape", [(1, 64), (35, 33), (2, 2100)])
 def test_gate_mul(shape: tuple[int, int], activation: int, dtype: torch.dtype) -> None:
-    spread = 4 if activation == SWIGLU_CLAMPED else 1  # beyond what it clamps at
+    spread = 4 if activation == SWIGLU_CLAMPED else 1  # larger than the limit of the clamp
     gate_up = spread * normal(shape[0], 2 * shape[1] + 7, dtype=dtype)[:, 4:-3]
     assert_near(gate_mul_triton(gate_up, activation), gate_mul_twin(gate_up, activation))

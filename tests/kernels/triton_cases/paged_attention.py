@@ -22,6 +22,6 @@ def test_decodes_and_chunks_of_one_batch(context_lens: list[int], num_new: list[
     batch, on_cpu = (make_batch(context_lens, num_new, 5, 100, device) for device in (DEVICE, "cpu"))
     cache = make_cache(batch, 100, 2, 20, torch.float32)
     q = normal(sum(num_new), 9, 20, dtype=torch.float32)[:, 1:7]
-    for _ in range(2):  # the second time with what the batch keeps for all layers
+    for _ in range(2):  # the second time with the data that the batch keeps for all layers
         found = paged_attention_triton(q, cache, batch)
         assert_near(found.cpu(), paged_attention_twin(q.cpu(), cache.cpu(), on_cpu))

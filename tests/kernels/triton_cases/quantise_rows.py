@@ -12,7 +12,7 @@ from diptych.kernels.gemm.quantise_rows import (
 from .common import DEVICE, DTYPES, Launch, meta, normal
 
 FP8 = torch.float8_e4m3fn
-HOPPER = ("sm_90", "sm_100")  # and later: older chips have no fp8 of this kind, AMD's has one of its own
+HOPPER = ("sm_90", "sm_100")  # and later; older chips have no fp8 of this kind, and AMD's is different
 
 
 def launch(dtype: torch.dtype, blocks: bool = False) -> None:
@@ -40,7 +40,7 @@ def assert_near_codes(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def rows_of(rows: int, k: int, to: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, k], strided. For the interpreter, which loses what it carries when it rounds to fp8: values of fp8."""
+    """[rows, k], strided; for the interpreter, whose rounding to fp8 is inexact: values that fp8 can represent."""
     wide = normal(rows, k + 9, dtype=dtype) * 3
     if to == FP8 and DEVICE == "cpu":
         wide = (wide * 30).to(FP8).to(dtype)

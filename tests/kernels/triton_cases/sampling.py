@@ -24,7 +24,7 @@ LAUNCHES = [
 
 
 def draws(settings: list[tuple[float, float, float, int]]) -> Draws:
-    """Of (temperature, min_p, top_p, top_k), each under a key of its own."""
+    """Rows of (temperature, min_p, top_p, top_k), each with a different key."""
     temperature, min_p, top_p, top_k = (list(column) for column in zip(*settings, strict=True))
     generator = torch.Generator().manual_seed(5)
     return Draws(
@@ -78,7 +78,7 @@ def test_sample(vocab_size: int, dtype: torch.dtype) -> None:
 
 
 def test_a_row_is_drawn_the_same_in_any_batch() -> None:
-    """However many programs share it: alone a row has three, in a batch one."""
+    """For any number of programs per row: alone a row has three, in a batch one."""
     some = [1, 7, 9, 12]
     logits, how = rows_of(9001, F32)[some], draws(settings(9001))
 

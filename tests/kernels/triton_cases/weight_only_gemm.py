@@ -79,5 +79,5 @@ def test_splits_leave_their_workspace_as_it_was_and_give_the_same_again() -> Non
     first = weight_only_gemm_triton(x, weight, None, workspace)
     assert not workspace.counters.any()
     assert torch.equal(weight_only_gemm_triton(x, weight, None, workspace), first)
-    # A row's result does not depend on how many are beside it.
+    # A row's result does not depend on the number of other rows.
     assert torch.equal(weight_only_gemm_triton(x[3:4], weight, None, workspace), first[3:4])

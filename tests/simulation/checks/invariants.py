@@ -21,7 +21,7 @@ CALM_QUIET_S = 0.5
 
 
 def what_is_held(world: "World") -> str:
-    """The first thing that some live process still holds, or nothing."""
+    """The first thing that a running process still holds, or nothing."""
     for at in world.routers.living():
         assert at.router is not None
         for view in at.router._fleet.views():

@@ -22,10 +22,10 @@ from .violation import demand
 if TYPE_CHECKING:
     from ..world import Client, World
 
-LINGER_S = 6.0  # after a trouble's end, until both sides have noticed, given up what was under way, and found back
+LINGER_S = 6.0  # after a fault's end, until both sides have noticed it, ended what they did, and reconnected
 MOMENT_S = 1e-6  # a trouble is often what ends an attempt in the same instant
 ENOUGH_S = 3.0  # of quiet time: any request would have ended, whatever waits before it
-SHORT_S = 1.0  # for a worker to be told of, and dialled
+SHORT_S = 1.0  # until a worker is known and connected
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Story:
     failed_at: float | None = None
 
     def quiet_s(self, troubles: Troubles, began: float, ended: float) -> float:
-        """Longest time (s) in which its workers, or those that it waited for, had no trouble."""
+        """Longest time (s) in which its workers, or those that it waited for, had no fault."""
         spans: list[tuple[float, float]] = []
         at = began
         for attempt in self.attempts:
@@ -126,7 +126,7 @@ class WatchedState(RequestState):
 
 
 def fleet_of(router: str) -> str:
-    """Stands for the workers that a router can reach: in trouble where there is none."""
+    """Stands for the workers that a router can reach: faulty if there is none."""
     return f"fleet of {router}"
 
 

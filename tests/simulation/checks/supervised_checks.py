@@ -73,7 +73,7 @@ class Checks:
         return [] if actor is None else announced(actor.supervisor._workers.values())
 
     def check_kill(self, actor: "WorkerActor") -> None:
-        """The supervisor ends that worker. Silence is no reason as long as it is not the worker's own."""
+        """The supervisor ends that worker. Silence is a reason only if the worker itself causes it."""
         reasons = (self._serves_nobody, self._has_lost_peer, self._had_its_time, self._is_silent)
         if not any(is_so(actor) for is_so in reasons):
             self._world.bug(f"the supervisor ends {actor.worker_id}, which is well and has not ended its own")
@@ -91,7 +91,7 @@ class Checks:
         return any(peer.is_dead or peer.is_given_up for peer in peers)
 
     def _had_its_time(self, actor: "WorkerActor") -> bool:
-        """Return whether it has had its time to end its own requests."""
+        """Return whether the time in which it must end its own requests is over."""
         began = self._draining_at.get(actor.worker_id, float("inf"))
         return self._world.clock.now - began >= self._supervised.config.drain_timeout_s - TICK_S
 

@@ -2,7 +2,7 @@
 
 
 class Violation(Exception):
-    """Error: an invariant is broken. A planted bug counts as found by these errors alone."""
+    """Error: an invariant is broken. A planted bug counts as found only by these errors."""
 
 
 class Hang(Violation):

@@ -16,7 +16,7 @@ class Weather:
 
     name: str = "calm"
     num_faults: int = 0
-    stream_break: float = 0.0  # of a stream while both ends live
+    stream_break: float = 0.0  # of a stream between two running processes
     lose_call: float = 0.0  # of a unary call: the request or its answer
     double_call: float = 0.0  # carried out twice
     straggle: float = 0.0  # of a packet that takes long
@@ -26,7 +26,7 @@ class Weather:
     step_fault: float = 0.0  # of a step that raises
     poison: float = 0.0  # of a request that makes steps raise
     stop_reading: float = 0.1  # of a client that takes no tokens for a while
-    forge: float = 0.05  # of somebody asking for blocks that are not his, every eighth packet
+    forge: float = 0.05  # of a request for another sink's blocks, every eighth packet
     latency_s: float = 0.002  # of a packet, at most
     lease_s: tuple[float, float] = (0.5, 3.0)
 
@@ -37,7 +37,7 @@ CALM = Weather(lease_s=(0.15, 0.8))
 BREEZE = Weather("breeze", 1, 0.02, 0.03, 0.05, 0.01, 0.02)
 GALE = Weather("gale", 3, 0.07, 0.08, 0.1, 0.03, 0.06, flip=0.005, step_fault=0.001, poison=0.03, forge=0.1)
 STORM = Weather("storm", 8, 0.15, 0.15, 0.15, 0.06, 0.12, flip=0.01, step_fault=0.003, poison=0.03, forge=0.1)
-# Nobody hears or sees in time.
+# Messages and timers are late.
 FOG = Weather("fog", 8, 0.2, straggle=0.15, double_call=0.1, latency_s=0.05, lease_s=(0.25, 0.6))
 WEATHERS = ((CALM, 20), (BREEZE, 15), (GALE, 25), (STORM, 20), (FOG, 20))
 
@@ -72,7 +72,7 @@ def _some_host(world: "World") -> str:
 
 
 def kill(world: "World") -> None:
-    """SIGKILL; mostly a new process at the same address soon, sometimes none if others live."""
+    """SIGKILL; usually a new process starts soon at the same address, sometimes none if others run."""
     rng = world.rng
     host = _some_host(world)
     world.kill(host)
@@ -106,7 +106,7 @@ def partition(world: "World") -> None:
 
 
 def cut(world: "World") -> None:
-    """A connection breaks, and both its ends live."""
+    """A connection breaks, and both processes continue."""
     connections = list(world.network.connections)
     if connections:
         connection = world.rng.choice(connections)
@@ -132,7 +132,7 @@ def terminate(world: "World") -> None:
 
 
 def freeze_a_pull(world: "World") -> None:
-    """Reads become slow, and one of the two stops, or is not heard: the lease may lapse meanwhile."""
+    """Reads become slow, and one of the two processes stops or is unreachable: the lease may expire."""
     rng = world.rng
     pulling = [w for w in world.living() if w.has_started and w.service is not None and w.service._pulls._sink._pulls]
     if not pulling:

@@ -1,4 +1,4 @@
-"""Steps that raise: by the fault of one request, of a moment, or of a worker that computes nothing any more."""
+"""Steps that raise: because of one request, at random, or because a worker can no longer compute."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ SELF_TEST = "self-test"
 
 
 class StepFault(RuntimeError):
-    """Error of a runner, as far as the engine can tell."""
+    """Error of a runner, from the engine's point of view."""
 
 
 class StepFaults:
@@ -53,7 +53,7 @@ class StepFaults:
         return at is not None and row.samples and len(row.token_ids) - sequence.num_prompt == at
 
     def check_blamed(self, request_id: str) -> None:
-        """Check that the request caused two failures or more, one of them alone in its step."""
+        """Check that the request caused at least two failures, one of them alone in its step."""
         is_due = self.raised[request_id] >= 2 and self.raised_alone[request_id]
         demand(is_due, f"{request_id} is blamed for {self.raised[request_id]} steps")
 

@@ -1,4 +1,4 @@
-"""Faults in a world with a real supervisor, beside those of all worlds (faults.py)."""
+"""Faults in a world with a real supervisor, in addition to those of all worlds (faults.py)."""
 
 import random
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ def _of(world: "World") -> "Supervised":
 
 
 def kill_supervisor(world: "World") -> None:
-    """Ray starts another, which takes over what lives."""
+    """Ray starts another supervisor, which adopts the running processes."""
     _of(world).kill()
 
 
@@ -72,7 +72,7 @@ def scale(world: "World") -> None:
 
 
 def scale_and_kill(world: "World") -> None:
-    """The supervisor dies while it does what it was told."""
+    """The supervisor ends while it carries out a command."""
     scale(world)
     world.clock.after(world.rng.uniform(0.0, 3.0), kill_supervisor, world)
 

@@ -22,7 +22,7 @@ from ..checks.violation import Hang
 
 MAX_EVENTS = 200_000
 MAX_DRIFT = 0.003
-THREAD_S = 0.02  # at most, until a thread has done what it was given
+THREAD_S = 0.02  # longest time until a thread has done its work
 
 
 class Timer:
@@ -101,7 +101,7 @@ class SimFuture(asyncio.Future[Any]):
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
-    """The event loop of one process. `on_crash` hears of exceptions that nobody caught."""
+    """The event loop of one process. `on_crash` receives uncaught exceptions."""
 
     def __init__(self, clock: Clock, rng: random.Random, name: str, on_crash: Callable[[str, object], None]) -> None:
         self.clock = clock
@@ -148,18 +148,18 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return self.clock.now < self.stalled_until
 
     def dispose(self) -> None:
-        """Close what is left, so that nothing runs when it is collected."""
+        """Close the rest, so that nothing runs when it is collected."""
         self.kill()
         asyncio._set_running_loop(self)
         while self.tasks:
-            tasks, self.tasks = self.tasks, []  # what is closed may leave others behind
+            tasks, self.tasks = self.tasks, []  # closing some may create others
             for task in tasks:
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
                     try:
                         task.get_coro().close()  # type: ignore[union-attr]
                     except RuntimeError:
-                        continue  # a cleanup that awaits, in a process that is gone
+                        continue  # a cleanup that awaits, in an ended process
 
     def time(self) -> float:
         """Time by the process's own clock."""
@@ -250,7 +250,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             return
         if self._late_timers:
             late, self._late_timers = self._late_timers, deque()
-            timers_first = self._rng.random() < 0.5  # select() may tell either first
+            timers_first = self._rng.random() < 0.5  # select() may report either first
             self._ready = deque([*late, *self._ready]) if timers_first else deque([*self._ready, *late])
         if self.clock.running is not self:
             self.clock.running = self
@@ -278,7 +278,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
 
 def dispose(processes: Sequence[ProcessLoop]) -> None:
-    """End what is left of a world, so that nothing of it runs, or complains, when it is collected."""
+    """End the rest of a world, so that nothing of it runs or complains when it is collected."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         for process in processes:

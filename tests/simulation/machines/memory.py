@@ -65,7 +65,7 @@ class CheckedRunner:
     provisional one may be, and is wrong then, for nobody must ever see it."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, haste: random.Random | None = None) -> None:
-        """`haste`: a step may be launched ahead, and this says whether it is computed at once, or as late as can be."""
+        """`haste`: steps may be launched ahead; it decides whether one is computed at once or as late as possible."""
         max_context = min(MAX_CONTEXT, num_blocks * layout.block_size)
         self.info = ModelInfo("fake", "FakeForCausalLM", VOCAB_SIZE, max_context, (0,), layout.dtype)
         self.layout = layout
@@ -87,7 +87,7 @@ class CheckedRunner:
             try:
                 self._stream.compute_launched()
             except Exception:
-                step.abandon()  # nobody else knows of it
+                step.abandon()  # no other code knows of it
                 raise
         return step
 
@@ -169,7 +169,7 @@ class CheckedRunner:
 
 
 class PoisonedList(list[int]):
-    """Free blocks: what they held is gone at once."""
+    """Free blocks: their content is lost immediately."""
 
     def __init__(self, blocks: list[int], runner: CheckedRunner) -> None:
         super().__init__(blocks)
@@ -254,7 +254,7 @@ def _side_by_side(layers: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 @lru_cache(maxsize=256)
 def _known(layout: KVLayout, salt: int) -> Numbers:
-    """[k and v, token or position, layer, numbers of all ranks]: what they are, in the order of `_places`."""
+    """[k and v, token or position, layer, numbers of all ranks]: the values, in the order of `_places`."""
     number, ranks = np.arange(VOCAB_SIZE)[:, None, None], layout.tensor_parallel
     found: list[npt.NDArray[np.float32]] = []
     for layer in range(layout.num_layers):

@@ -134,7 +134,7 @@ class Network:
         return self.blocked.get((src, dst), 0.0) > self.clock.now
 
     def transit(self, src: str, dst: str, act: Callable[..., None], *args: Any) -> None:
-        """`act(*args)` when a packet from host to host arrives, whoever lives then."""
+        """Call `act(*args)` when a packet arrives from host to host, whichever process runs there then."""
         self.clock.after(self.delay(src, dst), self._arrived, src, dst, act, args)
 
     def send(self, sender: ProcessLoop, dst: str, act: Callable[..., None], *args: Any) -> None:
@@ -204,7 +204,7 @@ class Network:
             connection._retire()
 
     def cut(self, connection: Connection) -> None:
-        """Both ends live; each learns of it in its own time, and one perhaps by its pings alone."""
+        """Both processes continue; each notices it at a different time, and one perhaps only by its pings."""
         self.trouble(connection.client.name, connection.host)
         sides = [connection.client_breaks, connection.server_breaks]
         self.rng.shuffle(sides)

@@ -211,7 +211,7 @@ class ClientCall:
             network.clock.after(network.rng.random() * within_s, self._break)
 
     def _break(self) -> None:
-        """The stream is reset while both ends live; each learns of it in its own time."""
+        """The stream is reset while both processes run; each notices it at a different time."""
         network, up = self.channel.network, self._up
         if self._status is None and up is not None:
             self.channel.trouble()

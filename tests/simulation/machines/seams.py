@@ -31,7 +31,7 @@ EPOCH_NS = 10**18
 
 
 def _silent(*_: object, **__: object) -> None:
-    """Do nothing, in place of what a simulated process does not do."""
+    """Do nothing, instead of something that a simulated process does not do."""
 
 
 class _Health:

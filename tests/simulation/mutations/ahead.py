@@ -1,4 +1,4 @@
-"""Bugs to plant in what is launched one step ahead: see mutations.py."""
+"""Bugs to plant in steps launched ahead: see mutations.py."""
 
 from dataclasses import replace
 from typing import Any

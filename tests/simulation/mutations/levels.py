@@ -1,4 +1,4 @@
-"""Bugs to plant where a request carries a service level: see mutations.py."""
+"""Bugs to plant in the path of a request's service level: see mutations.py."""
 
 from typing import Any
 

@@ -42,7 +42,7 @@ def planted(replacements: list[Replacement]) -> Iterator[None]:
 
 
 def _without(cls: type[Any], name: str, kind: type) -> list[Replacement]:
-    """The method's actions, less those of one kind."""
+    """The method's actions without those of one kind."""
     real = getattr(cls, name)
     return [(cls, name, lambda *args, **kw: [a for a in real(*args, **kw) if not isinstance(a, kind)])]
 

@@ -1,4 +1,4 @@
-"""Bugs to plant in what several routers share, and in how they hear of a drain: see mutations.py."""
+"""Bugs to plant in what several routers share, and in how they learn of a drain: see mutations.py."""
 
 from diptych.cluster.routing.fleet import FleetWorker
 from diptych.proto import worker_pb2

@@ -1,4 +1,4 @@
-"""Bugs to plant in what a request brings beside its tokens, on its way between processes: see mutations.py."""
+"""Bugs to plant in a request's data other than its tokens, between processes: see mutations.py."""
 
 from dataclasses import replace
 from typing import Any

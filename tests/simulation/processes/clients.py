@@ -25,7 +25,7 @@ TRAFFIC_S = 3.0  # in which the requests come
 
 @dataclass(eq=False)
 class Client:
-    """Client of a request, and what it received."""
+    """Client of a request, and the tokens that it received."""
 
     request: Request
     arrives_at: float

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 STOP_S = 3.0  # for a worker to stop in good order
-PEER_S = 1.0  # until a gang's members notice that one of them is gone, at most
+PEER_S = 1.0  # longest time until a gang's members notice that one of them has ended
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class WorkerActor(Actor):
         super().__init__(world.network, host_of(worker_id))
         self.worker_id = worker_id
         self.waits_for = fate.waits_for
-        self.is_stopped = False  # by a supervisor, which may have died before it killed it
-        self.is_given_up = False  # for it was silent
+        self.is_stopped = False  # by a supervisor, which may have ended before it killed the process
+        self.is_given_up = False  # because it did not answer
         self.worker: Worker | None = None
         self._world = world
         self._fate = fate
@@ -101,7 +101,7 @@ class WorkerActor(Actor):
 
 
 class RouterActor(Actor):
-    """The process of one router (routers.py), as far as its supervisor sees it."""
+    """The process of one router (routers.py), as its supervisor sees it."""
 
     async def start(self) -> RouterStarted:
         return RouterStarted("127.0.0.1", 1, 2, 1)
@@ -114,7 +114,7 @@ class RouterActor(Actor):
 
 
 class SimRay:
-    """Ray's simulated state: what lives, where, and what the supervisor had it keep."""
+    """Ray's simulated state: running processes, their places, and the supervisor's stored data."""
 
     def __init__(self, world: "World", fate: Callable[[str], Fate]) -> None:
         self.workers: dict[str, WorkerActor] = {}
@@ -125,7 +125,7 @@ class SimRay:
         self._fate = fate
 
     def worker(self, worker_id: str) -> WorkerActor:
-        """The one that lives, or a new one."""
+        """The running one, or a new one."""
         self.places.add(gang_of(worker_id))
         found = self.workers.get(worker_id)
         if found is None or found.is_dead:
@@ -165,7 +165,7 @@ class SimRay:
         self._world.clock.after(self._world.rng.random() * NEWS_S, self._end, actor)
 
     def on_kill(self, host: str) -> None:
-        """A worker's process has died."""
+        """A worker's process has ended."""
         actor = next((a for a in self.workers.values() if a.name == host), None)
         if actor is None or actor.is_dead:
             return

@@ -73,7 +73,7 @@ class Routers:
         return next((router for router in self._all.values() if router.process is process), None)
 
     def plan(self) -> list[Fault]:
-        """The end of a router while another lives."""
+        """The end of a router while another runs."""
         strikes = len(self) > 1 and self._world.weather.num_faults and self.rng.random() < 0.5
         return [Fault(self.rng.randint(20, 700), self.rng.uniform(1.0, 6.0), kill_router)] if strikes else []
 
@@ -129,7 +129,7 @@ class Routers:
 
 
 class WatchedService(WorkerService):
-    """A router that has said on a stream that it knows of a drain submits nothing more there."""
+    """A router that has confirmed a drain on a stream submits nothing more there."""
 
     world: "World"
 

@@ -80,7 +80,7 @@ class Scripted:
         self.tell_fleet()
 
     def drain(self, host: str) -> None:
-        """Drain a worker over a Link of its own; later end the process, and start another."""
+        """Drain a worker on a separate Link; later end the process, and start another."""
         world, rng = self._world, self._world.rng
         worker = world.workers[host]
         if worker is None:
@@ -107,7 +107,7 @@ class Scripted:
         self._back_at = self._world.clock.now + self._world.rng.uniform(0.5, 5.0)
 
     def tell_fleet(self) -> None:
-        """Tell routers of the fleet: a change is noticed after a while, and each router hears of it at its own time."""
+        """Inform routers of the fleet: each learns of a change after a different delay."""
         world = self._world
         for name in world.routers.names:
             when = max(world.clock.now + world.rng.uniform(0.01, 0.5), self._back_at)
@@ -134,7 +134,7 @@ class Scripted:
 
 
 def drain(world: "World") -> None:
-    """A worker with running sequences, as soon as there is one: they can only move."""
+    """A worker with running sequences, as soon as there is one: its sequences can only move."""
     assert isinstance(world.supervision, Scripted)
     busy = [w for w in world.living() if w.has_started and any(map(_has_far_to_go, w.engine._sequences.values()))]
     if busy:

@@ -40,7 +40,7 @@ def is_supervised(seed: int) -> bool:
 
 @dataclass
 class Said:
-    """Record of what supervisors have told others, which binds their successors."""
+    """Record of what supervisors have announced, which binds their successors."""
 
     targets: dict[str, int]  # that were accepted last
     incarnations: set[str] = field(default_factory=set[str])  # of workers that routers heard of
@@ -132,7 +132,7 @@ class Supervised:
         )
 
     def _fate(self, worker_id: str) -> Fate:
-        """Draw the fate of a worker that is asked for, and what it runs on."""
+        """Draw the behaviour and the place of a requested worker."""
         self._num_starts += 1
         host, pool = host_of(worker_id), worker_id.partition("-")[0]
         if host not in self.world.hosts:
@@ -184,7 +184,7 @@ class Supervised:
         world.clock.after(self.rng.uniform(*AGAIN_S), self._start)
 
     def scale(self, replicas: Mapping[str, int]) -> None:
-        """Asked by somebody outside, who may get no answer."""
+        """A request from outside, which may get no answer."""
         world, actor = self.world, self.actor
         if actor is None:
             return

@@ -32,7 +32,7 @@ MOMENT_S = 0.4
 
 
 class _Commands:
-    """queue.SimpleQueue, as far as EngineThread needs it; a command wakes an idle engine."""
+    """Stands for queue.SimpleQueue in EngineThread; a command wakes an idle engine."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
         self._on_put = on_put
@@ -81,7 +81,7 @@ class SimEngineThread(EngineThread):
         super().begin(key, *args, **kwargs)
 
     async def commit(self, key: str, *args: Any, **kwargs: Any) -> None:
-        """Commit only what the source has released to this very attempt."""
+        """Commit only what the source has released to this attempt."""
         self._check_released(self._job_of(key), "commits")
         await super().commit(key, *args, **kwargs)
 
@@ -175,7 +175,7 @@ class SimEngineThread(EngineThread):
 
 
 class WatchedBridge(Bridge):
-    """A conversion writes to blocks that somebody holds."""
+    """A conversion writes only to allocated blocks."""
 
     def __init__(self, world: "World", *args: Any) -> None:
         super().__init__(*args)
@@ -195,7 +195,7 @@ class WatchedBridge(Bridge):
 
 @dataclass(eq=False)
 class _Read:
-    """Read under way: pieces are fetched and land one by one, whatever the two processes do."""
+    """A running read: pieces are fetched and arrive one by one, independently of the two processes."""
 
     incarnation: str
     num_left: int
@@ -273,7 +273,7 @@ class SimReader(KVReader):
                 self._transport.forget(self._incarnation)
 
     def _fetch_later(self, read: _Read, remote: int, local: int, length: int, into: Region) -> None:
-        """Layer by layer of each block, each at a time of its own."""
+        """Layer by layer of each block, each at a different time."""
         transport = self._transport
         world, step = transport.world, min(layer_sizes(transport.runner.layout))
         read.num_left -= 1
@@ -284,7 +284,7 @@ class SimReader(KVReader):
             world.clock.after(delay, self._fetch, read, landing)
 
     def _owner(self, into: Region, local: int) -> int:
-        """Another number once the memory there is somebody else's."""
+        """The number changes when the memory belongs to another sequence."""
         transport = self._transport
         if into is transport.staging.region:
             return transport.staging.times_returned[local // GRAIN_BYTES]

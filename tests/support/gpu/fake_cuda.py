@@ -110,7 +110,7 @@ def make_device_memory(
 
 
 def seen_by_host(memory: KVMemory) -> KVMemory:
-    """The same pool, as a test looks at it."""
+    """The same pool, for a test to read."""
     region = memory.region
     view = memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
     return replace(memory, region=replace(region, view=view), device=None)

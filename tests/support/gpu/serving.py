@@ -1,4 +1,4 @@
-"""A ModelRunner on a FakeDevice under a real Engine, and what it must give: the tokens of eager_steps.py."""
+"""A ModelRunner on a FakeDevice under a real Engine, and its expected tokens: those of eager_steps.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ def load(path: Path, gpu: Device | None, **changes: Any) -> ModelRunner:
     config = WorkerConfig.of(
         path, dtype="float32", kv_memory_bytes=4 << 20, max_context_tokens=512, cpu_isa="none", max_running=6
     )
-    with patch.object(factory, "GRAPH_TOKENS", GRAPH_TOKENS):  # what was to capture takes time
+    with patch.object(factory, "GRAPH_TOKENS", GRAPH_TOKENS):  # captures take time
         return ModelRunner.load(config.changed(**changes), gpu=gpu)
 
 
@@ -67,7 +67,7 @@ class Run:
 
     token_ids: list[list[int]] = field(default_factory=list[list[int]])  # by request
     logprobs: list[list[float | None]] = field(default_factory=list[list[float | None]])
-    num_ahead: int = 0  # steps after which another was under way
+    num_ahead: int = 0  # steps after which another was running
     batches: list[Batch] = field(default_factory=list[Batch])
 
 

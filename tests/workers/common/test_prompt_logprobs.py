@@ -55,7 +55,7 @@ def assert_equal(found: PromptLogprobs, prompt: list[int], model: torch.nn.Modul
     assert (found.first, found.end) == (1, len(prompt))
     torch.testing.assert_close(torch.from_numpy(found.logprobs), own[:, 0], atol=1e-4, rtol=0)
     torch.testing.assert_close(torch.from_numpy(found.top_logprobs), top, atol=1e-4, rtol=0)
-    # A top token's own log-probability is what is said of it, whatever ties decided which it is.
+    # The log-probability of a top token is the reported one, whichever of several equal tokens was chosen.
     of_tops = expected.gather(1, torch.from_numpy(found.top_ids).long())
     torch.testing.assert_close(torch.from_numpy(found.top_logprobs), of_tops, atol=1e-4, rtol=0)
     num_likelier = [(expected > own + gap).sum(dim=-1) for gap in (1e-4, -1e-4)]

@@ -50,7 +50,7 @@ def test_all_ranks_have_whole_experts_or_none(ranks: int, experts: int, copies: 
         ({"data_rank": -1}, "data_rank: Input should be greater"),
         ({"rendezvous": None}, "needs a rendezvous"),
         ({"tensor_parallel": 2}, "without tensor_parallel and look_ahead"),
-        ({"device": "cuda"}, "works on cpu alone"),
+        ({"device": "cuda"}, "works only on cpu"),
         ({"look_ahead": True}, "without tensor_parallel and look_ahead"),
     ],
 )
@@ -63,7 +63,7 @@ def test_workers_that_share_experts(wrong: dict[str, Any], message: str) -> None
 
 def test_ranks_do_not_look_ahead() -> None:
     WorkerConfig.of("model", look_ahead=True)
-    with pytest.raises(ConfigError, match="look_ahead works with one rank"):
+    with pytest.raises(ConfigError, match="look_ahead works only with one rank"):
         WorkerConfig.of("model", look_ahead=True, tensor_parallel=2)
 
 
@@ -114,7 +114,7 @@ def test_every_setting_says_what_it_is() -> None:
     assert [name for name, setting in SETTINGS.items() if not setting.help and name != "auth_token"] == []
 
 
-# What such a value needs beside it.
+# Other settings that such a value needs.
 WITH = {
     "expert_parallel": ["--tensor-parallel", "2"],
     "data_parallel": ["--rendezvous", "place"],

@@ -1,4 +1,4 @@
-"""Rows of block tables that are kept from step to step say what the sequences' own tables say."""
+"""Rows of block tables that persist between steps equal the sequences' own tables."""
 
 import random
 
@@ -17,7 +17,7 @@ def sequence_of(num_tokens: int, blocks: list[int]) -> Sequence:
 
 
 def found(tables: BatchTables, entries: list[ScheduledSequence]) -> list[list[int]]:
-    """What the arrays say of the blocks of each entry's tokens."""
+    """The blocks of each entry's tokens according to the arrays."""
     rows = tables.update(entries)
     nums = [-(-(e.sequence.num_computed + e.num_new) // BLOCK_SIZE) for e in entries]
     return [tables.array[row, :num].tolist() for row, num in zip(rows, nums, strict=True)]

@@ -9,7 +9,7 @@ from diptych.workers.core.block_manager import BlockManager
 def test_allocation_takes_all_or_nothing() -> None:
     manager = BlockManager(4)
     held = manager.allocate(3)
-    with pytest.raises(OutOfBlocks, match="2 KV blocks are needed and 1 of 4 are free"):
+    with pytest.raises(OutOfBlocks, match="2 KV blocks are needed, but 1 of 4 are free"):
         manager.allocate(2)
     assert manager.num_free == 1
     manager.release(held)

@@ -28,7 +28,7 @@ def segment(first: int, num: int = 1) -> Segment:
 
 
 class Chase:
-    """Both machines of one hand-off; the source announces while the sink reads."""
+    """Both state machines of one hand-off; the source announces while the sink reads."""
 
     def __init__(self) -> None:
         self._source = SourceHandoff(NUM_BLOCKS, NUM_LAYERS, lease_s=10.0, now=0.0, is_live=True)
@@ -61,7 +61,7 @@ class Chase:
 
 @pytest.mark.parametrize("num_behind", [1, 2, 3, 4])
 def test_a_sequence_stops_for_a_sink_that_is_always_some_blocks_behind(num_behind: int) -> None:
-    """Before a block is read the next is announced: there is no moment at which everything is read."""
+    """The next block is announced before a block is read, so there is never a moment at which everything is read."""
     chase = Chase()
     for _ in range(num_behind):
         chase.announce(1)

@@ -259,7 +259,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     for sequence in (old, young, waiting):
         scheduler.add(sequence)
     compute(scheduler.schedule())
-    batch = scheduler.schedule()  # both need a third block, and there is none
+    batch = scheduler.schedule()  # both need a third block, but none is free
     assert shape(batch) == [(old, 1)]
     assert young.status is SequenceStatus.WAITING
     assert (young.block_table, young.num_computed, young.num_tokens) == ([], 0, 9)

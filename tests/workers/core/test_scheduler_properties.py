@@ -1,4 +1,4 @@
-"""Whatever comes and goes: no step exceeds its budget, nobody starves, every block is accounted for."""
+"""For any sequence of events: no step exceeds its budget, every request progresses, every block is accounted for."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Equal prompts are computed once, and every sequence still gets the tokens that it would get alone."""
+"""Equal prompts are computed once, and every sequence gets the same tokens as without sharing."""
 
 import pytest
 
@@ -124,7 +124,7 @@ def test_n_completions_are_handed_off_and_their_prompt_travels_once() -> None:
     granted: dict[str, Reservation] = {}
     for key in keys:
         sink.incoming.reserve(key, len(prompt), lambda r, key=key: granted.__setitem__(key, r))
-    assert list(granted) == ["0/0"]  # the others wait for what it brings
+    assert list(granted) == ["0/0"]  # the others wait for its result
     for key in keys:
         segments[key] = moves[key].segments
         assert granted[key].num_held_tokens == (0 if key == "0/0" else 12)

@@ -1,4 +1,4 @@
-"""libcuda by ctypes: another process's memory is mapped, copied and outlives its maker; without a GPU there is none."""
+"""libcuda through ctypes: memory of another process is mapped and copied, and outlives that process."""
 
 import struct
 import subprocess

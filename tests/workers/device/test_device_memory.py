@@ -1,4 +1,4 @@
-"""A device with too little memory: at load it is said for what, and what to do; a step ends those who made it large."""
+"""A device with too little memory: errors at load name the purpose and the remedy; a step ends its large requests."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation"
 
 
 class Scarce(TorchDispatchMode):
-    """Whatever is allocated within it and `is_refused` is not to be had."""
+    """Within this context, allocations for which `is_refused` is true fail."""
 
     def __init__(self, is_refused: Callable[[Tensor], bool]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_what_is_not_the_devices_keeps_its_name() -> None:
 
 @contextmanager
 def limited(part: Any, most: int) -> Iterator[list[int]]:
-    """`part`: what computes prompts. A step of more tokens than that finds no memory when its layers are under way."""
+    """A step with more than `part` prompt tokens runs out of memory while its layers are computed."""
     refused: list[int] = []
     run, run_on_lane = part.run, part.lane.run
 

@@ -1,4 +1,4 @@
-"""A device that computes as late as it may: what a host does too early, or forgets, gives wrong numbers."""
+"""A device that computes as late as allowed: what a host does too early, or omits, gives wrong numbers."""
 
 import os
 import subprocess
@@ -159,7 +159,7 @@ def test_a_graph_repeats_launches() -> None:
     weight, times = weight[0], list[int]()
 
     def twin(a: Tensor, b: Tensor) -> Tensor:
-        times.append(int(a[0, 0].item()))  # a kernel's twin may look
+        times.append(int(a[0, 0].item()))  # a kernel's torch reference may read values
         return a + b
 
     def work() -> None:

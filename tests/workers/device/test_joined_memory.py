@@ -62,7 +62,7 @@ class Ranks:
 
 
 def num_descriptors(of: str) -> int:
-    """Of this process, of what is named so; a descriptor may be closed while they are listed."""
+    """Descriptors of this process with this name; one may be closed while they are listed."""
     num = 0
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -132,7 +132,7 @@ def test_a_rank_hears_that_rank_0_has_ended(ranks: Ranks) -> None:
 
 def test_a_rank_that_says_nothing_is_lost_in_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diptych.workers.device.joined_memory.STALL", timedelta(milliseconds=1))
-    with pytest.raises(RankLost, match="rank 1 did not come: timed out"):
+    with pytest.raises(RankLost, match="rank 1 did not arrive: timed out"):
         ranks.joinings[0].pool(0, NUM_BYTES)
 
 
@@ -201,7 +201,7 @@ class CopiesSeen(TorchDispatchMode):
 
 
 def test_no_copy_goes_from_one_rank_s_piece_into_the_next(ranks: Ranks) -> None:
-    """The last block of one and the first of the next are neighbours."""
+    """The last block of one rank and the first of the next are adjacent."""
     caches = ranks.caches(LAYOUT, 128)
     for rank, cache in enumerate(caches):
         cache.tensor[0], cache.tensor[127] = 10 + rank, 20 + rank

@@ -1,4 +1,4 @@
-"""The KV pool: its bytes are where KVMemory says, and its size is what was asked, within reason."""
+"""The KV pool: its bytes are at the addresses of KVMemory, and its size is the requested one, within limits."""
 
 import os
 from dataclasses import replace

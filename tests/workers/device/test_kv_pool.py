@@ -1,4 +1,4 @@
-"""A pool on a device: what is copied off it, and what a part of a segment becomes in it."""
+"""A pool on a device: copies to the host, and conversion of parts of segments into it."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Pools that are mapped into another worker by CUDA IPC: for how long, and what a copy under way holds."""
+"""Pools that another worker maps by CUDA IPC: how long they stay mapped, and copies that keep them mapped."""
 
 import asyncio
 import threading
@@ -33,7 +33,7 @@ BLOCKS = (6, 7, 1, 4, 3)
 
 
 class SlowCopies(FakeCuda):
-    """They end when the test says so."""
+    """Copies that end when the test ends them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ async def until_begun(cuda: SlowCopies) -> None:
 
 @asynccontextmanager
 async def mapped_pair(cuda: SlowCopies) -> AsyncIterator[tuple[Served, HandoffSink, SinkEngine]]:
-    """A source and a sink that have CUDA IPC alone; the sink's copies are `cuda`'s. Nothing is mapped at the end."""
+    """A source and a sink with CUDA IPC only; the sink copies with `cuda`. At the end nothing is mapped."""
     theirs, ours = make_device_memory(LAYOUT, 20), make_device_memory(LAYOUT, 20, driver=cuda)
     assert theirs.device is not None and ours.device is not None
     far = make_transports(("cuda_ipc",), [theirs.region], device=theirs.device)
@@ -126,7 +126,7 @@ async def test_what_is_not_read_for_a_while_is_unmapped_and_mapped_again(monkeyp
 
 
 async def test_what_is_read_for_long_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time after which it would be unmapped begins anew as often as it is over, until the read is."""
+    """The time until a mapping is closed starts again whenever it is over, until the read has ended."""
     start_use, drop_idle = CudaIpcTransport.start, CudaIpcTransport._drop_idle
     used: list[tuple[CudaIpcTransport, Any]] = []
     asked: asyncio.Queue[int] = asyncio.Queue()  # how many used it, each time

@@ -1,4 +1,4 @@
-"""What cuBLAS is told before the first product."""
+"""Settings of cuBLAS before the first product."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Weights by way of pinned buffers are bit for bit those that are read at once, however late the device computes."""
+"""Weights read through pinned buffers equal, bit for bit, those read directly, however late the device computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ BUFFER_BYTES = 1 << 12  # of the model's matrices it takes several
 
 
 def flat(weights: Any) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of DecoderWeights or of what is in them, by name."""
+    """All tensors of DecoderWeights and of its fields, by name."""
     for name in weights.__slots__:
         value = getattr(weights, name)
         if isinstance(value, Tensor):
@@ -115,7 +115,7 @@ def make_small(llama: Path) -> Path:
 
 
 class HastyDevice(FakeDevice):
-    """Its events say at once that they have happened."""
+    """A device whose events count as reached immediately."""
 
     def lane(self, name: str, *, high_priority: bool = False) -> FakeLane:
         lane = super().lane(name, high_priority=high_priority)
@@ -164,7 +164,7 @@ class Allocations(TorchDispatchMode):
 
 
 def test_a_weight_is_never_held_beside_itself() -> None:
-    """Neither on the host nor on the device: what is made meanwhile is one buffer to convert in."""
+    """Neither on the host nor on the device: the only temporary memory is one buffer for conversions."""
     device = FakeDevice()
     target, stored = torch.empty(300, 64, dtype=torch.bfloat16), torch.randn(300, 64)
     with Upload(device, BUFFER_BYTES) as upload, Allocations() as allocations:

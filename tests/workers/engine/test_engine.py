@@ -1,4 +1,4 @@
-"""The engine over the FakeRunner: every token is computed from what is read back from KV memory."""
+"""The engine with the FakeRunner: every token is computed from values read back from KV memory."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A step that a device has too little memory for ends the requests that made it large, and nobody else's."""
+"""When a step has too little device memory, only the requests that made it large end."""
 
 import random
 from dataclasses import replace
@@ -24,7 +24,7 @@ LONG = [2] * 40
 
 
 class SmallDevice(FakeRunner):
-    """Has memory for `most` tokens a step; what it finds out when it computes, it finds out after it has stored."""
+    """Runner with memory for `most` tokens per step; it detects a shortage after it has stored KV."""
 
     def __init__(self, *, looks_ahead: bool, at_launch: bool) -> None:
         super().__init__(num_blocks=96, looks_ahead=looks_ahead)
@@ -112,7 +112,7 @@ def test_what_is_cached_stays_so(engine: Engine) -> None:
 
 
 def test_a_prompt_that_is_handed_off_ends_so(engine: Engine) -> None:
-    """Of what the step would have stored its sink hears nothing."""
+    """The sink receives nothing of the KV that the step would have stored."""
     engine.submit("0/1", make_request(LONG, 30), [], handoff_id=HANDOFF)
     device_of(engine).most = 5
     output = engine.step()
@@ -140,7 +140,7 @@ def test_a_running_one_that_is_handed_off_ends_so(engine: Engine) -> None:
 
 
 def test_what_was_put_off_until_the_step_was_over_is_done_though_it_failed() -> None:
-    """A sink that has caught up while a step is under way says so but once."""
+    """A sink that has caught up while a step runs reports it only once."""
     engine = Engine(SmallDevice(looks_ahead=True, at_launch=False), SchedulerConfig(), clock=Clock())
     engine.submit("0/1", make_request(PROMPT, 30), [])
     engine.submit("0/2", make_request(PROMPT[:3], 30), [])

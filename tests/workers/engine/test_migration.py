@@ -20,7 +20,7 @@ SLACK = slack_tokens(len(PROMPT), BLOCK)
 def decode(
     engine: Engine, num_steps: int, prompt: list[int] = PROMPT, max_tokens: int = 40, key: str = "0/1"
 ) -> list[int]:
-    """Submit and run so many steps; the tokens so far."""
+    """Submit a request and run this many steps; return its tokens so far."""
     engine.submit(key, make_request(prompt, max_tokens), [])
     return [e.token_id for e in tokens([engine.step() for _ in range(num_steps)], key)]
 
@@ -39,7 +39,7 @@ def test_a_running_sequence_moves_and_no_token_differs(num_before: int, num_step
         made += [e.token_id for e in tokens(move.hear([source.step()]), "0/1")]
         move.read()
     source.caught_up(HANDOFF)
-    source.caught_up(HANDOFF)  # a sink says so whenever it renews
+    source.caught_up(HANDOFF)  # a sink reports this with every renewal
     assert tokens(move.hear([source.step()]), "0/1") == []
     assert not source.scheduler.has_work
     assert move.opened is not None and move.opened.is_live and move.sealed is not None and move.sealed.is_live

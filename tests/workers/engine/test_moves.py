@@ -16,7 +16,7 @@ MAX_TOKENS = 16
 
 
 class World:
-    """Requests by number; each computes at one engine, under a key of its own wherever it goes."""
+    """Requests by number; each runs on one engine at a time, under a new key on each engine."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

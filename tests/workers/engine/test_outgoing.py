@@ -19,7 +19,7 @@ BLOCK = 4  # tokens
 
 
 class Watched(FakeRunner):
-    """Notes the layers that are stored; `fails_after` so many, once."""
+    """Records the stored layers; fails once after `fails_after` layers."""
 
     def __init__(self, fails_after: int | None = None, num_layers: int = 3) -> None:
         super().__init__(num_blocks=64, block_size=BLOCK, num_layers=num_layers)
@@ -113,7 +113,7 @@ def test_a_cached_prefix_is_announced_before_anything_is_computed() -> None:
 
 
 def test_what_commands_have_to_say_is_told_before_a_long_step() -> None:
-    """The step may be of other sequences alone."""
+    """The step may compute only other sequences."""
     runner = Watched()
     engine = make(runner, 3)
     engine.submit("0/1", make_request(list(range(1, 6)), 5), [])

@@ -1,4 +1,4 @@
-"""Cached prefixes move between engines; what cannot be had is computed."""
+"""Cached prefixes move between engines; a prefix that cannot be pulled is computed."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_what_is_not_cached_is_refused_by_name() -> None:
         source.outgoing.offer_prefix(HANDOFF, token_ids, salt)
         move = Move(source, make())
         move.hear([source.step()])
-        assert move.opened is None and isinstance(move.over, HandoffError) and "not cached" in move.over.message
+        assert move.opened is None and isinstance(move.over, HandoffError) and "no longer, in" in move.over.message
     offered(source, make())
     source.outgoing.offer_prefix(HANDOFF, PROMPT, b"")
     assert "single-use" in source.step().handoffs[0].error.message  # type: ignore[union-attr]
@@ -93,7 +93,7 @@ def test_a_salt_that_is_too_long_is_refused_before_it_is_hashed() -> None:
     assert "257 bytes; at most 256" in refused.error.message
     source.outgoing.offer_prefix(HANDOFF, PROMPT, b"s" * MAX_CACHE_SALT_BYTES)
     (refused,) = source.step().handoffs
-    assert isinstance(refused, HandoffRefused) and "not cached" in refused.error.message
+    assert isinstance(refused, HandoffRefused) and "no longer, in" in refused.error.message
     assert_clean(source)
 
 
@@ -183,7 +183,7 @@ def test_a_request_that_ends_while_its_prefix_is_on_the_way(reserved: bool) -> N
     clock.now = 61.0
     output = sink.step()
     assert [(f.key, type(f.error)) for f in output.failures] == [("0/2", DeadlineExceeded)]
-    assert [e.handoff_id for e in output.handoffs] == ["0/1", "0/2"]  # its own sinks hear of it
+    assert [e.handoff_id for e in output.handoffs] == ["0/1", "0/2"]  # its own sinks are informed
     for key in ("0/1", "0/2"):
         with pytest.raises(DiptychError):
             sink.commit(key, make_seal(20, []), PullTimes())
@@ -202,7 +202,7 @@ def test_a_prefill_worker_pulls_a_prefix_and_hands_the_sequence_off() -> None:
     onward = Move(prefill, decode, handoff_id="second")
     prefix.commit()
     onward.hear([prefill.step()])
-    assert sum(len(s.block_ids) for s in onward.segments) == 5  # what was pulled goes on at once
+    assert sum(len(s.block_ids) for s in onward.segments) == 5  # the pulled prefix is handed on immediately
     reservation = reserve(decode, "0/1", len(prompt))
     assert isinstance(reservation, Reservation)
     onward.reservation = reservation

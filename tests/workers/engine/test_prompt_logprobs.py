@@ -1,4 +1,4 @@
-"""What an engine tells of a prompt: each position once, in order, before the first token, and by its own KV."""
+"""Prompt log-probabilities of an engine: each position once, in order, before the first token, from its own KV."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A sequence whose KV was read, and whose release is not answered yet: it computes, and nobody sees anything of it."""
+"""A sequence whose release is not answered yet: it computes a step, and nothing of it is visible outside."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A step that raises: who is ended, who goes on, who is computed alone, and when the worker itself is the cause."""
+"""A failed step: which sequences end, continue or are computed alone, and when the worker itself is the cause."""
 
 import asyncio
 import threading
@@ -173,7 +173,7 @@ def test_a_preempted_suspect_comes_back_alone() -> None:
 
 
 def serve(runner: Failing, requests: int) -> tuple[list[StepOutput], list[DiptychError]]:
-    """An engine's thread computes so many requests one after the other, the last of them fine."""
+    """An engine's thread computes this many requests one after another, and the last one succeeds."""
     outputs: list[StepOutput] = []
     broken: list[DiptychError] = []
     heard = threading.Event()
@@ -227,6 +227,6 @@ def test_books_that_do_not_add_up_after_a_failure_end_the_worker() -> None:
     engine.submit("0/1", make_request([BAD, 1], 9), [])
     with pytest.raises(RuntimeError) as raised:
         engine.step()
-    engine.manager.allocate(1)  # by nobody
+    engine.manager.allocate(1)  # not referenced by any sequence
     with pytest.raises(DiptychError, match="unaccounted"):
         engine.step_failed(raised.value)

@@ -26,7 +26,7 @@ PROMPT = [1, 2, 3, 5, 7, 11]  # no sum on its way is a multiple of 1000: only ma
 
 
 class Device(FakeRunner):
-    """Knows which content each block of a step had when it was launched."""
+    """Records which content each block of a step had when it was launched."""
 
     def __init__(self, num_blocks: int, clock: Clock) -> None:
         super().__init__(num_blocks=num_blocks, looks_ahead=True)
@@ -248,10 +248,10 @@ def test_a_sealed_or_dead_handoff_is_not_sealed_again() -> None:
 def test_the_prefix_cache_gets_a_block_when_it_is_computed() -> None:
     engine = make()
     engine.submit("0/1", make_request([1, 2, 3, 4, 5, 6], 8), [])
-    engine.step()  # 7 tokens, 6 computed; the step under way computes the seventh, not yet the eighth
+    engine.step()  # 7 tokens, 6 computed; the running step computes the seventh, not yet the eighth
     assert engine.manager.num_cached == 1
     engine.step()
-    assert engine.manager.num_cached == 1  # the eighth is under way
+    assert engine.manager.num_cached == 1  # the eighth is being computed
     engine.step()
     assert engine.manager.num_cached == 2
     engine.submit("0/2", make_request([1, 2, 3, 4, 5, 6], 3), [])
@@ -272,7 +272,7 @@ def test_equal_blocks_that_the_cache_replaces_under_way() -> None:
 
 
 def test_completions_of_one_prompt() -> None:
-    """n > 1: the others wait for the first, and get a copy of its prompt's last block, with nothing under way."""
+    """n > 1: the others wait for the first and get a copy of its prompt's last block while no step runs."""
     engine = make()
     for i in range(4):
         engine.submit(f"0/{i}", make_request([*PROMPT, 13], 9), [])

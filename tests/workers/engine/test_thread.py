@@ -1,4 +1,4 @@
-"""The engine on its thread: commands from other threads, whoever waits for them."""
+"""The engine on its thread: commands from other threads and their results."""
 
 import asyncio
 import threading

@@ -26,7 +26,7 @@ DRAWN = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 
 
 def generate(path: Path, samplings: list[SamplingParams], *, look_ahead: bool) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, and in how many steps another was under way at the end."""
+    """The tokens of each prompt, and the number of steps at whose end another step was running."""
     config = WorkerConfig.of(path, kv_memory_bytes=4 << 20, max_context_tokens=512, look_ahead=look_ahead)
     runner = ModelRunner.load(config)
     engine = Engine(runner, SchedulerConfig(chunk_tokens=48, max_batch_tokens=64))

@@ -116,7 +116,7 @@ def test_greedy_through_preemption(case: tuple[ModelRunner, Reference]) -> None:
 def test_greedy_for_other_shapes(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path, arch, 7, **changes)
     reference = untied_prompts(path, seed=9, lengths=[1, 20, 170], max_tokens=12)
-    for block_size in (5, 32):  # by torch, which alone takes the first; by the compiled kernels, but for one
+    for block_size in (5, 32):  # torch computes the first, which only it supports; the kernels the second
         server = Server(load(path, block_size=block_size), SchedulerConfig(chunk_tokens=48))
         assert greedy(server, reference) == [tokens for _, tokens in reference]
 
@@ -222,7 +222,7 @@ def test_two_dtypes_of_one_checkpoint_share_its_name(llama: Path, qwen3: Path) -
     ("changes", "message"),
     [
         ({"dtype": "float16"}, "dtype: Input should be"),
-        ({"device": "abacus"}, "not one that torch knows"),
+        ({"device": "abacus"}, "does not know the device"),
         ({"device": "mps"}, "not supported"),
         ({"block_size": 0}, "block_size: Input should be"),
         ({"kv_memory_fraction": 1.5}, "kv_memory_fraction: Input should be"),
@@ -239,7 +239,7 @@ def test_settings_out_of_range_are_refused(llama: Path, changes: dict[str, Any],
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(llama: Path) -> None:
-    with pytest.raises(ConfigError, match="torch sees no GPU"):
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
         load(llama, device="cuda")
 
 

@@ -1,4 +1,4 @@
-"""Weights quantised at load: what is stored how, and that torch and the compiled kernels compute with the same."""
+"""Weights quantised at load: how they are stored, and that torch and the compiled kernels use the same values."""
 
 from pathlib import Path
 from typing import Any

@@ -54,7 +54,7 @@ UNLIKE = {
 
 
 def fill(memory: KVMemory) -> None:
-    """Numbers that bfloat16 has too: each tells its place."""
+    """Numbers that bfloat16 can represent; each identifies its position."""
     assert memory.region.view is not None
     numbers = np.frombuffer(memory.region.view, np.float32)
     numbers[:] = np.arange(len(numbers)) % 251
@@ -184,7 +184,7 @@ async def test_a_narrower_wire_needs_grpc_on_both_sides(transports: set[str]) ->
     ):
         served.hand_off()
         error = await failure(start(sink, served))
-        assert isinstance(error, TransportError) and "over gRPC alone" in error.message
+        assert isinstance(error, TransportError) and "only gRPC can convert" in error.message
 
 
 async def test_a_wire_dtype_that_nobody_knows_is_refused() -> None:
@@ -236,7 +236,7 @@ class Silent(HandoffSource):
 async def test_a_source_that_names_nothing_is_not_believed() -> None:
     ours = make_memory(THEIRS, 8)
     result, _, _, _ = await hand_over(ours, settings=PullSettings(verify=True), source=Silent)
-    assert isinstance(result, TransportError) and "without the checksums" in result.message
+    assert isinstance(result, TransportError) and "without the requested checksums" in result.message
 
 
 class Stuck(Transport):

@@ -54,7 +54,7 @@ async def test_a_pull_brings_every_byte_and_commits() -> None:
         assert times is not None and (times.num_bytes, times.transport) == (3 * SMALL.block_bytes, "grpc")
         assert 0 < times.pull_s < result.waited_s and 0 <= times.last_segment_s < result.waited_s
         assert served.engine.ended == ["h"]
-        [(num_bytes, seconds)] = served.engine.reads  # told with the release
+        [(num_bytes, seconds)] = served.engine.reads  # reported with the release
         assert num_bytes == 3 * SMALL.block_bytes and 0 < seconds <= times.pull_s
 
 
@@ -265,7 +265,7 @@ async def test_a_source_that_falls_silent_is_noticed_by_its_lease(is_sealed: boo
         if is_sealed:
             served.source.on_event(seal_event("h", 11, [7]))
         error = await failure(pull)
-        # The source's own lapse may be told first where this machine is slow; without it, silence is what is left.
+        # On a slow machine the source may report the expired lease first; otherwise the sink detects the silence.
         assert isinstance(error, WorkerLost | LeaseLost)
         await until_quiet(sink)
         assert not any(call[0] == "commit" for call in engine.calls)  # type: ignore[index]

@@ -155,10 +155,12 @@ async def test_what_does_not_fit_is_refused_with_both_sides_named() -> None:
 
 async def test_a_sink_hears_why_what_it_comes_for_is_not_offered() -> None:
     async with serve() as served, sink(served) as it:
-        served.source.on_event(HandoffRefused("h", HandoffError("the prefix is not cached here (any more)")))
+        served.source.on_event(
+            HandoffRefused("h", HandoffError("the prefix is not, or no longer, in this worker's cache"))
+        )
         code, name, details = await refusal(it.subscribe())
         assert (code, name) == (grpc.StatusCode.FAILED_PRECONDITION, "LeaseLost")
-        assert "aborted, the prefix is not cached here (any more)" in details
+        assert "aborted, the prefix is not, or no longer, in this worker's cache" in details
 
 
 async def test_the_first_of_the_sinks_transports_that_the_source_has_is_taken() -> None:
@@ -316,7 +318,7 @@ async def test_a_pull_stops_when_its_hand_off_ends(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("end", ["released", "aborted before", "lapsed at the seal"])
 async def test_a_running_sequence_that_is_sealed_is_forgotten_when_its_hand_off_has_ended(end: str) -> None:
-    """Its router is told once, however the hand-off ends."""
+    """Its router is informed once, however the hand-off ends."""
     async with serve() as served, sink(served) as it:
         source, requests = served.source, served.engine
         source.offer("h", 11, "1/1", is_live=True)

@@ -1,4 +1,4 @@
-"""Between any two layouts, every byte arrives where a naive loop says, and nothing else is touched."""
+"""Between any two layouts every byte arrives where a simple loop puts it, and no other byte changes."""
 
 import random
 from dataclasses import replace
@@ -298,7 +298,7 @@ def test_what_cannot_be_bridged_is_refused_side_by_side(change: dict[str, object
 
 @pytest.mark.parametrize("num_pool_blocks", [0, 1 << 62])
 def test_a_pool_that_cannot_be_is_refused(num_pool_blocks: int) -> None:
-    with pytest.raises(LayoutMismatch, match="claims a pool"):
+    with pytest.raises(LayoutMismatch, match="reports a pool"):
         Bridge(make_memory(SMALL, 2), SMALL, num_pool_blocks)
 
 
@@ -353,7 +353,7 @@ def test_layers_that_are_alike_though_it_says_of_each_are_bridged() -> None:
 
 
 def test_latents_travel_once_between_any_numbers_of_ranks_and_sizes_of_blocks() -> None:
-    """One head of one vector, which every rank has: the source's first rank is read, and each of ours is given it."""
+    """One head of one vector on every rank: the source's first rank is read, and every rank of the sink gets it."""
     theirs = KVLayout("float32", 16, NUM_LAYERS, 1, 24, "m", BLOCK_MAJOR, tensor_parallel=2, num_vectors=1)
     source = make_memory(theirs, 5)
     fill(source, 3)

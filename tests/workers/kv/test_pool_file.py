@@ -1,4 +1,4 @@
-"""Which memory file a pool gets, by what the machine offers."""
+"""The kind of memory file of a pool, depending on the machine."""
 
 import fcntl
 import mmap

@@ -1,4 +1,4 @@
-"""Groups: sums and broadcasts over gloo, between threads of this process, and a rank that is gone."""
+"""Groups: sums and broadcasts over gloo between threads of this process, and a lost rank."""
 
 import math
 import os
@@ -65,7 +65,7 @@ def test_parts_of_unlike_sizes_meet_at_rank_0(dtype: torch.dtype, tmp_path: Path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
 def test_rows_go_to_whom_they_are_for(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Row `10 a + b` goes from rank a to rank b, as many of them as `counts` says; rank 2 has nothing to say."""
+    """Row `10 a + b` goes from rank a to rank b, `counts` times; rank 2 sends nothing."""
     counts = [[1, 2, 0], [0, 3, 1], [0, 0, 0]]
 
     def work(group: GlooGroup) -> list[list[float]]:
@@ -109,7 +109,7 @@ def memory_fd() -> Iterator[int]:
 
 
 def test_ranks_that_share_memory_add_and_gather_through_it(tmp_path: Path, compiled: Library, memory_fd: int) -> None:
-    """Parts longer than what is put at a time, and one that is empty. The sum is in the order of the ranks."""
+    """Parts longer than one transfer, and an empty part. The sum is in the order of the ranks."""
     parts = torch.randn(3, SLOT_BYTES // 4 + 5, generator=torch.Generator().manual_seed(1)).bfloat16()
     shapes = [(3, 2), (0, 2), (SLOT_BYTES, 2)]
     rows = [torch.arange(math.prod(shape)).view(shape).bfloat16() + rank for rank, shape in enumerate(shapes)]
@@ -135,7 +135,7 @@ def test_who_waits_in_shared_memory_hears_that_a_rank_is_gone(
         if group.rank == 1:
             group.abandon()
             return "left"
-        with pytest.raises(PeerLost, match=f"rank {group.rank} of 3 lost another rank: it is gone"):
+        with pytest.raises(PeerLost, match=f"rank {group.rank} of 3 lost another rank: it has ended"):
             group.all_reduce(torch.ones(3))
         return "missed it"
 

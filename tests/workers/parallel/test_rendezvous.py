@@ -87,7 +87,9 @@ def test_all_must_agree(sizes: tuple[int, int], terms: tuple[str, str], tmp_path
         peer_groups = [PeerGroup(rank, size, tmp_path / "rendezvous") for rank, size in enumerate(sizes)]
         calls = [pool.submit(connect_peers, *each) for each in zip(peer_groups, terms, strict=True)]
         for ours, theirs in ((0, 1), (1, 0)):
-            message = rf"worker {theirs} has other .*\({terms[theirs]}, {sizes[theirs]} .*\) than .*\({terms[ours]}, "
+            message = (
+                rf"worker {theirs} shares other .*\({terms[theirs]}, {sizes[theirs]} .*\) than .*\({terms[ours]}, "
+            )
             with pytest.raises(ConfigError, match=message):
                 calls[ours].result()
 
@@ -108,7 +110,7 @@ def test_a_rendezvous_is_private(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous"
     rendezvous.mkdir()
     rendezvous.chmod(0o755)
-    with pytest.raises(ConfigError, match="open to other users"):
+    with pytest.raises(ConfigError, match="accessible to others"):
         connect_peers(PeerGroup(0, 2, rendezvous), "terms")
 
 

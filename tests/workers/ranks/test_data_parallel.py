@@ -19,10 +19,10 @@ END_S = 20.0  # for what must happen; no test passes by waiting
 @pytest.mark.parametrize(
     ("rung", "has_batch", "is_idle", "expected"),
     [
-        ([0, 0], False, True, False),  # nobody has anything
+        ([0, 0], False, True, False),  # no worker has a batch
         ([0, 0], True, False, True),
         ([0, 3], False, True, True),  # one of the others has
-        ([3, 3], False, False, False),  # our engine will say in a moment what it has
+        ([3, 3], False, False, False),  # this worker's engine will report its work in a moment
         ([3, 3], True, False, True),
         ([2, 2], False, True, False),  # of the step before
     ],
@@ -32,7 +32,7 @@ def test_who_enters_step_3(rung: list[int], has_batch: bool, is_idle: bool, expe
 
 
 class Member:
-    """One of a group: `steps` says of each step whether it had a batch for it."""
+    """A member of a group; `steps` has, for each step, whether the member had a batch for it."""
 
     def __init__(self, peer_sockets: PeerSockets, barrier: threading.Barrier) -> None:
         self.steps: list[str] = []
@@ -160,7 +160,7 @@ def test_a_step_that_fails_ends_all(members: list[Member]) -> None:
 def test_one_that_rings_for_a_step_beyond_the_next_is_not_followed(members: list[Member]) -> None:
     members[0].peer_sockets.send(9)
     found = [other.losses.get(timeout=END_S).message for other in members[1:]]
-    assert any("rang for step 9 before step 1" in message for message in found)
+    assert any("announced step 9 before step 1" in message for message in found)
 
 
 def test_one_that_closes_is_missed_at_once_by_the_idle(members: list[Member]) -> None:

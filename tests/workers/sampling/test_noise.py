@@ -1,4 +1,4 @@
-"""Counter-based noise: the same bits everywhere, and statistically what it claims to be."""
+"""Counter-based noise: the same bits everywhere, with the expected statistics."""
 
 import math
 from itertools import pairwise

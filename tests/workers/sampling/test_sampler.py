@@ -32,7 +32,7 @@ def compiled() -> RowSampler | None:
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-    """By torch; the compiled kernels, where they are, say the same."""
+    """Choice with torch; the compiled kernels, if present, choose the same."""
     tokens = Sampler((EOS,)).sample(logits.clone(), sequences)
     if (rows := compiled()) is not None:
         others = Sampler((EOS,), rows).sample(logits.clone(), sequences)
@@ -50,7 +50,7 @@ def draws(logits: list[float], num: int, **sampling: object) -> list[int]:
 
 
 def adjusted(logits: list[float], seq: Sequence) -> torch.Tensor:
-    """The logits that a greedy choice is made from, told by where a large bias on each token wins."""
+    """The logits of a greedy choice, found by the bias with which each token wins."""
     rows = torch.tensor([logits])
     Sampler((EOS,)).sample(rows, [seq])
     return rows[0]
@@ -131,7 +131,7 @@ def test_ties_with_the_last_one_kept_are_kept() -> None:
 
 
 def test_top_p_of_a_flat_distribution_over_a_large_vocabulary() -> None:
-    """More tokens than the first look takes are in the nucleus."""
+    """The nucleus has more tokens than the first search considers."""
     logits = -torch.arange(6000) * 1e-4
     probabilities = logits.double().softmax(0)
     num_kept = int((probabilities.cumsum(0) < 0.7).sum()) + 1
@@ -168,7 +168,7 @@ def test_a_draw_depends_on_seed_and_position() -> None:
     by_seed = {sample(rows, [sequence(SamplingParams(seed=s))])[0].token_id for s in range(50)}
     by_position = {sample(rows, [sequence(SamplingParams(), output=(1,) * n)])[0].token_id for n in range(50)}
     assert min(len(by_seed), len(by_position)) > 40
-    # Position counts prompt and output together: a resumed request goes on as it would have.
+    # The position counts prompt and output together, so a resumed request continues with the same noise.
     resumed = sequence(SamplingParams(seed=3), (1, 2, 3))
     whole = sequence(SamplingParams(seed=3), (1,), (2, 3))
     assert sample(rows, [resumed])[0].token_id == sample(rows, [whole])[0].token_id

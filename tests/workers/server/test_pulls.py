@@ -1,4 +1,4 @@
-"""The pulls of one worker."""
+"""The pulls of a worker."""
 
 import pytest
 

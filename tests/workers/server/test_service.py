@@ -37,7 +37,7 @@ async def worker(step_s: float = 0.0, **config: object) -> AsyncIterator[tuple[W
 
 
 class Router:
-    """The other end of one Link."""
+    """The router's end of one Link."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
         self._channel = open_channel(address)
@@ -61,7 +61,7 @@ class Router:
                 return message
 
     async def tokens(self, handle: int, until_finished: bool = True) -> list[tuple[int, int]]:
-        """(position, token) of one request, to its end (or of one step)."""
+        """(position, token) of one request until its end (or of one step)."""
         found: list[tuple[int, int]] = []
         while True:
             step = (await self.read("step")).step

@@ -27,7 +27,7 @@ async def some_tokens(router: Router, handle: int, num: int) -> list[tuple[int, 
 
 
 async def until_handed_off(router: Router, handle: int) -> tuple[list[tuple[int, int]], int]:
-    """Tokens until the source lets go, and how many it says that there are."""
+    """Tokens until the source hands off, and the number of tokens that it reports."""
     found: list[tuple[int, int]] = []
     while True:
         message = await router.call.read()
@@ -69,7 +69,7 @@ async def test_a_running_sequence_moves_to_another_worker(draining: bool) -> Non
 
 
 async def test_a_sink_that_fails_costs_the_source_nothing() -> None:
-    """It is told of blocks, and then hangs up, or never catches up; or it never comes."""
+    """A sink that closes the stream after blocks were announced, never catches up, or never subscribes."""
     async with worker(step_s=STEP_S, lease_s=1.0) as (source, source_at), open_channel(source_at) as channel:
         router, stub = Router(source_at), kv_pb2_grpc.KVHandoffStub(channel)
         expected = list(enumerate(fake_output(PROMPT, 200)))

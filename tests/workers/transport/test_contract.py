@@ -39,7 +39,7 @@ class Pair:
     reader: KVReader
 
     def segment(self, blocks: Sequence[int], first_layer: int = 0, num_layers: int = 3) -> kv_pb2.Segment:
-        """Of what was announced: position i is block order[i]."""
+        """Blocks of the announced segment: position i is block order[i]."""
         first = self.order.index(blocks[0])
         assert list(blocks) == self.order[first : first + len(blocks)]
         return kv_pb2.Segment(

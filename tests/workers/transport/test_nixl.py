@@ -102,7 +102,7 @@ async def test_its_thread_ends_and_what_comes_later_fails_at_once() -> None:
 
 
 async def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never serves, so the connection is never made: as a stopped process behind a cable that still stands."""
+    """A source that never answers, so no connection is made: like a stopped process on a reachable machine."""
     monkeypatch.setattr("diptych.workers.transport.tracked_reader.READ_TIMEOUT_S", 0.05)
     monkeypatch.setattr("diptych.workers.transport.tracked_reader.SETTLE_S", 0.05)
     theirs, ours = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4)
@@ -122,7 +122,7 @@ async def test_a_source_that_takes_no_part_is_given_up_and_nothing_lands_later(m
 
 
 async def test_a_read_goes_into_whichever_region_it_names() -> None:
-    """The second of two: a buffer beside the pool. Nothing else is written."""
+    """The second of two regions: a buffer beside the pool. Nothing else is written."""
     theirs, ours, buffer = make_memory(SMALL, 4, seed=1), make_memory(SMALL, 4), make_memory(SMALL, 2)
     far, near = NixlTransport([theirs.region]), NixlTransport([ours.region, buffer.region])
     try:

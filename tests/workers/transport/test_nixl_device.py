@@ -1,4 +1,4 @@
-"""What NIXL is told of device memory: its kind and the device's number, in registrations, descriptors and endpoints."""
+"""Device memory in NIXL: its kind and the device's number, in registrations, descriptors and endpoints."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -19,7 +19,7 @@ STAGING_ON_DEVICE = Region(0x7F1000000000, 1 << 16, None, device_id=3)
 
 
 class NotedAgent:
-    """A nixl_agent whose transfers are done at once; notes what it is told."""
+    """A nixl_agent whose transfers finish immediately; records its calls."""
 
     registered: list[tuple[Any, str]]
     transfers: list[tuple[str, Any, Any, str]]
@@ -85,7 +85,7 @@ async def test_each_region_is_registered_as_what_it_is(agent: type[NotedAgent]) 
 async def test_descriptors_name_both_ends_memory(
     agent: type[NotedAgent], into: Region, memory: str, device_id: int
 ) -> None:
-    """A source on device 5 of its own, or in host memory."""
+    """A source on device 5, or in host memory."""
     transport = NixlTransport([POOL, STAGING, STAGING_ON_DEVICE])
     try:
         endpoint = kv_pb2.NixlEndpoint(

@@ -1,4 +1,4 @@
-"""Bytes out of one memory's runs and into another's."""
+"""Copies between ranges of two memories."""
 
 import random
 
@@ -69,7 +69,7 @@ def test_more_than_there_is_room_for_is_refused_and_not_written() -> None:
     assert target.region.view is not None
     scatter = Scatter(target.region.view, Runs(np.array([3]), np.array([10])))
     scatter.write(b"x" * 4)
-    with pytest.raises(ValueError, match="7 bytes for 6"):
+    with pytest.raises(ValueError, match="received 7 bytes, but only 6 are missing"):
         scatter.write(b"y" * 7)
     assert bytes(target.region.view[:15]) == b"\0" * 3 + b"x" * 4 + b"\0" * 8
 

@@ -30,7 +30,7 @@ from ...parallel.groups import Group
 from ...parallel.rendezvous import PeerSockets
 from ...ranks.rank_processes import OnLoss, RankProcesses
 
-Follow = Callable[[Int32s], object]  # computes the step of one message, on a rank other than 0
+Follow = Callable[[Int32s], object]  # computes the step of one message, on ranks other than 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class BackendConfig:
     max_context_tokens: int
     quantize: str | None = None
     cores: tuple[int, ...] | None = None  # of this rank's threads; None: not bound
-    share_cores: bool = False  # lend them while there is nothing to compute, and borrow others
+    share_cores: bool = False  # lend its cores while there is nothing to compute, and borrow others
     look_ahead: bool = False  # prepare a step while the previous one is computed, where that is an option
     max_running: int = 1  # sequences in a batch, where buffers have a fixed size
     graph_tokens: int | None = None  # see RankSteps

@@ -143,7 +143,7 @@ class CompiledDecoder:
         self._new_memory = partial(StepMemory, team, shape)
         self.memory = self.new_memory()
         layers = [cache.layer(i) for i in range(spec.num_layers)]
-        # All ranks send the same tokens to the same experts: the first alone counts.
+        # All ranks send the same tokens to the same experts: only the first counts them.
         self.expert_tokens = tokens = None if self._group.rank else no_expert_tokens(spec, torch.device("cpu"))
         self._layers = CompiledLayers(team, shape, weights.layers, weights.outer, layers, tokens)
 

@@ -24,7 +24,7 @@ from ...common.cores import CPUS
 
 MAX_BORROWED = 3  # cores for each that the worker has: more threads wait for each other longer than they compute
 MAX_WAIT_S = 0.2
-LOOK_S = 0.01  # longer than anybody looks whether a lock is free
+LOOK_S = 0.01  # longer than any worker checks whether a lock is free
 POLL_S = 50e-6
 
 

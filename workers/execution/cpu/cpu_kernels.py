@@ -29,7 +29,9 @@ def choose(isa: str = "auto") -> Choice:
     if found is None:
         why = "the compiled CPU kernels were not built"
         if isa != "auto":
-            raise ConfigError(f"cpu_isa {isa} is not to be had: {why}; install a C++ compiler and then Diptych, again")
+            raise ConfigError(
+                f"cpu_isa {isa} is not available: {why}; install a C++ compiler, and then install Diptych again"
+            )
         return Choice(None, f"torch computes, slower: {why}; install a C++ compiler and then Diptych, again")
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted and wanted not in found.isas:

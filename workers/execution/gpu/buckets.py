@@ -7,7 +7,7 @@ weights dominate; sizes are multiples of 8, as matrix units like them.
 from bisect import bisect_left
 from collections.abc import Sequence
 
-_ROW_STEPS = ((64, 8), (128, 16), (256, 32), (1 << 30, 64))  # up to so many rows, a bucket every so many
+_ROW_STEPS = ((64, 8), (128, 16), (256, 32), (1 << 30, 64))  # up to this many rows, one bucket per this many rows
 _SMALL = (1, 2, 4, 8)
 
 

@@ -32,7 +32,7 @@ from .processed_rows import Columns, Plan, ProcessedRows
 from .staging_buffer import StagingBuffer
 from .step_buffers import NUM_HOST_BUFFERS
 
-_TOPS = (1, 5, MAX_LOGPROBS)  # of log-probabilities: so many kernels are compiled
+_TOPS = (1, 5, MAX_LOGPROBS)  # of log-probabilities: number of compiled kernels
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class DeviceSampler:
         reserved for KV. Raises ConfigError for a vocabulary that the kernels cannot hold; torch.OutOfMemoryError."""
         if not 0 < vocab_size <= LARGEST_VOCABULARY:
             raise ConfigError(
-                f"the model's vocabulary of {vocab_size} tokens is more than the {LARGEST_VOCABULARY} that are sampled "
+                f"the model's vocabulary of {vocab_size} tokens exceeds the {LARGEST_VOCABULARY} that can be sampled "
                 "on a GPU: serve it on cpu"
             )
         self._vocab_size, self._max_rows, self._device = vocab_size, max_rows, device

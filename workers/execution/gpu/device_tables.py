@@ -46,7 +46,7 @@ class ChangedTables(TableRows):
         self._blocks += blocks
 
     def _grow(self) -> list[int]:
-        raise InternalError("a step has more sequences than the GPU's buffers were made for (max_running)")
+        raise InternalError("a step has more sequences than the GPU's buffers can hold (max_running)")
 
 
 class DeviceTables:

@@ -21,7 +21,7 @@ class ExpertTokens:
     def latest(self) -> NDArray[np.int64]:
         """Return the newest counts that have arrived, and ask for a copy once the steps launched by now are over, for a
         later call."""
-        with suppress(RuntimeError):  # of a lost device: a step says so by its name, or Runner.check
+        with suppress(RuntimeError):  # of a lost device: a step reports it by name, or Runner.check does
             if self._arrived is None or self._arrived.has_happened:
                 if self._arrived is not None:
                     self._known = self._arriving.numpy().copy()

@@ -27,8 +27,8 @@ class ForwardBuffers:
     cos_sin: Tensor  # [T, A] float32: of each of ModelSpec.ropes, side by side
     slots: Tensor  # [T] int64, -1: idle
     residual: Tensor  # [T, H]
-    q: Tensor  # [T, N, D]; where it is static, [T, as many numbers as any layer has]
-    attended: Tensor  # [T, N, V]; likewise
+    q: Tensor  # [T, N, D]; if static: [T, the most numbers of any layer]
+    attended: Tensor  # [T, N, V]; the same
     hidden: Tensor  # [T, H]: in the end
     given: Tensor | None  # [T, layers, P]: see Decoder.token_inputs
     is_static: bool

@@ -40,7 +40,7 @@ class GpuLoader:
             dtype = DTYPES[config.dtype]
             reader = checkpoint.reader(dtype, gpu.torch_device, progress, share, config.quantize, put)
             weights = load_weights(reader)
-            if self._samples:  # now, before KV takes what is free
+            if self._samples:  # before KV takes the free memory
                 with needing_memory("the buffers that tokens are sampled with", "lower max_running"):
                     sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, config.max_running, gpu)
         return GpuWeights(config, gpu, spec_of(spec, share), share, weights, sampler)

@@ -135,7 +135,7 @@ class GpuSteps:
             self.check_ranks()
         except Exception as e:
             if self._ranks is not None and (is_told or isinstance(e, RankLost)):
-                # They are in the middle of a step, of which nobody knows how far it came.
+                # The ranks are in a step, and it is unknown how far they have computed it.
                 why = e if isinstance(e, RankLost) else RankLost(f"rank 0 failed in a step ({of_step(e) or e})")
                 failed = self._ranks.fail(why)
                 self._settle()
@@ -155,14 +155,14 @@ class GpuSteps:
         return self._ranks.waiting() if self._ranks is not None else nullcontext()
 
     def _settle(self) -> None:
-        with suppress(RuntimeError, RankLost), self.waiting():  # a lost device, or rank, was told of already
+        with suppress(RuntimeError, RankLost), self.waiting():  # a lost device or rank has already been reported
             self._device.synchronize()
 
     def _plan(self, batch: Batch, watch: LayerWatch | None, index: int) -> tuple[StepPlan, PromptRows | None]:
         """Plan a step that uses host buffers `index`, and write there how its rows are sampled."""
         self._own.buffers.host[index].wait()
         if len(batch.entries) > self._own.buffers.max_rows:
-            raise InternalError(f"a step of {len(batch.entries)} sequences: there are buffers for max_running")
+            raise InternalError(f"a step of {len(batch.entries)} sequences, but the buffers hold max_running")
         self._num_launched += 1
         rows = self._rows(batch)
         sequences = [batch.entries[i].sequence for i in rows.sampled]
@@ -202,7 +202,7 @@ class GpuSteps:
             num = len(rows.entries)
         elif watch is None and batch.num_tokens > self._own.prompts.largest_bucket:
             num = batch.num_decodes
-        else:  # who watches is told of all tokens' layers
+        else:  # a watcher is informed about all tokens' layers
             num = 0
         return num if num and self._own.graphs.bucket(num) is not None else 0
 
@@ -250,7 +250,7 @@ def check_known(spec: ModelSpec) -> None:
     """Raise ConfigError for a decoder that the GPU's kernels cannot compute."""
     if any(isinstance(of := layer.attention, LatentSpec) and not mla.has_kernels(of) for layer in spec.layers):
         what = "latents and heads of sizes other than powers of 2 from 16 on"
-        raise ConfigError(f"the CUDA engine does not know {what} yet ({spec.architecture}): use device cpu")
+        raise ConfigError(f"the CUDA engine does not support {what} yet ({spec.architecture}): use device cpu")
 
 
 class LaunchedStep:
@@ -290,5 +290,5 @@ class LaunchedStep:
         return self._sampler.sampled(self._index, self._host.tokens[: self._num_sampled].tolist())
 
     def abandon(self) -> None:
-        with suppress(RuntimeError, RankLost), self._steps.waiting():  # nobody wants to know
+        with suppress(RuntimeError, RankLost), self._steps.waiting():  # errors do not matter here
             self._host.wait()

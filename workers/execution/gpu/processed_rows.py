@@ -20,7 +20,7 @@ from ...common.request import SamplingParams
 from ...core.sequence import Sequence
 
 _MULTIPLE = 16  # of the length of a list of counts: one compiled kernel does for all
-_MAX_AGE = 256  # steps: who was in none of so many is forgotten
+_MAX_AGE = 256  # steps: a sequence that was in none of this many is forgotten
 
 Column = TypeVar("Column")
 
@@ -174,7 +174,7 @@ class ProcessedRows:
             if not start:
                 fresh.append(row.slot)
                 start = sequence.num_prompt
-                if sequence.request.sampling.repetition_penalty != 1.0:  # the others look at the output alone
+                if sequence.request.sampling.repetition_penalty != 1.0:  # the others read only the output
                     prompt.add(row.slot, tokens[:start])
             output.add(row.slot, tokens[start:])
             row.num_counted = len(tokens)

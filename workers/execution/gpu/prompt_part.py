@@ -21,7 +21,7 @@ from .buckets import bucket_for, token_buckets
 from .forward import ForwardBuffers, ForwardPieces
 from .step_plan import KNOWN, Ints, Numbers
 
-TABLE_BLOCKS = 16  # tables are a multiple of so many wide, for kernels are compiled apart for strides that are not
+TABLE_BLOCKS = 16  # tables are a multiple of this many columns, because other strides need separately compiled kernels
 _WARM_UP = (16, 33, 512)  # tokens: and for numbers of tokens and of tiles
 _LONG = 4096  # a context that few new tokens may attend to in another way
 
@@ -33,7 +33,7 @@ class PromptRun:
     num_sampled: int
     logits: Tensor | None = None  # [num_sampled, vocab], once its lane is there; on other ranks than 0: None
     reached: list[tuple[int, Event]] = field(default_factory=list[tuple[int, Event]])  # of the cache's layers, and when
-    scorer: PromptScorer | None = None  # rank 0's, where prompts' log-probabilities are due: complete likewise
+    scorer: PromptScorer | None = None  # on rank 0, if log-probabilities of prompts are due: complete too
 
 
 class PromptPart:

@@ -62,7 +62,7 @@ class RankSteps:
             self.tables = DeviceTables(device, max_blocks, max_sequences)
             self.prompts = PromptPart(device, prompt_lane, pieces, cos_sin, self.tables.tensor, self.buffers.tokens)
             self.graphs = DecodeGraphs(pieces, cos_sin, self.buffers, sampler)
-            device.synchronize()  # what was allocated on no lane of ours is there
+            device.synchronize()  # memory that was allocated outside these lanes is ready
             if sampler is not None:
                 self.main.run(sampler.warm_up)
             self.prompts.warm_up()
@@ -92,7 +92,7 @@ class RankSteps:
         before = self.main.record() if plan.prompts is not None and is_beside else None
         bucket = self.graphs.bucket(num_decodes) if num_decodes else None
         if num_decodes and bucket is None:
-            raise InternalError(f"{num_decodes} rows are to be computed by a graph, of which there is none")
+            raise InternalError(f"{num_decodes} rows need a decode graph, but none was captured")
         if bucket is not None:
             self.main.run(self._decode(host, plan.decodes, bucket))
         if plan.prompts is not None:

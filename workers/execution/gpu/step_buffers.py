@@ -23,7 +23,7 @@ _IDLE = {TOKEN: 0, FEED: KNOWN, CONTEXT: 0, TABLE: 0}  # a row that decodes noth
 @dataclass(slots=True, eq=False)
 class HostBuffers:
     columns: Tensor  # [4, max_rows] int32, pinned: see StepPlan.decodes
-    tokens: Tensor  # [max_rows] int64, pinned: what the step yielded
+    tokens: Tensor  # [max_rows] int64, pinned: the tokens of the step
     used: Event | None = None  # until then
 
     def wait(self) -> None:

@@ -59,7 +59,7 @@ class StepPlan:
     tables: Ints  # [2, C]: places among the numbers of the block tables, and the blocks that are there from now on
     decodes: Ints  # [4, D]: token, feed, context length with it, row of the block tables
     prompts: Numbers | None
-    ends: tuple[int, ...]  # of the prompts' layers, after which somebody wants to hear that KV is stored
+    ends: tuple[int, ...]  # of the prompts' layers after which a hand-off must learn that KV is stored
     num_sampled: int
     is_plain: bool  # see DeviceSampler.is_capturable
 

@@ -33,7 +33,7 @@ class CheckpointFiles:
     def __init__(self, model_path: Path, spec: ModelSpec) -> None:
         """Raises CheckpointError naming file, tensor, expected and found."""
         self.spec = spec
-        self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it, for as long as it is named here
+        self._files: dict[str, Any] = {}  # tensor name -> the open shard that holds it, until the entry is removed
         self._paths: dict[str, Path] = {}
         self._stored: dict[str, str] = {}  # tensor name -> its name there
         self._read_from: set[Path] = set()
@@ -164,7 +164,9 @@ class CheckpointFiles:
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"{path} is not a complete safetensors file ({e}): fetch the file again") from e
         except RuntimeError as e:  # torch's own, of a mapping that the kernel refused
-            raise CheckpointError(f"{path} cannot be mapped ({e}): free memory, or use a machine with more") from e
+            raise CheckpointError(
+                f"{path} cannot be mapped ({e}): free memory, or use a machine with more memory"
+            ) from e
 
     def _check(self, model_path: Path) -> None:
         spare = spare_tensors(self.spec, self._files)

@@ -42,8 +42,8 @@ class LayerWeights:
     attention_out_norm: Tensor | None = None  # [H], after it
     mlp_norm: Tensor | None = None  # [H], before the MLP
     mlp_out_norm: Tensor | None = None  # [H], after it
-    # Of an MLP beside experts: `mlp_norm` is before it, `mlp_out_norm` after the sum of both.
-    beside_out_norm: Tensor | None = None  # [H], after it alone
+    # For an MLP beside experts: `mlp_norm` is before it, `mlp_out_norm` after the sum of both.
+    beside_out_norm: Tensor | None = None  # [H], only after it
     experts_norm: Tensor | None = None  # [H], before the experts
     experts_out_norm: Tensor | None = None  # [H], after them
     sinks: Tensor | None = None  # [N] float32

@@ -73,7 +73,9 @@ def _gemma3_ropes(config: JsonFields) -> dict[str, RopeSpec]:
 
 def _attention(config: JsonFields, *, with_rope: bool = True) -> AttentionSpec:
     if config.flag("use_bidirectional_attention"):
-        raise config.error("use_bidirectional_attention", "must be false (a decoder looks back alone)", True)
+        raise config.error(
+            "use_bidirectional_attention", "must be false (a decoder attends only to earlier tokens)", True
+        )
     bias, scalar = config.flag("attention_bias"), config.number("query_pre_attn_scalar", minimum=0.0)
     return replace(read_attention(config, with_rope=with_rope), scale=scalar**-0.5, qkv_bias=bias, o_bias=bias)
 

@@ -85,7 +85,7 @@ def _of_layers(config: JsonFields, windows: Sequence[int]) -> list[Mapping[str, 
             raise named.error(name, f"must be a layer, 0 to {len(found) - 1}", name)
         if (own := named.section(name)) is not None:
             for unknown in own.values.keys() - OF_ONE_LAYER:
-                raise own.error(unknown, "must not be there (heads alone may differ)", own.get(unknown))
+                raise own.error(unknown, "must be absent (only heads may differ)", own.get(unknown))
             found[int(name)] = own.values
     return found
 
@@ -116,8 +116,10 @@ def _kv_sources(config: JsonFields, windows: Sequence[int]) -> list[int | None]:
 
 def _attention(config: JsonFields, window: int, rope: RopeSpec) -> AttentionSpec:
     ahead = config.get("use_bidirectional_attention")
-    if ahead not in (None, False, "vision"):  # vision: within images alone
-        raise config.error("use_bidirectional_attention", "must be null or vision (a decoder looks back alone)", ahead)
+    if ahead not in (None, False, "vision"):  # vision: only within images
+        raise config.error(
+            "use_bidirectional_attention", "must be null or vision (a decoder attends only to earlier tokens)", ahead
+        )
     bias = config.flag("attention_bias")
     return replace(
         read_attention(config, with_rope=False),

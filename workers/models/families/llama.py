@@ -62,7 +62,7 @@ def _phi3_rope(config: JsonFields, head_dim: int) -> RopeSpec:
         plain = fields.with_values({"rope_type": renamed, "partial_rotary_factor": None})
         rope = rope_of(config, plain, theta, config.size("max_position_embeddings"))
         if rope.rope_type == "proportional" and partial != 1.0:
-            raise fields.error("rope_type", "must be another one where partial_rotary_factor is not 1", renamed)
+            raise fields.error("rope_type", "must be another type if partial_rotary_factor is not 1", renamed)
     for factors, name in ((rope.short_factors, "short_factor"), (rope.long_factors, "long_factor")):
         if rope.rope_type == "longrope" and len(factors) != rotated // 2:
             raise config.error(f"{name} of longrope", f"must have {rotated // 2} numbers", len(factors))

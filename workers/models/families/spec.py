@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_clamped"]
-# Where RMSNorms are: before attention and feed-forward, after them (on what they add), or both.
+# Positions of RMSNorms: before attention and feed-forward, after them (on their outputs), or both.
 Norms = Literal["before", "after", "both"]
 
 
@@ -53,13 +53,13 @@ class AttentionSpec:
     head_dim: int
     rope: RopeSpec
     scale: float  # of the scores
-    window: int = 0  # 0: all; else a token sees so many, itself the last
+    window: int = 0  # 0: all; otherwise a token attends to this many tokens, including itself
     softcap: float = 0.0  # 0: none; else scores become softcap * tanh(score / softcap)
     sinks: bool = False  # a score of each head that takes weight and gives no value
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["none", "head", "whole"] = "none"  # RMSNorm of each query and key head, or over all heads at once
-    kv_from: int | None = None  # an earlier layer, whose keys and values it reads: it has none of its own
+    kv_from: int | None = None  # an earlier layer whose keys and values it reads instead of its own
     v_norm: bool = False  # RMSNorm of each value head, without a weight
     keys_are_values: bool = False  # values are what keys are before their norm and rope
 
@@ -136,9 +136,9 @@ class RoutingSpec:
     num_groups: int = 1
     top_groups: int = 1
     group_by_two: bool = False
-    choice_bias: bool = False  # a learned bias added for the choice alone (DeepSeek-V3, 2.1.2)
+    choice_bias: bool = False  # a learned bias used only for the choice (DeepSeek-V3, 2.1.2)
     router_bias: bool = False  # a learned bias of the router's product (gpt-oss)
-    router_norm: bool = False  # the router sees the residual, by a norm of its own (Gemma 4)
+    router_norm: bool = False  # the router reads the residual through a separate norm (Gemma 4)
     logit_scale: float = 1.0  # of the router's product
     expert_scales: bool = False  # a learned factor of each expert's weights, in the end (Gemma 4)
 
@@ -170,7 +170,7 @@ class LayerSpec:
     norms: Norms = "before"
     beside: MlpSpec | None = None  # of a mixture: is added to it, both between norms of their own
     token_input: TokenInputSpec | None = None  # the same in all layers
-    is_scaled: bool = False  # what it leaves, the residual, is multiplied by a number of its own
+    is_scaled: bool = False  # its output, the residual, is multiplied by a separate number
 
     @property
     def kv_from(self) -> int | None:
@@ -207,14 +207,14 @@ class ModelSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
-    max_position_embeddings: int  # as config.json says: the longest context where nobody asks for another
+    max_position_embeddings: int  # from config.json: the longest context by default
     longest_context: int  # that may be asked for: more where yarn stretches it
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
     norm_offset: float = 0.0  # added to every norm's weight as stored (Gemma: 1)
-    wide_norms: bool = False  # what is normed meets the weight in float32; else it is rounded to the dtype before
+    wide_norms: bool = False  # normed values meet the weight in float32; else they are rounded first
 
     @property
     def num_layers(self) -> int:

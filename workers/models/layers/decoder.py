@@ -46,7 +46,7 @@ class Layer:
     eps: float
     rope_id: int  # which of ModelSpec.ropes is its own
     options: AttentionOptions
-    kv_id: int  # which of the cache's layers it reads, and stores into unless its spec says kv_from
+    kv_id: int  # the layer of the cache that it reads, and writes unless its spec has kv_from
     expert_tokens: Tensor | None = None  # [E] int64: what goes to each expert is added
     experts: ExpertRanks | None = None  # where ranks, or workers, have some of them each, whole
 
@@ -82,7 +82,7 @@ class Decoder:
         with tokens of its own; None: the ranks of `group` have them."""
         self.spec, self.weights = spec, weights
         self.group = Alone() if group is None else group
-        # All ranks send the same tokens to the same experts: the first alone counts.
+        # All ranks send the same tokens to the same experts: only the first counts them.
         device = weights.embed.device
         self.expert_tokens = no_expert_tokens(spec, device) if self.group.rank == 0 else None
         holders, is_over = (self.group, False) if peers is None else (peers, True)

@@ -24,7 +24,7 @@ from ...common.errors import RankLost
 from ...parallel.groups import Group
 from ..plan.expert_placement import Placement
 
-EXPERT_BYTES = 8  # of the number of one
+EXPERT_BYTES = 8  # of the count of one
 Compute = Callable[[Tensor, Tensor], Tensor]  # rows [N, H], slot of each [N] int64 -> what those experts give [N, H]
 
 
@@ -75,7 +75,9 @@ class ExpertRanks:
         """experts: [N] int64, as received. Returns their slots here, [N] int64. Raises RankLost."""
         slots = self._slots[experts.clamp(0, self._num_experts - 1)]
         if ((experts < 0) | (experts >= self._num_experts) | (slots < 0)).any():
-            raise RankLost("a rank sent rows to experts that are not here: ranks do not have the same placement")
+            raise RankLost(
+                "a rank sent rows for experts that this rank does not hold: ranks do not have the same placement"
+            )
         return slots
 
     def _ranks_of(self, experts: Tensor, first_row: int) -> Tensor:

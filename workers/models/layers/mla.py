@@ -24,7 +24,7 @@ from ....kernels.mla.prefill import Chunks, mla_prefill
 from ..checkpoint.weights import LayerWeights
 from ..families.spec import LatentSpec
 
-EXPANDED_BYTES = 256 << 20  # of keys and values that are made at once, of as many heads as that is
+EXPANDED_BYTES = 256 << 20  # size of the keys and values that are expanded at once, for as many heads as fit
 
 
 def project(

@@ -24,7 +24,7 @@ def _table(rope: RopeSpec, dim: int, max_position_embeddings: int, num_positions
     inv_freq, attention_factor = inverse_frequencies(rope, dim, max_position_embeddings, num_positions)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-    still = (0, dim // 2 - len(inv_freq))  # what is not rotated: as if by an angle of 0
+    still = (0, dim // 2 - len(inv_freq))  # numbers that are not rotated have the angle 0
     return torch.cat((pad(cos, still, value=1.0), pad(sin, still)), dim=1)
 
 
@@ -49,7 +49,7 @@ def inverse_frequencies(
     match rope.rope_type:
         case "linear":
             return inv_freq / rope.factor, 1.0
-        case "proportional":  # the frequencies of a whole head, of which the last ones stand still
+        case "proportional":  # the frequencies of a whole head, of which the last ones are 0
             return inv_freq[: int(rope.turning * head_dim // 2)] / rope.factor, 1.0
         case "llama3":
             return _llama3(rope, inv_freq), 1.0

@@ -177,7 +177,7 @@ def receive_message(group: Group) -> Int32s:
     group.broadcast(torch.from_numpy(first), patient=True)
     length = int(first[0])
     if not 0 < length < MAX_MESSAGE_LEN:
-        raise InternalError(f"rank 0 announces {length} words")
+        raise InternalError(f"rank 0 announced a step message of invalid length {length}")
     head = first[1 : 1 + length]
     if len(head) == length:
         return head

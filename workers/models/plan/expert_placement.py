@@ -32,9 +32,9 @@ class Placement:
     def __post_init__(self) -> None:
         for rank, experts in enumerate(self.held):
             if list(experts) != sorted(set(experts)) or not set(experts) <= set(range(self.num_experts)):
-                raise ConfigError(f"rank {rank} is to hold the experts {experts}: name each once, in ascending order")
+                raise ConfigError(f"rank {rank} has the experts {experts}: name each once, in ascending order")
         if missing := set(range(self.num_experts)).difference(*self.held):
-            raise ConfigError(f"no rank is to hold the experts {sorted(missing)}: place all {self.num_experts}")
+            raise ConfigError(f"no rank holds the experts {sorted(missing)}: place all {self.num_experts}")
 
     @classmethod
     def of(cls, held: Sequence[Sequence[int]]) -> "Placement":
@@ -84,10 +84,10 @@ def by_load(loads: Sequence[float], num_ranks: int, num_copies: int = 0) -> Plac
     num_experts = len(loads)
     _check(num_experts, num_ranks)
     if not all(math.isfinite(load) and load >= 0 for load in loads):
-        raise ConfigError("an expert's load is a number of tokens: give one of at least 0 for each")
+        raise ConfigError("an expert's load is a number of tokens: give a number of at least 0 for each expert")
     if not 0 <= num_copies <= num_experts * (num_ranks - 1):
         raise ConfigError(
-            f"{num_copies} copies of {num_experts} experts do not fit on {num_ranks} ranks, of which none holds an "
+            f"{num_copies} copies of {num_experts} experts do not fit on {num_ranks} ranks, because no rank holds an "
             f"expert twice: use at most {num_experts * (num_ranks - 1)}"
         )
     num_holders = _num_holders(loads, num_ranks, num_copies)
@@ -133,7 +133,7 @@ def place_experts(
         raise ConfigError(f"{setting}={num_ranks} needs a model with experts: leave it out")
     if placement in (IN_ORDER, DEALT_OUT):
         if num_copies:
-            raise ConfigError(f"expert_copies={num_copies} needs measured loads: name a file as expert_placement")
+            raise ConfigError(f"expert_copies={num_copies} needs measured loads: set expert_placement to a file")
         place = contiguous if placement == IN_ORDER else round_robin
         return {layer: place(num_experts, num_ranks) for layer, num_experts in sizes.items()}
     loads = read_loads(Path(placement), list(sizes.values()))
@@ -155,7 +155,7 @@ def read_loads(path: Path, sizes: Sequence[int]) -> list[list[float]]:
     layers = cast("list[Any]", found) if isinstance(found, list) else []
     lengths = [len(cast("list[Any]", own)) if isinstance(own, list) else -1 for own in layers]
     if lengths != list(sizes):
-        raise ConfigError(f"{path} must be a list of {len(sizes)} lists, of as many loads as a layer has experts")
+        raise ConfigError(f"{path} must be a list of {len(sizes)} lists, each with one load per expert of its layer")
     if not all(isinstance(load, (int, float)) and not isinstance(load, bool) for own in layers for load in own):
-        raise ConfigError(f"{path} must hold numbers alone: of each expert, how many tokens went to it")
+        raise ConfigError(f"{path} must contain only numbers: for each expert, the number of tokens routed to it")
     return layers

@@ -39,6 +39,6 @@ def check_shares(spec: ModelSpec, quantize: str | None, size: int) -> None:
         group = group_of(Format.INT4, part)
         if quantize == "int4" and size > 1 and part % group:
             raise ConfigError(
-                f"quantize=int4 has a scale for each {group} inputs, and tensor_parallel={size} would cut them: a rank "
+                f"quantize=int4 has one scale per {group} inputs, and tensor_parallel={size} would split these: a rank "
                 f"would have {part} inputs of the {what}. Use int8, or fewer ranks"
             )

@@ -59,7 +59,7 @@ def plan_num_blocks(layout: KVLayout, max_context_tokens: int, num_bytes: int, m
         fits = num_blocks * layout.block_size
         raise ConfigError(
             f"one context of {max_context_tokens} tokens needs {needed * layout.block_bytes:,} bytes of KV memory"
-            f"{at_once} and {num_bytes:,} are set aside: raise kv_memory_bytes (or the memory fraction)"
+            f"{at_once} and {num_bytes:,} are reserved: raise kv_memory_bytes (or the memory fraction)"
             + (f", or lower max_context_tokens to {fits} or less" if fits else "")
         )
     return num_blocks

@@ -23,7 +23,7 @@ class RankSettings:
     cpu_isa: str = "none"  # of the compiled kernels that compute; "none": torch does
     cores: tuple[int, ...] | None = None  # of all ranks
     quantize: str | None = None
-    experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, of each rank what it holds
+    experts: dict[str, list[list[int]]] | None = None  # Share.experts: by layer, the experts of each rank
     device: str = "cpu"  # rank 0's
     max_running: int = 1  # sequences in a batch, on GPUs
     graph_tokens: int | None = None  # there, see RankSteps

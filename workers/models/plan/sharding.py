@@ -68,7 +68,9 @@ def check_divides(spec: ModelSpec, size: int, *, whole_experts: bool = False) ->
         fitting = ", ".join(str(n) for n in range(1, most + 1) if not any(_faults(spec, n, whole_experts)))
         raise ConfigError(f"tensor_parallel={size} does not divide the model's {fault}: use one of {fitting}")
     if spec.vocab_size < size:
-        raise ConfigError(f"tensor_parallel={size} leaves ranks none of the model's {spec.vocab_size} tokens: use less")
+        raise ConfigError(
+            f"tensor_parallel={size} leaves some ranks none of the model's {spec.vocab_size} tokens: use fewer ranks"
+        )
 
 
 def _faults(spec: ModelSpec, size: int, whole_experts: bool) -> Iterator[str]:

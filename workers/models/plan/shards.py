@@ -28,7 +28,9 @@ def read_index(model_path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map must be a non-empty object: fetch the file again")
     for name, file_name in cast("dict[str, Any]", weight_map).items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise CheckpointError(f"{path}: weight_map entry {name} must name a file beside it, found {file_name!r}")
+            raise CheckpointError(
+                f"{path}: weight_map entry {name} must name a file in the same folder, found {file_name!r}"
+            )
     return cast("dict[str, str]", weight_map)
 
 
@@ -41,7 +43,7 @@ def shards(model_path: Path, index: dict[str, str]) -> list[Path]:
         if not path.is_file():
             if not index and (other := _other_format(model_path)):
                 raise CheckpointError(
-                    f"{model_path} holds its weights as {other}, and safetensors alone is read: convert it with "
+                    f"{model_path} holds its weights as {other}, but only safetensors can be read: convert it with "
                     "transformers (AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)), or fetch the "
                     "checkpoint's safetensors files"
                 )

@@ -23,7 +23,7 @@ NORMS = {
         "mlp_out_norm": "post_feedforward_layernorm",
     },
 }
-# Of a mixture that an MLP is beside.
+# For a mixture beside an MLP.
 NORMS_BESIDE = {
     "beside_out_norm": "post_feedforward_layernorm_1",
     "experts_norm": "pre_feedforward_layernorm_2",
@@ -65,7 +65,7 @@ class Piece:
     transposed: bool = False  # the two axes that are left then
     order: tuple[int, ...] = ()  # of the rows of each head, by their place as stored; (): as they are
     offset: float = 0.0  # added to every number, in float32
-    expert: int | None = None  # whose it is: those of one are neighbours
+    expert: int | None = None  # the expert that it belongs to; pieces of one expert are adjacent
     is_wide: bool = False  # float32, whatever the dtype of the rest
 
     @property

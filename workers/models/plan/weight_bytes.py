@@ -33,8 +33,8 @@ def check_fits(spec: ModelSpec, share: Share, dtype: str, quantize: str | None, 
     needed = sum(sum(weight_bytes(spec, of, dtype, quantize).values()) for of in shares)
     if needed > available:
         raise InsufficientMemory(
-            f"the weights take {needed:,} bytes in {dtype} and {available:,} are free: set quantize, or use a machine "
-            "with more memory, or a smaller model"
+            f"the weights take {needed:,} bytes in {dtype}, but {available:,} are free: set quantize, use a machine "
+            "with more memory, or use a smaller model"
         )
 
 

@@ -1,4 +1,4 @@
-"""CORS, the key of /metrics, and what is counted, on a real socket."""
+"""CORS, the key of /metrics, and the counters, on a real socket."""
 
 from collections.abc import Generator
 

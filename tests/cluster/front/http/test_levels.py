@@ -42,7 +42,7 @@ def test_every_name_of_the_model_is_listed_and_served(server: Served) -> None:
         answer = client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "hi"}])
         assert answer.model == "chat" and answer.service_tier is None
         assert level(server) == RequestLevel(tpot_s=0.05, model="chat")
-        with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here: ask for 'echo' or 'chat'"):
+        with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here: use 'echo' or 'chat'"):
             client.models.retrieve("gpt-9")
 
 

@@ -165,7 +165,7 @@ def test_names_in_the_header_are_bounded() -> None:
 
 
 def test_custom_roles_reach_the_template(server: Served) -> None:
-    """As vLLM serves them: what they mean is the template's business."""
+    """Fields that vLLM serves too; only the template gives them a meaning."""
     one = post(server, messages=[{"role": "my-custom-role", "content": "hi"}])
     two = post(server, messages=[{"role": "my-custom-role", "content": [{"type": "text", "text": "hi"}]}])
     assert one.headers[HEADER] == "messages[].role=my-custom-role"

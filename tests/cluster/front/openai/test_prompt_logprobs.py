@@ -46,7 +46,7 @@ def test_echo_with_logprobs_tells_those_of_the_prompt_first(client: openai.OpenA
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_loglikelihood_of_token_ids_as_lm_eval_asks_for_it(client: openai.OpenAI, max_tokens: int) -> None:
-    """Several prompts by their ids, greedy, without or with one token. `[ctxlen:-1]` is what lm-eval reads of one."""
+    """Several prompts of token ids, greedy, with no or one output token. lm-eval reads `[ctxlen:-1]` of each."""
     prompts = [list(b"hello"), list(b"you"), list(b"x")]
     answer = client.completions.create(
         model="echo", prompt=prompts, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1234
@@ -65,7 +65,7 @@ def test_loglikelihood_of_token_ids_as_lm_eval_asks_for_it(client: openai.OpenAI
 
 
 def test_echoed_token_ids_show_special_tokens_and_offsets_count_them(client: openai.OpenAI) -> None:
-    """Of a prompt by ids the text is that of all its tokens; of a text it is what was sent."""
+    """For a prompt of ids, the echoed text is that of all its tokens; for a text, it is the sent text."""
     ids = [258, *"h€".encode(), 256, *b"y", 0xE2, 259]  # user, h, €, end, y, the beginning of a character, assistant
     for prompt, text in ((ids, "<|user|>h€<|end|>y\ufffd<|assistant|>"), ("<|user|>h<|end|>", "<|user|>h<|end|>")):
         [choice] = client.completions.create(model="echo", prompt=prompt, echo=True, logprobs=0, max_tokens=0).choices

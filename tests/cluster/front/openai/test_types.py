@@ -1,4 +1,4 @@
-"""JSON -> GenerationSpec: what is understood, what is ignored, and how what is wrong is named."""
+"""JSON to GenerationSpec: served fields, ignored fields, and the errors for invalid ones."""
 
 import json
 from typing import Any
@@ -194,7 +194,7 @@ def test_what_nobody_knows_is_ignored_and_what_does_no_harm_accepted() -> None:
         ({"seed": -(1 << 63) - 1}, "seed", "greater than"),
         ({"stop": [1]}, "stop", "a string or an array of strings"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "object of token ids"),
-        ({"logit_bias": {"1": 1, "bad 1": 1, "2": "x", "b\n": 0}}, "logit_bias", "not as it is at bad%201, 2, b%0A$"),
+        ({"logit_bias": {"1": 1, "bad 1": 1, "2": "x", "b\n": 0}}, "logit_bias", "but is not at bad%201, 2, b%0A$"),
         ({"logit_bias": {f"k{i}": 1 for i in range(40)}}, "logit_bias", "k15 and 24 more$"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", "object of token ids"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "object of token ids"),

@@ -65,7 +65,7 @@ def test_the_same_bits_alone_and_batched_and_chunked_and_threaded(arch: str, req
 
 @dataclass
 class Rank:
-    """One rank's decoder over a cache of its own part of the pool."""
+    """One rank's decoder with a cache over its part of the pool."""
 
     decoder: CompiledDecoder
     cache: KVCache

@@ -64,7 +64,7 @@ def test_an_owner_gets_its_core_back_between_two_layers(cpus: Path) -> None:
 
 
 def test_an_owner_does_not_wait_for_ever(cpus: Path) -> None:
-    """A borrower that stands still, as after SIGSTOP."""
+    """A borrower that is stopped, as by SIGSTOP."""
     owner, borrower = CoreSharing((0,), (1,), cpus), CoreSharing((1,), (0,), cpus)
     assert borrower.begin() == (1, 0)
     assert owner.begin() == (0,), "it computes beside the borrower"

@@ -71,7 +71,7 @@ def test_borrowed_cores_change_no_bit(llama: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_pieces_are_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer once, in order; a piece ends where somebody watches."""
+    """Each layer once, in order; a piece ends after a watched layer."""
     topology = tmp_path / "cpu0/topology"
     topology.mkdir(parents=True)
     for name in ("core_id", "thread_siblings_list", "physical_package_id"):

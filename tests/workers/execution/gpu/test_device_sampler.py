@@ -83,7 +83,7 @@ class Steps:
         self.index = 0
 
     def launch(self, logits: Tensor, sequences: SequenceOf[Sequence], *, num_ahead: int = 0, bucket: int = 0) -> Asked:
-        """bucket: so many rows, where the step is captured."""
+        """bucket: number of rows, if the step is captured."""
         index, num = self.index, len(sequences)
         self.index = 1 - index
         self.sampler.write(index, sequences, [s.num_tokens + num_ahead for s in sequences])
@@ -183,7 +183,7 @@ def test_a_graph_serves_any_plain_batch(vocab_size: int, num_steps: int) -> None
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_two_steps_under_way(is_late: bool) -> None:
-    """The second is fed: its rows' tokens are one ahead of what the host knows."""
+    """The second step takes its input from the first: its rows' tokens are one ahead of the host."""
     steps = Steps(301, device=FakeDevice(is_late=is_late))
     batch = [sequence(replace(PLAIN, seed=seed, top_p=0.9)) for seed in range(4)]
     under_way: list[tuple[int, Asked, Tensor]] = []
@@ -213,7 +213,7 @@ def test_who_is_not_plain_now_may_be_later() -> None:
 
 
 def test_histories_outlive_others() -> None:
-    """More sequences than there are slots, by turns; who comes back after its slot was given away is counted anew."""
+    """More sequences than slots, in turns; a sequence that returns after it lost its slot is counted again."""
     steps, numbers = Steps(40, max_rows=3), random.Random(0)
     everybody = [sequence(replace(PENALISED, seed=i), [i, i + 1]) for i in range(8)]
     for number in range(60):

@@ -1,4 +1,4 @@
-"""What has gone to each expert, as it comes from a device that nobody waits for."""
+"""Counts of tokens per expert, read from a device without waiting for it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A pass in pieces leaves what a whole one does, and KV where layers name it."""
+"""A forward pass in pieces gives the same result as a whole one, and stores KV where layers require it."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -27,7 +27,7 @@ from ....support.gpu.serving import (
 from ...conftest import CheckpointOf
 from .test_gpu_steps import sequence_of
 
-# Layers that read the KV of others, and inputs of each token; experts beside an MLP; keys that are values.
+# Layers that read other layers' KV, per-token inputs, experts beside an MLP, keys that are also values.
 ARCHS = ["gemma4", "gemma4-moe", "gemma4-unified"]
 
 

@@ -65,7 +65,7 @@ def test_tokens(runner: ModelRunner, prompts: list[list[int]], expected: list[li
 def test_steps_with_prompts_beside_decodes(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As pieces, and (where steps of so many tokens have no pieces) on a lane of their own beside a decode graph."""
+    """Prompts in pieces and, for steps too large for pieces, on a separate lane beside a decode graph."""
     steps = steps_of(runner)
     for largest in (GRAPH_TOKENS, 8):
         monkeypatch.setattr(steps._own.prompts, "_buckets", token_buckets(largest))
@@ -94,14 +94,14 @@ def test_families(arch: str, checkpoint_of: Callable[[str], Path]) -> None:
 def test_what_the_kernels_do_not_know_is_refused(llama: Path) -> None:
     spec = load_spec(llama)
     odd = replace(spec.layers[0], attention=LatentSpec(8, 0, 32, 16, 8, 16, RopeSpec(), 0.2))
-    with pytest.raises(ConfigError, match="does not know latents and heads of sizes"):
+    with pytest.raises(ConfigError, match="does not support latents and heads of sizes"):
         check_known(replace(spec, layers=(*spec.layers[1:], odd)))
 
 
 def test_prompts_beside_a_decode_graph_use_no_graph_of_theirs(
     llama: Path, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All graphs share one pool of memory, and only one of them may be under way."""
+    """All graphs share one pool of memory, and only one of them may run at a time."""
     runner = load(llama, early())
     prompt_part = steps_of(runner)._own.prompts
     monkeypatch.setattr(prompt_part, "_buckets", token_buckets(8))
@@ -170,7 +170,7 @@ def test_a_prompt_that_others_share_is_copied_on_the_device(llama: Path, prompts
 def test_a_room_that_is_written_too_early_gives_wrong_tokens(
     llama: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """A mutation: one host for all steps, that nobody waits for. What this device is there to show."""
+    """A planted bug: one host buffer for all steps, without waiting. The fake device must detect this."""
     runner = load(llama, late())
     buffers = steps_of(runner)._own.buffers
     buffers.host[1] = _Careless(buffers.host[0].columns, buffers.host[0].tokens)

@@ -90,7 +90,7 @@ PAIRS = {
 
 
 def known_rows(layout: KVLayout = LAYOUT) -> Numbers:
-    """[token, numbers of all layers] float32: whole numbers that bfloat16 has, and that tell their place."""
+    """[token, numbers of all layers] float32: integers that bfloat16 can represent; each identifies its place."""
     shapes = [layout.shape_of(layer) for layer in range(layout.num_layers)]
     shape = NUM_TOKENS, layout.num_vectors * sum(heads * dim for heads, dim in shapes)
     return (np.arange(np.prod(shape)) % 251).astype(np.float32).reshape(shape)
@@ -165,7 +165,7 @@ def staging_of(device: DeviceKV | None) -> Staging:
 async def hand_over(
     case: Case, spoil: Callable[[KVMemory], None] = lambda _: None
 ) -> tuple[PullResult | DiptychError, KVMemory, SinkEngine]:
-    """In two segments, by way of what `case.transport` and gRPC offer; `spoil` changes the source's pool meanwhile."""
+    """Pull in two segments with `case.transport` and gRPC; `spoil` changes the source's pool during the pull."""
     theirs = case.memory(case.theirs, 20, case.source_cuda if case.source_on_device else None)
     ours = case.memory(case.ours, 20, case.sink_cuda if case.sink_on_device else None)
     blocks = BLOCKS[case.theirs.block_size]

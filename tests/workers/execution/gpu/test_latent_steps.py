@@ -43,7 +43,7 @@ def test_tokens(runner: ModelRunner, cases: Cases, config: dict[str, Any]) -> No
 
 
 def test_each_form_is_taken(runner: ModelRunner, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside decodes, and in as many parts as sequences that lie between have the other form."""
+    """Beside decodes, and in several parts if sequences between them use the other form."""
     _, prompts, expected = cases
     taken: set[tuple[str, int]] = set()
 
@@ -69,5 +69,5 @@ def test_without_graphs(cases: Cases) -> None:
 
 
 def test_sizes_that_kernels_do_not_know_are_refused(checkpoint_of: CheckpointOf) -> None:
-    with pytest.raises(ConfigError, match="does not know latents and heads of sizes other than"):
+    with pytest.raises(ConfigError, match="does not support latents and heads of sizes other than"):
         load(checkpoint_of("deepseek-v2"), FakeDevice())

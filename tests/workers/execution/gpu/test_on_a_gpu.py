@@ -88,7 +88,7 @@ def test_tokens_by_interpreted_kernels(llama: Path, tmp_path: Path) -> None:
     gemma4 = make_checkpoint(tmp_path / "gemma4", "gemma4", seed=21, **small | layers | {"num_kv_shared_layers": 1})
     paths = [str(llama), str(latent), str(gemma4)]
     code = f"import triton; from tests.workers.execution.gpu import test_on_a_gpu as t; t.interpreted({paths!r})"
-    # Of one thread: what is interpreted is many small operations.
+    # One thread, because interpreted kernels are many small operations.
     env = os.environ | {"TRITON_INTERPRET": "1", "DIPTYCH_TRITON": "interpret", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=ROOT)
 

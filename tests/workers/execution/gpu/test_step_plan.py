@@ -25,7 +25,7 @@ def ints(*of: Any) -> Ints:
 
 
 def plan(previous_rows: Ints | None = None) -> StepPlan:
-    """Two rows by a graph; a row beside a chunk of three tokens."""
+    """Two rows in a graph; one row beside a chunk of three tokens."""
     prompts = Numbers(
         token_ids=ints(9, 1, 2, 3),
         previous_rows=previous_rows,

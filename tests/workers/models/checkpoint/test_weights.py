@@ -105,7 +105,7 @@ def test_a_head_that_is_stored_with_the_embeddings_it_is_tied_to_is_dropped(tied
 def test_a_head_that_differs_from_what_it_is_tied_to_is_used_and_counted(
     tied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its last number, beyond what is compared at once; transformers uses it too."""
+    """They differ in the last number, after the part that is compared at once; transformers uses it too."""
     monkeypatch.setattr("diptych.workers.models.plan.shards.CHUNK_BYTES", 1000)
     head = {HEAD: load_file(tied / "model.safetensors")[EMBED].clone()}
     head[HEAD][-1, -1] += 1
@@ -314,7 +314,7 @@ def test_a_piece_is_read_as_it_says(llama: Path) -> None:
 
 
 def test_parts_stay_in_the_file_or_take_the_memory_of_those_before(llama: Path) -> None:
-    """Columns that a rank cuts are not copied; what is converted is, and not into the heap."""
+    """Columns of a rank are not copied; converted weights are, but not on the heap."""
     share = Share(1, 2)
     with Checkpoint(llama, load_spec(llama)) as checkpoint:
         whole = checkpoint.load(torch.float32, CPU, share=share)
@@ -335,7 +335,7 @@ def test_parts_stay_in_the_file_or_take_the_memory_of_those_before(llama: Path) 
 
 
 def test_pages_that_were_read_are_let_go(tmp_path: Path) -> None:
-    """An embedding of 4 MB, of a file that is mapped once it was read, and no more once it is let go."""
+    """An embedding of 4 MB from a file that is mapped after it was read, and unmapped after its release."""
     path = make_checkpoint(tmp_path / "llama", "llama", 1, vocab_size=16_000)
     piece = Piece("model.embed_tokens.weight", (16_000, 64), Cut.VOCABULARY)
 

@@ -1,4 +1,4 @@
-"""DeepSeek's config.json: what is read and what is refused."""
+"""DeepSeek's config.json: accepted and refused values."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_reads_v3(tmp_path: Path) -> None:
 
 
 def test_reads_v2_with_yarn(tmp_path: Path) -> None:
-    """As DeepSeek-V2-Lite says it."""
+    """The config of DeepSeek-V2-Lite."""
     yarn = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
     yarn |= {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
     spec = load_spec(write(tmp_path, V2 | {"rope_scaling": yarn, "first_k_dense_replace": 1, "topk_method": "greedy"}))

@@ -1,4 +1,4 @@
-"""Gemma 4's config.json: both forms of what full layers have otherwise, whose KV a layer reads, what is refused."""
+"""Gemma 4's config.json: both forms of full layers' settings, which layer's KV a layer reads, refused values."""
 
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_reads_mixtures_within_a_multimodal_config(tmp_path: Path) -> None:
         ({"num_kv_shared_layers": 12}, "num_kv_shared_layers must leave a layer of each type"),
         ({"num_kv_shared_layers": 7}, "num_kv_shared_layers must leave a layer of each type"),
         ({"per_layer_config": {"12": {}}}, "per_layer_config.12 must be a layer, 0 to 11"),
-        ({"per_layer_config": {"1": {"intermediate_size": 4}}}, "per_layer_config.1.intermediate_size must not be"),
+        ({"per_layer_config": {"1": {"intermediate_size": 4}}}, "per_layer_config.1.intermediate_size must be absent"),
         ({"per_layer_config": {"11": {"head_dim": 32}}, "num_kv_shared_layers": 1}, "that read the KV of layer 5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.sliding_attention must be"),
         ({"vocab_size_per_layer_input": 499}, "vocab_size_per_layer_input must be at least vocab_size=500"),

@@ -1,4 +1,4 @@
-"""ModelSpec from config.json: what is read, what is refused and how the refusal reads."""
+"""ModelSpec from config.json: accepted values, refused values and their error messages."""
 
 import json
 from dataclasses import replace
@@ -242,7 +242,7 @@ def test_reads_gemma2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_text", [True, False])
 def test_reads_gemma3_of_old(tmp_path: Path, is_text: bool) -> None:
-    """As checkpoints of before transformers 5 say it, and in a section of a config that has vision too."""
+    """In the form of checkpoints older than transformers 5, and in a section of a config that also has vision."""
     older = GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 128}
     if is_text:
         config = older | {"architectures": ["Gemma3ForCausalLM"], "rope_local_base_freq": 20_000, "eos_token_id": 3}

@@ -1,4 +1,4 @@
-"""The decoder's logits at every prompt position against transformers', of every family, alone and on two ranks."""
+"""The decoder's logits at every prompt position equal transformers', for every family, on one and two ranks."""
 
 import os
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def test_layers_that_store_nothing_compute_what_is_sampled(
 def test_ranks_together_compute_what_one_does(
     arch: str, sampled: list[int] | None, size: int, checkpoint_of: CheckpointOf, tmp_path: Path
 ) -> None:
-    """4: with key-value heads that two ranks hold alike. sampled: rows that the last layers have alone."""
+    """4: with key-value heads that two ranks share. sampled: rows that alone are computed in the last layers."""
     path, [prompt] = checkpoint_of(arch), random_prompts(5, [70])
     block_table = [4, 2, 0, 1, 3]
     expected = prompt_logits(path, prompt, block_table)

@@ -28,7 +28,7 @@ PLACEMENTS = {
 
 
 def expert(of: int, rows: Tensor) -> Tensor:
-    """Each expert is a number of its own, so that a row by itself gives the same bits as among others."""
+    """Each expert is a different number, so that a row alone has the same bits as among others."""
     return torch.tanh(rows * (of + 1))
 
 
@@ -139,4 +139,6 @@ def test_ranks_of_unlike_placements_are_refused(tmp_path: Path) -> None:
         group.close()  # who waits for this one loses it
         return refused.value.message
 
-    assert any("experts that are not here" in str(message) for message in as_ranks(2, tmp_path / "rendezvous", work))
+    assert any(
+        "experts that this rank does not hold" in str(message) for message in as_ranks(2, tmp_path / "rendezvous", work)
+    )

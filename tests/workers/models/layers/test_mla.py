@@ -1,4 +1,4 @@
-"""Latent attention: its two forms compute the same, from a paged cache that holds latents alone."""
+"""Latent attention: its two forms compute the same result from a paged cache that holds only latents."""
 
 from dataclasses import replace
 

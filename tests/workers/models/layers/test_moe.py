@@ -1,4 +1,4 @@
-"""Mixtures of experts against the formula, token by token; alone, beside other rows, and as shares of ranks."""
+"""Mixtures of experts compared with the formula, token by token: alone, beside other rows, and divided over ranks."""
 
 from dataclasses import replace
 from functools import partial

@@ -89,7 +89,7 @@ def test_yarn_without_factor_stretches_to_the_models_length(tmp_path: Path) -> N
 def test_yarn_lengthens_what_a_context_may_have(
     tmp_path: Path, longest: int, scaling: dict[str, Any], expected: int
 ) -> None:
-    """And not what it has where nobody asks."""
+    """A value that is not requested is not changed."""
     spec = load_spec(write(tmp_path, LLAMA | {"max_position_embeddings": longest, "rope_scaling": scaling}))
     assert (spec.max_position_embeddings, spec.longest_context) == (longest, expected)
 

@@ -28,7 +28,7 @@ LIMITS = StepLimits(block_size=4, num_blocks=50, max_context_tokens=40, vocab_si
 
 
 class Wire:
-    """Both ends of a group of two, in one thread: what is broadcast first by rank 0 is received next by rank 1."""
+    """Both ends of a group of two, in one thread: rank 1 receives broadcasts in rank 0's order."""
 
     rank, size = 0, 2
 

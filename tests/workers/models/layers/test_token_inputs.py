@@ -1,4 +1,4 @@
-"""Gemma 4 in bfloat16 rounds where transformers does: embeddings, what is given of each token, a layer."""
+"""Gemma 4 in bfloat16 rounds at the same places as transformers: embeddings, per-token inputs, a layer."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def both(path: Path, dtype: torch.dtype) -> tuple[Decoder, Any]:
 
 
 def first_layer(decoder: Decoder) -> Tensor:
-    """[T, H], what it leaves."""
+    """[T, H], the layer's output."""
     spec, block_table = decoder.spec, list(range(-(-NUM_TOKENS // BLOCK_SIZE)))
     cache = KVCache(layout_of(spec, "bfloat16", BLOCK_SIZE), len(block_table), CPU)
     meta = prompt_step(PROMPT, block_table, None).meta(rope_tables(spec, NUM_TOKENS, CPU), BLOCK_SIZE)

@@ -1,4 +1,4 @@
-"""Placements of experts: by hand, and what is true of all."""
+"""Placements of experts: examples by hand, and properties of all placements."""
 
 import pytest
 from hypothesis import given
@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused(loads: list[float], num_ranks: int, num_copie
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        (((0, 1), (1,)), r"no rank is to hold the experts \[2\]"),
+        (((0, 1), (1,)), r"no rank holds the experts \[2\]"),
         (((1, 0), (2,)), "rank 0"),
         (((0, 0), (1, 2)), "rank 0"),
         (((0, 1), (2, 3)), "rank 1"),

@@ -124,7 +124,7 @@ def test_all_quantised_shares_together_are_the_whole_quantised(wide: Path, quant
 @needs_kernels
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_packed_shares_are_of_the_whole_quantised(wide: Path, quantize: str) -> None:
-    """A product with the unit matrix says what weights a rank holds."""
+    """A product with the identity matrix shows which weights a rank holds."""
     (whole,) = shares(wide, 1, quantize)
     kernels = library()
     assert kernels is not None

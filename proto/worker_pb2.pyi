@@ -182,15 +182,19 @@ class HandoffOffer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    IS_PREFIX_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
+    is_prefix: _builtins.bool
+    """the prompt is the beginning of a longer one, in whole blocks of the worker:"""
     def __init__(
         self,
         *,
         handoff_id: _builtins.str = ...,
+        is_prefix: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "is_prefix", b"is_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,21 +207,25 @@ class HandoffSource(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    IS_COMPUTING_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     address: _builtins.str
     """host:port of the source's gRPC server"""
     incarnation: _builtins.str
     """refused when another process answers there"""
+    is_computing: _builtins.bool
+    """a prefix that the source computes meanwhile: it may take long"""
     def __init__(
         self,
         *,
         handoff_id: _builtins.str = ...,
         address: _builtins.str = ...,
         incarnation: _builtins.str = ...,
+        is_computing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "handoff_id", b"handoff_id", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "handoff_id", b"handoff_id", "incarnation", b"incarnation", "is_computing", b"is_computing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,7 +738,9 @@ Global___Pong: _TypeAlias = Pong  # noqa: Y015
 
 @_typing.final
 class HandedOff(_message.Message):
-    """A running sequence that was offered is sealed: it makes no more tokens here. All of its tokens were sent before."""
+    """A running sequence that was offered, or a prefix that was computed for a hand-off, is sealed: it makes no more tokens
+    here. All of its tokens were sent before.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

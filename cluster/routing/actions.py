@@ -13,6 +13,7 @@ from .token_source import TokenLogprob
 class Part(Enum):
     ALONE = "alone"
     PREFILL = "prefill"
+    PREFIX = "prefix"  # the beginning of the prompt, no token
     DECODE = "decode"
 
 
@@ -56,17 +57,20 @@ class PrefixPull:
 
     worker: str
     handoff_id: str
+    num_computing: int = 0  # tokens that it computes meanwhile; 0: they are cached there
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Submit a worker request. `handoff_id`: of a source or a sink; `source`: worker that a sink pulls from."""
+    """Submit a worker request. `handoff_id`: of a source or a sink; `source`: worker that a sink pulls from; `move_at`:
+    of a PREFIX, its number of tokens."""
 
     worker_request: WorkerRequest
     output_token_ids: tuple[int, ...]
     handoff_id: str | None = None
     source: str | None = None
     prefix: PrefixPull | None = None
+    move_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ class OfferPrefix:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Note the first token of a worker request. A PREFILL one computes nothing after it."""
+    """Note the first token of a worker request, or that a PREFIX is computed. A PREFILL or PREFIX one computes nothing
+    after it."""
 
     worker_request: WorkerRequest
 

@@ -92,6 +92,7 @@ class RequestFacts:
     excluded: frozenset[str] = frozenset()  # workers that failed this request: chosen only where no other is left
     failed_pairs: frozenset[tuple[str, str]] = frozenset()  # source and sink of failed hand-offs of this request
     may_hand_off: bool = True
+    may_split: bool = False  # its prompt may be computed by two workers
     sample: int = 0  # a number that differs from request to request
     group: str = ""  # name of the group of requests for one prompt; empty: none
     group_route: "Route | None" = None  # route of the first request of the group
@@ -122,11 +123,13 @@ class PrefixSource:
 @dataclass(frozen=True, slots=True)
 class Route:
     """Incarnations of the chosen workers. `prefill`: None where one worker does all. `prefix`: for the worker that
-    computes the prompt."""
+    computes the prompt, or its beginning. `move_at`: the token of the prompt at which the request moves to `decode`, a
+    whole number of blocks of `prefill`; None: after its first token."""
 
     prefill: str | None
     decode: str
     prefix: PrefixSource | None = None
+    move_at: int | None = None
 
 
 def choose(
@@ -185,6 +188,8 @@ def _group_route(workers: Sequence[FleetWorker], facts: RequestFacts) -> Route |
         return None
     if source is not None and (source not in able or not facts.may_hand_off or (source, sink) in facts.failed_pairs):
         return None
+    if facts.group_route.move_at is not None:
+        return Route(None, sink)  # it waits there for the same prompt
     return Route(source, sink)
 
 

@@ -213,7 +213,7 @@ class RequestDriver:
                 case OfferPrefix():
                     self._context.links[action.worker].offer_prefix(self._offer_of(action))
                 case FirstToken(worker_request):
-                    if worker_request.part is Part.PREFILL:  # it computes nothing after it
+                    if worker_request.part in (Part.PREFILL, Part.PREFIX):  # it computes nothing after it
                         self._context.fleet.remove_request(worker_request.handle)
                     else:
                         self._context.fleet.end_prefill(worker_request.handle)
@@ -233,8 +233,8 @@ class RequestDriver:
         self.times.submitted_at = now = self._loop.time()
         message = submit_message(submit, self.state, fleet, max(self._deadline - now, MIN_TIMEOUT_S))
         worker = fleet.view(worker_request.worker)
-        num_tokens = 0 if worker_request.part is Part.DECODE else facts.uncached_tokens(worker_request.worker)
-        decodes = worker_request.part is not Part.PREFILL
+        num_tokens = _num_to_prefill(submit, facts)
+        decodes = worker_request.part not in (Part.PREFILL, Part.PREFIX)
         tpot_s = self.state.request.level.tpot_s
         load = RequestLoad(worker_request.worker, num_tokens, facts.num_blocks(worker), decodes, tpot_s)
         fleet.add_request(worker_request.handle, load)
@@ -267,6 +267,7 @@ class RequestDriver:
             excluded=frozenset(state.failures.workers),
             failed_pairs=frozenset(state.failures.pairs),
             may_hand_off=state.failures.may_hand_off,
+            may_split=state.prompt.is_complete,
             sample=next(context.samples),
             group=group,
             group_route=context.group_routes.get(group),
@@ -307,3 +308,14 @@ class RequestDriver:
                 f"({len(self.state.token_ids)} tokens made): allow more time or ask for fewer tokens"
             )
         )
+
+
+def _num_to_prefill(submit: Submit, facts: RequestFacts) -> int:
+    """Number of tokens that the worker has to prefill."""
+    worker, part = submit.worker_request.worker, submit.worker_request.part
+    if part is Part.DECODE:
+        return 0
+    if submit.move_at is not None:
+        return max(submit.move_at - facts.held_tokens(worker), 1)
+    num_pulled = submit.prefix.num_computing if submit.prefix is not None else 0
+    return facts.num_tokens - max(facts.held_tokens(worker), num_pulled)

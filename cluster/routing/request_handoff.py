@@ -10,7 +10,7 @@ The sink's tokens come by another stream: they are held here until all of the so
 from dataclasses import dataclass, field
 
 from ...workers.common.errors import DiptychError
-from .actions import Part, WorkerRequest, WorkerToken
+from .actions import Part, PrefixPull, Submit, WorkerRequest, WorkerToken
 
 
 class Gap(Exception):
@@ -20,6 +20,25 @@ class Gap(Exception):
         super().__init__(position, expected)
         self.position = position
         self.expected = expected
+
+
+@dataclass(slots=True, eq=False)
+class PromptSplit:
+    """Prompt whose first `move_at` tokens `source` computes for another worker, which does everything after them."""
+
+    id: str
+    source: WorkerRequest
+    sink: WorkerRequest  # the last
+    output_token_ids: tuple[int, ...]  # of the request so far
+    move_at: int
+    may_send_another_sink: bool = True
+    sink_error: DiptychError | None = None  # of the last sink, until another is chosen
+
+    def submit_source(self, prefix: PrefixPull | None) -> Submit:
+        return Submit(self.source, (), self.id, prefix=prefix, move_at=self.move_at)
+
+    def submit_sink(self, sink: WorkerRequest) -> Submit:
+        return Submit(sink, self.output_token_ids, prefix=PrefixPull(self.source.worker, self.id, self.move_at))
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +65,9 @@ class RequestHandoff:
     def was_offered(self, worker_request: WorkerRequest, handoff_id: str) -> bool:
         """Return whether it is the source of this migration, and was offered under that id."""
         return self.is_live and worker_request is self.source and handoff_id in worker_request.offers
+
+    def submit_sink(self, sink: WorkerRequest) -> Submit:
+        return Submit(sink, self.output_token_ids, self.id, self.source.worker)
 
     def check_source(self, token: WorkerToken) -> None:
         """Raises Gap for a token that the source cannot make."""

@@ -10,6 +10,11 @@ An attempt is one worker request that does everything (ALONE), or two:
     PREFILL   makes the token at position `start`, and offers the sequence's KV
     DECODE    pulls that KV and makes every token after it
 
+or, where the route moves inside the prompt:
+
+    PREFIX    computes the beginning of the prompt, and offers its KV
+    ALONE     pulls that KV and does everything after it; without that KV, it does everything
+
 A worker request that decodes may `migrate`: it becomes the source A of a live hand-off to a DECODE worker request B on
 another worker, and makes tokens until B has caught up. Then it reports that it has handed off, and B goes on.
 The two send over different streams, so their events may come in any order:
@@ -29,6 +34,9 @@ The two send over different streams, so their events may come in any order:
     B's first token before "handed off"         if no token is missing between, it means "handed off"
     a step fails                                resume; at first the request is computed in steps of its own, so that a
                                                 second failed step shows the cause: RequestFailsSteps
+    PREFIX is lost or fails                     nothing: ALONE computes what it does not get
+    PREFIX is refused by a worker that drains   resume: its offer never came
+    ALONE is lost before its first token        another sink is sent to the offer of the PREFIX, once; else resume
     a token twice, or of a closed request       dropped
     a token after a gap                         InternalError: no answer is better than a wrong one
 
@@ -66,7 +74,7 @@ from .actions import (
 from .failures import RequestFailures, is_on_the_way
 from .policy import Route
 from .prompt_logprobs_state import PromptLogprobsState
-from .request_handoff import Gap, RequestHandoff
+from .request_handoff import Gap, PromptSplit, RequestHandoff
 from .token_source import TokenDelta, TokenLogprob
 
 MAX_DELTA_TOKENS = 128  # for a slow reader: a token with log-probabilities takes 0.1 ms to send
@@ -95,6 +103,7 @@ class RequestState:
         # The running attempt:
         self._worker_requests: dict[int, WorkerRequest] = {}
         self._handoff: RequestHandoff | None = None
+        self._split: PromptSplit | None = None  # until the first token
 
     @property
     def is_over(self) -> bool:
@@ -160,10 +169,15 @@ class RequestState:
         if route.prefill is None:
             alone = self._open(next(handles), route.decode, Part.ALONE)
             return [*offers, Submit(alone, output, prefix=pull)]
+        if route.move_at is not None:
+            source = self._open(next(handles), route.prefill, Part.PREFIX)
+            sink = self._open(next(handles), route.decode, Part.ALONE)
+            self._split = split = PromptSplit(handoff_id, source, sink, output, route.move_at)
+            return [*offers, split.submit_source(pull), split.submit_sink(sink)]
         source = self._open(next(handles), route.prefill, Part.PREFILL)
         sink = self._open(next(handles), route.decode, Part.DECODE)
         self._handoff = RequestHandoff(handoff_id, source, sink, output, end=len(output) + 1)
-        return [*offers, Submit(source, output, handoff_id, prefix=pull), self._submit_sink(self._handoff, sink)]
+        return [*offers, Submit(source, output, handoff_id, prefix=pull), self._handoff.submit_sink(sink)]
 
     def migrate(self, worker: str, handoff_id: str, handles: Iterator[int]) -> Actions:
         """Move the `movable` worker request to `worker`. `handoff_id` is new."""
@@ -172,29 +186,32 @@ class RequestState:
         sink = self._open(next(handles), worker, Part.DECODE)
         source.offers.append(handoff_id)
         self._handoff = RequestHandoff(handoff_id, source, sink, tuple(self.token_ids))
-        return [OfferSequence(source, handoff_id), self._submit_sink(self._handoff, sink)]
+        return [OfferSequence(source, handoff_id), self._handoff.submit_sink(sink)]
 
     def begin_sink(self, worker: str | None, handles: Iterator[int]) -> Actions:
         """Let `worker` pull the open offer; None: there is no other sink."""
-        handoff = self._handoff
-        assert handoff is not None and handoff.sink_error is not None
+        offered = self._split or self._handoff
+        assert offered is not None and offered.sink_error is not None
+        is_split = isinstance(offered, PromptSplit)
         if worker is None:
-            return self._resume_if_due(handoff, handoff.sink_error)
-        handoff.sink_error = None
+            return self._resume(offered.sink_error) if is_split else self._resume_if_due(offered, offered.sink_error)
+        offered.sink_error = None
         self.num_attempts += 1
-        handoff.sink = self._open(next(handles), worker, Part.DECODE)
-        return [self._submit_sink(handoff, handoff.sink)]
-
-    @staticmethod
-    def _submit_sink(handoff: RequestHandoff, sink: WorkerRequest) -> Submit:
-        return Submit(sink, handoff.output_token_ids, handoff.id, handoff.source.worker)
+        offered.sink = sink = self._open(next(handles), worker, Part.ALONE if is_split else Part.DECODE)
+        return [offered.submit_sink(sink)]
 
     def token(self, handle: int, token: WorkerToken) -> Actions:
         worker_request = self._worker_requests.get(handle)
         if worker_request is None:
             return _NOTHING
-        first: list[FirstToken] = [] if worker_request.has_token else [FirstToken(worker_request)]
+        if worker_request.part is Part.PREFIX:
+            return self.fail(InternalError("a worker sent a token of a prompt of which only the KV was asked for"))
+        first: list[FirstToken | Abort] = [] if worker_request.has_token else [FirstToken(worker_request)]
         worker_request.has_token = True
+        if self._split is not None:
+            source = self._worker_requests.pop(self._split.source.handle, None)  # not needed any more
+            first += [] if source is None else [Abort(source)]
+            self._split, token = None, token._replace(num_cached=None)  # pulled, not cached before
         handoff = self._handoff
         if handoff is None:
             actions = self._accept(token)
@@ -208,8 +225,8 @@ class RequestState:
     def handed_off(self, handle: int, num_output_tokens: int, handoff_id: str) -> Actions:
         """The source of a migration was sealed after `num_output_tokens` tokens: no more come from it."""
         worker_request, handoff = self._worker_requests.get(handle), self._handoff
-        if worker_request is None:
-            return _NOTHING
+        if worker_request is None or worker_request.part is Part.PREFIX:
+            return _NOTHING if worker_request is None else [FirstToken(worker_request)]
         if handoff is None or not handoff.was_offered(worker_request, handoff_id):
             return self.fail(InternalError("a worker handed off a sequence that was not offered"))
         if num_output_tokens != len(self.token_ids):
@@ -312,6 +329,9 @@ class RequestState:
                 return [Forget(worker_request), *self.fail(end)]
         if moving is not None and worker_request is moving.sink:
             return [Forget(worker_request), *self._sink_failed(moving, worker_request, error, handoff)]
+        if worker_request.part is Part.PREFIX:
+            self.failures.workers.add(worker_request.worker)
+            return [Forget(worker_request), *(self._resume(error) if isinstance(error, WorkerDraining) else _NOTHING)]
         return [Forget(worker_request), *self._request_failed(worker_request, error, handoff)]
 
     def fail(self, error: DiptychError) -> Actions:
@@ -325,6 +345,10 @@ class RequestState:
         if not (error.retryable or handoff):
             return self.fail(error)
         self.failures.add(worker_request.worker, error, is_handoff=handoff)
+        split = self._split
+        if split is not None and split.may_send_another_sink and split.source.handle in self._worker_requests:
+            split.may_send_another_sink, split.sink_error = isinstance(error, WorkerDraining), error
+            return [ChooseSink(split.source.worker)]
         return self._resume(error)
 
     def _sink_failed(self, handoff: RequestHandoff, sink: WorkerRequest, error: DiptychError, kv_lost: bool) -> Actions:
@@ -361,7 +385,8 @@ class RequestState:
         return actions if self.error is not None else [*actions, ChooseRoute()]
 
     def _abort_worker_requests(self) -> Actions:
-        worker_requests, self._worker_requests, self._handoff = self._worker_requests, {}, None
+        worker_requests, self._worker_requests = self._worker_requests, {}
+        self._handoff = self._split = None
         return [Abort(r) for r in worker_requests.values()]
 
     def _open(self, handle: int, worker: str, part: Part) -> WorkerRequest:

@@ -1,16 +1,24 @@
 """Builds the protobuf message that submits a worker request."""
 
+from dataclasses import replace
+
 from ...proto import worker_pb2
+from ...workers.common.request import SamplingParams
 from ...workers.common.wire import submit_from_request
 from .actions import Part, Submit
 from .fleet import Fleet
 from .request_state import RequestState
 
+NOTHING_SAMPLED = SamplingParams(max_tokens=1)  # with a prefix
+
 
 def submit_message(submit: Submit, state: RequestState, fleet: Fleet, timeout_s: float) -> worker_pb2.Submit:
     """Message for `submit`. `fleet`: gives the addresses of the workers to pull from."""
-    worker_request = submit.worker_request
-    message = submit_from_request(worker_request.handle, state.request, list(submit.output_token_ids))
+    worker_request, request = submit.worker_request, state.request
+    if submit.move_at is not None:
+        tokens = tuple(state.all_token_ids()[: submit.move_at])
+        request = replace(request, prompt_token_ids=tokens, sampling=NOTHING_SAMPLED)
+    message = submit_from_request(worker_request.handle, request, list(submit.output_token_ids))
     message.timeout_s = timeout_s
     message.num_alone = state.failures.num_alone(len(submit.output_token_ids))
     if worker_request.part is Part.DECODE or state.prompt.is_complete:  # the source computes the prompt
@@ -18,10 +26,11 @@ def submit_message(submit: Submit, state: RequestState, fleet: Fleet, timeout_s:
     message.first_prompt_logprob = state.prompt.next
     if submit.prefix is not None:
         _set_source(message.prefix, fleet, submit.prefix.worker, submit.prefix.handoff_id)
+        message.prefix.is_computing = submit.prefix.num_computing > 0
     if submit.source is not None:
         _set_source(message.source, fleet, submit.source, submit.handoff_id or "")
     elif submit.handoff_id is not None:
-        message.offer.handoff_id = submit.handoff_id
+        message.offer.handoff_id, message.offer.is_prefix = submit.handoff_id, submit.move_at is not None
     return message
 
 

@@ -15,6 +15,7 @@ from .mutations.levels import LEVELS
 from .mutations.mutations import MUTATIONS, Replacement, planted
 from .mutations.routers import ROUTERS
 from .mutations.sampling import SAMPLING
+from .mutations.splits import SPLITS
 from .mutations.steps import STEPS
 from .mutations.supervisor import SUPERVISOR
 from .mutations.world import WORLD
@@ -22,7 +23,7 @@ from .processes.supervised import is_supervised
 from .world import simulate
 
 NUM_SEEDS = 600
-ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP + ROUTERS + SAMPLING + STEPS + WORLD + LEVELS
+ALL = MUTATIONS + BRIDGE_MUTATIONS + AHEAD + GIVING_UP + ROUTERS + SAMPLING + STEPS + WORLD + LEVELS + SPLITS
 FIRST = {  # tried before all others: a seed that showed it when this was written, of bugs that few seeds show
     "a_silent_worker_that_was_taken_over_is_surplus": 9555,
     "who_does_not_answer_has_nothing_left": 2812,

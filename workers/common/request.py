@@ -111,6 +111,7 @@ class Request:
     group: str = ""  # requests of one prompt that arrived together go to the same workers; "": no group
     num_alone: int = 0  # tokens that it generates in separate steps, because earlier steps with it failed
     first_prompt_logprob: int = 1  # position in the prompt, of the first that is wanted where any are
+    is_prefix: bool = False  # of another prompt: only its KV is computed, for a hand-off, and no token
     level: RequestLevel = USUAL_LEVEL
 
     @property

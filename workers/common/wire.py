@@ -98,6 +98,7 @@ def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> 
         cache_salt=message.cache_salt,
         num_alone=message.num_alone,
         first_prompt_logprob=max(message.first_prompt_logprob, 1),
+        is_prefix=message.offer.is_prefix,
         level=RequestLevel(*times_of_level(message.level)),
     )
 

@@ -115,6 +115,16 @@ class ScheduledSequence:
         return self.num_new == self.sequence.num_uncomputed
 
 
+class PrefixChunk(ScheduledSequence):
+    """Chunk of a prompt of which only the KV is wanted (Request.is_prefix)."""
+
+    __slots__ = ()
+
+    @property
+    def samples(self) -> bool:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one step. Every block table already covers the new tokens."""

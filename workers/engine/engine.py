@@ -91,6 +91,8 @@ class Engine:
             request.validate(info.vocab_size, info.max_context_tokens, output_token_ids)
             if handoff_id is not None and self.outgoing.is_open(handoff_id):
                 raise InvalidRequest(ID_IN_USE)
+            if request.is_prefix:
+                self._check_prefix(request, is_source=handoff_id is not None and not importing and not output_token_ids)
         except InvalidRequest as error:
             self._output.failures.append(FailureEvent(key, error))
             if handoff_id is not None:
@@ -267,6 +269,8 @@ class Engine:
             self.cache.insert(sequence, first_new_block)
         if sequence.handoff_id is not None:
             self.outgoing.keep_replaced(sequence, first_new_block)
+            if sequence.request.is_prefix and not sequence.num_uncomputed:
+                self._seal(sequence)
 
     def _end_provisional(self, sequence: Sequence, provisional: Provisional, times: PullTimes) -> None:
         """Accept what a provisional sequence computed: its source had held the KV."""
@@ -347,6 +351,14 @@ class Engine:
             self.scheduler.remove(sequence)
         if sequence.handoff_id is not None:
             self.outgoing.end(sequence, error)
+
+    def _check_prefix(self, request: Request, *, is_source: bool) -> None:
+        num_tokens, block_size = len(request.prompt_token_ids), self.cache.block_size
+        if not is_source or num_tokens % block_size or request.sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                f"a prefix of {num_tokens} tokens cannot be computed here: it must be offered, fill blocks of "
+                f"{block_size} tokens, and ask for no token and no log-probabilities"
+            )
 
     def _knows(self, token_ids: SequenceOf[int]) -> bool:
         return all(0 <= token_id < self._runner.info.vocab_size for token_id in token_ids)

@@ -98,7 +98,7 @@ class OutgoingHandoffs:
         return handoff_id in self._outgoing
 
     def open(self, handoff_id: str, sequence: Sequence) -> None:
-        """Hand the sequence off once it has its first token."""
+        """Hand the sequence off once it has its first token; a prefix, once it is computed."""
         self._outgoing[handoff_id] = _OutgoingHandoff(handoff_id, sequence)
 
     def refuse(self, handoff_id: str, error: DiptychError) -> None:
@@ -218,7 +218,7 @@ class OutgoingHandoffs:
         if self._forced:
             return self._forced
         num_bytes = self._layout.block_bytes * sum(len(ready.segment.block_ids) for _, ready in prompts)
-        is_last = any(entry.samples for entry, _ in prompts)
+        is_last = any(entry.num_new == entry.sequence.num_uncomputed for entry, _ in prompts)
         return self._cost.num_groups(num_bytes, len(prompts), self._num_prefilled, is_last=is_last)
 
     def keep_replaced(self, sequence: Sequence, first_block: int) -> None:
@@ -243,8 +243,9 @@ class OutgoingHandoffs:
         return False
 
     def seal(self, sequence: Sequence) -> None:
-        """Seal: all tokens but the last have their KV, and from here on only the leases hold the blocks."""
-        assert sequence.num_uncomputed == 1
+        """Seal: all tokens but the last, or those of a prefix, have their KV, and from here on only the leases hold the
+        blocks."""
+        assert sequence.num_uncomputed == (0 if sequence.request.is_prefix else 1)
         outgoing = self._outgoing_of(sequence)
         num_blocks = blocks_for(sequence.num_computed, self._cache.block_size)
         self._announce(outgoing, sequence.block_table[len(outgoing.leased) : num_blocks])

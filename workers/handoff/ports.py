@@ -30,7 +30,7 @@ class SourceRequests(Protocol):
     """The worker's streams to its routers."""
 
     def handed_off(self, sealed: HandoffSealed) -> None:
-        """A running sequence stopped here, after all its tokens were sent: tell its router."""
+        """A running sequence stopped here, after all its tokens were sent, or a prefix is computed: tell its router."""
         ...
 
     def forget(self, key: str) -> None:

@@ -170,7 +170,7 @@ class HandoffSource(kv_pb2_grpc.KVHandoffServicer):
 
     def _seal(self, event: HandoffSealed) -> None:
         """Seal the hand-off. The router is told after all the sequence's tokens, which were sent before."""
-        if event.is_live:
+        if event.is_live or not event.output_token_ids:
             self._requests.handed_off(event)
         outgoing = self._open.get(event.handoff_id)
         if outgoing is not None:

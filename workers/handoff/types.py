@@ -90,9 +90,9 @@ class HandoffSealed:
     """Event: no segments follow; the sequence, or the prefix, continues at the sink after these tokens."""
 
     handoff_id: str
-    key: str | None  # of the sequence; None: a prefix
+    key: str | None  # of the sequence; None: a cached prefix
     num_computed: int
-    output_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]  # none of a prefix
     is_live: bool = False  # it was running
 
 

@@ -16,6 +16,7 @@ from .router_links import RouterLinks
 
 PREFIX_TIMEOUT_S = 3.0  # a prefix that takes longer is computed
 PREFIX_SHARE = 1 / 4  # nor may it take more of the time that the request has left
+COMPUTING_SHARE = 1 / 2  # where its source computes it meanwhile: only that limits it
 
 log = logging.getLogger("diptych.worker")
 
@@ -40,7 +41,7 @@ class Pulls:
         self._tasks[key] = asyncio.create_task(self._pull(key, source, timeout_s))
 
     def pull_prefix(self, key: str, source: worker_pb2.HandoffSource, timeout_s: float) -> None:
-        self._tasks[key] = asyncio.create_task(self._pull_prefix(key, source, prefix_timeout_s(timeout_s)))
+        self._tasks[key] = asyncio.create_task(self._pull_prefix(key, source, prefix_timeout_s(source, timeout_s)))
 
     def cancel(self, key: str) -> None:
         """End a pull. Idempotent."""
@@ -68,7 +69,7 @@ class Pulls:
             result = await self._sink.pull(key, source, timeout_s)
             self._num_bytes += result.num_bytes
         except DiptychError as e:
-            log.info("a cached prefix could not be pulled from %s: %s", source.address, e)
+            log.info("a prefix could not be pulled from %s: %s", source.address, e)
             await self._engine.fail(key, quarantine=False)
         finally:
             self._tasks.pop(key, None)
@@ -82,6 +83,8 @@ class Pulls:
         load.links.extend(self._sink.transfer_stats())
 
 
-def prefix_timeout_s(request_timeout_s: float) -> float:
+def prefix_timeout_s(source: worker_pb2.HandoffSource, request_timeout_s: float) -> float:
     """Seconds for which a sequence waits for its prefix before it is computed here."""
+    if source.is_computing:
+        return COMPUTING_SHARE * request_timeout_s
     return min(PREFIX_TIMEOUT_S, PREFIX_SHARE * request_timeout_s)

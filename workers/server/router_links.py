@@ -84,7 +84,7 @@ class RouterLinks:
         self.send(key, worker_pb2.WorkerMessage(failed=failed))
 
     def handed_off(self, sealed: HandoffSealed) -> None:
-        """A running sequence stopped here, after all its tokens were sent: tell its router."""
+        """A running sequence stopped here, after all its tokens were sent, or a prefix is computed: tell its router."""
         if sealed.key is not None:
             handed_off = worker_pb2.HandedOff(
                 handle=handle_of(sealed.key),

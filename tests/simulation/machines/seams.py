@@ -20,6 +20,7 @@ from diptych.workers.kv import bridge as kv_bridge
 from diptych.workers.server import service
 from diptych.workers.transport.grpc import GrpcTransport
 
+from ..processes.splits import split_some
 from ..processes.worker import SimEngineThread, SimRdma, WatchedBridge
 from .rpc import SimChannel, SimServer
 
@@ -75,6 +76,7 @@ def replaced(world: "World") -> Iterator[None]:
         (worker_link, "open_channel", channel),
         (request_driver, "secrets", SimpleNamespace(token_hex=lambda _: f"handoff-{next(number)}")),
         (request_driver, "RequestState", world.make_state),
+        (request_driver, "choose", split_some(world.seed)),
         (router, "RouterMetrics", _NoMetrics),
         (kv_costs, "MIN_MEASURED_TOKENS", 1 << 30),  # computing takes no virtual time within a step
         (kv_costs, "DEFAULT_PREFILL_TOKENS_S", world.prefill_tokens_s),

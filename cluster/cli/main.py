@@ -113,10 +113,11 @@ def status(
     name: Name = "default",
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Have every worker compare its books.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="Show the controller's last decisions and their reasons.")] = False,
 ) -> None:
     """Show the pools, workers and routers of a running cluster."""
     from ..placement.remote import connected
-    from .status_view import render
+    from .status_view import render, render_decisions
 
     with connected(name) as supervisor:
         found = supervisor.status()
@@ -124,7 +125,7 @@ def status(
     if as_json:
         print(json.dumps(found.to_json() | {"problems": problems}, indent=2))
     else:
-        _console().print(render(found))
+        _console().print(render_decisions(found) if why else render(found))
     if problems:
         _console().print(Text("\n".join(f"{worker}: {what}" for worker, what in problems.items()), style="red"))
         raise typer.Exit(FOUND)

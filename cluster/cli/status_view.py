@@ -33,6 +33,18 @@ def render(status: ClusterStatus) -> RenderableType:
     return Group(*parts)
 
 
+def render_decisions(status: ClusterStatus) -> RenderableType:
+    """Last decisions of the controller, newest first: what was done, why, and what came of it."""
+    if not status.decisions:
+        return Text("The controller has changed nothing since the supervisor started.")
+    parts: list[RenderableType] = []
+    for d in status.decisions:
+        parts.append(Text(f"{_duration(d.age_s)} ago  {d.subject}: {d.action}", style="bold"))
+        parts.append(Text(f"  {d.reason}"))
+        parts.append(Text(f"  {d.result or 'what comes of it is not known yet'}", style="red" if d.has_failed else ""))
+    return Group(*parts)
+
+
 def _pools(status: ClusterStatus) -> Table:
     table = _table("pool", "ready", "target", "bounds", "starting", "draining", "running", "waiting", "KV use")
     for pool in status.pools:

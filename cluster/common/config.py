@@ -210,6 +210,7 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")] = DEFAULT_NAME
     drain_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # then a leaving worker is stopped with what still runs
     dashboard: bool = False
+    dial: bool = False  # move prefill budgets between workers that may change places, by load
     pools: Pools = Pools(prefill=PoolConfig(), decode=PoolConfig())
     router: RouterConfig = RouterConfig()
     service_level: ServiceLevel = ServiceLevel()

@@ -1,7 +1,10 @@
 """Status of a running cluster for persons and scripts. Plain data, the same in `diptych status` and its --json."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from .decisions import DecisionStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,9 @@ class ClusterStatus:
     routers: tuple[RouterStatus, ...]
     failure: StartFailure | None = None
     links: tuple[TransferStatus, ...] = ()
+    decisions: tuple[DecisionStatus, ...] = ()  # of the controller, newest first
+    num_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # by kind, since the supervisor's start
+    num_failed_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # that did nothing
 
     @property
     def state(self) -> str:

@@ -21,7 +21,8 @@ from ..common.expert_loads import add_up
 from ..common.gang import gang_of, members
 from ..common.handles import Launcher, WorkerHandle
 from ..routing.fleet import WorkerInfo
-from .autoscaler import Autoscaler, PoolCounters
+from .autoscaler import PoolCounters
+from .controller import Controller
 from .plan import (
     Action,
     Drain,
@@ -44,6 +45,7 @@ from .worker_watch import TICK_S, drain, last_words, until_dead, until_known, un
 
 WATCH_S = 10.0
 ADOPT_S = 5.0
+DAY_S = 86400.0
 
 log = logging.getLogger("diptych.supervisor")
 
@@ -58,7 +60,7 @@ class Supervisor:
         self._replicas = launcher.recall() or config.pools.targets
         self._groups = interchangeable(config.pools)
         self._bounds: dict[str, tuple[int, int]] = {name: pool.bounds for name, pool in config.pools.items()}
-        self._autoscaler = Autoscaler(config)
+        self._controller = Controller(config)
         self._workers: dict[str, WorkerRecord] = {}
         self._failures: dict[str, Failures] = {}
         # By ending gang: the error of one of its workers, and its text.
@@ -289,10 +291,18 @@ class Supervisor:
         self._wake.set()
 
     def _autoscale(self) -> None:
-        decided = self._autoscaler.look(self._loads(), time.monotonic())
-        if any(self._replicas[pool] != number for pool, number in decided.items()):
+        now, reports = time.monotonic(), self._reports()
+        counters = {
+            pool: PoolCounters.of([load for _, load in found], len({gang_of(worker_id) for worker_id, _ in found}))
+            for pool, found in reports.items()
+        }
+        decided = self._controller.replicas(counters, self._replicas, now)
+        if decided:
             log.info("autoscaler: %s", decided)
             self._retarget(self._replicas | decided)
+        for worker_id, budget in self._controller.budgets(reports, now, time.time() % DAY_S).items():
+            self._workers[worker_id].prefill_budget = budget
+            self._workers[worker_id].keep_budget()
 
     def _targets(self) -> Targets:
         return Targets(self._replicas, self._groups)
@@ -300,15 +310,13 @@ class Supervisor:
     def _views(self) -> Iterable[PlannedWorker]:
         return gangs_of(w.view() for w in self._workers.values())
 
-    def _loads(self) -> dict[str, PoolCounters]:
+    def _reports(self) -> dict[str, list[tuple[str, LoadReport]]]:
+        """Newest reports of the ready workers of each pool, by worker."""
         by_pool: dict[str, list[tuple[str, LoadReport]]] = {}
         for worker in self._workers.values():
             if worker.phase is Phase.READY and worker.control:
-                by_pool.setdefault(worker.pool, []).append((gang_of(worker.worker_id), worker.control.load))
-        return {
-            pool: PoolCounters.of([load for _, load in found], len({gang for gang, _ in found}))
-            for pool, found in by_pool.items()
-        }
+                by_pool.setdefault(worker.pool, []).append((worker.worker_id, worker.control.load))
+        return by_pool
 
     async def adopted(self) -> None:
         """Waits, ADOPT_S at most, until what an earlier supervisor started is known."""
@@ -329,6 +337,9 @@ class Supervisor:
             routers=self._routers.statuses,
             failure=self._failure,
             links=tuple(stats for w in workers for stats in w.transfers(ids)),
+            decisions=self._controller.log.statuses(now),
+            num_decisions=dict(self._controller.log.num_made),
+            num_failed_decisions=dict(self._controller.log.num_failed),
         )
 
     async def audit(self) -> dict[str, str]:

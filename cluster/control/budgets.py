@@ -1,0 +1,208 @@
+"""Moves the prefill budgets of a group of interchangeable workers by its load. Pure: looks in, budgets out.
+
+    look ─> demand, forecast ─> outlook of each number of workers that only prefill (dial.py)
+         ─> better for HOLD_LOOKS looks: change, with its reason ─> do the workers report it? did it help?
+
+A change in the other direction waits REST_S seconds, unless the demand has changed by CHANGED since. A change that a
+worker does not report, or that does not help, is noted, and not tried again for BARRED_S seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...proto.worker_pb2 import LoadReport
+from ...workers.common.role import Role, budget_of
+from ..common.prediction import FleetCosts, Level, WorkerCost
+from .decisions import ControlDecision, DecisionLog
+from .dial import Demand, Outlook, outlooks
+from .forecast import Forecast, Holt
+
+HORIZON_S = 5.0  # of the forecast: a change of budgets takes less
+HOLD_LOOKS = 3
+LEAST_GAIN = 0.05  # share of requests that a change must spare from missing
+SETTLE_S = 5.0  # between two changes
+REST_S = 60.0  # between two changes of which one takes the other back
+CHANGED = 1.5  # factor by which prompts or decodes differ from when the budgets changed
+REPORT_LOOKS = 5  # in which a worker must report a new budget
+EFFECT_S = 20.0  # after which a change must have helped
+BARRED_S = 600.0
+USUAL_PROMPT = 512.0  # tokens, before any prompt has waited
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLook:
+    """One worker's newest report. `num_context`: tokens in its KV cache that are in use."""
+
+    worker_id: str
+    load: LoadReport
+    num_context: int
+
+    @property
+    def only_prefills(self) -> bool:
+        return self.load.prefill_budget >= self.load.step_tokens
+
+    def budget(self, role: Role) -> int:
+        return budget_of(role, self.load.step_tokens, self.load.decode_role_tokens)
+
+
+@dataclass(slots=True)
+class _Change:
+    """Last change of the budgets, until it is known whether it helped."""
+
+    decision: ControlDecision
+    at: float
+    direction: int
+    before: Outlook
+    demand: Demand
+    num_prefill: int
+    is_open: bool = True
+
+
+class BudgetController:
+    """Controller of one group of workers. `pools`: their names."""
+
+    def __init__(self, pools: str, level: Level, log: DecisionLog) -> None:
+        self._pools, self._level, self._log = pools, level, log
+        self._costs = FleetCosts()
+        self._prompts = Forecast()  # tokens a second
+        self._decodes = Holt()
+        self._prompt_tokens = Holt(level=USUAL_PROMPT, num_seen=1)
+        self._counters: dict[str, tuple[int, int]] = {}  # prefill tokens and waiting ones, at the last look
+        self._last_look = 0.0
+        self._num_better, self._direction = 0, 0  # looks in a row in which a change in that direction was better
+        self._change: _Change | None = None
+        self._wanted: dict[str, int] = {}  # budgets that workers do not report yet
+        self._num_unreported = 0
+        self._barred: dict[int | str, float] = {}  # numbers of prefilling workers, and workers; until when (s)
+
+    def look(self, workers: Sequence[WorkerLook], now: float, time_of_day_s: float) -> dict[str, int]:
+        """Return the budgets to change, by worker. Call it once a second, with the workers that are ready."""
+        demand = self._see(workers, now, time_of_day_s)
+        self._verify_reports(workers, now)
+        if demand is None or len(workers) < 2 or not self._costs.are_known:
+            return {}
+        found = outlooks(len(workers), demand, self._mean_cost(workers), self._level)
+        current = min(sum(w.only_prefills for w in workers), len(found) - 1)
+        self._verify_effect(found[current], demand, now)
+        best = min(found, key=lambda o: (o.missed, abs(o.num_prefill - current)))
+        if not self._may_change(found[current], best, demand, now):
+            return {}
+        return self._change_to(best, found[current], workers, demand, now)
+
+    def _see(self, workers: Sequence[WorkerLook], now: float, time_of_day_s: float) -> Demand | None:
+        elapsed_s, self._last_look = now - self._last_look, now
+        before, self._counters = self._counters, {}
+        arrived, is_first = 0, not before
+        for w in workers:
+            self._costs.report(w.worker_id, w.load.step_cost)
+            tokens, waiting = self._counters[w.worker_id] = w.load.num_prefill_tokens, w.load.num_waiting_tokens
+            last_tokens, last_waiting = before.get(w.worker_id, (tokens, waiting))
+            arrived += max(tokens - last_tokens, 0) + waiting - last_waiting
+        for gone in before.keys() - self._counters.keys():
+            self._costs.forget(gone)
+        if is_first or elapsed_s <= 0:
+            return None
+        self._prompts.see(time_of_day_s, max(arrived, 0) / elapsed_s)
+        self._decodes.see(sum(w.load.num_decoding for w in workers))
+        num_waiting, waiting_tokens = (
+            sum(w.load.num_waiting for w in workers),
+            sum(w.load.num_waiting_tokens for w in workers),
+        )
+        if num_waiting:
+            self._prompt_tokens.see(waiting_tokens / num_waiting)
+        return Demand(
+            prompt_tokens_per_s=self._prompts.ahead(HORIZON_S),
+            num_decodes=self._decodes.ahead(HORIZON_S),
+            num_context=sum(w.num_context for w in workers if w.load.num_decoding),
+            prompt_tokens=self._prompt_tokens.ahead(0),
+            waiting_tokens=waiting_tokens,
+        )
+
+    def _mean_cost(self, workers: Sequence[WorkerLook]) -> WorkerCost:
+        costs = [self._costs.of(w.worker_id) for w in workers]
+        names = WorkerCost.__dataclass_fields__
+        return WorkerCost(**{name: sum(getattr(cost, name) for cost in costs) / len(costs) for name in names})
+
+    def _may_change(self, current: Outlook, best: Outlook, demand: Demand, now: float) -> bool:
+        direction = (best.num_prefill > current.num_prefill) - (best.num_prefill < current.num_prefill)
+        if not direction or current.missed - best.missed < LEAST_GAIN or self._is_barred(best.num_prefill, now):
+            self._num_better = 0
+            return False
+        self._num_better = self._num_better + 1 if direction == self._direction else 1
+        self._direction = direction
+        last = self._change
+        if self._wanted or self._num_better < HOLD_LOOKS or (last and now - last.at < SETTLE_S):
+            return False
+        takes_back = last is not None and last.direction != direction
+        return not (last and takes_back and now - last.at < REST_S and not _has_changed(last.demand, demand))
+
+    def _change_to(
+        self, best: Outlook, current: Outlook, workers: Sequence[WorkerLook], demand: Demand, now: float
+    ) -> dict[str, int]:
+        movable = [w for w in workers if not self._is_barred(w.worker_id, now)]
+        order = sorted(movable, key=lambda w: (not w.only_prefills, w.load.num_decoding, w.worker_id))
+        others = Role.DECODE if best.num_prefill else Role.MIXED
+        roles = {w.worker_id: Role.PREFILL if i < best.num_prefill else others for i, w in enumerate(order)}
+        budgets = {w.worker_id: w.budget(roles[w.worker_id]) for w in movable}
+        changed = {w.worker_id: b for w in movable if (b := budgets[w.worker_id]) != w.load.prefill_budget}
+        self._num_better = 0
+        if not changed:
+            return {}
+        decision = ControlDecision(
+            at=now,
+            kind="budgets",
+            subject=self._pools,
+            action=f"{current.num_prefill} -> {best.num_prefill} of {len(workers)} workers only prefill",
+            reason=f"{demand.prompt_tokens_per_s:.0f} prompt tokens/s and {demand.num_decodes:.0f} sequences that "
+            f"decode are expected: {_times(current)} become {_times(best)}.",
+        )
+        direction = 1 if best.num_prefill > current.num_prefill else -1
+        self._change = _Change(self._log.add(decision), now, direction, current, demand, best.num_prefill)
+        self._wanted, self._num_unreported = dict(changed), 0
+        return changed
+
+    def _verify_reports(self, workers: Sequence[WorkerLook], now: float) -> None:
+        """Note which workers have not taken their budgets after some looks; those are left alone for a while."""
+        if not self._wanted:
+            return
+        reported = {w.worker_id: w.load.prefill_budget for w in workers}
+        self._wanted = {w: b for w, b in self._wanted.items() if w in reported and reported[w] != b}
+        self._num_unreported += bool(self._wanted)
+        if self._wanted and self._num_unreported >= REPORT_LOOKS and self._change:
+            names = ", ".join(sorted(self._wanted))
+            result = f"not reported back by {names} after {REPORT_LOOKS} looks; not tried again for {BARRED_S:.0f} s"
+            self._log.close(self._change.decision, result, has_failed=True)
+            self._change.is_open = False
+            self._barred |= dict.fromkeys(self._wanted, now + BARRED_S)
+            self._wanted = {}
+
+    def _verify_effect(self, current: Outlook, demand: Demand, now: float) -> None:
+        last = self._change
+        if last is None or not last.is_open or now - last.at < EFFECT_S:
+            return
+        last.is_open = False
+        figures = f"expected misses {last.before.missed:.0%} before, {current.missed:.0%} now"
+        if _has_changed(last.demand, demand):
+            self._log.close(last.decision, f"the load has changed since: {figures}", has_failed=False)
+        elif current.missed < last.before.missed:
+            self._log.close(last.decision, f"it helped: {figures}", has_failed=False)
+        else:
+            self._barred[last.num_prefill] = now + BARRED_S
+            result = f"it did not help: {figures}; not tried again for {BARRED_S:.0f} s"
+            self._log.close(last.decision, result, has_failed=True)
+
+    def _is_barred(self, key: int | str, now: float) -> bool:
+        return self._barred.get(key, now) > now
+
+
+def _has_changed(before: Demand, now: Demand) -> bool:
+    """Return whether prompts or decodes differ by the factor CHANGED."""
+    pairs = (
+        (before.prompt_tokens_per_s, now.prompt_tokens_per_s, before.prompt_tokens),
+        (before.num_decodes, now.num_decodes, 1.0),
+    )
+    return any(max(a, b) > CHANGED * max(min(a, b), least) for a, b, least in pairs)
+
+
+def _times(outlook: Outlook) -> str:
+    return f"TTFT {outlook.ttft_s:.2g} s and TPOT {outlook.tpot_s * 1e3:.0f} ms ({outlook.missed:.0%} late)"

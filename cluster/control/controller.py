@@ -1,0 +1,112 @@
+"""Controller of a cluster: moves prefill budgets first, then the sizes of pools. Pure: reports in, decisions out.
+
+Budgets move within groups of pools whose workers may change places (budgets.py), where the cluster's `dial` is on.
+Sizes move as autoscaler.py says, between bounds. A start is not taken back before its worker has come, and that worker
+stays at least REPAID times as long as its start took. A start that brings no worker is noted, and the pool does not
+grow again for BARRED_S seconds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...proto.worker_pb2 import LoadReport
+from ..common.config import ClusterConfig, interchangeable
+from ..common.prediction import Level
+from .autoscaler import LOOK_S, Autoscaler, PoolCounters
+from .budgets import BARRED_S, BudgetController, WorkerLook
+from .decisions import ControlDecision, DecisionLog
+
+REPAID = 10.0
+START_LIMIT_S = 120.0  # until a first start must have brought a worker; later ones have thrice the longest
+
+
+@dataclass(slots=True)
+class _Start:
+    """Growth of a pool, until a worker has come."""
+
+    decision: ControlDecision
+    num_before: int
+    is_open: bool = True
+
+
+class Controller:
+    """Controller of one cluster. Call `replicas` and `budgets` as often as wanted: one look a second counts."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.log = DecisionLog()
+        self._autoscaler = Autoscaler(config)
+        self._starts: dict[str, _Start] = {}  # the last of each pool
+        self._start_s: dict[str, float] = {}  # the longest that a start of the pool has taken
+        self._looked_at = float("-inf")
+        self._groups: list[tuple[frozenset[str], BudgetController]] = []
+        self._block_sizes: dict[str, int] = {}
+        if config.dial:
+            level = Level(config.service_level.ttft_s, config.service_level.tpot_s)
+            found = interchangeable(config.pools)
+            found += [frozenset((name,)) for name, _ in config.pools.items() if not any(name in g for g in found)]
+            single = {name for name, pool in config.pools.items() if pool.parallel.data_parallel == 1}
+            self._groups = [(g, BudgetController("+".join(sorted(g)), level, self.log)) for g in found if g <= single]
+            self._block_sizes = {name: config.worker(name).cache.block_size for name, _ in config.pools.items()}
+
+    def replicas(self, counters: Mapping[str, PoolCounters], current: Mapping[str, int], now: float) -> dict[str, int]:
+        """Return the new targets of the pools that are to change. `current`: the targets as they are."""
+        self._verify_starts(counters, now)
+        decided = self._autoscaler.look(counters, now)
+        changed = {pool: num for pool, num in decided.items() if num != current[pool]}
+        changed = {pool: num for pool, num in changed.items() if self._may_change(pool, num - current[pool], now)}
+        for pool, num in changed.items():
+            decision = self.log.add(_decision(pool, current[pool], num, counters[pool], now))
+            if num > current[pool]:
+                self._starts[pool] = _Start(decision, counters[pool].num_workers)
+        return changed
+
+    def budgets(
+        self, reports: Mapping[str, Sequence[tuple[str, LoadReport]]], now: float, time_of_day_s: float
+    ) -> dict[str, int]:
+        """Return the prefill budgets to change, by worker. `reports`: of the ready workers of each pool."""
+        if not self._groups or now - self._looked_at < LOOK_S:
+            return {}
+        self._looked_at = now
+        changed: dict[str, int] = {}
+        for pools, controller in self._groups:
+            looks = [
+                WorkerLook(name, load, (load.num_blocks - load.num_free_blocks) * self._block_sizes[pool])
+                for pool in sorted(pools)
+                for name, load in reports.get(pool, ())
+            ]
+            changed |= controller.look(looks, now, time_of_day_s)
+        return changed
+
+    def _may_change(self, pool: str, by: int, now: float) -> bool:
+        """Return whether the pool may grow or shrink: not while its last start has not paid for itself, or not grow
+        after one that brought nothing."""
+        start = self._starts.get(pool)
+        if start is None:
+            return True
+        elapsed_s = now - start.decision.at
+        if by > 0:
+            return not start.decision.has_failed or elapsed_s >= BARRED_S
+        return not start.is_open and elapsed_s >= REPAID * self._start_s.get(pool, 0.0)
+
+    def _verify_starts(self, counters: Mapping[str, PoolCounters], now: float) -> None:
+        for pool, start in self._starts.items():
+            took_s = now - start.decision.at
+            num_ready = counters[pool].num_workers if pool in counters else 0
+            limit_s = max(START_LIMIT_S, 3 * self._start_s.get(pool, 0.0))
+            if start.is_open and num_ready > start.num_before:
+                start.is_open = False
+                self._start_s[pool] = max(self._start_s.get(pool, 0.0), took_s)
+                self.log.close(start.decision, f"a worker came after {took_s:.0f} s", has_failed=False)
+            elif start.is_open and took_s > limit_s:
+                start.is_open = False
+                self.log.close(start.decision, f"no worker has come within {limit_s:.0f} s", has_failed=True)
+
+
+def _decision(pool: str, before: int, after: int, at: PoolCounters, now: float) -> ControlDecision:
+    used = 1 - at.num_free_blocks / at.num_blocks if at.num_blocks else 0.0
+    figures = (
+        f"{at.num_running} sequences run, {at.num_waiting} wait with {at.num_waiting_tokens} prompt tokens, and "
+        f"{used:.0%} of the KV memory is used"
+    )
+    reason = f"The pool needs {after} workers" if after > before else "The pool would do with one worker less"
+    return ControlDecision(now, "replicas", pool, f"{before} -> {after} workers", f"{reason}: {figures}.")

@@ -14,7 +14,7 @@ from .attention import AttentionLimits, AttentionScratch, Heads, Rope
 from .experts import ExpertMemory, ExpertRows, Experts, ExpertSizes, PackedMixture, row_stride
 from .greedy import BEST, SCRATCH
 from .library import DTYPES, Team
-from .linear import Epilogue, Linear, PackedLinear
+from .linear import Epilogue, Linear, PackedLinear, address_of
 from .routing import PackedRouting
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -285,7 +285,7 @@ class CompiledLayers:
         self.struct = decoder = DecoderStruct()
         decoder.layers, decoder.attentions = ctypes.addressof(self._layers), ctypes.addressof(self._attentions)
         decoder.norm, decoder.head = outer.norm.data_ptr(), outer.head.of
-        decoder.embed, decoder.first_token = _address(outer.embed), shape.first_token
+        decoder.embed, decoder.first_token = address_of(outer.embed), shape.first_token
         decoder.num_layers, decoder.num_attentions, decoder.hidden_size = len(layers), len(heads), shape.hidden_size
         cache = cache_layers[0]
         decoder.block_stride, decoder.block_size = cache.stride(0) * cache.element_size(), shape.block_size
@@ -308,7 +308,7 @@ class CompiledLayers:
 
 def _layer(of: PackedLayer, mixture: Mixture | None, cache: Tensor) -> LayerStruct:
     around = of.input_norm, of.attention_out_norm, of.mlp_norm, of.mlp_out_norm
-    vectors = (_address(vector) for vector in (*around, of.q_norm, of.k_norm, of.sinks))
+    vectors = (address_of(vector) for vector in (*around, of.q_norm, of.k_norm, of.sinks))
     products = (Linear() if product is None else product.of for product in (of.qkv, of.o, of.gate_up, of.down))
     return LayerStruct(
         *vectors, *products, cache.data_ptr(), of.attention, of.gate, mixture and ctypes.addressof(mixture)
@@ -318,8 +318,4 @@ def _layer(of: PackedLayer, mixture: Mixture | None, cache: Tensor) -> LayerStru
 def _mixture(of: PackedMixture, expert_tokens: Tensor | None) -> Mixture:
     assert expert_tokens is None or (expert_tokens.shape == (of.num_experts,) and expert_tokens.dtype == torch.int64)
     routing = PackedRouting.of(of.routing, of.num_experts, of.choice_bias)
-    return Mixture(of.router.of, routing, of.experts.of, _address(expert_tokens))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return Mixture(of.router.of, routing, of.experts.of, address_of(expert_tokens))

@@ -96,9 +96,9 @@ def pack(
     wide = _packed_bias(bias, num_panels, gated) if bias is not None else None
     parts = (WeightRows * len(weights))(*((w.data_ptr(), w.shape[0], w.stride(0)) for w in weights))
     kernel = team.library.kernel("pack_linear", _I, _P, _L, _L, _L, _I, _I, _L, _P, _P, _P)
-    to = (packed.data_ptr(), _address(stored_scales))
-    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, _address(scales), *to)
-    of = Linear(packed.data_ptr(), _address(stored_scales), _address(wide), n, k, format, gated, group)
+    to = (packed.data_ptr(), address_of(stored_scales))
+    kernel(team.address, DTYPES[dtype], parts, len(weights), n, k, gated, format, group, address_of(scales), *to)
+    of = Linear(packed.data_ptr(), address_of(stored_scales), address_of(wide), n, k, format, gated, group)
     return PackedLinear(of, dtype, packed, stored_scales, wide)
 
 
@@ -110,7 +110,8 @@ def _packed_bias(bias: Tensor, num_panels: int, gated: bool) -> Tensor:
     return wide.view(parts, num_panels, -1).transpose(0, 1).flatten()
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
+    """Address of a tensor's memory; None if there is no tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 

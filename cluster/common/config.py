@@ -149,6 +149,7 @@ class RouterConfig(_Settings):
     predict: bool = True  # routes by predicted times and the service level; False: by roles
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 3  # at a request whose workers fail
     migrate: bool = True  # running sequences, away from workers that drain or run short of KV memory
+    split_prompts: bool = False  # between two workers, where that is predicted to spare misses of the service level
     pull_prefixes: bool = True  # that another worker has cached, where that is cheaper than computing them
     worker_timeout_s: Annotated[float, Field(gt=0)] = 5.0  # a worker that sends nothing for this time is lost
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0  # the longest that a request may ask for

@@ -42,6 +42,7 @@ class RouterProcess:
             tpot_s=level.tpot_s,
             alone_below_tokens=settings.alone_below_tokens,
             migrate=settings.migrate,
+            split_prompts=settings.split_prompts,
             pull_prefixes=settings.pull_prefixes,
             max_in_flight=settings.max_requests,
             max_attempts=settings.max_attempts,

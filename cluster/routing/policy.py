@@ -14,7 +14,7 @@ Roles are preferences: with no worker of one role left, the other role does its 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from itertools import product
+from itertools import permutations, product
 
 from ...workers.common.errors import ConfigError, Unavailable
 from ...workers.common.role import Role
@@ -30,7 +30,7 @@ from ..common.prediction import (
     ttft_s,
 )
 from .fleet import FleetWorker
-from .kv_costs import compute_s, pull_s
+from .kv_costs import PULL_LATENCY_S, compute_s, pull_s
 
 NUM_COMPARED = 3  # workers for each part of a route
 NUM_SAMPLED = 8
@@ -38,6 +38,7 @@ HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both worker
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
 TIME_WEIGHT = 0.005  # misses that a time as long as its level counts as
 ANSWER_TOKENS = 64  # over which the time of a hand-off is spread: few answers are as long as they may be
+SPLIT_TOKENS = 2048  # of a prompt that may move inside it
 PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor
 
 
@@ -57,6 +58,7 @@ class RoutingConfig:
     no_worker_wait_s: float = 30.0  # how long a request waits for a worker
     migrate: bool = True  # move running sequences from workers that drain or run short of KV memory
     max_migrations: int = 4  # from one worker at a time
+    split_prompts: bool = False  # let two workers compute a long prompt, where that is predicted to spare misses
     pull_prefixes: bool = True  # cached by another worker, where that is faster than to compute them
     reconnect_s: float = 0.1  # doubles after each failure, up to max_reconnect_s
     max_reconnect_s: float = 2.0
@@ -143,9 +145,10 @@ def choose(
         return group_route  # the worker computes or pulls the prompt once for both
     route = None
     if config.predict and costs is not None and costs.are_known:
-        route = _predicted_route(workers, facts, costs, Level(config.ttft_s, config.tpot_s))
+        usual, may_split = Level(config.ttft_s, config.tpot_s), config.split_prompts and facts.may_split
+        route = _predicted_route(workers, facts, costs, usual, may_split=may_split)
     route = route or _choose_workers(workers, facts, config)
-    if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off):
+    if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off) or route.move_at is not None:
         return route
     return replace(route, prefix=choose_prefix(fleet, facts, route.prefill or route.decode))
 
@@ -218,7 +221,7 @@ _Candidate = tuple[FleetWorker, WorkerTimes, float, float, bool]
 
 
 def _predicted_route(
-    workers: Sequence[FleetWorker], facts: RequestFacts, costs: FleetCosts, usual: Level
+    workers: Sequence[FleetWorker], facts: RequestFacts, costs: FleetCosts, usual: Level, *, may_split: bool
 ) -> Route | None:
     """Choose, of the routes of one worker and of those of two that are best for their parts, the one by which the
     fewest requests are expected to miss their level; None where none of these workers can take the request. `usual`:
@@ -243,7 +246,10 @@ def _predicted_route(
         candidates.append((w, times, own_s, missed + full + TIME_WEIGHT * ttft, full))
     fewest = min(scores)
     if fewest > HANDOFF_MISSES and decodes and facts.may_hand_off:
-        handed_off = _predicted_handoff(candidates, facts, level, fewest - HANDOFF_MISSES)
+        limit, split = fewest - HANDOFF_MISSES, None
+        if may_split and num_tokens >= SPLIT_TOKENS:
+            limit, split = _predicted_split(candidates, facts, level, limit)
+        handed_off = _predicted_handoff(candidates, facts, level, limit) or split
         if handed_off is not None:
             return handed_off
     near = [w for w, score in zip(able, scores, strict=True) if score < fewest + NEARLY]
@@ -272,6 +278,41 @@ def _predicted_handoff(
         if misses < fewest:
             best, fewest = Route(source.incarnation, sink.incarnation), misses
     return best
+
+
+def _predicted_split(
+    candidates: Sequence[_Candidate], facts: RequestFacts, level: Level, fewest: float
+) -> tuple[float, Route | None]:
+    """Choose the best route that moves inside the prompt, of the workers that are best for prompts: the misses that are
+    expected of it, and the route; or `fewest` and None where at least so many are expected of each."""
+    best, num_tokens = None, facts.num_tokens
+    near = sorted(range(len(candidates)), key=lambda i: (candidates[i][3], i))[:NUM_COMPARED]
+    for (source, from_, _, _, from_full), (sink, to, _, _, to_full) in permutations([candidates[i] for i in near], 2):
+        held = facts.held_tokens(source.incarnation)
+        if from_full or to_full or (source.incarnation, sink.incarnation) in facts.failed_pairs:
+            continue
+        for move_at in split_points(from_, to, held, num_tokens, source.block_size):
+            own_s = prefill_s(from_, held, move_at)
+            rest_s = prefill_s(to, max(move_at, facts.held_tokens(sink.incarnation)), num_tokens)
+            pulled_s = max(ttft_s(from_, own_s), pull_s(source, sink, move_at - held)) + PULL_LATENCY_S
+            ttft = (max(pulled_s, ttft_s(to, 0.0)) + rest_s * to.stretch) / level.ttft_s
+            new_tpot_s = tpot_s(to, rest_s, num_tokens)
+            tpot = new_tpot_s / level.tpot_s
+            misses = 1 - (1 - miss_probability(ttft)) * (1 - miss_probability(tpot)) + TIME_WEIGHT * (ttft + tpot)
+            misses += prefill_harm(from_, own_s) + decode_harm(to, new_tpot_s)
+            if misses < fewest:
+                fewest, best = misses, Route(source.incarnation, sink.incarnation, None, move_at)
+    return fewest, best
+
+
+def split_points(source: WorkerTimes, sink: WorkerTimes, num_held: int, num_tokens: int, block_size: int) -> list[int]:
+    """Tokens of a prompt, in whole blocks, at which it may move from `source`, which holds the first `num_held`: at a
+    quarter, half and three quarters of it, and where the source is done when the sink's queue is."""
+    spare_s = ttft_s(sink, 0.0) - ttft_s(source, 0.0)
+    token_s = prefill_s(source, num_held, num_tokens) * source.stretch / (num_tokens - num_held)
+    balanced = num_held + int(spare_s / token_s) if token_s > 0 else 0
+    points = {point // block_size * block_size for point in (*(num_tokens * i // 4 for i in (1, 2, 3)), balanced)}
+    return sorted(point for point in points if num_held < point < num_tokens)
 
 
 def _least_busy(workers: Sequence[FleetWorker], turn: int) -> int:

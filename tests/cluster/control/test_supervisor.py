@@ -1,6 +1,7 @@
 """The supervisor's decisions over workers, routers and pools."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,6 +15,7 @@ from diptych.workers.testing.fake_runner import fake_output
 
 from ...support.supervised import TIMEOUT_S, TOKEN, FakeLauncher, World, generate, is_ready, supervising
 
+NONE = {"replicas": 0}
 ONE_OF_EACH = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
 
@@ -250,3 +252,27 @@ async def test_targets_that_cannot_be_are_refused(replicas: dict[str, int], expe
     ) as world:
         with pytest.raises(ConfigError, match=expected):
             world.supervisor.scale(replicas)
+
+
+async def test_a_budget_moves_from_one_extreme_to_the_other_and_back_while_requests_run() -> None:
+    """Each is told in reports, and changes no token of what runs."""
+    async with supervising(FakeLauncher(step_s=0.002), mixed={"replicas": 1}, prefill=NONE, decode=NONE) as world:
+        await world.until(is_ready)
+        [worker] = world.supervisor._workers.values()
+        [info] = (await world.fleet()).values()
+        prompts = [[i + 1] * (20 + i) for i in range(4)]
+        answers = [asyncio.create_task(read_all(generate(info.address, prompt, 200))) for prompt in prompts]
+        async with asyncio.timeout(TIMEOUT_S):
+            while worker.load.num_decoding < len(prompts):
+                await asyncio.sleep(0.001)
+            most = worker.load.step_tokens
+            for budget in (most, 0, most, 1, 0, most - 1):
+                worker.prefill_budget = budget
+                worker.keep_budget()
+                while worker.load.prefill_budget != budget:
+                    await asyncio.sleep(0.001)
+            assert [await answer for answer in answers] == [fake_output(prompt, 200) for prompt in prompts]
+
+
+async def read_all(tokens: AsyncIterator[int]) -> list[int]:
+    return [token async for token in tokens]

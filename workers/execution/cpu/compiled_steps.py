@@ -18,7 +18,7 @@ from ....kernels.cpu.layer import StepMemory
 from ...common.errors import InternalError
 from ...core.batch_tables import BatchTables
 from ...core.runner import LayerWatch
-from ...core.sequence import Batch, SampledToken, ScheduledSequence, Sequence
+from ...core.sequence import Batch, PrefixChunk, SampledToken, ScheduledSequence, Sequence
 from ...core.step_executor import Compute
 from ...models.layers.step import NO_ROWS, Step
 from ...ranks.rank_processes import RankProcesses
@@ -135,7 +135,7 @@ def _write(arrays: _StepArrays, entries: SequenceOf[ScheduledSequence]) -> list[
             token_ids.append(known[start])
         else:
             token_ids += known[start:end]
-        if end == len(known):
+        if end == len(known) and type(entry) is not PrefixChunk:
             sampled.append(len(token_ids) - 1)
             sequences.append(sequence)
     memory, tables = arrays.memory, arrays.tables

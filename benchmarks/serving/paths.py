@@ -98,7 +98,7 @@ class Served:
     async def _start(self, infos: list[WorkerInfo], split: bool) -> tuple[RouterProcess, int]:
         pools = {"prefill": {"replicas": int(split)}, "decode": {"replicas": int(split)}}
         pools["mixed"] = {"replicas": int(not split)}
-        router = {"http_port": 0, "grpc_port": 0}
+        router = {"http_port": 0, "grpc_port": 0, "predict": False}  # by roles, so that prompts are handed off
         config = build({"model": str(MODEL), "pools": pools, "router": router})
         process = RouterProcess(Deployment(config, TOKEN, is_local=True))
         started = await process.start()

@@ -7,8 +7,8 @@ that decode, n prompt tokens that wait before ours, and a share u of its time ta
     TTFT   = t + (prefill time of what waits and of ours) / (share of a step that is left to prompts)
     TPOT   = t / (1 - u)
 
-u is what the worker measured lately and, if it is more, what waits there as a share of the next HORIZON_S seconds. A
-prediction x of a time that may be `level` at most is missed with the probability
+u is what the worker measured lately and, if it is more, what waits there as a share of the next HORIZON levels of TTFT.
+A prediction x of a time that may be `level` at most is missed with the probability
 
     F(x / level),  F(r) = r⁴ / (1 + r⁴)
 
@@ -26,7 +26,7 @@ from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
 from ...workers.core.scheduler_config import LEAST_PREFILL_TOKENS
 
-HORIZON_S = 2.0
+HORIZON = 2.0  # in TTFT levels: time over which the prompts that wait are counted
 MAX_COST_S = 1e6
 MAX_SHARE = 0.95  # of a worker's time for prompts, in TPOT: all of it would be an endless step
 TARGET_DECODE_STEPS = 3.0  # time of a step with prompts, in steps that only decode (step_cost.py)
@@ -145,6 +145,7 @@ class WorkerTimes:
     share: float  # of its time for prompts; may be more than 1
     num_missing: float  # expected number of its sequences that miss their TPOT
     goal_s: float  # TPOT of those sequences, at most
+    horizon_s: float  # time over which prompts that wait are counted
 
     @classmethod
     def of(cls, w: WorkerState, cost: WorkerCost, level: Level) -> Self:
@@ -152,10 +153,11 @@ class WorkerTimes:
         step_s = cost.fixed_s + cost.decode_s * w.num_decodes + cost.context_s * w.num_context
         # What the lengths of waiting prompts add is not known.
         queue_s = w.waiting_tokens * cost.prefill_s
-        share = max(w.prefill_share, queue_s / HORIZON_S)
+        horizon_s = HORIZON * level.ttft_s
+        share = max(w.prefill_share, queue_s / horizon_s)
         num_missing = w.num_decodes * miss_probability(step_s / (1 - min(share, MAX_SHARE)) / level.tpot_s)
         stretch = 1 / _share_of_step(w, cost, step_s, level)
-        return cls(cost, w.num_decodes, step_s, queue_s, stretch, share, num_missing, level.tpot_s)
+        return cls(cost, w.num_decodes, step_s, queue_s, stretch, share, num_missing, level.tpot_s, horizon_s)
 
 
 def prefill_s(times: WorkerTimes, num_cached: int, num_tokens: int) -> float:
@@ -189,7 +191,7 @@ def decode_harm(times: WorkerTimes, tpot_s: float) -> float:
 
 def _left(times: WorkerTimes, own_s: float) -> float:
     """Share of the worker's time that prompts leave, one more included."""
-    share = times.share + own_s / HORIZON_S
+    share = times.share + own_s / times.horizon_s
     return 1 - (share if share < MAX_SHARE else MAX_SHARE)
 
 

@@ -58,15 +58,15 @@ class FleetWorker:
     held_blocks: int = 0  # blocks that the tokens of those requests fill
     num_promised: int = 0  # of num_decoding, those with a TPOT of their own
     promises: int = 0  # sum of PROMISE / TPOT ** 4 (s) over those; an integer, so that what was added can be taken back
-    _times: WorkerTimes | None = None  # None: its state has changed
+    known_times: WorkerTimes | None = None  # None: its state has changed since
 
     def times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
         """Return its times, as `state` stands."""
-        if self._times is None:
+        if self.known_times is None:
             state = self.state
             goal = Level(level.ttft_s, self._goal_s(state.num_decodes, level.tpot_s)) if self.num_promised else level
-            self._times = WorkerTimes.of(state, costs.of(self.incarnation), goal)
-        return self._times
+            self.known_times = WorkerTimes.of(state, costs.of(self.incarnation), goal)
+        return self.known_times
 
     def _goal_s(self, num_decodes: int, usual_s: float) -> float:
         """Return the one TPOT that would be missed as often as those of all sequences that decode there, as long as few
@@ -83,10 +83,6 @@ class FleetWorker:
         """Return its times as they would be with nothing to do."""
         state = WorkerState(self.prefill_budget, self.step_tokens, 0, 0, 0, 0.0)
         return WorkerTimes.of(state, costs.of(self.incarnation), level)
-
-    def changed(self) -> None:
-        """Note that its state has changed."""
-        self._times = None
 
     @property
     def incarnation(self) -> str:
@@ -224,7 +220,7 @@ class Fleet:
         view.load = worker_pb2.LoadReport(
             num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role
         )
-        view.changed()
+        view.known_times = None
 
     def report(self, incarnation: str, load: worker_pb2.LoadReport) -> None:
         """Take a load report. Raises InternalError for impossible counts and statistics."""
@@ -238,7 +234,7 @@ class Fleet:
         check_step_cost(load)
         view.transfer_stats = read_transfer_stats(load)
         view.load = load
-        view.changed()
+        view.known_times = None
         self.costs.report(incarnation, load.step_cost)
         view.is_draining = view.is_draining or load.draining
 
@@ -265,14 +261,14 @@ class Fleet:
             view.promise(load.tpot_s, 1)
         view.pending_tokens += load.num_tokens
         view.held_blocks += load.num_blocks
-        view.changed()
+        view.known_times = None
 
     def end_prefill(self, handle: int) -> None:
         """Take its tokens off the tokens to prefill."""
         load = self._requests[handle]
         view = self._views[load.worker]
         view.pending_tokens -= load.num_tokens
-        view.changed()
+        view.known_times = None
         self._requests[handle] = replace(load, num_tokens=0)
 
     def remove_request(self, handle: int) -> None:
@@ -287,7 +283,7 @@ class Fleet:
             view.promise(load.tpot_s, -1)
         view.pending_tokens -= load.num_tokens
         view.held_blocks -= load.num_blocks
-        view.changed()
+        view.known_times = None
 
     @staticmethod
     def _check_model(served: ModelInfo, other: ModelInfo) -> None:

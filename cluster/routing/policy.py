@@ -239,10 +239,11 @@ def _predicted_route(
         times = w.times(costs, usual)
         own_s = prefill_s(times, facts.held_tokens(w.incarnation), num_tokens)
         ttft = ttft_s(times, own_s) / level.ttft_s
-        new_tpot_s = tpot_s(times, own_s, num_tokens) if decodes else 0.0
-        tpot, missed, full = new_tpot_s / level.tpot_s, miss_probability(ttft), _is_full(w, facts)
+        tpot = tpot_s(times, 0.0, num_tokens) / level.tpot_s if decodes else 0.0  # its prompt is computed before
+        harm = decode_harm(times, tpot_s(times, own_s, num_tokens)) if decodes else prefill_harm(times, own_s)
+        missed, full = miss_probability(ttft), _is_full(w, facts)
         own = 1 - (1 - missed) * (1 - miss_probability(tpot))
-        scores.append(own + decode_harm(times, new_tpot_s) + full + TIME_WEIGHT * (ttft + tpot))
+        scores.append(own + harm + full + TIME_WEIGHT * (ttft + tpot))
         candidates.append((w, times, own_s, missed + full + TIME_WEIGHT * ttft, full))
     fewest = min(scores)
     if fewest > HANDOFF_MISSES and decodes and facts.may_hand_off:
@@ -296,10 +297,9 @@ def _predicted_split(
             rest_s = prefill_s(to, max(move_at, facts.held_tokens(sink.incarnation)), num_tokens)
             pulled_s = max(ttft_s(from_, own_s), pull_s(source, sink, move_at - held)) + PULL_LATENCY_S
             ttft = (max(pulled_s, ttft_s(to, 0.0)) + rest_s * to.stretch) / level.ttft_s
-            new_tpot_s = tpot_s(to, rest_s, num_tokens)
-            tpot = new_tpot_s / level.tpot_s
+            tpot = tpot_s(to, 0.0, num_tokens) / level.tpot_s
             misses = 1 - (1 - miss_probability(ttft)) * (1 - miss_probability(tpot)) + TIME_WEIGHT * (ttft + tpot)
-            misses += prefill_harm(from_, own_s) + decode_harm(to, new_tpot_s)
+            misses += prefill_harm(from_, own_s) + decode_harm(to, tpot_s(to, rest_s, num_tokens))
             if misses < fewest:
                 fewest, best = misses, Route(source.incarnation, sink.incarnation, None, move_at)
     return fewest, best

@@ -76,7 +76,7 @@ class SimulatedRouter:
         view, scheduler = self._fleet.view(worker.name), worker.scheduler
         view.load.role = ROLE_TO_PROTO[scheduler.config.role_of(scheduler.prefill_budget)]
         view.load.prefill_budget, view.load.step_tokens = scheduler.prefill_budget, scheduler.config.step_tokens
-        view.changed()
+        view.known_times = None
 
     def route(self, num_input: int, num_output: int, names: SequenceOf[bytes]) -> tuple[Route, RequestFacts]:
         """Choose a route for a new request. `names`: of its prompt's blocks. Raises Unavailable."""

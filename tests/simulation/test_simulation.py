@@ -63,7 +63,8 @@ def test_the_hash_seed_decides_nothing() -> None:
 def test_no_request_notices_that_targets_change_and_supervisors_die() -> None:
     for seed in filter(is_supervised, range(200)):
         world = simulate(seed, CALM)
-        assert {client.outcome for client in world.clients} <= {"done", "left"}
+        # Those that ask for it may be refused (invariants.py).
+        assert {client.outcome for client in world.clients} <= {"done", "left", "rate_limit_exceeded"}
 
 
 def test_on_a_calm_day_everything_is_answered_at_once() -> None:

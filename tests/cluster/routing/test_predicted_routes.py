@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.cluster.common.prediction import (
-    HORIZON_S,
+    HORIZON,
     FleetCosts,
     Level,
     WorkerCost,
@@ -74,9 +74,9 @@ def test_times_by_hand() -> None:
     assert own_s == pytest.approx(0.050)
     # A step of six decodes takes 10 ms; one that aims at 50 ms leaves 80 % to the 150 prompt tokens, of 1 ms each.
     assert ttft_s(loaded, own_s) == pytest.approx(0.010 + 0.150 / 0.8)
-    assert tpot_s(loaded, 0.0, 50) == pytest.approx(0.011 / (1 - 0.1 / HORIZON_S))
-    assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / HORIZON_S))
-    before, after = 0.010 / (1 - 0.1 / HORIZON_S) / 0.05, 0.010 / (1 - 0.15 / HORIZON_S) / 0.05
+    assert tpot_s(loaded, 0.0, 50) == pytest.approx(0.011 / (1 - 0.1 / (HORIZON * 0.5)))
+    assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / (HORIZON * 0.5)))
+    before, after = 0.010 / (1 - 0.1 / (HORIZON * 0.5)) / 0.05, 0.010 / (1 - 0.15 / (HORIZON * 0.5)) / 0.05
     harm = prefill_harm(loaded, own_s)
     assert harm == pytest.approx(6 * (miss_probability(after) - miss_probability(before)))
     alone, decodes = (decode_harm(loaded, tpot_s(loaded, own, 50)) for own in (own_s, 0.0))
@@ -153,10 +153,10 @@ def test_a_prompt_stays_away_from_sequences_that_were_promised_short_times() -> 
     assert {route(*fleet, sample=i).decode for i in range(4)} == {"a", "b"}
     for w, other in (fleet, fleet[::-1]):
         w.promise(0.012, 1)
-        w.changed()
+        w.known_times = None
         assert {route(*fleet, sample=i).decode for i in range(4)} == {other.incarnation}
         w.promise(0.012, -1)
-        w.changed()
+        w.known_times = None
 
 
 def test_an_idle_cluster_computes_a_short_prompt_on_one_worker() -> None:
@@ -171,9 +171,9 @@ def test_an_idle_cluster_uses_all_its_workers() -> None:
 
 
 def test_a_long_prompt_does_not_stall_what_decodes() -> None:
-    busy = worker("d", "decode", decodes=30)
-    assert route(busy, worker("p", "prefill", share=0.3), num_tokens=400) == Route(None, "p")
-    assert route(busy, worker("p", "prefill", decodes=10, share=0.5), num_tokens=400).prefill is not None
+    busy = worker("d", "decode", decodes=20)
+    assert route(busy, worker("p", "prefill", share=0.3), num_tokens=300) == Route(None, "p")
+    assert route(busy, worker("p", "prefill", decodes=2, share=0.9), num_tokens=300) == Route("p", "d")
 
 
 def test_a_prefill_worker_with_a_queue_gives_prompts_to_the_decode_worker() -> None:

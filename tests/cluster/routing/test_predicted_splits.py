@@ -10,7 +10,7 @@ from diptych.cluster.routing.policy import RequestFacts, Route, choose, split_po
 
 from .test_predicted_routes import CONFIG, step_cost, times, worker
 
-SPLITTING = replace(CONFIG, split_prompts=True, ttft_s=4.0)
+SPLITTING = replace(CONFIG, split_prompts=True, ttft_s=2.0)
 
 
 def route(
@@ -24,8 +24,8 @@ def route(
 
 
 def busy() -> tuple[FleetWorker, FleetWorker]:
-    """A sequence decodes on each: a long prompt delays it, half of one less so."""
-    return worker("A", decodes=1), worker("B", decodes=1)
+    """Sequences decode on each: a long prompt delays them, half of one less so."""
+    return worker("A", decodes=8), worker("B", decodes=8)
 
 
 def test_points_are_whole_blocks_after_what_is_held() -> None:

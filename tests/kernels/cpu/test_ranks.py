@@ -103,13 +103,13 @@ def test_who_waits_hears_that_a_rank_is_gone() -> None:
             for _ in range(2):
                 waiting.acquire()
             sums.abandon()
-            return "gone"
+            return "ended"
         waiting.release()
-        with pytest.raises(Abandoned, match="gone"):
+        with pytest.raises(Abandoned, match="ended"):
             sums.add(torch.ones(3))
         return "heard"
 
-    assert at_once(ranks, work) == ["heard", "heard", "gone"]
+    assert at_once(ranks, work) == ["heard", "heard", "ended"]
     with pytest.raises(Abandoned):
         ranks[0].add(torch.ones(3))
 

@@ -171,7 +171,7 @@ def test_what_ranks_cannot_share_is_refused(llama: Path, tmp_path: Path) -> None
         (json.dumps(HOT[:2]), "a list of 3 lists"),
         (json.dumps([*HOT[:2], [1, 2]]), "a list of 3 lists"),
         (json.dumps([*HOT[:2], "123456"]), "a list of 3 lists"),
-        (json.dumps([*HOT[:2], [1, 2, 3, 4, 5, True]]), "numbers alone"),
+        (json.dumps([*HOT[:2], [1, 2, 3, 4, 5, True]]), "only numbers"),
         (json.dumps([*HOT[:2], [1, 2, 3, 4, 5, -1]]), "at least 0"),
         ("[" * 100_000, "not valid JSON"),
     ],

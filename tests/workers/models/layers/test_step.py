@@ -118,7 +118,7 @@ def test_a_length_that_cannot_be_is_refused(length: int) -> None:
     first[0] = length
     wire.broadcast(first)
     wire.is_receiving = True
-    with pytest.raises(InternalError, match="announces"):
+    with pytest.raises(InternalError, match="announced a step message of invalid length"):
         receive_message(wire)
 
 

@@ -145,8 +145,7 @@ def choose(
         return group_route  # the worker computes or pulls the prompt once for both
     route = None
     if config.predict and costs is not None and costs.are_known:
-        usual, may_split = Level(config.ttft_s, config.tpot_s), config.split_prompts and facts.may_split
-        route = _predicted_route(workers, facts, costs, usual, may_split=may_split)
+        route = _predicted_route(workers, facts, config, costs)
     route = route or _choose_workers(workers, facts, config)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off) or route.move_at is not None:
         return route
@@ -221,11 +220,11 @@ _Candidate = tuple[FleetWorker, WorkerTimes, float, float, bool]
 
 
 def _predicted_route(
-    workers: Sequence[FleetWorker], facts: RequestFacts, costs: FleetCosts, usual: Level, *, may_split: bool
+    workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig, costs: FleetCosts
 ) -> Route | None:
     """Choose, of the routes of one worker and of those of two that are best for their parts, the one by which the
-    fewest requests are expected to miss their level; None where none of these workers can take the request. `usual`:
-    level of all others."""
+    fewest requests are expected to miss their level; None where none of these workers can take the request."""
+    usual = Level(config.ttft_s, config.tpot_s)  # of all others
     level = facts.level or usual
     able = _able(_sample(workers, facts), facts)
     if facts.excluded:
@@ -248,13 +247,13 @@ def _predicted_route(
     fewest = min(scores)
     if fewest > HANDOFF_MISSES and decodes and facts.may_hand_off:
         limit, split = fewest - HANDOFF_MISSES, None
-        if may_split and num_tokens >= SPLIT_TOKENS:
+        if config.split_prompts and facts.may_split and num_tokens >= SPLIT_TOKENS:
             limit, split = _predicted_split(candidates, facts, level, limit)
         handed_off = _predicted_handoff(candidates, facts, level, limit) or split
         if handed_off is not None:
             return handed_off
     near = [w for w, score in zip(able, scores, strict=True) if score < fewest + NEARLY]
-    return Route(None, near[_least_busy(near, facts.sample)].incarnation)
+    return Route(None, near[_least_busy(near, facts, config.tokens_per_sequence)].incarnation)
 
 
 def _predicted_handoff(
@@ -315,10 +314,17 @@ def split_points(source: WorkerTimes, sink: WorkerTimes, num_held: int, num_toke
     return sorted(point for point in points if num_held < point < num_tokens)
 
 
-def _least_busy(workers: Sequence[FleetWorker], turn: int) -> int:
-    """Index of the worker with the fewest sequences; of several, another one at each turn."""
-    num = len(workers)
-    return min(range(num), key=lambda i: (workers[i].num_sequences, (i - turn) % num))
+def _least_busy(workers: Sequence[FleetWorker], facts: RequestFacts, tokens_per_sequence: int) -> int:
+    """Index of the worker with the least to do: its sequences, and the tokens of the prompt that it has not cached; of
+    several, another one for each sample."""
+    num, turn = len(workers), facts.sample
+    if not facts.cached_tokens:
+        return min(range(num), key=lambda i: (workers[i].num_sequences, (i - turn) % num))
+
+    def tokens(i: int) -> int:
+        return facts.uncached_tokens(workers[i].incarnation) + tokens_per_sequence * workers[i].num_sequences
+
+    return min(range(num), key=lambda i: (tokens(i), (i - turn) % num))
 
 
 def _sample(workers: Sequence[FleetWorker], facts: RequestFacts) -> Sequence[FleetWorker]:

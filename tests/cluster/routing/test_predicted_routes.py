@@ -170,6 +170,15 @@ def test_an_idle_cluster_uses_all_its_workers() -> None:
     assert {route(*fleet, sample=i).decode for i in range(3)} == {"p", "d"}
 
 
+def test_a_short_cached_prefix_decides_between_workers_that_are_nearly_equal() -> None:
+    """However little time it spares; until that worker has more to do than it spares."""
+    fleet = [worker("a"), worker("b"), worker("c")]
+    found = [route(*fleet, num_tokens=40, cached_tokens={"b": 32}, sample=i).decode for i in range(3)]
+    assert found == ["b"] * 3
+    fleet[1].num_in_flight = 32 // CONFIG.tokens_per_sequence + 1
+    assert {route(*fleet, num_tokens=40, cached_tokens={"b": 32}, sample=i).decode for i in range(3)} == {"a", "c"}
+
+
 def test_a_long_prompt_does_not_stall_what_decodes() -> None:
     busy = worker("d", "decode", decodes=20)
     assert route(busy, worker("p", "prefill", share=0.3), num_tokens=300) == Route(None, "p")

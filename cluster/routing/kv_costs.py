@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from .fleet import FleetWorker
 
-# Used until a pair of workers has been measured: the speed of gRPC between two processes of one machine.
+# Used until a worker has pulled: the speed of gRPC between two processes of one machine.
 DEFAULT_LINK_BYTES_S = 1e9
 PULL_LATENCY_S = 0.02  # from the offer to the release, without the transfer
 MIN_MEASURED_BYTES = 1 << 20
@@ -24,10 +24,14 @@ def compute_s(worker: FleetWorker, num_tokens: int, workers: Iterable[FleetWorke
 
 
 def link_bytes_s(source: FleetWorker, sink: FleetWorker) -> float:
+    """Bytes per second at which `sink` pulled from `source`; from all its sources while that pair is not measured."""
+    num_bytes, seconds = 0, 0.0
     for link in sink.load.links:
-        if link.incarnation == source.incarnation and link.num_bytes >= MIN_MEASURED_BYTES and link.read_s > 0:
-            return link.num_bytes / link.read_s
-    return DEFAULT_LINK_BYTES_S
+        if link.num_bytes >= MIN_MEASURED_BYTES and link.read_s > 0:
+            if link.incarnation == source.incarnation:
+                return link.num_bytes / link.read_s
+            num_bytes, seconds = num_bytes + link.num_bytes, seconds + link.read_s
+    return num_bytes / seconds if seconds else DEFAULT_LINK_BYTES_S
 
 
 def _prefill_tokens_s(workers: Iterable[FleetWorker]) -> float | None:

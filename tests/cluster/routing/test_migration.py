@@ -129,6 +129,10 @@ def test_costs_are_measured_where_they_can_be() -> None:
     assert link_bytes_s(a, b) == DEFAULT_LINK_BYTES_S
     b.load.links[0].num_bytes = 4 << 20
     assert link_bytes_s(a, b) == 4 << 20
+    b.load.links.add(incarnation="d", num_bytes=8 << 20, read_s=1.0)
+    assert link_bytes_s(a, b) == 4 << 20
+    assert link_bytes_s(worker("c"), b) == 6 << 20  # by all that it has pulled
+    del b.load.links[1]
     assert math.isclose(pull_s(a, b, 4096), PULL_LATENCY_S + 4096e3 / (4 << 20))
     assert math.isclose(compute_s(a, 50, [a, b]), 0.5)
     fresh = worker("c", num_prefill_tokens=0, prefill_s=0.0)

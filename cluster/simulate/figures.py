@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from rich.table import Table
@@ -47,6 +47,7 @@ class SimulationFigures:
     spreads: Mapping[str, Spread]
     pools: Mapping[str, PoolFigures]
     num_events: int
+    num_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # of the controller, by kind
     cost_per_million_tokens: float | None = None  # of output; None without a price
 
     def to_json(self) -> dict[str, object]:
@@ -86,6 +87,7 @@ def figures_of(simulation: Simulation, levels: Mapping[str, float], price: float
         },
         pools=pools,
         num_events=simulation.num_events,
+        num_decisions=dict(simulation.decisions.num_made),
         cost_per_million_tokens=cost,
     )
 
@@ -142,6 +144,9 @@ def summary_lines(figures: SimulationFigures) -> list[str]:
     failed = {"refused (429)": figures.refused, "too long": figures.too_long, "no worker": figures.unserved}
     if any(failed.values()):
         lines.append("failed: " + ", ".join(f"{name} {number:,}" for name, number in failed.items() if number))
+    if figures.num_decisions:
+        made = ", ".join(f"{kind} {number:,}" for kind, number in sorted(figures.num_decisions.items()))
+        lines.append(f"changes by the controller: {made}")
     if figures.cost_per_million_tokens is not None:
         lines.append(f"cost of a million output tokens: {figures.cost_per_million_tokens:.3f}")
     return lines

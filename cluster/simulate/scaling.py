@@ -1,15 +1,22 @@
-"""Size of the pools of a simulated cluster: the production autoscaler and plan, of which this carries out the actions.
-A drained worker finishes its sequences; it is not emptied by migration."""
+"""Sizes of the pools of a simulated cluster and prefill budgets of its workers: the production controller and plan, of
+which this carries out the decisions. A worker that drains, or that computes prompts alone from now on, finishes its
+sequences; it is not emptied by migration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...proto.worker_pb2 import LoadReport
 from ...workers.common.role import Role
 from ..common.config import ClusterConfig, interchangeable
-from ..control.autoscaler import Autoscaler, PoolCounters
+from ..control.autoscaler import PoolCounters
+from ..control.controller import Controller
+from ..control.decisions import DecisionLog
 from ..control.plan import Drain, Phase, PlannedWorker, SetRole, Start, Stop, Targets, plan
 from .worker import SimulatedWorker
+
+
+DAY_S = 86400.0
 
 
 class ScaledCluster(Protocol):
@@ -21,7 +28,7 @@ class ScaledCluster(Protocol):
 
     def drain(self, name: str) -> None: ...
 
-    def move(self, name: str, pool: str, role: Role) -> None: ...
+    def set_prefill_budget(self, name: str, num_tokens: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -31,16 +38,20 @@ class _Member:
 
 
 class Scaler:
-    """`start_s`: from the decision until a worker serves."""
+    """`start_s`: from the decision until a worker serves. The simulation begins at midnight."""
 
     def __init__(self, config: ClusterConfig, start_s: float) -> None:
-        self._autoscaler = Autoscaler(config)
+        self._controller = Controller(config)
         self._interchangeable = interchangeable(config.pools)
         self._start_s = start_s
         self._members: dict[str, _Member] = {}
         self._num_started = 0
         self.targets: dict[str, int] = dict(config.pools.targets)
-        self.moves = any(pool.autoscaled for _, pool in config.pools.items())
+        self.moves = config.dial or any(pool.autoscaled for _, pool in config.pools.items())
+
+    @property
+    def log(self) -> DecisionLog:
+        return self._controller.log
 
     def begin(self, cluster: ScaledCluster) -> None:
         """Start the workers that the pools have at first, without a delay."""
@@ -61,15 +72,12 @@ class Scaler:
 
     def look(self, cluster: ScaledCluster, now: float) -> None:
         ready = cluster.ready_workers()
-        reports: dict[str, list[SimulatedWorker]] = {}
+        reports: dict[str, list[tuple[str, LoadReport]]] = {}
         for name, member in self._members.items():
             if member.phase is Phase.READY:
-                reports.setdefault(member.pool, []).append(ready[name])
-        counters = {
-            pool: PoolCounters.of([worker.load_report(now) for worker in workers], len(workers))
-            for pool, workers in reports.items()
-        }
-        self.targets |= self._autoscaler.look(counters, now)
+                reports.setdefault(member.pool, []).append((name, ready[name].load_report(now)))
+        counters = {pool: PoolCounters.of([load for _, load in found], len(found)) for pool, found in reports.items()}
+        self.targets |= self._controller.replicas(counters, self.targets, now)
         workers = [
             PlannedWorker(name, m.pool, m.phase, ready[name].scheduler.num_running if name in ready else 0)
             for name, m in self._members.items()
@@ -85,7 +93,9 @@ class Scaler:
                     del self._members[name]
                 case SetRole(name, pool):
                     self._members[name].pool = pool
-                    cluster.move(name, pool, Role(pool))
+                    cluster.set_prefill_budget(name, ready[name].setup.scheduler.budget_of(Role(pool)))
+        for name, budget in self._controller.budgets(reports, now, now % DAY_S).items():
+            cluster.set_prefill_budget(name, budget)
 
     def _start(self, cluster: ScaledCluster, pool: str, start_s: float) -> None:
         name = f"{pool}-{self._num_started:05d}"

@@ -1,7 +1,7 @@
 """A cluster on a virtual clock: requests come, the policy routes them, workers compute them, KV moves between workers.
 
     arrival ─> route (routes.py) ─> worker(s) (worker.py) ─> first token ─> ... ─> end ─> next turn
-    every REPORT_S: load reports to the router      every PLAN_S: autoscaler and plan (scaling.py)
+    every REPORT_S: load reports to the router      every PLAN_S: controller and plan (scaling.py)
 
 An event is a time and a call; those of one time happen in the order in which they were made. Nothing is random here.
 """
@@ -14,6 +14,7 @@ from ...workers.common.errors import Unavailable
 from ...workers.common.request import Request, SamplingParams
 from ...workers.common.role import Role
 from ...workers.core.sequence import Sequence
+from ..control.decisions import DecisionLog
 from ..routing.policy import RequestFacts, Route
 from .load import SimulatedRequest
 from .request_columns import RequestColumns
@@ -76,6 +77,11 @@ class Simulation:
         self._num_turns = 0  # later turns that will come
         self._num_sequences = 0
         self._token_bytes = router.layout.block_bytes / router.layout.block_size
+
+    @property
+    def decisions(self) -> DecisionLog:
+        """Decisions of the controller."""
+        return self._scaler.log
 
     def run(self, load: Iterable[SimulatedRequest]) -> None:
         """Run until every request has ended. `load`: in order of time."""
@@ -253,9 +259,9 @@ class Simulation:
         self._router.drain(name)
         self._draining.add(name)
 
-    def move(self, name: str, pool: str, role: Role) -> None:
+    def set_prefill_budget(self, name: str, num_tokens: int) -> None:
         worker = self.alive[name]
-        worker.set_prefill_budget(worker.setup.scheduler.budget_of(role), self.now)
+        worker.set_prefill_budget(num_tokens, self.now)
         self._router.set_prefill_budget(worker)
 
     def _ready(self, pool: str, name: str) -> None:

@@ -34,10 +34,11 @@ def cluster(
     contention: float = 0.0,
     noise: Noise | None = None,
     request_times: TransitTimes | None = None,
+    dial: bool = False,
     **router_settings: Any,
 ) -> Simulation:
     """`pools`: as in YAML; `router_settings`: as in YAML."""
-    settings = {"model": "tiny", "pools": pools, "router": {"predict": False} | router_settings}
+    settings = {"model": "tiny", "pools": pools, "dial": dial, "router": {"predict": False} | router_settings}
     config = build(settings | ({"service_level": level} if level else {}))
     steps = scheduler or SchedulerConfig(max_batch_tokens=512, target_step_s=0)
     cost = KnownCost(timer.weights)

@@ -229,3 +229,23 @@ def test_the_autoscaler_starts_workers_and_drains_them() -> None:
     assert len(simulation.retired) == 2
     check(simulation)
     assert np.array(simulation.columns.first).min() > 0
+
+
+@pytest.mark.parametrize("dial", [False, True])
+def test_the_dial_follows_a_load_that_turns_from_prompts_to_answers(dial: bool) -> None:
+    """Eight prompts of 100 ms a second need most of one worker and would slow the decodes of two; then up to 30 long
+    answers at once need both workers."""
+    simulation = cluster(
+        {"mixed": {"replicas": 2}},
+        timer=LinearTimer((0.01, 0.001, 0.0, 0.001, 0.0)),
+        level={"ttft_s": 10.0, "tpot_s": 0.025},
+        dial=dial,
+        predict=True,
+    )
+    prompts = [(0.125 * i, 100, 10) for i in range(320)]
+    simulation.run(requests(*prompts, *((40.0 + 0.5 * i, 16, 400) for i in range(100))))
+    check(simulation)
+    actions = [decision.action for decision in reversed(simulation.decisions.statuses(simulation.now))]
+    changes = ["0 -> 1 of 2 workers only prefill", "1 -> 0 of 2 workers only prefill"]
+    assert actions == (changes if dial else [])
+    assert figures_of(simulation, {}, None).num_decisions == ({"budgets": 2} if dial else {})

@@ -145,7 +145,6 @@ class RouterConfig(_Settings):
     resources: dict[str, float] = Field(default_factory=dict[str, float])
     label_selector: dict[str, str] = Field(default_factory=dict[str, str])
     max_requests: Annotated[int, Field(ge=1)] = 1024  # sequences in flight at one router; more answer 429
-    alone_below_tokens: Annotated[int, Field(ge=0)] = 0  # decode workers prefill fewer uncached ones themselves
     predict: bool = True  # routes by predicted times and the service level; False: by roles
     max_attempts: Annotated[int, Field(ge=1, le=16)] = 3  # at a request whose workers fail
     migrate: bool = True  # running sequences, away from workers that drain or run short of KV memory

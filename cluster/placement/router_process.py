@@ -34,21 +34,7 @@ class RouterProcess:
 
     def __init__(self, deployment: Deployment) -> None:
         self._config = deployment.config
-        settings = deployment.config.router
-        level = deployment.config.service_level
-        routing = RoutingConfig(
-            predict=settings.predict,
-            ttft_s=level.ttft_s,
-            tpot_s=level.tpot_s,
-            alone_below_tokens=settings.alone_below_tokens,
-            migrate=settings.migrate,
-            split_prompts=settings.split_prompts,
-            pull_prefixes=settings.pull_prefixes,
-            max_in_flight=settings.max_requests,
-            max_attempts=settings.max_attempts,
-            worker_timeout_s=settings.worker_timeout_s,
-        )
-        self._router = Router(routing, deployment.token)
+        self._router = Router(RoutingConfig.of(deployment.config), deployment.token)
         self._stop = asyncio.Event()
         self._http: asyncio.Task[None] | None = None  # once it serves
 

@@ -5,19 +5,20 @@ service level (prediction.py). Until then, and where settings say so, roles deci
 
     prefill worker   the fewest tokens to wait for: queued there, its own uncached ones, and the running sequences'
     decode worker    the least used KV memory after taking the sequence
-    one alone        a mixed worker that is the best to prefill and to decode; a decode worker that needs to compute
-                     almost nothing; whoever is left
+    one alone        a mixed worker that is the best to prefill and to decode; for one token, the prefill worker;
+                     whoever is left
 
 Roles are preferences: with no worker of one role left, the other role does its work.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from heapq import nsmallest
 from itertools import permutations, product
 
 from ...workers.common.errors import ConfigError, Unavailable
 from ...workers.common.role import Role
+from ..common.config import ClusterConfig
 from ..common.prediction import (
     FleetCosts,
     Level,
@@ -38,6 +39,7 @@ HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both worker
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
 TIME_WEIGHT = 0.005  # misses that a time as long as its level counts as
 ANSWER_TOKENS = 64  # over which the time of a hand-off is spread: few answers are as long as they may be
+SEQUENCE_TOKENS = 8  # to compute, that weigh as much as a running sequence when queues are compared
 SPLIT_TOKENS = 2048  # of a prompt that may move inside it
 PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor
 
@@ -46,8 +48,6 @@ PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this fa
 class RoutingConfig:
     """Settings of a router."""
 
-    alone_below_tokens: int = 0  # a decode worker prefills fewer uncached tokens than this itself; 0: never
-    tokens_per_sequence: int = 8  # weight of a running sequence when queues are compared, in prefill tokens
     predict: bool = False  # choose routes by predicted times, once workers have measured their steps; else by roles
     ttft_s: float = 1.0  # service level
     tpot_s: float = 0.1
@@ -63,23 +63,28 @@ class RoutingConfig:
     reconnect_s: float = 0.1  # doubles after each failure, up to max_reconnect_s
     max_reconnect_s: float = 2.0
 
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "RoutingConfig":
+        """Take a router's settings from those of its cluster."""
+        router, level = config.router, config.service_level
+        return cls(
+            predict=router.predict,
+            ttft_s=level.ttft_s,
+            tpot_s=level.tpot_s,
+            max_in_flight=router.max_requests,
+            max_attempts=router.max_attempts,
+            worker_timeout_s=router.worker_timeout_s,
+            migrate=router.migrate,
+            split_prompts=router.split_prompts,
+            pull_prefixes=router.pull_prefixes,
+        )
+
     def validate(self) -> None:
         """Raise ConfigError for an impossible value; the error names the setting."""
-        for name in ("alone_below_tokens", "tokens_per_sequence"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("max_in_flight", "max_attempts", "max_migrations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in (
-            "worker_timeout_s",
-            "hello_timeout_s",
-            "no_worker_wait_s",
-            "reconnect_s",
-            "max_reconnect_s",
-            "ttft_s",
-            "tpot_s",
-        ):
+        for name in (f.name for f in fields(self) if f.name.endswith("_s")):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
 
@@ -146,7 +151,7 @@ def choose(
     route = None
     if config.predict and costs is not None and costs.are_known:
         route = _predicted_route(workers, facts, config, costs)
-    route = route or _choose_workers(workers, facts, config)
+    route = route or _choose_workers(workers, facts)
     if not (config.pull_prefixes and facts.cached_tokens and facts.may_hand_off) or route.move_at is not None:
         return route
     return replace(route, prefix=choose_prefix(fleet, facts, route.prefill or route.decode))
@@ -195,7 +200,7 @@ def _group_route(workers: Sequence[FleetWorker], facts: RequestFacts) -> Route |
     return Route(source, sink)
 
 
-def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts, config: RoutingConfig) -> Route:
+def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts) -> Route:
     able = _able(workers, facts)
     if not able:
         raise _unavailable(workers)
@@ -203,13 +208,10 @@ def _choose_workers(workers: Sequence[FleetWorker], facts: RequestFacts, config:
     prefillers = [w for w in able if w.role is not Role.DECODE]
     decoders = [w for w in able if w.role is not Role.PREFILL]
     if not prefillers or not decoders or not facts.may_hand_off:
-        return Route(None, _best_to_prefill(decoders or prefillers, facts, config))
+        return Route(None, _best_to_prefill(decoders or prefillers, facts))
     if facts.max_new_tokens == 1:
-        return Route(None, _best_to_prefill(prefillers, facts, config))
-    knowing = [w for w in decoders if facts.uncached_tokens(w.incarnation) < config.alone_below_tokens]
-    if knowing:
-        return Route(None, _best_to_decode(knowing, facts))
-    source = _best_to_prefill(prefillers, facts, config)
+        return Route(None, _best_to_prefill(prefillers, facts))
+    source = _best_to_prefill(prefillers, facts)
     sinks = [w for w in _sinks_of(source, decoders) if (source, w.incarnation) not in facts.failed_pairs]
     sink = _best_to_decode(sinks, facts) if sinks else source
     return Route(None, sink) if sink == source else Route(source, sink)
@@ -253,7 +255,7 @@ def _predicted_route(
         if handed_off is not None:
             return handed_off
     near = [w for w, score in zip(able, scores, strict=True) if score < fewest + NEARLY]
-    return Route(None, near[_least_busy(near, facts, config.tokens_per_sequence)].incarnation)
+    return Route(None, near[_least_busy(near, facts)].incarnation)
 
 
 def _predicted_handoff(
@@ -314,7 +316,7 @@ def split_points(source: WorkerTimes, sink: WorkerTimes, num_held: int, num_toke
     return sorted(point for point in points if num_held < point < num_tokens)
 
 
-def _least_busy(workers: Sequence[FleetWorker], facts: RequestFacts, tokens_per_sequence: int) -> int:
+def _least_busy(workers: Sequence[FleetWorker], facts: RequestFacts) -> int:
     """Index of the worker with the least to do: its sequences, and the tokens of the prompt that it has not cached; of
     several, another one for each sample."""
     num, turn = len(workers), facts.sample
@@ -322,7 +324,7 @@ def _least_busy(workers: Sequence[FleetWorker], facts: RequestFacts, tokens_per_
         return min(range(num), key=lambda i: (workers[i].num_sequences, (i - turn) % num))
 
     def tokens(i: int) -> int:
-        return facts.uncached_tokens(workers[i].incarnation) + tokens_per_sequence * workers[i].num_sequences
+        return facts.uncached_tokens(workers[i].incarnation) + SEQUENCE_TOKENS * workers[i].num_sequences
 
     return min(range(num), key=lambda i: (tokens(i), (i - turn) % num))
 
@@ -372,10 +374,10 @@ def _sinks_of(source: str, decoders: Sequence[FleetWorker]) -> Sequence[FleetWor
     return decoders
 
 
-def _best_to_prefill(workers: Iterable[FleetWorker], facts: RequestFacts, config: RoutingConfig) -> str:
+def _best_to_prefill(workers: Iterable[FleetWorker], facts: RequestFacts) -> str:
     def cost(w: FleetWorker) -> tuple[float, ...]:
         tokens = w.waiting_tokens + facts.uncached_tokens(w.incarnation)
-        return _is_full(w, facts), tokens + config.tokens_per_sequence * w.num_sequences, w.num_in_flight
+        return _is_full(w, facts), tokens + SEQUENCE_TOKENS * w.num_sequences, w.num_in_flight
 
     return min(workers, key=lambda w: (cost(w), w.incarnation)).incarnation
 

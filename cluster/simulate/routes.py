@@ -2,6 +2,7 @@
 asked here."""
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from ...proto import worker_pb2
 from ...workers.common.wire import ROLE_TO_PROTO
@@ -16,15 +17,8 @@ from .worker import SimulatedWorker
 
 class SimulatedRouter:
     def __init__(self, config: ClusterConfig, model: ModelInfo, layout: KVLayout) -> None:
-        settings, level = config.router, config.service_level
-        self._config = routing = RoutingConfig(
-            predict=settings.predict,
-            ttft_s=level.ttft_s,
-            tpot_s=level.tpot_s,
-            alone_below_tokens=settings.alone_below_tokens,
-            pull_prefixes=settings.pull_prefixes,
-            migrate=False,
-        )
+        settings = config.router
+        self._config = routing = replace(RoutingConfig.of(config), migrate=False, split_prompts=False)
         self.max_requests = settings.max_requests * settings.replicas
         self.no_worker_wait_s = routing.no_worker_wait_s
         self.max_context_tokens = model.max_context_tokens

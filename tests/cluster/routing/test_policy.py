@@ -80,14 +80,6 @@ def test_a_full_worker_is_taken_last() -> None:
     assert choose([P1, worker("d1", "decode", free=0)], facts(), CONFIG) == Route("p1", "d1")
 
 
-def test_alone_below_a_number_of_uncached_tokens() -> None:
-    config = RoutingConfig(alone_below_tokens=16)
-    assert choose([P1, D1, D2], facts(15), config) == Route(None, "d1")
-    assert choose([P1, D1, D2], facts(16), config) == Route("p1", "d1")
-    assert choose([P1, D1, D2], facts(40, cached_tokens={"d2": 36}), config) == Route(None, "d2")
-    assert choose([P1, D1, D2], facts(1), CONFIG) == Route("p1", "d1")
-
-
 def test_a_single_token_needs_no_decode_worker() -> None:
     assert choose([P1, D1], facts(max_new=1), CONFIG) == Route(None, "p1")
 
@@ -176,7 +168,6 @@ def test_settings_that_cannot_work_are_named() -> None:
     for name, value in (
         ("max_attempts", 0),
         ("worker_timeout_s", float("nan")),
-        ("alone_below_tokens", -1),
         ("max_migrations", 0),
     ):
         with pytest.raises(ConfigError, match=name):
@@ -204,19 +195,18 @@ def test_any_fleet_gives_a_route_that_can_work() -> None:
             cached_tokens={n: random_.randint(0, 50) for n in names if random_.random() < 0.5},
             excluded=frozenset(n for n in names if random_.random() < 0.3),
         )
-        config = RoutingConfig(alone_below_tokens=random_.choice([0, 20]))
         free = {w.incarnation for w in fleet if w.is_available}
         if not free:
             with pytest.raises(Unavailable):
-                choose(fleet, wanted, config)
+                choose(fleet, wanted, CONFIG)
             continue
-        route = choose(fleet, wanted, config)
+        route = choose(fleet, wanted, CONFIG)
         used = {route.decode} | ({route.prefill} if route.prefill else set())
         assert used <= free
         assert route.prefill != route.decode
         assert used <= free - wanted.excluded or free <= wanted.excluded
         random_.shuffle(fleet)
-        assert choose(fleet, wanted, config) == route
+        assert choose(fleet, wanted, CONFIG) == route
 
 
 def test_completions_of_one_prompt_go_the_same_way_while_it_is_open() -> None:

@@ -58,18 +58,20 @@ async def test_the_first_token_does_not_wait_for_the_second_and_the_last_says_wh
 
 @pytest.mark.parametrize("block_size", [4, 2])  # the prefill worker's is 4
 async def test_a_prefix_that_the_decode_worker_holds_is_not_prefilled_elsewhere(block_size: int) -> None:
-    config = replace(CONFIG, alone_below_tokens=4)
+    cost = worker_pb2.StepCost(
+        fixed_s=0.004, decode_s=0.001, prefill_s=0.001, prefill_is_measured=True, decode_is_measured=True
+    )
     async with (
         scripted("prefill", "decode") as (prefill, decode),
-        routing(prefill, config=config) as router,
+        routing(prefill, config=replace(CONFIG, predict=True)) as router,
     ):
         assert decode.hello is not None
         decode.hello.layout.block_size = block_size
         router.update_fleet([prefill.info, decode.info])
         await settled(router, lambda: sum(w.is_up for w in router.workers()) == 2)
         decode.send(blocks=worker_pb2.BlockEvents(stored=block_hashes(PROMPT, block_size), cleared=True))
-        decode.load(num_running=5)
-        await settled(router, lambda: any(w.load.num_running for w in router.workers()))
+        decode.load(step_cost=cost)
+        await settled(router, lambda: any(w.load.step_cost.fixed_s for w in router.workers()))
         answer = reading(router.stream(request()))
         submit = await decode.submitted()
         assert not (submit.HasField("offer") or submit.HasField("source"))
@@ -79,6 +81,9 @@ async def test_a_prefix_that_the_decode_worker_holds_is_not_prefilled_elsewhere(
         await settled(router, lambda: not all(w.is_up for w in router.workers()))
         await decode.start(decode.port)
         await settled(router, lambda: all(w.is_up for w in router.workers()))
+        prefill.send(blocks=worker_pb2.BlockEvents(stored=block_hashes(PROMPT, 4)[:1], cleared=True))
+        prefill.load(step_cost=cost)
+        await settled(router, lambda: any(w.load.step_cost.fixed_s for w in router.workers()))
         answer = reading(router.stream(request()))
         prefill.tokens((await prefill.submitted()).handle, [50], finish=FinishReason.STOP)
         assert await answer == [50]

@@ -53,13 +53,13 @@ e2e: $(VENV)/.installed-dev
 	$(MAKE) e2e-alone
 
 e2e-clusters: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not gpu and not alone and cluster" tests/e2e
+	$(BIN)/pytest -q -m "not gpu and not long and not alone and cluster" tests/e2e
 
 e2e-alone: $(VENV)/.installed-dev
 	$(BIN)/pytest -q -m "not gpu and not long and alone" tests/e2e
 
 e2e-workers: $(VENV)/.installed-dev
-	$(BIN)/pytest -q -m "not gpu and not alone and not cluster" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
+	$(BIN)/pytest -q -m "not gpu and not long and not alone and not cluster" -n 2 --dist loadfile --no-loadscope-reorder tests/e2e
 
 # The documentation as a site, in build/site. The unit tests build it too.
 docs: $(VENV)/.installed-dev

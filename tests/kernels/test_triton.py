@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NUM_PROCESSES = 2  # they share the interpreted cases
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -29,19 +27,14 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def run_cases(**environment: str) -> str:
+def run_cases(marked: str = "", **environment: str) -> str:
     files = sorted(str(p) for p in (HERE / "triton_cases").glob("*.py") if p.stem not in ("common", "conftest"))
-    return run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, **environment)
+    return run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *files, **environment)
 
 
-def test_interpreted_kernels_equal_their_twins() -> None:
-    environments = [
-        {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DIPTYCH_SHARE": f"{number}/{NUM_PROCESSES}"}
-        for number in range(NUM_PROCESSES)
-    ]
-    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
-        for output in pool.map(lambda environment: run_cases(**environment), environments):
-            assert " passed" in output
+@pytest.mark.parametrize("marked", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_interpreted_kernels_equal_their_twins(marked: str) -> None:
+    assert " passed" in run_cases(marked, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 def test_kernels_compile_for_every_target(tmp_path: Path) -> None:

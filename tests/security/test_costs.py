@@ -16,7 +16,7 @@ from diptych.cluster.front.front_door import RequestLimits
 from diptych.proto import inference_pb2 as pb
 from diptych.proto import inference_pb2_grpc
 
-from ..support.routed import CONTEXT, Routed, routed
+from ..support.routed import CONTEXT, LASTING_TOKENS, Routed, routed
 
 MAX_LOOP_S = 0.05
 ATTEMPTS = 4
@@ -43,7 +43,11 @@ LARGEST: dict[str, tuple[str, bytes, int]] = {
     "too many stop strings": (COMPLETIONS, repeated('{"prompt":"x","stop":[', '"a"', "]}"), 400),
     "small messages": (CHAT, repeated('{"messages":[', MESSAGE, "]}"), 400),
     "parts of one message": (CHAT, repeated('{"messages":[{"role":"user","content":[', PART, "]}]}"), 400),
-    "an option of the template": (CHAT, to_json(messages=USER, chat_template_kwargs={"a": "x" * BODY}), 200),
+    "an option of the template": (
+        CHAT,
+        to_json(messages=USER, max_tokens=2, chat_template_kwargs={"a": "x" * BODY}),
+        200,
+    ),
     "an unknown field of lists": (
         COMPLETIONS,
         repeated('{"prompt":"x","max_tokens":2,"unknown":[', "[]", "]}", 4 * MIB),
@@ -193,7 +197,7 @@ def test_no_grpc_answer_keeps_the_event_loop(router: Routed) -> None:
 def test_a_field_that_nobody_reads_is_not_kept_while_its_call_runs(router: Routed) -> None:
     """Ten bodies of 15 MiB, each in a call that still runs when the next is sent."""
     before = router.memory()
-    body = to_json(prompt="x", max_tokens=100_000, ignore_eos=True, stream=True, timeout_s=60, user="x" * BODY)
+    body = to_json(prompt="x", max_tokens=LASTING_TOKENS, ignore_eos=True, stream=True, timeout_s=60, user="x" * BODY)
     clients = [httpx.Client(timeout=60, headers={"content-type": "application/json"}) for _ in range(10)]
     streams = [client.stream("POST", router.url + COMPLETIONS, content=body) for client in clients]
     try:

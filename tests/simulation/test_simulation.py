@@ -1,4 +1,4 @@
-"""A cluster through kills, stops, cuts and fog, 1,000 times. `make soak` runs as many as you like.
+"""A cluster through kills, stops, cuts and fog, 400 times. `make soak` runs as many as you like.
 
 Two processes share the work; a failure shows the seed and its schedule.
 """
@@ -15,7 +15,7 @@ from .processes.supervised import is_supervised
 from .world import World, simulate
 
 ROOT = Path(__file__).parent.parent.parent
-NUM_SEEDS = 1000
+NUM_SEEDS = 400
 NUM_PROCESSES = 2
 # See test_migration.py's test_what_may_end_before_its_move_is_done_stays; remote.py's `_end`.
 ONCE_FAILED = (7012601, 500020547, 600004727, 600008801, 800025853, 900010355, 1100001090, 1200002960, 1400036361)
@@ -49,12 +49,12 @@ def test_a_seed_decides_everything() -> None:
         world.run()
         return world.schedule, world.clock.num_events, world.clock.now, world.rng.random()
 
-    for seed in range(1000, 1020):
+    for seed in range(1000, 1010):
         assert fingerprint(seed) == fingerprint(seed)
 
 
 def test_the_hash_seed_decides_nothing() -> None:
-    running = [soak(0, 40, hash_seed) for hash_seed in ("1", "2")]
+    running = [soak(0, 20, hash_seed) for hash_seed in ("1", "2")]
     outputs = [process.communicate()[0].splitlines()[1:] for process in running]
     assert outputs[0] == outputs[1]
     assert outputs[0]

@@ -35,12 +35,17 @@ TINY = ROOT / "examples" / "tiny"
 TOKEN = "the cluster's token"
 VOCAB_SIZE, CONTEXT = 2048, 131_072
 FIRST_TOKEN = 300  # of those that are words or parts of words
+POLL_S = 0.001
+LASTING_TOKENS = 100_000  # of answers that only have to last: they take LASTING_STEP_S a token
+LASTING_STEP_S = 0.05
 
 
 class InstantRunner(FakeRunner):
     """Computes nothing: always the same token, with the requested number of likely tokens."""
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
+        if any(row.sequence.request.sampling.max_tokens == LASTING_TOKENS for row in step.rows):
+            time.sleep(LASTING_STEP_S)
         if step.prompt_logprobs is not None:
             step.prompt_logprobs += [(row.sequence, _prompt_logprobs(row)) for row in step.rows if row.prompt_end]
         return [_token(row) for row in step.rows if row.samples]
@@ -63,18 +68,29 @@ def _prompt_logprobs(row: FakeRow) -> PromptLogprobs:
 
 
 class LoopTime:
-    """Watches the loop that it is made on."""
+    """Processor time of the longest turn of the loop that it is made on, to within POLL_S.
+
+    It wakes every POLL_S, so that an idle loop costs nothing: what it measures is a turn and at most POLL_S before it.
+    """
 
     def __init__(self) -> None:
-        self.worst_s = 0.0
-        self._last = time.thread_time()
+        self._worst_s, self._last = 0.0, time.thread_time()
         self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(0)
-            now = time.thread_time()
-            self.worst_s, self._last = max(self.worst_s, now - self._last), now
+            await asyncio.sleep(POLL_S)
+            self._add()
+
+    def _add(self) -> None:
+        now = time.thread_time()
+        self._worst_s, self._last = max(self._worst_s, now - self._last), now
+
+    def take(self) -> float:
+        """The longest turn (s) since the last call."""
+        self._add()
+        worst_s, self._worst_s = self._worst_s, 0.0
+        return worst_s
 
 
 async def serve_worker(pipe: Connection, stop: asyncio.Event) -> None:
@@ -101,8 +117,7 @@ async def serve_router(pipe: Connection, stop: asyncio.Event, address: str, inca
         except EOFError:
             stop.set()
             return
-        pipe.send(loop_time.worst_s)
-        loop_time.worst_s = 0.0
+        pipe.send(loop_time.take())
 
     loop = asyncio.get_running_loop()
     loop.remove_reader(pipe.fileno())

@@ -23,17 +23,21 @@ def varied(item: pytest.Function) -> dict[str, str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as long half of the cases that a team of threads computes, where three things or more vary: those whose
-    values have numbers with an odd sum. Each pair of values stays in the other half."""
+    """Of the tests in which three things or more vary, mark as long those cases whose values have numbers with a sum
+    that is not a multiple of two, or of three where four or more vary. Each pair of values stays in the other cases."""
     numbers: dict[tuple[object, str], dict[str, int]] = {}  # of values, by test and by what varies
+    cases: list[tuple[pytest.Function, dict[str, str]]] = []
     for item in items:
-        if isinstance(item, pytest.Function) and "team" in item.fixturenames and item.path.is_relative_to(HERE):
-            values, total = varied(item), 0
-            for name, value in values.items():
+        if isinstance(item, pytest.Function) and "built" in item.fixturenames and item.path.is_relative_to(HERE):
+            cases.append((item, varied(item)))
+            for name, value in cases[-1][1].items():
                 of_values = numbers.setdefault((item.function, name), {})
-                total += of_values.setdefault(value, len(of_values))
-            if len(values) >= 3 and total % 2:
-                item.add_marker(pytest.mark.long)
+                of_values.setdefault(value, len(of_values))
+    for item, values in cases:
+        varying = [name for name in values if len(numbers[item.function, name]) > 1]
+        total = sum(numbers[item.function, name][values[name]] for name in varying)
+        if len(varying) >= 3 and total % (2 if len(varying) == 3 else 3):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(params=ISAS or [pytest.param("none", marks=pytest.mark.skip(reason="the kernels are not built"))])

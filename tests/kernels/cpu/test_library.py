@@ -28,13 +28,14 @@ def test_a_team_that_could_not_be_made_has_nothing_to_end(built: Library) -> Non
     gc.collect()
 
 
-def test_a_team_computes_the_same_while_its_size_changes(built: Library) -> None:
+@pytest.mark.parametrize("num_changes", [500, pytest.param(3000, marks=pytest.mark.long)])
+def test_a_team_computes_the_same_while_its_size_changes(built: Library, num_changes: int) -> None:
     """At random: threads wake late, sleep, and come back, while kernels follow each other closely."""
     team, rng = Team(built, 4, num_active=1), random.Random(1)
     table = torch.randn(64, 31)
     ids = torch.randint(64, (200,))
     expected = table[ids]
-    for _ in range(3000):
+    for _ in range(num_changes):
         team.resize([0] * rng.randint(1, 4))
         for _ in range(rng.randint(0, 3)):
             assert torch.equal(embed(team, ids, table), expected)

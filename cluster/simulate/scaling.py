@@ -15,7 +15,6 @@ from ..control.decisions import DecisionLog
 from ..control.plan import Drain, Phase, PlannedWorker, SetRole, Start, Stop, Targets, plan
 from .worker import SimulatedWorker
 
-
 DAY_S = 86400.0
 
 

@@ -3,13 +3,16 @@ what an invariant found counts: a bug that crashes was found by nobody, or is no
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 
 from .checks.violation import Violation
+from .faults.faults import CALM, Weather
 from .mutations.ahead import AHEAD
 from .mutations.bridge import BRIDGE_MUTATIONS
+from .mutations.dial import DIAL
 from .mutations.giving_up import GIVING_UP
 from .mutations.levels import LEVELS
 from .mutations.mutations import MUTATIONS, Replacement, planted
@@ -19,6 +22,7 @@ from .mutations.splits import SPLITS
 from .mutations.steps import STEPS
 from .mutations.supervisor import SUPERVISOR
 from .mutations.world import WORLD
+from .processes.dials import is_dialled
 from .processes.supervised import is_supervised
 from .world import simulate
 
@@ -46,6 +50,7 @@ FIRST = {  # tried before all others: a seed that showed it when this was writte
     "a_failed_migration_stops_its_source": 72,
     "quarantine_ends_before_the_reads_have": 11,
     "the_first_that_failed_is_blamed": 10,
+    "budgets_follow_every_look": 1094,
 }
 
 
@@ -56,7 +61,7 @@ def sampled(mutations: Sequence[Callable[[], list[Replacement]]]) -> list[Any]:
 
 
 def test_every_bug_can_be_planted() -> None:
-    for mutation in (*ALL, *SUPERVISOR):
+    for mutation in (*ALL, *SUPERVISOR, *DIAL):
         with planted(mutation()):
             pass
 
@@ -71,12 +76,21 @@ def test_a_bug_planted_in_the_supervisor_is_found(mutation: Callable[[], list[Re
     find(mutation, (FIRST.get(mutation.__name__, 0), *filter(is_supervised, range(4 * NUM_SEEDS))))
 
 
-def find(mutation: Callable[[], list[Replacement]], seeds: Iterable[int]) -> None:
+@pytest.mark.parametrize("mutation", DIAL, ids=lambda mutation: mutation.__name__)
+def test_a_bug_planted_in_the_dial_is_found(mutation: Callable[[], list[Replacement]]) -> None:
+    seeds = (seed for seed in range(4 * NUM_SEEDS) if is_supervised(seed) and is_dialled(seed))
+    find(mutation, (FIRST.get(mutation.__name__, 0), *seeds), (None, CALM))
+
+
+def find(
+    mutation: Callable[[], list[Replacement]], seeds: Iterable[int], weathers: Sequence[Weather | None] = (None,)
+) -> None:
+    """`weathers`: to try with each seed; None: that which it draws."""
     crashes: Counter[str] = Counter()
     with planted(mutation()):
-        for seed in seeds:
+        for seed, weather in product(seeds, weathers):
             try:
-                simulate(seed)
+                simulate(seed, weather)
             except Violation:
                 return
             except Exception as e:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from .checks.invariants import check_end
 from .faults.faults import CALM
-from .processes.supervised import is_supervised
+from .processes.dials import EVERY, REST
+from .processes.supervised import Supervised, is_supervised
 from .world import World, simulate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,6 +67,18 @@ def test_no_request_notices_that_targets_change_and_supervisors_die() -> None:
         world = simulate(seed, CALM)
         # Those that ask for it may be refused (invariants.py).
         assert {client.outcome for client in world.clients} <= {"done", "left", "rate_limit_exceeded"}
+
+
+def test_no_request_notices_that_prefill_budgets_change() -> None:
+    num_changes = 0
+    for seed in filter(is_supervised, range(REST, 800, EVERY)):
+        world = World(seed, CALM)
+        world.run()
+        check_end(world)
+        assert {client.outcome for client in world.clients} <= {"done", "left"}
+        assert isinstance(world.supervision, Supervised)
+        num_changes += world.supervision.checks.dial.num_changes
+    assert num_changes
 
 
 def test_on_a_calm_day_everything_is_answered_at_once() -> None:

@@ -30,6 +30,7 @@ from .machines.hosts import Host
 from .machines.memory import PoisonedList
 from .machines.network import Network
 from .machines.seams import replaced
+from .processes import dials
 from .processes.clients import Client, forge_a_pull, plan_clients
 from .processes.levels import give_levels
 from .processes.routers import RouterProcess, Routers, WatchedService
@@ -73,6 +74,8 @@ class World:
         self.part_bytes = rng.choice((self.chunk_bytes, 4 * self.chunk_bytes, kv_bridge.PART_BYTES))
         self.clients = plan_clients(rng, self.weather)
         give_levels(self.clients, seed)
+        if self.is_supervised:
+            self.clients += dials.load_of(seed)
         self.step_faults = StepFaults(self, self.weather.step_fault)
         self.routers = Routers(self)
         self._faults = sorted([*self._faults, *self.routers.plan()], key=lambda f: f.at_packet)
@@ -136,7 +139,8 @@ class World:
         manager = worker.engine.manager
         manager._free = PoisonedList(manager._free, worker.runner)
         if self.predicts:
-            self.hosts[worker.process.name].teach(worker.engine.scheduler.cost)
+            host, is_dialled = self.hosts[worker.process.name], self.is_supervised and dials.is_dialled(self.seed)
+            host.teach(worker.engine.scheduler.cost, dials.STEP_S if is_dialled else host.step_s)
         try:
             await watched.start()
         except Exception as e:

@@ -1,9 +1,13 @@
 """Simulated clusters: times that are computed by hand, conservation, and the engine's own batches."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from diptych.cluster.bench.workloads import Lengths
+from diptych.cluster.control.budgets import REST_S
+from diptych.cluster.control.decisions import NUM_KEPT
 from diptych.cluster.simulate.figures import figures_of
 from diptych.cluster.simulate.load import LogNormal, SimulatedRequest, Synthetic, synthetic_load
 from diptych.cluster.simulate.noise import Noise
@@ -249,3 +253,25 @@ def test_the_dial_follows_a_load_that_turns_from_prompts_to_answers(dial: bool) 
     changes = ["0 -> 1 of 2 workers only prefill", "1 -> 0 of 2 workers only prefill"]
     assert actions == (changes if dial else [])
     assert figures_of(simulation, {}, None).num_decisions == ({"budgets": 2} if dial else {})
+
+
+@pytest.mark.parametrize(("prompt", "answer", "share"), [(600, 8, 0.5), (450, 70, 0.8), (32, 200, 0.6)])
+def test_on_a_steady_load_budgets_turn_once_a_minute_at_most(prompt: int, answer: int, share: float) -> None:
+    """Times of the 135 M shape on a core; `share`: of the two workers' time that the load takes, about."""
+    cost_s = 0.0006 * prompt + 0.0015 * answer
+    rng = np.random.default_rng(0)
+    gaps = rng.exponential(cost_s / (2 * share), int(200 * 2 * share / cost_s))
+    for level in ({"ttft_s": 1.0, "tpot_s": 0.05}, {"ttft_s": 0.5, "tpot_s": 0.02}):
+        simulation = cluster(
+            {"mixed": {"replicas": 2}},
+            timer=LinearTimer((0.009, 0.0003, 8e-7, 0.0005, 2e-7)),
+            scheduler=SchedulerConfig(max_batch_tokens=768),
+            level=level,
+            dial=True,
+            predict=True,
+        )
+        simulation.run(requests(*((at, prompt, answer) for at in np.cumsum(gaps).tolist())))
+        ages = [(decision.age_s, decision.action) for decision in simulation.decisions.statuses(simulation.now)]
+        assert len(ages) < NUM_KEPT
+        turns = [age for (age, action), (_, before) in pairwise(ages) if action != before]
+        assert all(earlier - later >= REST_S for later, earlier in pairwise(turns)), ages

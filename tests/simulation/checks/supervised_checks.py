@@ -9,6 +9,7 @@ from diptych.cluster.control.worker_record import WorkerRecord, announced
 from diptych.cluster.control.worker_watch import SILENT_TICKS, TICK_S
 from diptych.cluster.routing.fleet import WorkerInfo
 
+from .dial_checks import DialChecks
 from .invariants import integrity
 from .reasons import length_of
 from .violation import demand
@@ -33,6 +34,7 @@ class Checks:
         self._supervised = supervised
         self._alike_at: dict[str, float] = {}  # by router: when it last knew what the supervisor knows
         self._draining_at: dict[str, float] = {}  # by worker, since when the supervisor drains it
+        self.dial = DialChecks(world)
 
     def look(self) -> None:
         actor = self._supervised.actor
@@ -42,6 +44,7 @@ class Checks:
         for router in self._world.routers.living():
             self._look_at(router)
         self._look_for_losses()
+        self.dial.look(actor)
 
     def _look_for_losses(self) -> None:
         """Check that every dead process is soon reported as lost."""

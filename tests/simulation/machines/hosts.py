@@ -24,10 +24,10 @@ class Host:
     def make_runner(self, haste: random.Random | None) -> CheckedRunner:
         return CheckedRunner(self.layout, self.num_blocks, haste)
 
-    def teach(self, cost: StepCost) -> None:
-        """Measure steps as long as this host's: within a step no virtual time passes, so the engine measures none."""
+    def teach(self, cost: StepCost, step_s: float) -> None:
+        """Measure steps of a length: within a step no virtual time passes, so the engine measures none."""
         for num in range(12):
-            cost.add(StepWork(num % 4, 9 * num).with_chunk(num, num % 3 * 4), self.step_s * (1 + num % 4 + num % 3))
+            cost.add(StepWork(num % 4, 9 * num).with_chunk(num, num % 3 * 4), step_s * (1 + num % 4 + num % 3))
 
 
 class Hosts:

@@ -10,7 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from diptych.cluster.control import worker_control
+from diptych.cluster.control import budgets, worker_control
 from diptych.cluster.routing import kv_costs, request_driver, router, worker_link
 from diptych.workers.engine.engine import Engine
 from diptych.workers.handoff import pull as handoff_pull
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..world import World
 
 LOAD_REPEAT_S = 1.0
+USUAL_PROMPT = 16.0  # tokens: a worker has room for a hundred
 EPOCH_NS = 10**18
 
 
@@ -81,6 +82,7 @@ def replaced(world: "World") -> Iterator[None]:
         (kv_costs, "MIN_MEASURED_TOKENS", 1 << 30),  # computing takes no virtual time within a step
         (kv_costs, "DEFAULT_PREFILL_TOKENS_S", world.prefill_tokens_s),
         (worker_control, "open_channel", channel),
+        (budgets, "USUAL_PROMPT", USUAL_PROMPT),
         (time, "time_ns", lambda: EPOCH_NS + int(world.clock.now * 1e9)),
         (time, "monotonic", lambda: asyncio.get_running_loop().time()),
     ]

@@ -23,6 +23,7 @@ from ..faults.faults import Fault
 from ..faults.supervised_faults import plan_supervised
 from ..machines.hosts import Hosts
 from ..machines.remote import Actor
+from .dials import settings_of
 from .launcher import Fate, SimLauncher, SimRay, WorkerActor, host_of
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Supervised:
                 "router": {"replicas": len(self.world.routers)},
                 "drain_timeout_s": rng.uniform(1.0, 6.0) if is_hasty else 600.0,
             }
+            | settings_of(self.world.seed)
         )
 
     def _fate(self, worker_id: str) -> Fate:

@@ -247,6 +247,36 @@ def test_kv_moves_between_workers_of_unlike_sizes(
     assert_kv_moves(grouped_sizes[prefill], grouped_sizes[decode], grouped[1], transport)
 
 
+async def test_budgets_move_between_the_extremes_under_load(
+    grouped: tuple[Path, Cases], grouped_sizes: dict[int, WorkerHandle]
+) -> None:
+    """What no longer fits moves to the other worker: no request fails for it, or gets other tokens."""
+    handles, cases = [grouped_sizes[1], grouped_sizes[2]], grouped[1]
+    controls = [await WorkerControl.open(handle.address, None) for handle in handles]
+    most = [control.load.step_tokens for control in controls]
+    settings = [(most[0], 0), (0, most[1]), (0, 0), (most[0], most[1]), (most[0] - 1, most[1] - 1)]
+
+    async def move() -> None:
+        for budgets in settings * 4:
+            for control, budget in zip(controls, budgets, strict=True):
+                control.set_prefill_budget(budget)
+                while (await control.state()).load.prefill_budget != budget:
+                    await asyncio.sleep(0.001)
+
+    try:
+        async with routed(*handles) as router, asyncio.timeout(6 * END_S):
+            moving, number = asyncio.create_task(move()), 0
+            while not moving.done():
+                number += 1
+                calls = [answer(router, prompt, b"load %d" % (number * 2 + i)) for prompt, _ in cases for i in (0, 1)]
+                assert await asyncio.gather(*calls) == [tokens for _, tokens in cases for _ in (0, 1)]
+            await moving
+    finally:
+        for control in controls:
+            await control.close()
+    await asyncio.to_thread(assert_nothing_leaked, handles)
+
+
 def test_kv_of_one_head_moves_between_workers_of_unlike_sizes(single: tuple[Path, Cases]) -> None:
     with sized(single[0], 1, 2) as handles:
         assert_kv_moves(handles[2], handles[1], single[1], "nixl")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...proto.worker_pb2 import LoadReport
 from ...workers.common.role import Role, budget_of
 from ..common.prediction import FleetCosts, Level, WorkerCost
-from .decisions import ControlDecision, DecisionLog
+from .decisions import ControlDecision, DecisionLog, ForecastStatus
 from .dial import Demand, Outlook, outlooks
 from .forecast import Forecast, Holt
 
@@ -63,6 +63,7 @@ class BudgetController:
 
     def __init__(self, pools: str, level: Level, log: DecisionLog) -> None:
         self._pools, self._level, self._log = pools, level, log
+        self.forecast: ForecastStatus | None = None  # of the last look that could tell
         self._costs = FleetCosts()
         self._prompts = Forecast()  # tokens a second
         self._decodes = Holt()
@@ -85,9 +86,21 @@ class BudgetController:
         current = min(sum(w.only_prefills for w in workers), len(found) - 1)
         self._verify_effect(found[current], demand, now)
         best = min(found, key=lambda o: (o.missed, abs(o.num_prefill - current)))
+        self.forecast = self._forecast(demand, found[current], best)
         if not self._may_change(found[current], best, demand, now):
             return {}
         return self._change_to(best, found[current], workers, demand, now)
+
+    def _forecast(self, demand: Demand, current: Outlook, best: Outlook) -> ForecastStatus:
+        return ForecastStatus(
+            self._pools,
+            demand.prompt_tokens_per_s,
+            demand.num_decodes,
+            current.num_prefill,
+            best.num_prefill,
+            current.missed,
+            best.missed,
+        )
 
     def _see(self, workers: Sequence[WorkerLook], now: float, time_of_day_s: float) -> Demand | None:
         elapsed_s, self._last_look = now - self._last_look, now

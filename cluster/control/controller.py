@@ -14,7 +14,7 @@ from ..common.config import ClusterConfig, interchangeable
 from ..common.prediction import Level
 from .autoscaler import LOOK_S, Autoscaler, PoolCounters
 from .budgets import BARRED_S, BudgetController, WorkerLook
-from .decisions import ControlDecision, DecisionLog
+from .decisions import ControlDecision, DecisionLog, ForecastStatus
 
 REPAID = 10.0
 START_LIMIT_S = 120.0  # until a first start must have brought a worker; later ones have thrice the longest
@@ -47,6 +47,11 @@ class Controller:
             single = {name for name, pool in config.pools.items() if pool.parallel.data_parallel == 1}
             self._groups = [(g, BudgetController("+".join(sorted(g)), level, self.log)) for g in found if g <= single]
             self._block_sizes = {name: config.worker(name).cache.block_size for name, _ in config.pools.items()}
+
+    @property
+    def forecasts(self) -> tuple[ForecastStatus, ...]:
+        """Forecasts of the groups whose budgets move, by the last look."""
+        return tuple(found for _, group in self._groups if (found := group.forecast))
 
     def replicas(self, counters: Mapping[str, PoolCounters], current: Mapping[str, int], now: float) -> dict[str, int]:
         """Return the new targets of the pools that are to change. `current`: the targets as they are."""

@@ -32,12 +32,26 @@ class DecisionStatus:
     has_failed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ForecastStatus:
+    """Load that is expected soon on pools whose workers may change places, and how many of these only prefill."""
+
+    pools: str
+    prompt_tokens_per_s: float
+    num_decodes: float  # sequences
+    num_prefill: int  # workers, now
+    best_num_prefill: int  # by the outlook of the last look
+    expected_misses: float  # share of requests, as things are
+    best_expected_misses: float
+
+
 class DecisionLog:
     """Last decisions, and how many there were of each kind."""
 
     def __init__(self) -> None:
         self._last: deque[ControlDecision] = deque(maxlen=NUM_KEPT)
         self.num_made: Counter[str] = Counter()  # by kind
+        self.num_verified: Counter[str] = Counter()
         self.num_failed: Counter[str] = Counter()
 
     def add(self, decision: ControlDecision) -> ControlDecision:
@@ -49,6 +63,7 @@ class DecisionLog:
         """Note what came of a decision; of several results the first failure stays."""
         if decision.has_failed:
             return
+        self.num_verified[decision.kind] += (not has_failed) - bool(decision.result)
         decision.result, decision.has_failed = result, has_failed
         self.num_failed[decision.kind] += has_failed
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .decisions import DecisionStatus
+from .decisions import DecisionStatus, ForecastStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class WorkerStatus:
     pid: int | None = None
     cores: tuple[int, ...] | None = None  # that its compute threads are bound to
     prefill_budget: int = 0  # prompt tokens that a step may compute beside running decodes
+    target_prefill_budget: int | None = None  # that it was told, or will be; None while it has not reported
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
@@ -98,7 +99,9 @@ class ClusterStatus:
     links: tuple[TransferStatus, ...] = ()
     decisions: tuple[DecisionStatus, ...] = ()  # of the controller, newest first
     num_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # by kind, since the supervisor's start
+    num_verified_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # of which the result is good
     num_failed_decisions: Mapping[str, int] = field(default_factory=dict[str, int])  # that did nothing
+    forecasts: tuple[ForecastStatus, ...] = ()  # of pools whose prefill budgets move
 
     @property
     def state(self) -> str:

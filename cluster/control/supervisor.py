@@ -339,7 +339,9 @@ class Supervisor:
             links=tuple(stats for w in workers for stats in w.transfers(ids)),
             decisions=self._controller.log.statuses(now),
             num_decisions=dict(self._controller.log.num_made),
+            num_verified_decisions=dict(self._controller.log.num_verified),
             num_failed_decisions=dict(self._controller.log.num_failed),
+            forecasts=self._controller.forecasts,
         )
 
     async def audit(self) -> dict[str, str]:

@@ -91,6 +91,7 @@ class WorkerRecord:
             pool=self.pool,
             role=role.value if role else self.pool,
             prefill_budget=load.prefill_budget,
+            target_prefill_budget=self.wanted_budget,
             phase=self.phase.value,
             phase_s=now - self.since,
             waiting_for=self.waiting_for,

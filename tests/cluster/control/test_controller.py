@@ -1,5 +1,7 @@
 """Decisions of the controller: their reasons, and what is noticed of their results."""
 
+import pytest
+
 from diptych.cluster.common.config_file import build
 from diptych.cluster.control.autoscaler import GROW_AFTER, SHRINK_AFTER, PoolCounters
 from diptych.cluster.control.budgets import BARRED_S
@@ -33,6 +35,7 @@ def test_a_growth_says_why_and_how_long_its_worker_took() -> None:
     controller.replicas(counters(2, 90), {"decode": 2}, at + 12)
     [decision] = controller.log.statuses(at + 12)
     assert (decision.result, decision.has_failed) == ("a worker came after 12 s", False)
+    assert (controller.log.num_verified, controller.log.num_failed["replicas"]) == ({"replicas": 1}, 0)
 
 
 def test_a_start_that_brings_no_worker_is_noted_once() -> None:
@@ -89,3 +92,9 @@ def test_budgets_move_only_where_the_dial_is_on() -> None:
             moved |= controller.budgets(reports(second * 750), float(second), 0.0)
             assert controller.budgets(reports(second * 750), second + 0.5, 0.0) == {}, "one look a second"
         assert sorted(moved.values()) == ([256, 2048] if dial else [])
+        assert [f.pools for f in controller.forecasts] == (["decode+mixed+prefill"] if dial else [])
+        if dial:
+            [forecast] = controller.forecasts
+            assert forecast.prompt_tokens_per_s == pytest.approx(2 * 750)
+            assert (forecast.num_decodes, forecast.num_prefill, forecast.best_num_prefill) == (20, 0, 1)
+            assert forecast.expected_misses > forecast.best_expected_misses

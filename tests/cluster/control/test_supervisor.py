@@ -269,6 +269,7 @@ async def test_a_budget_moves_from_one_extreme_to_the_other_and_back_while_reque
             for budget in (most, 0, most, 1, 0, most - 1):
                 worker.prefill_budget = budget
                 worker.keep_budget()
+                assert world.supervisor.status().workers[0].target_prefill_budget == budget
                 while worker.load.prefill_budget != budget:
                     await asyncio.sleep(0.001)
             assert [await answer for answer in answers] == [fake_output(prompt, 200) for prompt in prompts]

@@ -71,7 +71,7 @@ def test_no_request_notices_that_targets_change_and_supervisors_die() -> None:
 
 def test_no_request_notices_that_prefill_budgets_change() -> None:
     num_changes = 0
-    for seed in filter(is_supervised, range(REST, 800, EVERY)):
+    for seed in filter(is_supervised, range(REST, 500, EVERY)):
         world = World(seed, CALM)
         world.run()
         check_end(world)

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -11,30 +12,21 @@ import pytest
 
 from diptych import Client
 from diptych.cluster.front.front_door import choice_seed
-from diptych.kernels.cpu.load import library
 from diptych.proto import inference_pb2, inference_pb2_grpc
 from diptych.workers.common.errors import Overloaded
 
-from ..support.cluster_harness import Served, diptych, serving
+from ..support.cluster_harness import MODEL, Served, diptych
 
-MODEL = "tiny"
-# With the compiled kernels an answer depends only on its own tokens, in bfloat16 too.
-DTYPE = "float32" if library() is None else "bfloat16"
-LEVELS = "{served_models: {chat: {ttft_s: 30}}, service_level: {tiers: {priority: {tpot_s: 0.5}}}}"
 QUESTION = [{"role": "user", "content": "What is Diptych?"}]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    home = tmp_path_factory.mktemp("clients")
-    config = home / "cluster.yaml"
-    config.write_text(LEVELS)
-    flags = ("--config", str(config), "--prefill", "1", "--decode", "1", "--dtype", DTYPE)
-    with serving(home, *flags, model=MODEL) as cluster:
-        yield cluster
-        cluster.assert_nothing_is_held()  # a block that a test lost is lost for good
+def served(running: Callable[[], Served]) -> Iterator[Served]:
+    cluster = running()
+    yield cluster
+    cluster.assert_nothing_is_held()  # a block that a test lost is lost for good
 
 
 @pytest.fixture(autouse=True)
@@ -214,12 +206,12 @@ def test_two_hundred_streams_at_once_lose_nothing(served: Served) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_bench_measures_a_running_cluster(served: Served, scheme: str) -> None:
+def test_bench_measures_a_running_cluster(served: Served, scheme: str, tmp_path: Path) -> None:
     url = served.http_address if scheme == "http" else f"grpc://{served.grpc_address}"
     load = ("--workload", "multi-turn", "--tokenizer", MODEL, "--num-requests", "8", "--turns", "2")
-    run = diptych(served.home, "bench", "--url", url, *load, "--output-tokens", "16", "--json", "a.json")
+    run = diptych(served.home, "bench", "--url", url, *load, "--output-tokens", "16", "--json", "a.json", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    row = json.loads((served.home / "a.json").read_text())
+    row = json.loads((tmp_path / "a.json").read_text())
     assert (row["completed"], row["failed"], row["total_output_tokens"]) == (16, 0, 256)
     assert row["total_input_tokens"] >= 8 * 128 + 8 * (128 + 16 + 128)
     assert row["total_cached_tokens"] > 0, "a second turn finds the first"

@@ -13,7 +13,7 @@ import pytest
 from diptych.cluster.preflight.checks import resolve_model
 
 from ..support.checkpoints import make_checkpoint
-from ..support.cluster_harness import END_S, MODEL, diptych, serving, survivors
+from ..support.cluster_harness import MODEL, diptych, serving, survivors
 
 pytestmark = pytest.mark.e2e
 
@@ -124,14 +124,3 @@ def test_a_kill_of_the_command_ends_its_cluster(tmp_path: Path) -> None:
         run = diptych(cluster.home, "status")
         assert run.returncode == 3
         assert "has ended" in run.stderr
-
-
-@pytest.mark.cluster
-def test_stop_from_another_terminal(tmp_path: Path) -> None:
-    with serving(tmp_path / "home", "--mixed", "1", "--name", "other") as cluster:
-        family = cluster.family()
-        assert diptych(cluster.home, "status").returncode == 3
-        run = diptych(cluster.home, "stop", "--name", "other")
-        assert run.returncode == 0, run.stderr
-        assert cluster.process.wait(END_S) == 0
-        assert not survivors(family)

@@ -1,17 +1,20 @@
 """Greedy float32 tokens equal transformers' `generate`, token for token, whatever path a request takes.
 
 For each checkpoint: 20 prompts of 1 to 1,000 tokens, 64 new tokens each; through one worker, 1P1D and 2P2D; over gRPC
-and NIXL; in chunks of 16, 64 and without limit; with the prefix cache cold and warm; alone and all at once.
+and NIXL; in chunks of 16, 64 and without limit; with the prefix cache cold and warm; alone and all at once. The gate
+runs each pair of checkpoint, path and chunk size at least once; `make long` runs the other combinations.
 
 Ties are excluded exactly: a prompt is used only if, in the reference, the best and the second-best logit differ by more
 than 1e-4 at each of its 64 positions (else the next seed's prompt takes its place). Every comparison is strict.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,10 +41,21 @@ PATHS = [
     ("2P2D", "shared_memory"),
 ]
 CHECKPOINTS = ("llama", "qwen3", "tiny")
+CHUNKS = (16, 64, 0)
 Cases = list[tuple[list[int], list[int]]]
 Checkpoints = Callable[[str], tuple[Path, Cases]]
 
 pytestmark = pytest.mark.e2e
+
+
+def sampled(*factors: Sequence[Any]) -> list[Any]:
+    """All combinations. Those whose numbers do not add up to a multiple of three are long: of factors with three values
+    or more, each pair of values is in one of the others."""
+    combinations = itertools.product(*(enumerate(values) for values in factors))
+    return [
+        pytest.param(*(value for _, value in each), marks=[pytest.mark.long] if sum(i for i, _ in each) % 3 else [])
+        for each in combinations
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +124,11 @@ async def services(
         yield infos
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 64, 0])
-@pytest.mark.parametrize(("topology", "transport"), PATHS)
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(("name", "between", "chunk_tokens"), sampled(CHECKPOINTS, PATHS, CHUNKS))
 async def test_greedy_equals_transformers(
-    checkpoints: Checkpoints, name: str, topology: str, transport: str, chunk_tokens: int
+    checkpoints: Checkpoints, name: str, between: tuple[str, str], chunk_tokens: int
 ) -> None:
-    path, cases = checkpoints(name)
+    (path, cases), (topology, transport) = checkpoints(name), between
     async with services(path, TOPOLOGIES[topology], transport, chunk_tokens) as infos, routed(infos) as router:
         await compare(router, cases)
 
@@ -130,8 +142,7 @@ async def test_greedy_of_every_family_equals_transformers_through_two_workers(ar
         assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("transport", ["grpc", "nixl", "shared_memory"])
+@pytest.mark.parametrize(("name", "transport"), sampled(CHECKPOINTS, ("grpc", "nixl", "shared_memory")))
 async def test_greedy_equals_transformers_where_layers_go_in_groups(
     checkpoints: Checkpoints, name: str, transport: str
 ) -> None:
@@ -145,7 +156,7 @@ async def test_greedy_equals_transformers_where_layers_go_in_groups(
         assert await asyncio.gather(*calls) == [tokens for _, tokens in few]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", sampled(CHECKPOINTS))
 def test_greedy_equals_transformers_between_processes(checkpoints: Checkpoints, name: str) -> None:
     """Each of the two sinks uses a different transport."""
     path, cases = checkpoints(name)

@@ -104,8 +104,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
     return path, untied_prompts(path, seed=21, lengths=LENGTHS * 4, max_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize("transport", ["grpc", "nixl", "shared_memory"])
-async def test_every_fault_leaves_every_answer_exact(transport: str, checkpoint: tuple[Path, Cases]) -> None:
+@pytest.mark.parametrize(
+    ("transport", "moments"),  # (which worker, after how many tokens)
+    [
+        ("grpc", [(0, WHILE_PREFILLING)]),
+        ("nixl", [(2, WHILE_PREFILLING)]),
+        ("shared_memory", [(2, WHILE_DECODING)]),
+        pytest.param("grpc", [(2, WHILE_PREFILLING), (2, WHILE_DECODING)], marks=pytest.mark.long),
+        pytest.param("nixl", [(0, WHILE_PREFILLING), (2, WHILE_DECODING)], marks=pytest.mark.long),
+        pytest.param("shared_memory", [(0, WHILE_PREFILLING), (2, WHILE_PREFILLING)], marks=pytest.mark.long),
+    ],
+)
+async def test_every_fault_leaves_every_answer_exact(
+    transport: str, moments: list[tuple[int, int]], checkpoint: tuple[Path, Cases]
+) -> None:
     path, cases = checkpoint
     async with running(path, transport) as cluster:
 
@@ -130,7 +142,6 @@ async def test_every_fault_leaves_every_answer_exact(transport: str, checkpoint:
                 await asyncio.sleep(0.05)
             worker.send(signal.SIGCONT)
 
-        moments = ((0, WHILE_PREFILLING), (2, WHILE_DECODING)) if transport == "grpc" else ((2, WHILE_PREFILLING),)
         for victim, strike_at in moments:
             worker = cluster.workers[victim]
             for fault in (

@@ -69,8 +69,15 @@ async def test_greedy_equals_transformers(
         assert (state.num_unaccounted_blocks, state.load.num_leased_blocks) == (0, 0)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+@pytest.mark.parametrize(
+    ("role", "transport"),
+    [
+        ("prefill", "shared_memory"),
+        ("decode", "grpc"),
+        pytest.param("prefill", "grpc", marks=pytest.mark.long),
+        pytest.param("decode", "shared_memory", marks=pytest.mark.long),
+    ],
+)
 async def test_a_killed_worker_costs_no_token(
     role: str, transport: str, checkpoint: tuple[Path, Cases], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ FLAGS: dict[str, object] = {
     "kv_memory_bytes": 64 << 20,
     "transports": "grpc",
 }
+TRANSPORTS = ("grpc", "nixl", "shared_memory")
 Cases = list[tuple[list[int], list[int]]]
 
 pytestmark = pytest.mark.e2e
@@ -118,34 +119,13 @@ def assert_ended(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize(("kind", "size"), [("grouped", 2), ("single", 4)])
-def test_greedy_equals_transformers(kind: str, size: int, request: pytest.FixtureRequest) -> None:
-    path, cases = request.getfixturevalue(kind)
-
-    async def test(handle: WorkerHandle) -> None:
-        async with routed(handle) as router:
-            for prompt, tokens in cases:
-                assert await answer(router, prompt, b"alone") == tokens
-            calls = [answer(router, prompt, b"together") for prompt, _ in cases]
-            assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
-
-    with workers(path, ["mixed"], tensor_parallel=size, **FLAGS) as [handle]:
-        ranks = ranks_of(handle)
-        assert len(ranks) == size - 1
-        asyncio.run(test(handle))
-        assert_nothing_leaked([handle])
-    assert handle.process.returncode == 0
-    assert_ended(ranks)
-
-
 def test_a_rank_that_is_killed_ends_its_worker_and_the_request_goes_on_elsewhere(
-    grouped: tuple[Path, Cases], worker: WorkerHandle
+    grouped: tuple[Path, Cases], worker: WorkerHandle, grouped_sizes: dict[int, WorkerHandle]
 ) -> None:
     ranks = ranks_of(worker)
-    with workers(grouped[0], ["mixed"], **FLAGS) as [other]:
-        asyncio.run(killed_midway(worker, other, ranks, grouped[1]))
-        assert worker.process.wait(END_S) == UNAVAILABLE
-        assert_ended(ranks)
+    asyncio.run(killed_midway(worker, grouped_sizes[1], ranks, grouped[1]))
+    assert worker.process.wait(END_S) == UNAVAILABLE
+    assert_ended(ranks)
 
 
 def test_no_rank_outlives_a_worker_that_is_killed(worker: WorkerHandle) -> None:
@@ -223,23 +203,57 @@ def assert_kv_moves(source: WorkerHandle, sink: WorkerHandle, cases: Cases, tran
 
 
 @contextmanager
-def sized(model: Path, *sizes: int) -> Generator[dict[int, WorkerHandle]]:
-    """A worker with each number of ranks; a sink uses the first of its own transports."""
-    transports = {size: "grpc,nixl" if size == 2 else "nixl,grpc" for size in sizes}
-    each = [("mixed", {**FLAGS, "tensor_parallel": size, "transports": transports[size]}) for size in sizes]
+def sized(model: Path, transports: dict[int, str]) -> Generator[dict[int, WorkerHandle]]:
+    """A worker with each number of ranks, and the transport that it uses as a sink. All ranks end in order."""
+    each: list[tuple[str, dict[str, object]]] = [
+        ("mixed", {**FLAGS, "tensor_parallel": size, "transports": ",".join({first: None} | dict.fromkeys(TRANSPORTS))})
+        for size, first in transports.items()
+    ]
     with unlike_workers(model, each) as handles:
-        yield dict(zip(sizes, handles, strict=True))
+        ranks = [ranks_of(handle) for handle in handles]
+        assert [len(of) + 1 for of in ranks] == [*transports]
+        yield dict(zip(transports, handles, strict=True))
+    assert [handle.process.returncode for handle in handles] == [0] * len(handles)
+    assert_ended([rank for of in ranks for rank in of])
 
 
 @pytest.fixture(scope="module")
 def grouped_sizes(grouped: tuple[Path, Cases]) -> Iterator[dict[int, WorkerHandle]]:
-    with sized(grouped[0], 1, 2, 4) as handles:
+    with sized(grouped[0], {1: "nixl", 2: "grpc", 4: "shared_memory"}) as handles:
         yield handles
+
+
+def assert_exact(handle: WorkerHandle, cases: Cases) -> None:
+    """Alone and together."""
+
+    async def test() -> None:
+        async with routed(handle) as router:
+            for prompt, tokens in cases:
+                assert await answer(router, prompt, b"alone") == tokens
+            calls = [answer(router, prompt, b"together") for prompt, _ in cases]
+            assert await asyncio.gather(*calls) == [tokens for _, tokens in cases]
+
+    asyncio.run(test())
+    assert_nothing_leaked([handle])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_greedy_equals_transformers(
+    size: int, grouped: tuple[Path, Cases], grouped_sizes: dict[int, WorkerHandle]
+) -> None:
+    assert_exact(grouped_sizes[size], grouped[1])
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "transport"),  # the sink's favourite
-    [(1, 2, "grpc"), (2, 1, "nixl"), (1, 4, "nixl"), (4, 1, "nixl"), (2, 4, "nixl"), (4, 2, "grpc")],
+    [
+        (1, 2, "grpc"),
+        (2, 1, "nixl"),
+        (1, 4, "shared_memory"),
+        (4, 1, "nixl"),
+        (2, 4, "shared_memory"),
+        (4, 2, "grpc"),
+    ],
 )
 def test_kv_moves_between_workers_of_unlike_sizes(
     prefill: int, decode: int, transport: str, grouped: tuple[Path, Cases], grouped_sizes: dict[int, WorkerHandle]
@@ -277,23 +291,27 @@ async def test_budgets_move_between_the_extremes_under_load(
     await asyncio.to_thread(assert_nothing_leaked, handles)
 
 
-def test_kv_of_one_head_moves_between_workers_of_unlike_sizes(single: tuple[Path, Cases]) -> None:
-    with sized(single[0], 1, 2) as handles:
-        assert_kv_moves(handles[2], handles[1], single[1], "nixl")
-        assert_kv_moves(handles[1], handles[2], single[1], "grpc")
-
-
-def test_kv_moves_between_workers_of_unlike_sizes_through_shared_memory(single: tuple[Path, Cases]) -> None:
-    each = [("mixed", {**FLAGS, "tensor_parallel": n, "transports": "shared_memory"}) for n in (1, 2)]
-    with unlike_workers(single[0], each) as [one, two]:
-        assert_kv_moves(two, one, single[1], "shared_memory")
-        assert_kv_moves(one, two, single[1], "shared_memory")
+@pytest.mark.parametrize(
+    ("size", "to_many", "to_one"),
+    [
+        (4, "grpc", "shared_memory"),
+        pytest.param(2, "grpc", "nixl", marks=pytest.mark.long),
+        pytest.param(2, "shared_memory", "shared_memory", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_hold_the_same_head(single: tuple[Path, Cases], size: int, to_many: str, to_one: str) -> None:
+    """Tokens are exact, and the KV moves to one rank and back."""
+    path, cases = single
+    with sized(path, {1: to_one, size: to_many}) as handles:
+        assert_exact(handles[size], cases)
+        assert_kv_moves(handles[size], handles[1], cases, to_one)
+        assert_kv_moves(handles[1], handles[size], cases, to_many)
 
 
 def test_latents_move_between_workers_of_unlike_sizes(tmp_path: Path) -> None:
     """Every rank holds them all: they travel once."""
     path, cases = with_cases(make_checkpoint(tmp_path / "latent", "deepseek-v2", seed=6))
-    with sized(path, 1, 2) as handles:
+    with sized(path, {1: "nixl", 2: "grpc"}) as handles:
         assert_kv_moves(handles[2], handles[1], cases, "nixl")
         assert_kv_moves(handles[1], handles[2], cases, "grpc")
 

@@ -9,8 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,9 @@ import pytest
 
 from diptych.workers.common.cores import cores_to_serve, usable_cores
 
-from ..support.cluster_harness import MODEL, Served, diptych, environment, load, serving, survivors
+from ..support.cluster_harness import END_S, MODEL, Served, diptych, environment, load, survivors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Served]]:
-    """One cluster for all of them, and another one after a test that ended it."""
-    found: list[Served] = []
-    with ExitStack() as stack:
-
-        def get() -> Served:
-            if not found or found[-1].process.poll() is not None:
-                home = tmp_path_factory.mktemp("served")
-                found.append(stack.enter_context(serving(home, "--prefill", "1", "--decode", "1")))
-            return found[-1]
-
-        yield get
 
 
 @pytest.fixture
@@ -242,10 +226,12 @@ def test_a_router_that_hangs_is_replaced_where_it_listened(served: Served) -> No
     subprocess.run(["bash", "-c", served.snippet("curl") + " -sSf"], capture_output=True, check=True)
 
 
-def test_sigterm_leaves_no_process_and_no_file(served: Served) -> None:
+def test_stop_from_another_terminal_leaves_no_process_and_no_file(served: Served) -> None:
     """The last of them, for it ends the cluster: one after it would have to start another."""
     family = served.family()
     assert len(family) > 5
-    assert served.end(signal.SIGTERM) == 0
+    run = diptych(served.home, "stop")
+    assert run.returncode == 0, run.stderr
+    assert served.process.wait(END_S) == 0
     assert not survivors(family)
     assert not list(served.home.iterdir())

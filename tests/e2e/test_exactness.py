@@ -53,7 +53,11 @@ def sampled(*factors: Sequence[Any]) -> list[Any]:
     or more, each pair of values is in one of the others."""
     combinations = itertools.product(*(enumerate(values) for values in factors))
     return [
-        pytest.param(*(value for _, value in each), marks=[pytest.mark.long] if sum(i for i, _ in each) % 3 else [])
+        pytest.param(
+            *(value for _, value in each),
+            marks=[pytest.mark.long] if sum(i for i, _ in each) % 3 else [],
+            id="-".join(str(part) for _, value in each for part in (value if isinstance(value, tuple) else [value])),
+        )
         for each in combinations
     ]
 

@@ -8,7 +8,6 @@ from typing import Self
 
 from ...workers.common.cores import usable_cores
 from ...workers.config.worker_config import WorkerConfig
-from ...workers.core.scheduler_config import TPOT_S
 from .config import ClusterConfig, Pools
 from .gang import gang_of, members, rank_of
 from .handles import RouterStarted
@@ -82,10 +81,10 @@ class Deployment:
         return str(Path(tempfile.gettempdir()) / f"diptych-{name.hexdigest()}")
 
 
-def step_tpot_s(config: ClusterConfig) -> float:
-    """Time per token at which steps with prompts aim: the promised one, if there is one."""
+def step_tpot_s(config: ClusterConfig) -> float | None:
+    """Time per token that the settings promise; None: they promise none."""
     level = config.service_level
-    return level.tpot_s if "tpot_s" in level.model_fields_set else TPOT_S
+    return level.tpot_s if "tpot_s" in level.model_fields_set else None
 
 
 def make_worker_id(pool: str, number: int) -> str:

@@ -25,11 +25,11 @@ from typing import Self
 from ...proto import worker_pb2
 from ...workers.common.errors import InternalError
 from ...workers.core.scheduler_config import LEAST_PREFILL_TOKENS
+from ...workers.core.step_cost import promised_target_s
 
 HORIZON = 2.0  # in TTFT levels: time over which the prompts that wait are counted
 MAX_COST_S = 1e6
 MAX_SHARE = 0.95  # of a worker's time for prompts, in TPOT: all of it would be an endless step
-TARGET_DECODE_STEPS = 3.0  # time of a step with prompts, in steps that only decode (step_cost.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def _share_of_step(w: WorkerState, cost: WorkerCost, step_s: float, level: Level
     """Share of a step that is left to prompts."""
     if not w.num_decodes or w.prefill_budget >= w.step_tokens:
         return 1.0
-    by_time = 1 - step_s / max(level.tpot_s, TARGET_DECODE_STEPS * step_s)
+    by_time = 1 - step_s / promised_target_s(level.tpot_s, step_s)
     chunk_s = (w.prefill_budget or LEAST_PREFILL_TOKENS) * cost.prefill_s
     return min(by_time, chunk_s / (step_s + chunk_s)) if chunk_s else by_time
 

@@ -12,7 +12,8 @@ fewest expected misses of either time, F as in prediction.py.
 
 from dataclasses import dataclass
 
-from ..common.prediction import MAX_SHARE, TARGET_DECODE_STEPS, Level, WorkerCost, miss_probability
+from ...workers.core.step_cost import promised_target_s
+from ..common.prediction import MAX_SHARE, Level, WorkerCost, miss_probability
 
 LATE = 1e3  # ratio of a time to its level where a queue grows without end
 
@@ -48,7 +49,7 @@ def outlook(num_prefill: int, num_workers: int, demand: Demand, cost: WorkerCost
     tpot_s = step_s if num_prefill else step_s / (1 - min(used, MAX_SHARE))
     share = 1.0
     if not num_prefill and demand.num_decodes:
-        share = 1 - step_s / max(level.tpot_s, TARGET_DECODE_STEPS * step_s)
+        share = 1 - step_s / promised_target_s(level.tpot_s, step_s)
     left = share - used
     ttft_s = queue_s / left if left > 0 else LATE * level.ttft_s
     missed = 1 - (1 - miss_probability(ttft_s / level.ttft_s)) * (1 - miss_probability(tpot_s / level.tpot_s))

@@ -14,12 +14,14 @@ from .worker_control import WorkerControl
 from .worker_record import WorkerRecord
 
 TICK_S = 1.0
-PLACED_S = 3.0  # between two checks of why a worker has not started
+PLACED_S = 3.0  # then it is worth a question why a worker has not started
 DRAIN_POLL_S = 0.1
-LAST_WORDS_S = 2.0  # at most, between the ends of a gang's members: each ends when it notices another's end
-SILENT_TICKS = 15  # without a report or an answer: the process hangs, and is replaced
-# Checks of PLACED_S without an answer, once a process is placed. Long, because it answers nothing while Ray makes its
-# environment and it imports, on cores that all starting processes share.
+LAST_WORDS_S = 2.0  # between the ends of a gang's members, of which each notices the others'
+# A worker reports every half second, a router answers in milliseconds: one that is silent for so many looks hangs, and
+# is replaced.
+SILENT_TICKS = 15
+# While it starts, looks of PLACED_S each, once it is placed. It loads on a thread, beside the loop that answers: before
+# that Ray makes its environment, and it imports, on cores that all who start share.
 SILENT_START_LOOKS = 40
 SILENT_NEW_LOOKS = 200  # before its first answer, if this supervisor starts it
 

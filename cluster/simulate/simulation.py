@@ -190,6 +190,8 @@ class Simulation:
 
     def offered(self, worker: SimulatedWorker, sequence: Sequence, began: float) -> None:
         job = self._jobs[sequence]
+        assert job.sink is not None and job.sequence is not None
+        job.sink.source_begins(job.sequence, self.now)
         self._sources[sequence] = worker
         if job.is_granted:
             self._send(job, worker, sequence, began)

@@ -6,8 +6,8 @@ model. What it does, the engine does (workers/engine): this file repeats the ord
 Steps that only decode the same sequences are one event: the run ends where a sequence does, or blocks run short, and is
 cut to the step under way by whatever comes in between.
 
-Of a hand-off the source calls `offered` after each step with the tokens that are new, and `sealed` once it has made the
-first token; `end_lease` frees its blocks. The sink calls `imported` when the KV is there.
+Of a hand-off the source calls `offered` after each step with new tokens, and `sealed` once it has made the first token;
+`end_lease` frees its blocks. The sink calls `imported` when the KV is there.
 """
 
 from collections.abc import Callable
@@ -88,6 +88,7 @@ class SimulatedWorker:
         self._work = StepWork()
         self._run = DecodeRun(0.0, 1, 0.0, 0.0)
         self._inbox: list[Sequence] = []  # sent here during the step under way
+        self._promised: dict[Sequence, Import] = {}  # imports whose source has not begun
         self._waiting: dict[Sequence, Import] = {}  # imports without blocks
         self._arriving: dict[Sequence, Import] = {}
         self._leased: dict[Sequence, list[int]] = {}
@@ -101,7 +102,8 @@ class SimulatedWorker:
     @property
     def is_empty(self) -> bool:
         """Return whether it holds no request, and nothing for another worker."""
-        return not (self.scheduler.has_work or self._inbox or self._waiting or self._arriving or self._leased)
+        coming = self._promised or self._waiting or self._arriving
+        return not (coming or self.scheduler.has_work or self._inbox or self._leased)
 
     def submit(self, sequence: Sequence, now: float) -> None:
         """Take a sequence once the step under way has ended: the time from which it is due counts from there."""
@@ -117,13 +119,19 @@ class SimulatedWorker:
         self._inbox.clear()
 
     def expect(self, coming: Import, now: float) -> None:
-        """Wait for KV of a sequence."""
+        """Wait for KV of a sequence: for blocks at once where it is a cached prefix, else from `source_begins` on."""
+        self._promised[coming.sequence] = coming
         coming.sequence.status = SequenceStatus.IMPORTING
         if coming.is_prefix:
             self.scheduler.expect(coming.sequence)
-        self._waiting[coming.sequence] = coming
-        self._cut(now)
-        self.grant()
+            self.source_begins(coming.sequence, now)
+
+    def source_begins(self, sequence: Sequence, now: float) -> None:
+        """Reserve blocks for a sequence of which its source has computed something. Idempotent."""
+        if sequence in self._promised:
+            self._waiting[sequence] = self._promised.pop(sequence)
+            self._cut(now)
+            self.grant()
 
     def grant(self) -> None:
         """Reserve blocks for waiting imports, oldest first, as workers/engine/incoming.py does."""
@@ -185,11 +193,10 @@ class SimulatedWorker:
             self._begin(now)
 
     def _begin(self, now: float) -> None:
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(now)
         if batch:
             self.scheduler.copied(batch)
-            self._batch = batch
-            self._work = self.scheduler.work_of(batch)
+            self._batch, self._work = batch, self.scheduler.work_of(batch)
             self._slowdown = self._slowdown_now()
             self._run = self._run_of(batch, now).slowed(self._slowdown)
             self.manager.begin_step()

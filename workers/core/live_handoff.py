@@ -1,9 +1,9 @@
-"""The hand-off of a running sequence: how many blocks its sink reserves, and when its source stops decoding. Pure.
+"""The hand-off of a running sequence: how many blocks its sink reserves, and when its source stops. Pure.
 
-    offer ──the sink reads the existing blocks──> it reads those computed meanwhile ──few left, or no fewer──> seal
-       └── `slack_tokens` generated since the offer: the sequence waits for its sink
+    offer ──the sink reads what there was──> it follows what is made meanwhile ──near, or no nearer──> seal
+       └── `slack_tokens` made since the offer: the sequence waits for its sink
 
-Workers decide by it; routers predict with the same numbers (cluster/routing/migration.py).
+Workers act by it; routers reckon with the same numbers (cluster/routing/migration.py).
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from ..kv.layout import blocks_for
 from ..kv.segment import Segment
 
-# Blocks that a sequence of any length may fill between its offer and its seal: messages take time.
+# That a running sequence may fill between its offer and its seal, however short it is: asking and answering takes time.
 SLACK_BLOCKS = 8
-# More blocks, as a share of those at the offer: links move KV at least 16 times as fast as decoding computes it.
+# Of what there is at the offer: so much more while that is read. A link moves KV at least 16 times as fast as decoding
+# makes it.
 SLACK_SHARE = 1 / 16
-# The source stops with at most so many unread blocks; they are read with the last one, which changes until then.
+# Unread ones with which a sequence stops: they are read beside the last one, which changes until then.
 NEAR_BLOCKS = 2
 
 

@@ -50,7 +50,7 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}
         self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, ScheduledSequence] = {}
-        self._tpots = TightestTpot(config.tpot_s)  # of those that decode
+        self._tpots = TightestTpot(math.inf if config.tpot_s is None else config.tpot_s)  # of those that decode
         self._stuck: tuple[Sequence, int, bytes | None] | None = None  # see _is_stuck
 
     @property
@@ -155,8 +155,9 @@ class Scheduler:
             work = work.with_chunk(entry.sequence.num_computed, entry.num_new)
         return work
 
-    def schedule(self) -> Batch:
-        """Make the next step's batch; empty when nothing can run."""
+    def schedule(self, now: float = 0.0) -> Batch:
+        """Make the next step's batch; empty when nothing can run. now: as Sequence.due."""
+        self._queue.now = now
         self._end_prefills()
         if not self._suspects.sequences:
             return self._together()
@@ -270,8 +271,8 @@ class Scheduler:
         if self.prefill_budget >= config.step_tokens:
             return Budget(num_tokens, work)
         num_left = sum([e.sequence.end for e in decodes]) - work.num_context
-        target = target_s(self.cost, work, self.num_waiting_tokens, num_left)
-        return Budget(num_tokens, work, max(self._tpots.least_s, target))
+        target = target_s(self._tpots.least_s, self.cost, work, self.num_waiting_tokens, num_left)
+        return Budget(num_tokens, work, target)
 
     def _schedule_prefills(self, entries: list[ScheduledSequence], budget: Budget) -> None:
         for sequence in self._prefilling:

@@ -8,7 +8,6 @@ from pydantic.dataclasses import dataclass
 from ..common.role import Role, budget_of, role_of
 from ..common.settings import STRICT, Scope
 
-TPOT_S = 0.04  # target of steps that compute prompts beside decodes; docs/performance.md has figures of other values
 LEAST_PREFILL_TOKENS = 16  # per step, even if decodes alone take longer than the target: prompts must progress
 STEP_TOKENS = 2048  # budget of a step where neither settings nor a device give one
 
@@ -23,8 +22,10 @@ class SchedulerConfig:
         Field(ge=0, description="Seconds of a step with running decodes; 0: no matter.  [default: by load]"),
     ] = None
     tpot_s: Annotated[
-        float, Scope.PROCESS, Field(ge=0, description="Time per output token that such a step aims at by load.")
-    ] = TPOT_S
+        float | None,
+        Scope.PROCESS,
+        Field(ge=0, description="Promised time per output token, at which such a step aims.  [default: none]"),
+    ] = None
     ttft_s: Annotated[
         float, Scope.PROCESS, Field(ge=0, description="Time to first token that the order of admission aims at.")
     ] = 1.0

@@ -12,11 +12,14 @@ import math
 from dataclasses import dataclass
 
 MEMORY_STEPS = 200  # a step that long ago counts 1/e
+LOAD_TPOT_S = 0.04  # of steps with prompts, where no TPOT is promised; docs/performance.md has figures of other values
 NUM_ROUNDS = 2  # of descent, a step
 NUM_NEEDED = 8  # steps before the first prediction
 NUM_NEEDED_WITH_PREFILL = 2  # of those
 FORGOTTEN = 1e-200  # a decayed sum this small is no evidence: the weight stays
-TARGET_DECODE_STEPS = 3.0  # if decodes alone take long: prompts have at least two thirds of the time, see target_s
+TPOT_MARGIN = 0.9  # of a promised TPOT, that a step aims at: steps take longer than predicted, too
+TPOT_DECODE_STEPS = 2.0  # if decodes alone take long: prompts have at least half of the time, see promised_target_s
+LOAD_DECODE_STEPS = 3.0  # where no TPOT is promised: two thirds, see target_s
 WAITING_PER_LEFT = 4.0  # prompt tokens waiting for each that the decodes may still make, that add one to those steps
 ANSWER_TOKENS = 256  # of those, for each decode on average: few make more
 OUTLIER = 4.0  # a step counts as at most this many times its predicted time
@@ -118,9 +121,18 @@ def _features(work: StepWork) -> tuple[float, float, float, float, float]:
     return 1.0, work.num_decodes, work.num_context, work.num_prefill, work.num_pairs
 
 
-def target_s(cost: StepCost, decodes: StepWork, num_waiting: int, num_left: int) -> float:
-    """Longest time (s) that a step may take which computes prompts beside these decodes, which may make `num_left` more
-    tokens: it grows with the prompt tokens (`num_waiting`) that wait for each of those. Prompts that wait hardly delay
+def promised_target_s(tpot_s: float, decodes_s: float) -> float:
+    """Longest time (s) that a step may take which computes prompts beside decodes that were promised `tpot_s` and take
+    `decodes_s` alone."""
+    return max(TPOT_MARGIN * tpot_s, TPOT_DECODE_STEPS * decodes_s)
+
+
+def target_s(tpot_s: float, cost: StepCost, decodes: StepWork, num_waiting: int, num_left: int) -> float:
+    """The same where `tpot_s` may be infinite: none is promised. Then, for decodes that may make `num_left` more
+    tokens, it grows with the prompt tokens (`num_waiting`) that wait for each of those. Prompts that wait hardly delay
     long answers, and the last tokens of short answers delay few prompts."""
+    if tpot_s < math.inf:
+        return promised_target_s(tpot_s, cost.seconds(decodes))
     num_left = min(num_left, ANSWER_TOKENS * decodes.num_decodes)
-    return (TARGET_DECODE_STEPS + num_waiting / (WAITING_PER_LEFT * num_left)) * cost.seconds(decodes)
+    steps = LOAD_DECODE_STEPS + num_waiting / (WAITING_PER_LEFT * num_left)
+    return max(LOAD_TPOT_S, steps * cost.seconds(decodes))

@@ -1,4 +1,4 @@
-"""Queue of waiting sequences: decides which is admitted next. Pure; knows no block and no clock.
+"""Queue of waiting sequences: decides which is admitted next. Pure; knows no block. Its time is `now`.
 
     add ─> waiting ──pop──> (admitted)          preempted ones come before all that wait, oldest first
             │  ^ └─discard
@@ -7,8 +7,9 @@
 
 Between tenants (their cache salts): whoever has been served the least, in tokens, comes next; a tenant that was away
 has no credit from then (virtual token counter, Sheng et al. 2024, "Fairness in Serving Large Language Models", §4).
-Within a tenant: whose first token is due first. Both orders are fixed when a sequence comes, so nobody starves: what
-comes later is due later. Every operation is O(log waiting), amortised.
+Within a tenant: whose first token is due first. One that is late waits for those that can still be in time: where not
+all can be, first come first served would let all be late. After LATE_S it goes before them, so that nobody starves.
+Every operation is O(log waiting), amortised.
 """
 
 import heapq
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 from .sequence import Sequence
 
+LATE_S = 10.0  # that a late sequence waits at most for others
 OUTPUT_WEIGHT = 2  # cost of a generated token, in prefilled tokens (the same paper's choice)
 
 _Entry = tuple[float, int, Sequence]
@@ -27,11 +29,14 @@ class _Tenant:
     number: int
     served: float  # tokens
     num_present: int = 0  # its sequences here, waiting or running
-    queue: list[_Entry] = field(default_factory=list[_Entry])  # a heap; entries of requests that have left are skipped
+    # Heaps; entries of requests that have left are skipped.
+    queue: list[_Entry] = field(default_factory=list[_Entry])
+    late: list[_Entry] = field(default_factory=list[_Entry])
 
 
 class WaitingQueue:
     def __init__(self) -> None:
+        self.now = 0.0  # by the clock of Sequence.due; whoever looks sets it before
         self.num_tokens = 0  # to compute, of all that wait
         self._waiting: dict[Sequence, None] = {}
         self._preempted: dict[Sequence, None] = {}
@@ -101,7 +106,7 @@ class WaitingQueue:
                 return heap[0][2]
             heapq.heappop(heap)
         tenant = self._next_tenant()
-        return None if tenant is None else tenant.queue[0][2]
+        return None if tenant is None else self._heap(tenant)[0][2]
 
     def pop(self, num_new: int) -> None:
         """Admit the sequence that `peek` gives, with so many tokens to compute."""
@@ -133,19 +138,27 @@ class WaitingQueue:
         """The tenant served least of those that have a sequence in the queue, which is then the first of its queue."""
         while self._next_tenants:
             served, _, tenant = self._next_tenants[0]
-            if served == tenant.served:
-                while tenant.queue and tenant.queue[0][2] not in self._waiting:
-                    heapq.heappop(tenant.queue)
-                if tenant.queue:
-                    return tenant
+            if served == tenant.served and self._heap(tenant):
+                return tenant
             heapq.heappop(self._next_tenants)
         return None
 
     def _take_first(self) -> _Tenant:
         """Remove the next sequence from its queue, and the tenant's entry with it."""
         _, _, tenant = heapq.heappop(self._next_tenants)
-        heapq.heappop(tenant.queue)
+        heapq.heappop(self._heap(tenant))
         return tenant
+
+    def _heap(self, tenant: _Tenant) -> list[_Entry]:
+        """The one of its heaps whose first sequence is next; an empty one where it has none."""
+        queue, late = tenant.queue, tenant.late
+        while queue and (queue[0][0] < self.now or queue[0][2] not in self._waiting):
+            entry = heapq.heappop(queue)
+            if entry[2] in self._waiting:
+                heapq.heappush(late, entry)
+        while late and late[0][2] not in self._waiting:
+            heapq.heappop(late)
+        return late if late and (not queue or late[0][0] + LATE_S < self.now) else queue
 
     def _serve(self, tenant: _Tenant, num_tokens: int) -> None:
         tenant.served += num_tokens
@@ -153,11 +166,11 @@ class WaitingQueue:
 
     def _line_up(self, sequence: Sequence) -> None:
         tenant = self._tenants[sequence.request.cache_salt]
-        if not tenant.queue:
+        if not tenant.queue and not tenant.late:
             tenant.served = max(tenant.served, self._floor)
             self._line_up_tenant(tenant, is_new=True)
         heapq.heappush(tenant.queue, (sequence.due, sequence.arrival, sequence))
 
     def _line_up_tenant(self, tenant: _Tenant, *, is_new: bool = False) -> None:
-        if tenant.queue or is_new:
+        if tenant.queue or tenant.late or is_new:
             heapq.heappush(self._next_tenants, (tenant.served, tenant.number, tenant))

@@ -194,7 +194,7 @@ class Engine:
         """
         self._expire()
         num_preemptions = self.scheduler.num_preemptions
-        batch = self.steps.first or self.scheduler.schedule()
+        batch = self.steps.first or self.scheduler.schedule(self._clock())
         if self.scheduler.num_preemptions != num_preemptions:
             self.outgoing.end_preempted()
         if batch:

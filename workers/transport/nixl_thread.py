@@ -1,13 +1,13 @@
-"""Thread that calls NIXL, one of a process. It owns the agent, its peers and the reads in progress.
+"""The one thread of a process that talks to NIXL: it owns the agent, its peers and the reads under way.
 
-    idle                       waits for a command
-    own hand-offs open         makes progress every SERVE_POLL_S: else peers cannot connect or, on some links, read
-    reads in progress          polls them; each has at most MAX_POSTED transfers of POST_BYTES posted. While the engine
-                               computes, copying gets only a part of the time (copy_budget.py)
+    idle                       sleeps until a command comes
+    hand-offs of ours open     makes progress every SERVE_POLL_S: else peers cannot connect nor, on some links, read
+    reads under way            polls them; each has at most MAX_POSTED transfers of POST_BYTES posted. While the engine
+                               computes, only a part of the time goes into copying (copy_budget.py)
 
-Within a machine NIXL copies inside `post`, with the GIL released. POST_BYTES is large enough to hide Python's overhead,
-and small enough not to delay commands and other reads.
-A read's future is done when none of its bytes can arrive any more: every transfer has ended, or the connection is cut.
+Within a machine NIXL copies inside `post`, without the interpreter's lock: a post is large enough for the Python around
+it not to count, and small enough for a command, or another read, not to wait long.
+A read's future is done only when no byte of it can land any more: every transfer has ended, or the connection is cut.
 """
 
 import logging
@@ -34,16 +34,16 @@ MAX_POSTED = 4  # simultaneous transfers of one read
 MAX_PEERS = 256
 SERVE_POLL_S = 0.001
 READ_POLL_S = 0.0001
-# No TCP: UCX has no authentication, and a TCP peer could write to any address. Messages use unnamed files of mode 0600
-# (sysv's segments would be open to the group), data process_vm_readv, which the kernel allows to the same user only.
-# On a machine with GPUs NIXL requires "cuda".
+# UCX knows no token: over TCP it lets whoever dials write to any address. So it never listens. Within a machine its
+# messages go through shared memory (files of mode 0600 without a name; sysv's would be open to the group), bytes by
+# process_vm_readv, which the kernel grants to the same user alone. On a machine with GPUs NIXL insists on "cuda".
 TLS_WITHIN_MACHINE = "posix,cma,self,cuda"
-TLS_RDMA = "ib"  # all hosts of the fabric can read and write registered memory
+TLS_RDMA = "ib"  # whoever is on the fabric can also read and write registered memory
 UCX_FIXED = {"UCX_POSIX_ERROR_HANDLING": "y"}  # NIXL asks for transports that notice a peer's end
 UCX_SETTINGS = {
-    "UCX_LOG_LEVEL": "fatal",  # errors are raised, and logged by the caller
-    "UCX_CMA_SEG_SIZE": "16m",  # most bytes of a system call: with UCX's 512 KiB the calls take measurable time
-    "UCX_CMA_TX_QUOTA": "32",  # copies between two checks for other work
+    "UCX_LOG_LEVEL": "fatal",  # what fails is raised, and logged by us
+    "UCX_CMA_SEG_SIZE": "16m",  # bytes a system call copies at most: of 512 KiB, as UCX has it, the calls are seen
+    "UCX_CMA_TX_QUOTA": "32",  # copies between two checks of other work: matters for small copies
 }
 
 log = logging.getLogger("diptych.nixl")

@@ -72,8 +72,8 @@ def test_times_by_hand() -> None:
     loaded = times(decodes=6, waiting=100)
     own_s = prefill_s(loaded, 0, 50)
     assert own_s == pytest.approx(0.050)
-    # A step of six decodes takes 10 ms; one that aims at 50 ms leaves 80 % to the 150 prompt tokens, of 1 ms each.
-    assert ttft_s(loaded, own_s) == pytest.approx(0.010 + 0.150 / 0.8)
+    # A step of six decodes takes 10 ms; one that aims at 45 ms leaves 7/9 to the 150 prompt tokens, of 1 ms each.
+    assert ttft_s(loaded, own_s) == pytest.approx(0.010 + 0.150 * 9 / 7)
     assert tpot_s(loaded, 0.0, 50) == pytest.approx(0.011 / (1 - 0.1 / (HORIZON * 0.5)))
     assert tpot_s(loaded, own_s, 50) == pytest.approx(0.011 / (1 - 0.15 / (HORIZON * 0.5)))
     before, after = 0.010 / (1 - 0.1 / (HORIZON * 0.5)) / 0.05, 0.010 / (1 - 0.15 / (HORIZON * 0.5)) / 0.05
@@ -98,8 +98,8 @@ def test_a_prefill_budget_is_what_it_leaves_of_a_step_to_prompts() -> None:
     """A whole step's budget knows no time target; one that is smaller is limited by it, and by its tokens."""
     expected = {
         STEP_TOKENS: 1.0,
-        STEP_TOKENS - 1: 0.8,
-        256: 0.8,
+        STEP_TOKENS - 1: 7 / 9,
+        256: 7 / 9,
         20: 0.020 / 0.030,
         1: 0.001 / 0.011,
         0: 0.016 / 0.026,

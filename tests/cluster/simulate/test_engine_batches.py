@@ -79,8 +79,8 @@ def simulated_batches(config: SchedulerConfig, monkeypatch: pytest.MonkeyPatch) 
         {"mixed": {"replicas": 1}}, timer=TIMER, num_blocks=NUM_BLOCKS, scheduler=config, max_requests=100
     )
 
-    def recorded(scheduler: Scheduler) -> Batch:
-        batch = schedule(scheduler)
+    def recorded(scheduler: Scheduler, now: float) -> Batch:
+        batch = schedule(scheduler, now)
         if batch:
             batches.append(rows_of(simulation.now, batch))
         return batch

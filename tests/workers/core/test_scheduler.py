@@ -10,7 +10,14 @@ from diptych.workers.core.prefix_cache import PrefixCache
 from diptych.workers.core.scheduler import Scheduler
 from diptych.workers.core.scheduler_config import LEAST_PREFILL_TOKENS, SchedulerConfig
 from diptych.workers.core.sequence import Batch, Sequence, SequenceStatus
-from diptych.workers.core.step_cost import ANSWER_TOKENS, TARGET_DECODE_STEPS, WAITING_PER_LEFT, StepWork
+from diptych.workers.core.step_cost import (
+    ANSWER_TOKENS,
+    LOAD_DECODE_STEPS,
+    LOAD_TPOT_S,
+    TPOT_DECODE_STEPS,
+    WAITING_PER_LEFT,
+    StepWork,
+)
 
 from ...support.sequences import make_request, make_sequence
 
@@ -136,14 +143,14 @@ def beside_decodes(
 
 
 def test_beside_decodes_prompts_fill_a_step_of_a_fixed_time() -> None:
-    assert beside_decodes(4, 90) == pytest.approx(1000 * SchedulerConfig().tpot_s - 4, abs=2)
-    assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * SchedulerConfig().tpot_s - 4, abs=2)
+    assert beside_decodes(4, 90) == pytest.approx(1000 * LOAD_TPOT_S - 4, abs=2)
+    assert beside_decodes(4, 30, 30, 30) == pytest.approx(1000 * LOAD_TPOT_S - 4, abs=2)
     assert beside_decodes(4, 90, role=Role.PREFILL) == 90
 
 
 def decode_steps(num_waiting: int, num_left: int) -> float:
     """How many steps that only decode the prompt tokens of a step may take."""
-    return TARGET_DECODE_STEPS - 1 + num_waiting / (WAITING_PER_LEFT * num_left)
+    return LOAD_DECODE_STEPS - 1 + num_waiting / (WAITING_PER_LEFT * num_left)
 
 
 def test_where_decodes_take_long_prompts_have_their_share_of_time() -> None:
@@ -152,7 +159,7 @@ def test_where_decodes_take_long_prompts_have_their_share_of_time() -> None:
 
 
 def test_the_bound_grows_with_what_waits_for_each_token_that_the_decodes_may_make() -> None:
-    fixed = pytest.approx(1000 * SchedulerConfig().tpot_s - 2, abs=2)
+    fixed = pytest.approx(1000 * LOAD_TPOT_S - 2, abs=2)
     assert beside_decodes(2, 190, 190) == fixed  # long answers are not held up
     assert beside_decodes(2, 190, 190, num_left=1) == 98  # nor are many prompts, by two tokens
     assert beside_decodes(2, 190, 190, num_left=4, decode_s=0.003) == pytest.approx(6 * decode_steps(380, 8), abs=2)
@@ -160,15 +167,15 @@ def test_the_bound_grows_with_what_waits_for_each_token_that_the_decodes_may_mak
 
 
 def test_a_promised_time_per_token_takes_the_place_of_the_fixed_one_and_never_starves_prompts() -> None:
-    assert beside_decodes(4, 90, tpot_s=0.06) == pytest.approx(56, abs=2)
-    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TARGET_DECODE_STEPS - 1) * 20, abs=3)
+    assert beside_decodes(4, 90, tpot_s=0.06) == pytest.approx(50, abs=2)
+    assert beside_decodes(4, 90, decode_s=0.005, tpot_s=0.01) == pytest.approx((TPOT_DECODE_STEPS - 1) * 20, abs=3)
 
 
 def test_steps_aim_at_the_shortest_time_per_token_that_was_promised_to_a_sequence_that_decodes() -> None:
-    assert beside_decodes(4, 90, promised=[0.02], tpot_s=0.06) == pytest.approx(16, abs=2)
-    assert beside_decodes(4, 90, promised=[0.08, 0.03, 0.08, 0.08], tpot_s=0.06) == pytest.approx(26, abs=2)
-    assert beside_decodes(4, 90, promised=[0.08], tpot_s=0.06) == pytest.approx(56, abs=2)  # three without their own
-    assert beside_decodes(4, 90, promised=[0.08] * 4, tpot_s=0.06) == pytest.approx(76, abs=2)
+    assert beside_decodes(4, 90, promised=[0.02], tpot_s=0.06) == pytest.approx(14, abs=2)
+    assert beside_decodes(4, 90, promised=[0.08, 0.03, 0.08, 0.08], tpot_s=0.06) == pytest.approx(23, abs=2)
+    assert beside_decodes(4, 90, promised=[0.08], tpot_s=0.06) == pytest.approx(50, abs=2)  # three without their own
+    assert beside_decodes(4, 90, promised=[0.08] * 4, tpot_s=0.06) == pytest.approx(68, abs=2)
 
 
 def test_a_promise_ends_with_its_sequence() -> None:
@@ -182,7 +189,7 @@ def test_a_promise_ends_with_its_sequence() -> None:
     scheduler.add(make_sequence([1] * 90))
     assert scheduler.schedule().num_prefill_tokens == LEAST_PREFILL_TOKENS
     scheduler.remove(tight)
-    assert scheduler.schedule().num_prefill_tokens == pytest.approx(1000 * SchedulerConfig().tpot_s, abs=4)
+    assert scheduler.schedule().num_prefill_tokens == pytest.approx(1000 * LOAD_TPOT_S, abs=4)
 
 
 def test_slack_is_what_its_own_goal_leaves() -> None:

@@ -1,5 +1,5 @@
 from diptych.workers.core.sequence import Sequence
-from diptych.workers.core.waiting_queue import WaitingQueue
+from diptych.workers.core.waiting_queue import LATE_S, WaitingQueue
 
 from ...support.sequences import make_sequence
 
@@ -25,6 +25,31 @@ def test_whose_first_token_is_due_first_and_then_who_came_first() -> None:
     a, b, c = waiting(queue, due=2.0), waiting(queue, due=1.0), waiting(queue, due=2.0)
     assert admitted(queue) == [b, a, c]
     assert (len(queue), queue.num_tokens) == (0, 0)
+
+
+def test_a_late_one_waits_for_those_that_can_be_in_time_but_not_for_ever() -> None:
+    queue = WaitingQueue()
+    late, later = waiting(queue, due=1.0), waiting(queue, due=2.0)
+    in_time = [waiting(queue, due=4.0) for _ in range(4)]
+    queue.now = 3.0
+    order: list[Sequence] = []
+    for _ in range(2):
+        order.append(queue.peek() or late)
+        queue.pop(1)
+    assert order == in_time[:2]
+    queue.now = 1.0 + LATE_S + 0.5
+    assert admitted(queue) == [late, later, *in_time[2:]]
+    assert (len(queue), queue.num_tokens) == (0, 0)
+
+
+def test_a_late_one_that_has_left_is_skipped_and_the_next_tenant_is_served() -> None:
+    queue = WaitingQueue()
+    gone, other = waiting(queue, due=1.0), waiting(queue, salt=b"other", due=1.5)
+    queue.now = 2.0
+    assert queue.peek() == gone
+    queue.discard(gone)
+    queue.leave(gone)
+    assert admitted(queue) == [other]
 
 
 def test_preempted_ones_come_first_the_oldest_of_them_before() -> None:

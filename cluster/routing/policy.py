@@ -38,7 +38,7 @@ NUM_SAMPLED = 8
 HANDOFF_MISSES = 0.2  # that a hand-off must spare: it takes time of both workers that is not predicted
 NEARLY = 0.0005  # expected misses by which predictions differ of themselves
 TIME_WEIGHT = 0.005  # misses that a time as long as its level counts as
-ANSWER_TOKENS = 64  # over which the time of a hand-off is spread: few answers are as long as they may be
+ANSWER_TOKENS = 64  # of an answer: few are as long as they may be
 SEQUENCE_TOKENS = 8  # to compute, that weigh as much as a running sequence when queues are compared
 SPLIT_TOKENS = 2048  # of a prompt that may move inside it
 PULL_GAIN = 1.5  # a prefix is pulled where computing it takes longer by this factor
@@ -254,8 +254,8 @@ def _predicted_route(
         handed_off = _predicted_handoff(candidates, facts, level, limit) or split
         if handed_off is not None:
             return handed_off
-    near = [w for w, score in zip(able, scores, strict=True) if score < fewest + NEARLY]
-    return Route(None, near[_least_busy(near, facts)].incarnation)
+    near = [candidate for candidate, score in zip(candidates, scores, strict=True) if score < fewest + NEARLY]
+    return Route(None, _least_busy(near, facts).incarnation)
 
 
 def _predicted_handoff(
@@ -316,17 +316,23 @@ def split_points(source: WorkerTimes, sink: WorkerTimes, num_held: int, num_toke
     return sorted(point for point in points if num_held < point < num_tokens)
 
 
-def _least_busy(workers: Sequence[FleetWorker], facts: RequestFacts) -> int:
-    """Index of the worker with the least to do: its sequences, and the tokens of the prompt that it has not cached; of
-    several, another one for each sample."""
-    num, turn = len(workers), facts.sample
-    if not facts.cached_tokens:
-        return min(range(num), key=lambda i: (workers[i].num_sequences, (i - turn) % num))
+def _least_busy(candidates: Sequence[_Candidate], facts: RequestFacts) -> FleetWorker:
+    """Worker with the least to do: the tokens of the prompt that it has not cached, and a part of the answers of its
+    sequences, both at the cost of the first worker, so that differences of measurements do not count. Of several,
+    another one for each sample."""
+    num, cost = len(candidates), candidates[0][1].cost
+    answer_s = ANSWER_TOKENS * max(cost.decode_s, cost.prefill_s)
 
-    def tokens(i: int) -> int:
-        return facts.uncached_tokens(workers[i].incarnation) + SEQUENCE_TOKENS * workers[i].num_sequences
+    def key(i: int) -> tuple[float, int, int]:
+        worker = candidates[i][0]
+        uncached = facts.uncached_tokens(worker.incarnation) if facts.cached_tokens else 0
+        return (
+            uncached * cost.prefill_s + worker.num_sequences * answer_s,
+            worker.num_sequences,
+            (i - facts.sample) % num,
+        )
 
-    return min(range(num), key=lambda i: (tokens(i), (i - turn) % num))
+    return candidates[min(range(num), key=key)][0]
 
 
 def _sample(workers: Sequence[FleetWorker], facts: RequestFacts) -> Sequence[FleetWorker]:

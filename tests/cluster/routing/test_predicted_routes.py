@@ -21,7 +21,7 @@ from diptych.cluster.common.prediction import (
     ttft_s,
 )
 from diptych.cluster.routing.fleet import FleetWorker, WorkerInfo
-from diptych.cluster.routing.policy import NUM_SAMPLED, SEQUENCE_TOKENS, RequestFacts, Route, RoutingConfig, choose
+from diptych.cluster.routing.policy import NUM_SAMPLED, RequestFacts, Route, RoutingConfig, choose
 from diptych.proto import worker_pb2
 from diptych.workers.common.errors import InternalError
 from diptych.workers.common.role import Role
@@ -175,7 +175,7 @@ def test_a_short_cached_prefix_decides_between_workers_that_are_nearly_equal() -
     fleet = [worker("a"), worker("b"), worker("c")]
     found = [route(*fleet, num_tokens=40, cached_tokens={"b": 32}, sample=i).decode for i in range(3)]
     assert found == ["b"] * 3
-    fleet[1].num_in_flight = 32 // SEQUENCE_TOKENS + 1
+    fleet[1].num_in_flight = 1  # sequence, of which a token costs as much as one of a prompt
     assert {route(*fleet, num_tokens=40, cached_tokens={"b": 32}, sample=i).decode for i in range(3)} == {"a", "c"}
 
 

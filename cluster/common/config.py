@@ -222,6 +222,11 @@ class ClusterConfig(_worker_settings("SharedSettings", Scope.CLUSTER)):
     def _check_pools(self) -> Self:
         check_targets(self.pools.targets)
         self._checked(None)
+        if self.dial and not self.router.predict:
+            raise ValueError(
+                "dial moves prefill budgets for routes by predicted times, which router.predict: false turns off: "
+                "leave router.predict out, or dial"
+            )
         for name, pool in self.pools.items():
             ranks = self._checked(name).parallel.tensor_parallel
             if ranks > 1 and self.is_on_gpus and self.gpus_of(pool) < ranks:

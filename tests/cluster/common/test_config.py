@@ -174,6 +174,12 @@ def test_each_rank_on_cuda_has_a_gpu() -> None:
         gpus("cuda:0", tensor_parallel=2, num_gpus=1)
 
 
+def test_the_dial_needs_predicted_routes() -> None:
+    assert build({"model": "m", "dial": True}).dial
+    with pytest.raises(ConfigError, match=r"router.predict: false turns off: leave router.predict out, or dial"):
+        build({"model": "m", "dial": True, "router": {"predict": False}})
+
+
 def test_a_machine_with_too_few_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
     monkeypatch.setattr(control.ray, "nodes", lambda: [{}])

@@ -60,6 +60,10 @@ class NullRunner:
         self.elapsed_s = time.perf_counter() - began
         return sampled
 
+    @property
+    def has_borrowed_cores(self) -> bool:
+        return False
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return False
 

@@ -5,7 +5,7 @@
         [--json F.json] [--markdown F.md] [--plot F.svg] [-- more flags of serve]
 
 Each load is sent at each rate to each layout in turn. A fixed layout routes by roles: one measured run, which every
-service level scores. The dial routes by predicted times and aims at the level: a run for each. Load
+service level scores. The dial routes by predicted times, aims at the level and shares its cores: a run for each. Load
 generator, traces and figures are those of `diptych bench`. A layout of Diptych is started by `diptych serve` for each
 run and stopped after it: workers hold their cores by locks, so that a second cluster would run without cores of its
 own. vLLM (ENV: see versus_vllm.py) is started once and stopped (SIGSTOP) while others run. `--endpoint NAME=URL` adds
@@ -71,7 +71,7 @@ LAYOUTS = {
     "1p1d": Layout({"prefill": 1, "decode": 1}, 1),
     "2mixed": Layout({"mixed": 2}, 1),
     "1mixed": Layout({"mixed": 1}, 2),
-    DIAL: Layout({"mixed": 2}, 1, is_dial=True),
+    DIAL: Layout({"mixed": 2}, 1, ["--share-cores"], is_dial=True),
 }
 FIXED = ("1p1d", "2mixed", "1mixed")
 VLLM = "vllm"

@@ -78,6 +78,11 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def has_borrowed_cores(self) -> bool:
+        """True where the last step was computed on cores of other workers too: the next may take longer."""
+        ...
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         """Return whether a sequence with this sampling may be in a batch with `previous_entries`, which is launched
         before the sequence's last token is known."""

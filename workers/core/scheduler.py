@@ -141,12 +141,12 @@ class Scheduler:
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
 
-    def measured(self, batch: Batch, seconds: float) -> None:
-        """Note how long the batch took; call it before what was computed is counted."""
+    def measured(self, batch: Batch, seconds: float, *, borrowed: bool = False) -> None:
+        """Note how long the batch took; call it before what was computed is counted. borrowed: see StepCost.add."""
         if self._suspects.sequences:
             self._suspects.computed(batch)
         if self.config.target_step_s != 0 and batch.prompt_logprobs is None:  # those take longer than their tokens do
-            self.cost.add(self.work_of(batch), seconds)
+            self.cost.add(self.work_of(batch), seconds, borrowed=borrowed)
 
     def work_of(self, batch: Batch) -> StepWork:
         """The work of a batch; call it before what was computed is counted."""

@@ -77,9 +77,10 @@ class StepCost:
         fixed, decode, context, prefill, pair = self._weights
         return fixed, decode, context, prefill, pair
 
-    def add(self, work: StepWork, seconds: float) -> None:
-        """Add a measured step. A time that cannot be is ignored."""
-        if not (seconds > 0 and math.isfinite(seconds)):
+    def add(self, work: StepWork, seconds: float, *, borrowed: bool = False) -> None:
+        """Add a measured step. A time that cannot be is ignored. borrowed: it ran on more cores than the next may have,
+        so that it counts only until enough steps are known."""
+        if not (seconds > 0 and math.isfinite(seconds)) or (borrowed and self.is_measured and self.decode_is_measured):
             return
         if self.is_measured:
             seconds = min(seconds, OUTLIER * max(self.seconds(work), 1e-6))

@@ -102,7 +102,7 @@ class StepPipeline:
         self._computing = None
         # A step's own time, without the time of the step before it.
         began, self._last_end = max(step.began, self._last_end), self._clock()
-        self._scheduler.measured(step.batch, self._last_end - began)
+        self._scheduler.measured(step.batch, self._last_end - began, borrowed=self._runner.has_borrowed_cores)
         if self.log is not None:
             self.log.add(began, self._scheduler.work_of(step.batch), self._last_end - began)
         batch = step.batch

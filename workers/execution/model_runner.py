@@ -120,6 +120,10 @@ class ModelRunner:
     def launch(self, batch: Batch, watch: LayerWatch | None = None) -> InFlightStep:
         return self.backend.launch(batch, watch)
 
+    @property
+    def has_borrowed_cores(self) -> bool:
+        return self.backend.has_borrowed_cores
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return self.backend.takes_input_from_previous(sampling)
 

@@ -85,6 +85,10 @@ class FakeRunner:
     def expert_tokens(self) -> npt.NDArray[np.int64] | None:
         return None
 
+    @property
+    def has_borrowed_cores(self) -> bool:
+        return False
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return self._looks_ahead
 

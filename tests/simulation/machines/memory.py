@@ -94,6 +94,10 @@ class CheckedRunner:
     def expert_tokens(self) -> None:
         return None
 
+    @property
+    def has_borrowed_cores(self) -> bool:
+        return False
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return self._haste is not None
 

@@ -63,6 +63,18 @@ def test_steps_that_are_all_alike_for_long_spoil_nothing_and_a_hiccup_little() -
         assert cost.seconds(work) == pytest.approx(true_seconds(work), rel=0.3)
 
 
+def test_steps_on_borrowed_cores_count_only_until_enough_are_known() -> None:
+    """Else a step would be planned for cores that are gone when it runs."""
+    rng, cost, known = random.Random(1), StepCost(), learnt(noise=0.0)
+    for _ in range(40):
+        work = some_work(rng)
+        cost.add(work, true_seconds(work) / 2, borrowed=True)
+        known.add(work, true_seconds(work) / 2, borrowed=True)
+    assert cost.is_measured and cost.decode_is_measured
+    work = StepWork(8, 4000).with_chunk(0, 256)
+    assert known.seconds(work) == pytest.approx(true_seconds(work), rel=0.01)
+
+
 def test_follows_a_machine_that_becomes_slower() -> None:
     cost, rng = learnt(), random.Random(3)
     for _ in range(1500):

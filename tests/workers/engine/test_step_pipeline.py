@@ -37,6 +37,10 @@ class Device(FakeRunner):
         self.fails = False
         self._given: dict[FakeStep, list[int]] = {}
 
+    @property
+    def has_borrowed_cores(self) -> bool:
+        return False
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return sampling.logprobs is None
 
@@ -340,7 +344,7 @@ def test_a_steps_time_is_its_own() -> None:
     assert isinstance(engine._runner, Device)
     engine._runner.takes_s = 2
     took: list[float] = []
-    engine.scheduler.cost.add = lambda work, seconds: took.append(seconds)  # type: ignore[method-assign]
+    engine.scheduler.cost.add = lambda work, seconds, **_: took.append(seconds)  # type: ignore[method-assign]
     engine.submit("0/1", make_request(PROMPT, 4), [])
     clock.now += 5
     events = tokens(run(engine), "0/1")

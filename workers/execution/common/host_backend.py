@@ -36,7 +36,12 @@ class HostSteps(Protocol):
 
 
 class CoreLender(Protocol):
-    """Lends the cores that compute to other workers."""
+    """Lends the cores that compute to other workers, and borrows theirs."""
+
+    @property
+    def has_borrowed(self) -> bool:
+        """Return whether the last step was computed on borrowed cores, too."""
+        ...
 
     def rest(self) -> None:
         """Lend them until the next step. Idempotent."""
@@ -66,6 +71,10 @@ class HostBackend:
         if executor is None:
             return DeferredStep(self._prepare(batch, watch))
         return submit_step(executor, partial(self._prepare, batch), watch)
+
+    @property
+    def has_borrowed_cores(self) -> bool:
+        return self._sharing is not None and self._sharing.has_borrowed
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return self._executor is not None and self._executor.runs_ahead and is_plain(sampling)

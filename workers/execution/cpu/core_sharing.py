@@ -92,6 +92,11 @@ class CoreSharing:
     def max_cores(self) -> int:
         return len(self._own) + len(self._others)
 
+    @property
+    def has_borrowed(self) -> bool:
+        """Return whether it has cores of others now."""
+        return bool(self._borrowed)
+
     def begin(self) -> tuple[int, ...]:
         """Take the own cores, which may take until another worker is between two layers. Returns the cores to compute
         on."""

@@ -20,10 +20,12 @@ class ElasticTeam:
     def __init__(self, team: Team, sharing: CoreSharing) -> None:
         self.team, self._sharing = team, sharing
         self._cores: tuple[int, ...] = ()
+        self.has_borrowed = False  # in the last step
 
     def pieces(self, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Ranges of layers, [first, last), each to be computed before the next is asked for. One ends at each of
         `ends`, the last of which is the number of layers."""
+        self.has_borrowed = False
         self._use(self._sharing.begin())
         first, num = 0, 1
         for end in ends:
@@ -44,6 +46,7 @@ class ElasticTeam:
         self._sharing.close()
 
     def _use(self, cores: tuple[int, ...]) -> None:
+        self.has_borrowed |= self._sharing.has_borrowed
         if cores != self._cores:
             self._cores = cores
             self.team.resize(cores)

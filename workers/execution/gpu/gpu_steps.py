@@ -88,6 +88,10 @@ class GpuSteps:
         host = self._own.buffers.host[index]
         return LaunchedStep(self, self._sampler, host, index, plan.num_sampled, run, watch, batch.prompt_logprobs)
 
+    @property
+    def has_borrowed_cores(self) -> bool:
+        return False
+
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
         return is_plain(sampling)
 

@@ -70,6 +70,29 @@ def test_borrowed_cores_change_no_bit(llama: Path, monkeypatch: pytest.MonkeyPat
     assert sizes == {1, 2}
 
 
+@pytest.mark.skipif(usable_cores()[:2] != (0, 1), reason="the cores 0 and 1 are not to be had")
+@affinity_kept()
+def test_a_step_on_borrowed_cores_is_told_from_others(tmp_path: Path) -> None:
+    for number in (0, 1):
+        topology = tmp_path / f"cpu{number}/topology"
+        topology.mkdir(parents=True)
+        for name in ("core_id", "thread_siblings_list", "physical_package_id"):
+            (topology / name).touch()
+    found = library()
+    assert found is not None
+    neighbour = CoreSharing((1,), (), tmp_path)
+    elastic = ElasticTeam(elastic_team.Team(found, 2, num_active=1), CoreSharing((0,), (1,), tmp_path))
+    list(elastic.pieces((3,)))
+    assert elastic.has_borrowed
+    elastic.rest()
+    neighbour.begin()
+    list(elastic.pieces((3,)))
+    assert not elastic.has_borrowed
+    neighbour.close()
+    elastic.close()
+    elastic.team.close()
+
+
 def test_pieces_are_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer once, in order; a piece ends after a watched layer."""
     topology = tmp_path / "cpu0/topology"

@@ -165,6 +165,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._abort(link, key)
 
     async def GetState(self, request: worker_pb2.GetStateRequest, context: "Context") -> worker_pb2.WorkerState:
+        # Counted before the engine's books: what a stream sent before it was done is in them.
+        num_unfinished = self._num_unfinished_links()
         try:
             state = await self._engine.call(lambda engine: engine.check_integrity())
         except AssertionError as e:
@@ -172,9 +174,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Unavailable as e:
             return await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         state.incarnation = self.incarnation
-        state.num_unfinished_links = sum(self._is_draining and not link.is_done for link in self._links)
+        state.num_unfinished_links = max(num_unfinished, self._num_unfinished_links())
         self._complete(state.load)
         return state
+
+    def _num_unfinished_links(self) -> int:
+        return sum(self._is_draining and not link.is_done for link in self._links)
 
     async def _read(self, link: RouterLink, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in messages:

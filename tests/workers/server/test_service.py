@@ -1,6 +1,7 @@
 """A worker's gRPC service over the FakeRunner: real sockets, real engine threads, hand-computable tokens."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -163,6 +164,35 @@ async def test_a_drain_refuses_nothing_from_a_router_that_has_not_heard_of_it() 
         assert (await router.idle_state()).num_unfinished_links == 0
         await router.close()
         await supervisor.close()
+
+
+async def test_a_worker_is_not_drained_by_books_older_than_the_last_message_of_a_router() -> None:
+    """The router offers a prefix and says that it is done after the engine has been asked for its books, and before it
+    has answered: the offer is not in them."""
+    async with worker() as (service, address):
+        router, may_answer = Router(address), threading.Event()
+        await router.submit(1, make_request(list(range(1, 12)), 3))
+        await router.tokens(1)
+        await router.send(drain=worker_pb2.Drain())
+        while not (await router.read("load")).load.draining:
+            pass
+        await router.send(drain_seen=worker_pb2.DrainSeen())
+        await router.send(ping=worker_pb2.Ping(number=1))
+        await router.read("pong")
+        service._engine.post(lambda engine: may_answer.wait(TIMEOUT_S))
+        asked = asyncio.create_task(service.GetState(worker_pb2.GetStateRequest(), None))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        offer = worker_pb2.OfferPrefix(handoff_id="prefix", token_ids=list(range(1, 9)))
+        await router.send(offer_prefix=offer)
+        await router.send(drain_seen=worker_pb2.DrainSeen(is_done=True))
+        await router.send(ping=worker_pb2.Ping(number=2))
+        await router.read("pong")
+        may_answer.set()
+        first = await asked
+        later = await service.GetState(worker_pb2.GetStateRequest(), None)  # type: ignore[arg-type]
+        assert (first.num_open_handoffs, first.num_unfinished_links) == (0, 1)
+        assert (later.num_open_handoffs, later.num_unfinished_links) == (1, 0)
+        await router.close()
 
 
 async def test_abort_and_a_broken_link_free_the_blocks() -> None:

@@ -37,6 +37,16 @@ class WorkerInfo:
     name: str = ""  # given by the supervisor, as `decode-2`; empty without one
 
 
+@dataclass(frozen=True, slots=True)
+class OwnLoad:
+    """Load on a worker by the requests of this router."""
+
+    num_in_flight: int = 0
+    num_decoding: int = 0
+    pending_tokens: int = 0
+    held_blocks: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class FleetWorker:
     """State and load of one worker, which the Fleet keeps current. Counts are of blocks and tokens."""
@@ -58,6 +68,7 @@ class FleetWorker:
     held_blocks: int = 0  # blocks that the tokens of those requests fill
     num_promised: int = 0  # of num_decoding, those with a TPOT of their own
     promises: int = 0  # sum of PROMISE / TPOT ** 4 (s) over those; an integer, so that what was added can be taken back
+    at_report: OwnLoad = OwnLoad()  # of this router when the report came
     known_times: WorkerTimes | None = None  # None: its state has changed since
 
     def times(self, costs: FleetCosts, level: Level) -> WorkerTimes:
@@ -109,12 +120,12 @@ class FleetWorker:
 
     @property
     def waiting_tokens(self) -> int:
-        return max(self.load.num_waiting_tokens, self.pending_tokens)
+        return _now(self.load.num_waiting_tokens, self.at_report.pending_tokens, self.pending_tokens)
 
     @property
     def state(self) -> WorkerState:
         """Load in the terms in which routes are judged."""
-        num_decodes = max(self.load.num_decoding, self.num_decoding)
+        num_decodes = _now(self.load.num_decoding, self.at_report.num_decoding, self.num_decoding)
         num_context = self.used_blocks * self.block_size if num_decodes else 0
         budget, step_tokens = self.prefill_budget, self.step_tokens
         share = self.load.prefill_share
@@ -122,7 +133,8 @@ class FleetWorker:
 
     @property
     def num_sequences(self) -> int:
-        return max(self.load.num_running + self.load.num_waiting, self.num_in_flight)
+        num_reported = self.load.num_running + self.load.num_waiting
+        return _now(num_reported, self.at_report.num_in_flight, self.num_in_flight)
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -131,7 +143,13 @@ class FleetWorker:
 
     @property
     def used_blocks(self) -> int:
-        return max(self.num_blocks - self.load.num_free_blocks, self.held_blocks)
+        return _now(self.num_blocks - self.load.num_free_blocks, self.at_report.held_blocks, self.held_blocks)
+
+
+def _now(reported: int, own_at_report: int, own: int) -> int:
+    """Number of all routers' now: what others had at the worker's report, and this router's, which have come and gone
+    since."""
+    return max(reported - own_at_report, 0) + own
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +234,7 @@ class Fleet:
         view.num_blocks, view.block_size = hello.num_blocks, layout.block_size
         view.kv_token_bytes = layout.block_bytes / layout.block_size
         view.max_context_tokens = model.max_context_tokens
-        view.transfer_stats = ()
+        view.transfer_stats, view.at_report = (), OwnLoad()
         view.load = worker_pb2.LoadReport(
             num_blocks=hello.num_blocks, num_free_blocks=hello.num_blocks, role=hello.role
         )
@@ -234,6 +252,7 @@ class Fleet:
         check_step_cost(load)
         view.transfer_stats = read_transfer_stats(load)
         view.load = load
+        view.at_report = OwnLoad(view.num_in_flight, view.num_decoding, view.pending_tokens, view.held_blocks)
         view.known_times = None
         self.costs.report(incarnation, load.step_cost)
         view.is_draining = view.is_draining or load.draining

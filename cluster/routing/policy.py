@@ -323,7 +323,7 @@ def _least_busy(candidates: Sequence[_Candidate], facts: RequestFacts) -> FleetW
     num, cost = len(candidates), candidates[0][1].cost
     answer_s = ANSWER_TOKENS * max(cost.decode_s, cost.prefill_s)
 
-    def key(i: int) -> tuple[float, int]:
+    def key(i: int) -> tuple[float, int, int]:
         worker = candidates[i][0]
         uncached = facts.uncached_tokens(worker.incarnation) if facts.cached_tokens else 0
         return (

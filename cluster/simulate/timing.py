@@ -55,7 +55,7 @@ class KnownCost(StepCost):
     def decode_is_measured(self) -> bool:
         return True
 
-    def add(self, work: StepWork, seconds: float) -> None:
+    def add(self, work: StepWork, seconds: float, *, borrowed: bool = False) -> None:
         """Learn nothing more."""
 
 

@@ -46,6 +46,11 @@ class StepTokens:
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def has_finish(self) -> bool:
+        """True if it has the last token of an answer."""
+        return any(note.finish is not None for note in self.notes.values())
+
     def __iter__(self) -> Iterator[TokenEvent]:
         none = TokenNote()
         for i, (key, token_id, position) in enumerate(zip(self.keys, self.token_ids, self.positions, strict=True)):

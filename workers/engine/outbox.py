@@ -36,18 +36,23 @@ class Outbox:
     def tell(self, publish: Callable[[StepOutput], object] | None) -> None:
         """While a step runs: send the hand-offs' events, and tokens that were kept back until now."""
         if publish is not None and (self._outgoing.events or self.tokens):
-            handoffs = self._take_handoffs()
-            publish(StepOutput(self._step, False, self.prompt_logprobs, self.tokens, handoffs=handoffs))
+            output = StepOutput(self._step, False, self.prompt_logprobs, self.tokens, handoffs=self._take_handoffs())
+            if output.tokens.has_finish:
+                output.stored, output.removed = self._cache.take_events()
+            publish(output)
             self.prompt_logprobs, self.tokens = PromptLogprobsEvents(), StepTokens()
 
     def take(self, *, ran: bool) -> StepOutput:
         """Everything since the last call, at a step's end. ran: a batch was computed."""
         output = StepOutput(self._step, ran, self.prompt_logprobs, self.tokens, self.failures, self._take_handoffs())
         now = self._clock()
-        if now >= self._load_due or not ran:
+        is_due = now >= self._load_due or not ran
+        if is_due:
             self._load_due = now + LOAD_INTERVAL_S
             output.load = self._load.report()
-            # A busy worker fills a block in almost every step: separate reports would double the messages of a step.
+        # A busy worker fills a block in almost every step: separate reports would double the messages of a step. A
+        # request that follows an answer at once shall find its blocks.
+        if is_due or output.tokens.has_finish:
             output.stored, output.removed = self._cache.take_events()
         self._step += 1
         self.prompt_logprobs = PromptLogprobsEvents()

@@ -292,6 +292,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             for piece in found.pieces():
                 message = worker_pb2.WorkerMessage(prompt_logprobs=piece.to_proto(handle_of(key)))
                 self._links.send(key, message)
+        if output.stored or output.removed:
+            blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
+            self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
         self._send_tokens(output)
         for event in output.handoffs:
             self._source.on_event(event)
@@ -299,9 +302,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._pulls.cancel(failure.key)
             self._links.forget(failure.key)
             self._links.send_failure(failure.key, failure.error)
-        if output.stored or output.removed:
-            blocks = worker_pb2.BlockEvents(stored=output.stored, removed=output.removed)
-            self._links.broadcast(worker_pb2.WorkerMessage(blocks=blocks))
         if output.ran or output.load is not None:  # what comes while a step runs has neither
             for transport in self._transports.values():
                 transport.share_memory(output.ran)

@@ -143,6 +143,19 @@ def test_what_we_sent_counts_until_a_report_tells_more() -> None:
     assert (view.pending_tokens, view.num_in_flight, view.held_blocks) == (0, 0, 0)
 
 
+def test_what_ended_since_a_report_counts_no_more() -> None:
+    fleet = Fleet()
+    fleet.update([info("a")])
+    fleet.register("a", hello())
+    view = fleet.view("a")
+    fleet.add_request(1, RequestLoad("a", num_tokens=9, num_blocks=3))
+    fleet.report("a", load(num_free=5, num_waiting_tokens=9, num_running=1, num_decoding=1))
+    assert (view.waiting_tokens, view.num_sequences, view.used_blocks, view.state.num_decodes) == (9, 1, 5, 1)
+    fleet.end_prefill(1)
+    fleet.remove_request(1)
+    assert (view.waiting_tokens, view.num_sequences, view.used_blocks, view.state.num_decodes) == (0, 0, 2, 0)
+
+
 def test_the_level_of_a_worker_is_that_of_the_sequences_which_decode_there() -> None:
     fleet = Fleet()
     fleet.update([info("a")])

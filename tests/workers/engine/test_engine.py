@@ -133,6 +133,15 @@ def test_a_busy_engine_tells_its_blocks_with_its_load() -> None:
     assert len(told) == len(set(told)) and set(told) == set(engine.all_block_names())
 
 
+def test_an_answers_end_comes_with_its_blocks() -> None:
+    """Else a request that follows at once would be sent to a worker without them."""
+    engine = make(clock=Clock())
+    engine.submit("0/1", make_request([1, 2, 3], 40, ignore_eos=True), [])
+    (last,) = [output for output in run(engine) if output.tokens.has_finish]
+    assert last.ran and last.load is None
+    assert set(last.stored) == set(engine.all_block_names())
+
+
 def test_a_resumed_request_continues_where_it_stopped() -> None:
     engine = make()
     prompt, expected = [1, 2, 3], fake_output([1, 2, 3], 9)

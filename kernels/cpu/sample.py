@@ -52,6 +52,27 @@ class RowSampler:
         )
         return list(ids)
 
+    def mask(self, logits: Tensor, rows: Sequence[int], masks: Tensor) -> None:
+        """-inf for the tokens of rows[i] whose bit of masks[i] is not set.
+
+        logits: [R, vocab] float32, rows contiguous, changed in place; rows: r of them; masks: [r, ceil(vocab / 32)]
+        int32 contiguous: bit i % 32 of word i // 32 is token i's.
+        """
+        num_rows, vocab_size = _checked(logits)
+        assert all(0 <= row < num_rows for row in rows)
+        assert masks.shape == (len(rows), -(-vocab_size // 32)) and masks.dtype == torch.int32
+        assert masks.is_contiguous()
+        kernel = self._team.library.kernel("mask", _P, _L, _P, _L, _L, _P)
+        kernel(
+            self._team.address,
+            logits.data_ptr(),
+            logits.stride(0),
+            (_L * len(rows))(*rows),
+            len(rows),
+            vocab_size,
+            masks.data_ptr(),
+        )
+
     def logsumexp_top_k(self, logits: Tensor, rows: Sequence[int], num_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """logits: [R, vocab] float32, rows contiguous; rows: r of them.
 

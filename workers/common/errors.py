@@ -4,6 +4,7 @@
     ├── InvalidRequest               400        the client
     │   ├── PromptTooLong            400
     │   ├── UnknownModel             404
+    │   ├── InvalidGrammar           400
     │   ├── BodyTooSlow              408
     │   ├── BodyTooLarge             413
     │   └── UnsupportedEncoding      415
@@ -66,6 +67,12 @@ class PromptTooLong(InvalidRequest):
 
 class UnknownModel(InvalidRequest):
     status, code = 404, "model_not_found"
+
+
+class InvalidGrammar(InvalidRequest):
+    """The grammar of an answer cannot be compiled, costs too much, or cannot be followed to its end."""
+
+    code = "invalid_grammar"
 
 
 class BodyTooSlow(InvalidRequest):

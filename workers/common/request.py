@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .errors import InvalidRequest, PromptTooLong
+from .grammar import Grammar
 from .logit_bias import LogitBias
 
 MAX_LOGPROBS = 20
@@ -25,7 +26,8 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters that choose each token. The order is vLLM's: bias, penalties, temperature, min-p, top-k, top-p."""
+    """Parameters that choose each token. The order is vLLM's: bias, grammar, penalties, temperature, min-p, top-k,
+    top-p."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is off
@@ -42,6 +44,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely
     prompt_logprobs: int | None = None  # the same for each token of the prompt except the first
+    grammar: Grammar | None = None  # that the answer follows
 
     def __post_init__(self) -> None:
         if not isinstance(self.logit_bias, LogitBias):
@@ -72,6 +75,8 @@ class SamplingParams:
             if num is not None:
                 _within(name, num, 0, MAX_LOGPROBS)
         check_counts(len(self.logit_bias), len(self.stop_token_ids))
+        if self.grammar is not None:
+            self.grammar.validate()
         for bias in self.logit_bias.values():
             if not -100.0 <= bias <= 100.0:
                 _within("logit_bias", bias, -100.0, 100.0)

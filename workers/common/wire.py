@@ -3,7 +3,8 @@
 from typing import Any
 
 from ...proto import inference_pb2, worker_pb2
-from .errors import InvalidRequest
+from .errors import InvalidGrammar, InvalidRequest
+from .grammar import PARAM, Grammar, GrammarKind
 from .logit_bias import LogitBias
 from .names import check_lengths
 from .request import (
@@ -44,6 +45,15 @@ FINISH_TO_PROTO = {
 }
 FINISH_FROM_PROTO = {v: k for k, v in FINISH_TO_PROTO.items()}
 
+GRAMMAR_TO_PROTO = {
+    GrammarKind.JSON_SCHEMA: inference_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: inference_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.CHOICE: inference_pb2.GRAMMAR_KIND_CHOICE,
+    GrammarKind.GRAMMAR: inference_pb2.GRAMMAR_KIND_GRAMMAR,
+    GrammarKind.STRUCTURAL_TAG: inference_pb2.GRAMMAR_KIND_STRUCTURAL_TAG,
+}
+GRAMMAR_FROM_PROTO = {v: k for k, v in GRAMMAR_TO_PROTO.items()}
+
 _SCALARS = (
     "temperature",
     "top_k",
@@ -66,6 +76,8 @@ def sampling_to_proto(sampling: SamplingParams) -> inference_pb2.SamplingParams:
     for name in _SCALARS:
         if (value := getattr(sampling, name)) is not None:
             setattr(message, name, value)
+    if (grammar := sampling.grammar) is not None:
+        message.grammar.kind, message.grammar.text = GRAMMAR_TO_PROTO[grammar.kind], grammar.text
     return message
 
 
@@ -78,7 +90,16 @@ def sampling_from_proto(message: inference_pb2.SamplingParams, **defaults: Any) 
         **(defaults | given),
         logit_bias=LogitBias(message.logit_bias) if message.logit_bias else NO_BIAS,
         stop_token_ids=tuple(message.stop_token_ids),
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def grammar_from_proto(message: inference_pb2.Grammar) -> Grammar:
+    """Raises InvalidGrammar for a kind that this version does not know."""
+    kind = GRAMMAR_FROM_PROTO.get(message.kind)
+    if kind is None:
+        raise InvalidGrammar("the kind of the grammar is unknown: set one of GrammarKind", param=PARAM)
+    return Grammar(kind, message.text)
 
 
 def request_from_submit(message: worker_pb2.Submit, max_context_tokens: int) -> Request:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..common.request import FinishReason, Request
 from ..common.timings import SequenceClock
+from ..grammar.matcher import Matcher
 
 if TYPE_CHECKING:
     from ..common.prompt_logprobs import PromptLogprobs  # brings numpy, which clients of the cluster do without
@@ -57,6 +58,7 @@ class Sequence:
     num_resumed: int = 0  # output tokens that another worker made before
     next_prompt_logprob: int = NEVER  # position in the prompt of the first token whose log-probability is due
     clock: SequenceClock | None = None  # until its first token here
+    matcher: Matcher | None = None  # of the grammar that its output follows
     block_table: list[int] = field(default_factory=list[int])
     block_hashes: list[bytes] = field(default_factory=list[bytes])  # of its full blocks, as far as known
 

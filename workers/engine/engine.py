@@ -18,6 +18,7 @@ from ..common.errors import (
     DiptychError,
     HandoffError,
     InternalError,
+    InvalidGrammar,
     InvalidRequest,
     LeaseLost,
     OutOfDeviceMemory,
@@ -32,6 +33,7 @@ from ..core.runner import Runner
 from ..core.scheduler import Scheduler
 from ..core.scheduler_config import SchedulerConfig
 from ..core.sequence import NEVER, Batch, Provisional, SampledToken, Sequence, SequenceStatus
+from ..grammar.compiler import CompiledGrammar
 from ..handoff.types import Seal
 from .events import FailureEvent, StepOutput, TokenNote
 from .incoming import IncomingHandoffs
@@ -66,6 +68,7 @@ class Engine:
         )
         self.incoming = IncomingHandoffs(self.manager, self.cache, self.scheduler)
         self._deadlines: list[tuple[float, str]] = []
+        self._grammar_failures: list[tuple[Sequence, InvalidGrammar]] = []  # found by the step that is finished
         self._num_submitted = 0
         self._load = EngineLoad(runner, self.manager, self.scheduler, self.outgoing, self.incoming, clock)
         self.steps = StepPipeline(runner, self.scheduler, self.manager, self._load, clock)
@@ -80,9 +83,10 @@ class Engine:
         handoff_id: str | None = None,
         importing: bool = False,
         prefix: bool = False,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """Take a request. `handoff_id`: be the source; `importing`: be the sink, and wait for `reserve` and `commit`;
-        `prefix`: so too, for the KV of its leading tokens alone.
+        `prefix`: so too, for the KV of its leading tokens alone; `grammar`: that of the request, if it has one.
 
         A bad request becomes a FailureEvent, never an exception: the peer's mistake is not the engine's.
         """
@@ -118,6 +122,8 @@ class Engine:
             clock=SequenceClock(now),
             num_alone=request.num_alone,
         )
+        if grammar is not None:
+            self._follow(sequence, grammar)
         self._num_submitted += 1
         self._sequences[key] = sequence
         heapq.heappush(self._deadlines, (sequence.deadline, key))
@@ -212,7 +218,7 @@ class Engine:
                 self._advance(step.batch, step.began)
                 if step.batch.prompt_logprobs is not None:
                     self._output.add_prompt_logprobs(step.batch.prompt_logprobs)
-                self._accept(step.sampled)
+                self._accept(self._end_ungrammatical(step.sampled) if self._grammar_failures else step.sampled)
             self.steps.run_deferred()
         self.incoming.grant_reservations()
         return self._output.take(ran=bool(batch))
@@ -250,6 +256,21 @@ class Engine:
         if before > 0 == num_tokens:
             for sequence in scheduler.not_begun():
                 self._fail(sequence, PromptReturned("the worker computes no prompts any more, and had not begun this"))
+
+    def _follow(self, sequence: Sequence, grammar: CompiledGrammar) -> None:
+        """Let a new sequence follow a grammar. It allows an end-of-sequence token where it may end, and nothing else
+        where it must: so that always ends the sequence, also before min_tokens, which the masks see to."""
+        sequence.matcher = grammar.matcher(lambda error: self._grammar_failures.append((sequence, error)))
+        sequence.stop_ids |= set(self._runner.info.eos_token_ids)
+        sequence.min_end = 0
+
+    def _end_ungrammatical(self, sampled: SequenceOf[SampledToken]) -> list[SampledToken]:
+        """End the sequences that cannot follow their grammar; return the tokens of the others."""
+        ended, self._grammar_failures = dict(self._grammar_failures), []
+        for sequence, error in ended.items():
+            if self._sequences.get(sequence.key) is sequence:
+                self._fail(sequence, error)
+        return [token for token in sampled if token.sequence not in ended]
 
     def _advance(self, batch: Batch, began: float) -> None:
         """Count what the batch computed as cached. This and `_accept` run once a token."""

@@ -1,12 +1,13 @@
 """Logits to tokens, all rows of a step at once; a row pays only for what its request asks.
 
-The order of operations is vLLM's: log-probabilities of the raw logits; bans (min_tokens) and logit bias; penalties;
-then the choice (see choice.py).
+The order of operations is vLLM's: log-probabilities of the raw logits; bans (min_tokens) and logit bias; masks of
+grammars; penalties; then the choice (see choice.py).
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from ..common.logit_bias import LogitBias
 from ..common.request import SamplingParams
 from ..core.sequence import SampledToken, Sequence
 from .choice import choose, choose_compiled, draw_of
+from .grammar_masks import GrammarMasks, PendingMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,12 @@ class _Logprobs:
 
 
 class Sampler:
-    def __init__(self, eos_token_ids: tuple[int, ...], rows: RowSampler | None = None) -> None:
-        """rows: the compiled kernels, where they are; torch samples without them."""
-        self._eos_token_ids, self._rows = eos_token_ids, rows
+    def __init__(
+        self, eos_token_ids: tuple[int, ...], rows: RowSampler | None = None, masks: GrammarMasks | None = None
+    ) -> None:
+        """rows: the compiled kernels, where they are; torch samples without them. masks: of sequences that follow a
+        grammar; None: no sequence does."""
+        self._eos_token_ids, self._rows, self._masks = eos_token_ids, rows, masks
 
     def is_argmax(self, sequences: SequenceOf[Sequence]) -> bool:
         """Return whether the largest logit of each row is all that `sample` would look for: nobody needs the others."""
@@ -45,8 +50,20 @@ class Sampler:
 
     def sample(self, logits: Tensor, sequences: SequenceOf[Sequence]) -> list[SampledToken]:
         """logits: [R, vocab] float32, one row a sequence, changed in place. Returns one token a row."""
+        return self.prepare(sequences)(logits)
+
+    def prepare(self, sequences: SequenceOf[Sequence]) -> Callable[[Tensor], list[SampledToken]]:
+        """Prepare `sample`, before the logits are computed: meanwhile, masks are made."""
+        masks = None if self._masks is None else self._masks.begin(sequences)
+        return partial(self._sample, sequences, masks)
+
+    def _sample(
+        self, sequences: SequenceOf[Sequence], masks: PendingMasks | None, logits: Tensor
+    ) -> list[SampledToken]:
         logprobs = self._raw_logprobs(logits, sequences)
         self._ban_and_bias(logits, sequences)
+        if masks is not None:
+            self._mask(logits, masks)
         _penalise(logits, sequences)
         if self._rows is not None:
             ids = choose_compiled(self._rows, logits, sequences)
@@ -97,7 +114,7 @@ class Sampler:
         biased: list[tuple[int, LogitBias]] = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.request.sampling
-            if sequence.num_output < sampling.min_tokens:
+            if sequence.num_output < sampling.min_tokens and sampling.grammar is None:  # else its mask bans them
                 banned += [(row, token) for token in (*self._eos_token_ids, *sampling.stop_token_ids)]
             if sampling.logit_bias:
                 biased.append((row, sampling.bias))
@@ -105,6 +122,17 @@ class Sampler:
         if banned:
             rows, ids = zip(*banned, strict=True)
             logits[_indices(rows, logits), _indices(ids, logits)] = -torch.inf
+
+    def _mask(self, logits: Tensor, masks: PendingMasks) -> None:
+        """-inf for all tokens that the grammars do not allow."""
+        bits = torch.from_numpy(masks.masks())
+        if self._rows is not None:
+            self._rows.mask(logits, masks.rows, bits)
+        else:
+            token = torch.arange(logits.shape[1], device=logits.device)
+            is_allowed = (bits.to(logits.device)[:, token // 32] >> (token % 32)) & 1
+            rows = _indices(masks.rows, logits)
+            logits[rows] = logits[rows].masked_fill_(is_allowed == 0, -torch.inf)
 
 
 def _add(biased: SequenceOf[tuple[int, LogitBias]], logits: Tensor) -> None:
@@ -141,6 +169,7 @@ def is_plain(sampling: SamplingParams) -> bool:
         and sampling.repetition_penalty == 1.0
         and sampling.presence_penalty == 0.0
         and sampling.frequency_penalty == 0.0
+        and sampling.grammar is None
     )
 
 
@@ -153,6 +182,7 @@ def has_logits_processors(sequence: Sequence) -> bool:
         or sampling.repetition_penalty != 1.0
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
+        or sampling.grammar is not None
     )
 
 

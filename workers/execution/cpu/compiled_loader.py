@@ -15,6 +15,7 @@ from ...models.checkpoint.weights import DTYPES, Checkpoint, Progress
 from ...models.families.spec import ModelSpec
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
+from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepResources
 from ..common.host_backend import HostBackend
@@ -66,7 +67,8 @@ class PackedWeights:
         num_blocks = cache.layout.num_blocks_for(len(resources.cos_sin[0]))
         runs_ahead = config.look_ahead and ranks is None
         tables = [BatchTables(config.block_size, num_blocks) for _ in range(2 if runs_ahead else 1)]
-        sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team))
+        masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
+        sampler = Sampler(self.spec.eos_token_ids, RowSampler(self.team), masks)
         steps = CompiledSteps(self._decoder(resources), tables, sampler, ranks)
         executor = ThreadExecutor((config.cores or ())[:1]) if runs_ahead else None
         return HostBackend(steps, cache, ranks, executor, self.shared)

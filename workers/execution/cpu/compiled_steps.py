@@ -65,7 +65,7 @@ class CompiledSteps:
             sample = self._sampler.sample_next(sequences)
         else:
             sequences = _write(arrays, batch.entries)
-            sample = partial(self._sampler.sample, sequences=sequences)
+            sample = self._sampler.prepare(sequences)
         picks = self._sampler.is_argmax(sequences)
         prompt_rows = PromptRows.of(batch.entries) if batch.prompt_logprobs is not None else None
         return partial(self._compute, _Prepared(arrays.memory, batch, sequences, picks, sample, prompt_rows), watch)

@@ -13,6 +13,7 @@ from ...models.layers.decoder import Decoder
 from ...models.layers.step import Int32s, Step, StepLimits
 from ...models.plan.sharding import Share, spec_of
 from ...ranks.data_parallel import DataParallelLoop, join
+from ...sampling.grammar_masks import GrammarMasks
 from ...sampling.sampler import Sampler
 from ..common.backend import Backend, BackendConfig, Follow, StepResources
 from ..common.host_backend import HostBackend
@@ -54,7 +55,8 @@ class EagerWeights:
         sockets = resources.peer_sockets
         peers = join(sockets) if sockets is not None else None
         decoder = Decoder(self._own_spec, self.weights, resources.group, self.share.experts, peers)
-        sampler, ranks = Sampler(self.spec.eos_token_ids), resources.ranks
+        masks = GrammarMasks(self.spec.vocab_size, self.spec.eos_token_ids)
+        sampler, ranks = Sampler(self.spec.eos_token_ids, masks=masks), resources.ranks
         steps = EagerSteps(decoder, resources.cache, resources.cos_sin, sampler, ranks, peers)
         if sockets is None:
             return HostBackend(steps, resources.cache, ranks)

@@ -63,13 +63,14 @@ class EagerSteps:
         if self._ranks is not None:
             self._ranks.broadcast(step.to_message())
         scorer = PromptScorer(prompt_rows, self._sampler.logsumexp_top_k)
+        sequences = [batch.entries[i].sequence for i in order if batch.entries[i].samples]
+        sample = self._sampler.prepare(sequences)
         logits = self._decoder.compute(step, self._cache, self._cos_sin, self._stored(watch), scorer.add)
         if batch.prompt_logprobs is not None:
             batch.prompt_logprobs.extend(scorer.results())
-        sequences = [batch.entries[i].sequence for i in order if batch.entries[i].samples]
         if logits is None:
             return []
-        sampled = {id(token.sequence): token for token in self._sampler.sample(logits, sequences)}
+        sampled = {id(token.sequence): token for token in sample(logits)}
         return [sampled[id(entry.sequence)] for entry in batch.entries if entry.samples]
 
     def _stored(self, watch: LayerWatch | None) -> Callable[[int], None]:

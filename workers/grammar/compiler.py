@@ -1,0 +1,85 @@
+"""Compiles grammars for a model's tokens, each once while it is in use.
+
+The tokenizer is read with the first grammar: about a second for a large vocabulary. Safe to use from several threads;
+compiling takes milliseconds as a rule, so no event loop and no engine does it on its own thread.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from ..common.errors import InvalidGrammar
+from ..common.grammar import PARAM, Grammar
+from .limits import LIMITS
+from .matcher import Failed, Matcher
+from .text import invalid, to_llguidance
+
+MAX_CACHED = 64
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class CompiledGrammar:
+    """Matchers of several sequences share it."""
+
+    def __init__(self, prototype: LLMatcher) -> None:
+        self._prototype = prototype
+
+    def matcher(self, failed: Failed) -> Matcher:
+        """Matcher of a sequence that has no token yet, or whose tokens it is about to be given."""
+        return Matcher(self._prototype.deep_copy(), failed)
+
+
+class GrammarCompiler:
+    def __init__(self, read_tokenizer: Callable[[], LLTokenizer]) -> None:
+        """`read_tokenizer` raises InvalidGrammar where no grammar can be compiled for the model."""
+        self._read_tokenizer = read_tokenizer
+        self._tokenizer: LLTokenizer | None = None
+        self._cache_lock, self._read_lock = threading.Lock(), threading.Lock()
+        self._cached: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+
+    @classmethod
+    def of_folder(cls, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "GrammarCompiler":
+        """Compiler for a checkpoint, which need not exist until a grammar comes."""
+        return cls(lambda: _read(folder, vocab_size, eos_token_ids))
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises InvalidGrammar."""
+        with self._cache_lock:
+            found = self._cached.get(grammar)
+        if found is None:
+            found = self._compiled(grammar)
+        with self._cache_lock:
+            self._cached[grammar] = found
+            self._cached.move_to_end(grammar)
+            if len(self._cached) > MAX_CACHED:
+                self._cached.popitem(last=False)
+        return found
+
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        text = to_llguidance(grammar)
+        with self._read_lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._read_tokenizer()
+        prototype = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        if prototype.is_error():
+            raise invalid(grammar, prototype.get_error())
+        return CompiledGrammar(prototype)
+
+
+def _read(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        raise InvalidGrammar(
+            f"answers of this model cannot follow a grammar: its workers find no {TOKENIZER_FILE} in {folder}. Add one "
+            "to the checkpoint",
+            param=PARAM,
+        )
+    try:
+        return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except Exception as e:  # the library raises no narrower class
+        raise InvalidGrammar(
+            f"answers of this model cannot follow a grammar: its {TOKENIZER_FILE} cannot be used ({e})", param=PARAM
+        ) from e

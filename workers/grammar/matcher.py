@@ -1,0 +1,51 @@
+"""A grammar that one answer follows. Its state is a function of the answer's tokens alone.
+
+    new_tokens (engine)  ->  consume  ->  mask of the tokens that may follow  ->  check   (sampling/grammar_masks.py)
+
+So nothing of it travels with a hand-off, a resumption or a migration: the tokens do, and the first `consume` replays
+them.
+"""
+
+from collections.abc import Callable
+
+from llguidance import LLMatcher
+
+from ..common.errors import InvalidGrammar
+from ..common.grammar import PARAM
+
+Failed = Callable[[InvalidGrammar], object]
+
+
+class Matcher:
+    def __init__(self, state: LLMatcher, failed: Failed) -> None:
+        """`failed`: called once, on the thread that uses the matcher, if the answer cannot follow the grammar."""
+        self.state = state
+        self._failed: Failed | None = failed
+        self._num_given = 0
+
+    def new_tokens(self, token_ids: list[int], num_prompt: int) -> list[int]:
+        """Return the tokens of the answer that were not returned before: they are to be consumed, in this order.
+        token_ids: of prompt and answer."""
+        new = token_ids[num_prompt + self._num_given :]
+        self._num_given += len(new)
+        return new
+
+    def consume(self, token_ids: list[int]) -> None:
+        if token_ids:
+            self.state.consume_tokens(token_ids)
+
+    def check(self) -> bool:
+        """Return whether the mask may be used; False: the answer has ended with an error."""
+        if self._failed is not None and (why := self._failure()) is not None:
+            failed, self._failed = self._failed, None
+            failed(InvalidGrammar(why, param=PARAM))
+        return self._failed is not None
+
+    def _failure(self) -> str | None:
+        if not self.state.is_stopped() or (self.state.is_accepting() and not self.state.is_error()):
+            return None
+        if self.state.is_error():
+            why = self.state.get_error().strip().partition("\n")[0]
+        else:
+            why = "no token of the model may follow"
+        return f"the answer cannot follow its grammar after {self._num_given} tokens: {why[:500]}"

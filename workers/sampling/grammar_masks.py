@@ -1,0 +1,96 @@
+"""Masks of the tokens that grammars allow next, made on a thread of their own while the batch is computed.
+
+    begin (with the launch of a step)  ->  the step's logits  ->  rows: waits if it must
+
+A sequence that follows a grammar is in no batch that is launched before its last token is known
+(Runner.takes_input_from_previous), so the masks of one step are made at a time, in memory that is reused. No torch.
+"""
+
+import os
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from ..core.sequence import Sequence
+from ..grammar.matcher import Matcher
+
+_MAX_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskRow:
+    """One row, as it was when the step was launched."""
+
+    matcher: Matcher
+    new_token_ids: list[int]
+    banned: tuple[int, ...]  # unless the grammar allows nothing else
+
+
+class PendingMasks:
+    """Masks of some rows of a step's logits."""
+
+    def __init__(self, rows: list[int], made: "Future[NDArray[np.int32]]") -> None:
+        self.rows = rows  # ascending
+        self._made = made
+
+    def masks(self) -> NDArray[np.int32]:
+        """[rows, ceil(vocab / 32)]: bit i % 32 of word i // 32 is set where token i is allowed; valid until the next
+        step's are begun. Waits until they are made."""
+        return self._made.result()
+
+
+class GrammarMasks:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        self._bits = np.empty((0, -(-vocab_size // 32)), dtype=np.int32)
+        self._thread: ThreadPoolExecutor | None = None  # started with the first mask
+        self._executor: LLExecutor | None = None
+
+    def begin(self, sequences: SequenceOf[Sequence]) -> PendingMasks | None:
+        """Begin to make the masks of the sequences' next tokens; None: none of them follows a grammar."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.matcher is not None]
+        if not rows:
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "diptych-grammar")
+        wanted = [self._row(sequences[row]) for row in rows]
+        return PendingMasks(rows, self._thread.submit(self._make, wanted))
+
+    def _row(self, sequence: Sequence) -> _MaskRow:
+        matcher, sampling = sequence.matcher, sequence.request.sampling
+        assert matcher is not None
+        is_banning = sequence.num_output < sampling.min_tokens
+        banned = (*self._eos_token_ids, *sampling.stop_token_ids) if is_banning else ()
+        return _MaskRow(matcher, matcher.new_tokens(sequence.token_ids, sequence.num_prompt), banned)
+
+    def _make(self, rows: list[_MaskRow]) -> NDArray[np.int32]:
+        if self._executor is None:
+            self._executor = LLExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS))
+        if len(rows) > len(self._bits):
+            self._bits = np.empty((1 << (len(rows) - 1).bit_length(), self._bits.shape[1]), dtype=np.int32)
+        bits = self._bits[: len(rows)]
+        for row in rows:
+            row.matcher.consume(row.new_token_ids)
+        states = [(row.matcher.state, i) for i, row in enumerate(rows)]
+        fill_next_token_bitmask_par(self._executor, states, bits)
+        for row, mask in zip(rows, bits, strict=True):
+            if not row.matcher.check():
+                mask.fill(-1)  # its token is not used
+            elif row.banned:
+                _ban(mask, row.banned)
+        return bits
+
+
+def _ban(mask: NDArray[np.int32], token_ids: SequenceOf[int]) -> None:
+    """Clear the bits of these tokens, unless no other is set."""
+    words = mask.view(np.uint32)
+    before = words.copy()
+    for token_id in token_ids:
+        words[token_id // 32] &= ~np.uint32(1 << (token_id % 32))
+    if not words.any():
+        words[:] = before

@@ -45,12 +45,19 @@ class GrammarCompiler:
         """Compiler for a checkpoint, which need not exist until a grammar comes."""
         return cls(lambda: _read(folder, vocab_size, eos_token_ids))
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidGrammar."""
+    def cached(self, grammar: Grammar) -> CompiledGrammar | None:
+        """Return the grammar if it was compiled lately; it stays longest of all then."""
         with self._cache_lock:
             found = self._cached.get(grammar)
-        if found is None:
-            found = self._compiled(grammar)
+            if found is not None:
+                self._cached.move_to_end(grammar)
+        return found
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises InvalidGrammar."""
+        if (found := self.cached(grammar)) is not None:
+            return found
+        found = self._compiled(grammar)
         with self._cache_lock:
             self._cached[grammar] = found
             self._cached.move_to_end(grammar)

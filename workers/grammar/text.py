@@ -10,8 +10,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from ..common.errors import InvalidGrammar
 from ..common.grammar import PARAM, Grammar, GrammarKind
 
-# A model that repeats itself would otherwise fill the answer with blanks.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# A space, or a new line and its indentation: with more, a model that repeats itself fills its answer with blanks.
+_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"
 MAX_CHOICES = 4096
 MAX_TAGS = 128
 
@@ -21,7 +21,7 @@ def to_llguidance(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": _WHITESPACE})
+                return _json_schema(json.loads(grammar.text))
             case GrammarKind.REGEX:
                 return LLMatcher.grammar_from_regex(grammar.text)
             case GrammarKind.CHOICE:
@@ -41,6 +41,15 @@ def to_llguidance(grammar: Grammar) -> str:
 def invalid(grammar: Grammar, why: str) -> InvalidGrammar:
     """Make the error of a grammar that cannot be compiled. `why`: the compiler's words."""
     return InvalidGrammar(f"the {grammar.kind.value} cannot be compiled: {why.strip()[:1000]}", param=PARAM)
+
+
+def _json_schema(schema: object) -> str:
+    """Grammar of a schema. Its member x-guidance may set other whitespace."""
+    schema = {} if schema is True else _object(schema, "a schema")
+    options = schema.get("x-guidance", {})
+    if "whitespace_flexible" in _object(options, "x-guidance"):
+        return LLMatcher.grammar_from_json_schema(dict(schema))
+    return LLMatcher.grammar_from_json_schema(dict(schema), defaults={"whitespace_pattern": _WHITESPACE})
 
 
 def _choices(text: str) -> list[str]:
@@ -63,8 +72,9 @@ def _structural_tag(tag: Mapping[str, object]) -> str:
     structures, triggers = _array(tag.get("structures"), "structures"), _array(tag.get("triggers"), "triggers")
     if not 0 < len(structures) <= MAX_TAGS:
         raise ValueError(f"structures must have 1 to {MAX_TAGS} entries")
-    return StructTag.to_grammar([_tag(_object(each, "a structure"), triggers) for each in structures],
-                                assume_special=False)
+    return StructTag.to_grammar(
+        [_tag(_object(each, "a structure"), triggers) for each in structures], assume_special=False
+    )
 
 
 def _tag(structure: Mapping[str, object], triggers: list[object]) -> StructTag:

@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -24,23 +25,27 @@ from ... import __version__
 from ...proto import kv_pb2, kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from ..common.channel import bind, make_server
 from ..common.cores import part_of
-from ..common.errors import DiptychError, HandoffError, InvalidRequest, Unavailable, WorkerDraining
+from ..common.errors import DiptychError, HandoffError, InvalidGrammar, InvalidRequest, Unavailable, WorkerDraining
 from ..common.names import check_lengths
+from ..common.request import Request
 from ..common.role import Role
-from ..common.wire import FINISH_TO_PROTO, PROTOCOL_VERSION, ROLE_TO_PROTO, request_from_submit
+from ..common.wire import PROTOCOL_VERSION, ROLE_TO_PROTO, request_from_submit
 from ..config.worker_config import WorkerConfig
 from ..core.runner import Runner
 from ..engine.engine import Engine
-from ..engine.events import StepOutput, StepTokens, TokenNote
+from ..engine.events import StepOutput
 from ..engine.step_log import open_step_log
 from ..engine.thread import EngineThread
+from ..grammar.compiler import CompiledGrammar, GrammarCompiler
 from ..handoff.segment_receiver import PullSettings
 from ..handoff.sink import HandoffSink
 from ..handoff.source import HandoffSource
 from ..kv.staging import Staging
 from ..transport.select import make_transports
+from .grammars import Grammars
 from .pulls import Pulls
 from .router_links import RouterLink, RouterLinks, handle_of, parts_of
+from .step_events import step_events
 
 LOAD_REPEAT_S = 0.5
 
@@ -74,6 +79,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._step_log = engine.steps.log = open_step_log(config, runner, self.incarnation)
         cores = None if config.model.look_ahead else part_of(config.cores, 0, config.parallel.tensor_parallel)
         self._engine = EngineThread(engine, self._on_step, self.end_with, cores)
+        info = runner.info
+        self._grammars = Grammars(
+            GrammarCompiler.of_folder(Path(config.model.model), info.vocab_size, info.eos_token_ids)
+        )
         self._links = RouterLinks()
         self._load = worker_pb2.LoadReport(num_blocks=runner.memory.num_blocks, role=ROLE_TO_PROTO[Role(config.role)])
         self._is_draining = False
@@ -135,6 +144,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """End every stream and pull, then the engine. What was running is lost to its routers, which resume it."""
         self._ticker.cancel()
         await self._server.stop(grace_s)
+        await self._grammars.close()
         await self._pulls.close()
         await self._source.close()
         await asyncio.to_thread(self._engine.stop)
@@ -222,9 +232,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except InvalidRequest as e:
             self._links.send_failure(key, e)
             return
-        outputs = list(submit.output_token_ids)
         handoff_id = submit.offer.handoff_id if submit.HasField("offer") else None
-        num_tokens = len(request.prompt_token_ids) + len(outputs)
+        num_tokens = len(request.prompt_token_ids) + len(submit.output_token_ids)
         if handoff_id is not None and num_tokens:  # the engine refuses an empty prompt with an error
             try:
                 self._source.offer(handoff_id, num_tokens, key)
@@ -232,15 +241,47 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._links.send_failure(key, e)
                 return
         link.keys[key] = None
+        if request.sampling.grammar is None or request.is_prefix:
+            self._begin(key, request, submit, None)
+            return
+
+        def begin(grammar: CompiledGrammar | InvalidGrammar) -> None:
+            if isinstance(grammar, InvalidGrammar):
+                self._refuse(link, key, handoff_id, grammar)
+            else:
+                self._begin(key, request, submit, grammar)
+                if key not in link.keys:  # it was aborted meanwhile
+                    self._abort(link, key)
+
+        self._grammars.compiled(request.sampling.grammar, begin)
+
+    def _begin(self, key: str, request: Request, submit: worker_pb2.Submit, grammar: CompiledGrammar | None) -> None:
+        """Pass a request to the engine, and pull what it comes with."""
+        outputs = list(submit.output_token_ids)
+        handoff_id = submit.offer.handoff_id if submit.HasField("offer") else None
+        is_sink, has_prefix = submit.HasField("source"), submit.HasField("prefix")
         self._engine.post(
             lambda engine: engine.submit(
-                key, request, outputs, handoff_id=handoff_id, importing=is_sink, prefix=has_prefix
+                key,
+                request,
+                outputs,
+                handoff_id=handoff_id,
+                importing=is_sink,
+                prefix=has_prefix,
+                grammar=grammar,
             )
         )
         if is_sink:
             self._pulls.pull(key, submit.source, request.timeout_s)
         elif has_prefix:
             self._pulls.pull_prefix(key, submit.prefix, request.timeout_s)
+
+    def _refuse(self, link: RouterLink, key: str, handoff_id: str | None, error: InvalidGrammar) -> None:
+        """Refuse a request before the engine knows it."""
+        link.keys.pop(key, None)
+        self._links.send_failure(key, error)
+        if handoff_id is not None:
+            self._engine.post(lambda engine: engine.outgoing.refuse(handoff_id, error))
 
     def _offer(self, key: str, handoff_id: str) -> None:
         """Hand a running sequence off."""
@@ -321,7 +362,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         for number, (entries, handles) in by_link.items():
             link = self._links.at(number)
             if link is not None:
-                link.send(worker_pb2.WorkerMessage(step=_step_events(output.step, tokens, entries, handles)))
+                link.send(worker_pb2.WorkerMessage(step=step_events(output.step, tokens, entries, handles)))
                 for entry in entries:
                     if entry in tokens.notes and tokens.notes[entry].finish is not None:
                         link.keys.pop(tokens.keys[entry], None)
@@ -351,37 +392,3 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             transports=list(self._transports),
             protocol_version=PROTOCOL_VERSION,
         )
-
-
-def _step_events(step: int, tokens: StepTokens, entries: list[int], handles: list[int]) -> worker_pb2.StepEvents:
-    """Make the message with the tokens of these entries."""
-    message = worker_pb2.StepEvents(
-        step=step,
-        handles=handles,
-        token_ids=[tokens.token_ids[i] for i in entries],
-        positions=[tokens.positions[i] for i in entries],
-        finish_reasons=[FINISH_TO_PROTO[None]] * len(entries),
-    )
-    if tokens.notes:
-        for row, entry in enumerate(entries):
-            note = tokens.notes.get(entry)
-            if note is not None:
-                _add_note(message, row, note)
-    return message
-
-
-def _add_note(message: worker_pb2.StepEvents, row: int, note: TokenNote) -> None:
-    message.finish_reasons[row] = FINISH_TO_PROTO[note.finish]
-    if note.logprob is not None:
-        message.logprobs.append(
-            worker_pb2.TokenLogprobs(
-                entry=row,
-                logprob=note.logprob,
-                top_token_ids=[i for i, _ in note.top],
-                top_logprobs=[p for _, p in note.top],
-            )
-        )
-    if note.num_cached is not None:
-        message.cached.append(worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached))
-    if note.timings is not None:
-        message.timings.append(note.timings.to_proto(row))

@@ -2,7 +2,8 @@
 
 The KV of a token is its id, stored in the slot of every layer as K (and its position as V). The next token is the sum
 of the ids that are *read back* from the sequence's blocks, each from one of the layers in turn, modulo the vocabulary,
-so a block or a layer that was lost, reused or moved wrongly gives a wrong token. Token 0 ends a sequence.
+so a block or a layer that was lost, reused or moved wrongly gives a wrong token. Token 0 ends a sequence. Where a
+grammar does not allow a token, the next id that it allows follows instead (and 0 after the last).
 """
 
 import mmap
@@ -18,12 +19,19 @@ from ..core.runner import LayerWatch, ModelInfo
 from ..core.sequence import Batch, SampledToken
 from ..kv.layout import KVLayout, Region
 from ..kv.memory import KVMemory
+from ..sampling.grammar_masks import GrammarMasks
 from .fake_stream import FakeRow, FakeStep, FakeStream
 
 
 def fake_next(token_ids: list[int], vocab_size: int) -> int:
     """The token that follows `token_ids`."""
     return sum(token_ids) % vocab_size
+
+
+def next_allowed(token_id: int, mask: npt.NDArray[np.int32], vocab_size: int) -> int:
+    """The first id from `token_id` on, and from 0 after the last, whose bit of the mask is set."""
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size))
+    return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
 
 
 def fake_output(prompt: list[int], max_tokens: int, vocab_size: int = 1000) -> list[int]:
@@ -71,6 +79,7 @@ class FakeRunner:
         self.layout = KVLayout("float32", block_size, num_layers, num_kv_heads=1, head_dim=1, model_id="fake")
         self.step_s = step_s
         self._looks_ahead = looks_ahead
+        self._masks = GrammarMasks(vocab_size, self.info.eos_token_ids)
         self.stream = FakeStream(self._compute)
         self._buffer = mmap.mmap(-1, num_blocks * self.layout.block_bytes)
         # [block, layer, kv, slot] int32: the layout's axes with its single head and dimension left out.
@@ -90,7 +99,7 @@ class FakeRunner:
         return False
 
     def takes_input_from_previous(self, sampling: SamplingParams) -> bool:
-        return self._looks_ahead
+        return self._looks_ahead and sampling.grammar is None
 
     def _compute(self, step: FakeStep) -> list[SampledToken]:
         if self.step_s:
@@ -102,7 +111,15 @@ class FakeRunner:
                 watch.reached(layer + 1)
         if step.prompt_logprobs is not None:
             step.prompt_logprobs += [(row.sequence, self._score(row)) for row in step.rows if row.prompt_end]
-        return [self._sample(row) for row in step.rows if row.samples]
+        sampling = [row for row in step.rows if row.samples]
+        masks = self._masks.begin([row.sequence for row in sampling])
+        tokens = [self._sample(row) for row in sampling]
+        if masks is not None:
+            for i, mask in zip(masks.rows, masks.masks(), strict=True):
+                tokens[i] = SampledToken(
+                    tokens[i].sequence, next_allowed(tokens[i].token_id, mask, self.info.vocab_size)
+                )
+        return tokens
 
     def _store(self, step: FakeStep, layer: int) -> None:
         for row in step.rows:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +15,11 @@ from diptych.kernels.cpu.load import library
 from diptych.kernels.cpu.sample import RowSampler
 from diptych.workers.common.request import Request, SamplingParams
 from diptych.workers.core.sequence import SampledToken, Sequence
+from diptych.workers.sampling.grammar_masks import GrammarMasks
 from diptych.workers.sampling.sampler import Sampler
+
+from ...support.grammars import compiled as compiled_grammar
+from ...support.grammars import regex
 
 EOS = 0
 
@@ -292,3 +296,66 @@ def test_the_largest_logit_is_all_that_plain_greedy_rows_need() -> None:
     sampler = Sampler((EOS,))
     assert sampler.is_argmax([sequence(greedy), sequence(replace(greedy, min_tokens=1), output=(3,))])
     assert not any(sampler.is_argmax([sequence(greedy), sequence(other)]) for other in others)
+
+
+def with_grammar(pattern: str, **given: Any) -> Sequence:
+    seq = sequence(SamplingParams(**{"temperature": 0.0, **given}, grammar=regex(pattern)))
+    seq.matcher = compiled_grammar(regex(pattern)).matcher(lambda error: pytest.fail(error.message))
+    return seq
+
+
+def sample_masked(logits: torch.Tensor, make: Callable[[], list[Sequence]]) -> list[SampledToken]:
+    """Choice with torch; the compiled kernels, if present, choose the same."""
+    tokens = Sampler((EOS,), masks=GrammarMasks(1000, (EOS,))).sample(logits.clone(), make())
+    if (rows := compiled()) is not None:
+        others = Sampler((EOS,), rows, GrammarMasks(1000, (EOS,))).sample(logits.clone(), make())
+        assert [token.token_id for token in others] == [token.token_id for token in tokens]
+        assert [token.logprob for token in others] == pytest.approx([token.logprob for token in tokens])
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_grammars_row_gets_a_token_that_it_allows_and_other_rows_what_they_would(
+    temperature: float, top_k: int
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, 1000, generator=generator)
+    logits[:, 500] = 20.0
+
+    def make() -> list[Sequence]:
+        given: Any = {"temperature": temperature, "top_k": top_k}
+        return [
+            with_grammar("[a-e]", seed=i, **given) if i % 2 else sequence(SamplingParams(seed=i, **given))
+            for i in range(6)
+        ]
+
+    tokens = sample_masked(logits, make)
+    allowed = {ord(letter) + 1 for letter in "abcde"}
+    assert all(token.token_id in allowed for token in tokens[1::2])
+    assert [token.token_id for token in tokens[::2]] == [500] * 3
+
+
+def test_log_probabilities_are_those_of_logits_that_no_grammar_has_masked() -> None:
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(6))
+    [token] = sample_masked(logits, lambda: [with_grammar("b", logprobs=2)])
+    assert token.token_id == ord("b") + 1
+    assert token.logprob == pytest.approx(logits[0].log_softmax(-1)[token.token_id].item(), abs=1e-5)
+    assert [i for i, _ in token.top] == logits[0].topk(2).indices.tolist()
+
+
+def test_penalties_and_biases_choose_among_what_a_grammar_allows() -> None:
+    a, b = ord("a") + 1, ord("b") + 1
+    logits = torch.zeros(1, 1000)
+    logits[0, a], logits[0, b] = 2.0, 1.0
+    [token] = sample_masked(logits, lambda: [with_grammar("[abc]", logit_bias={a: -3.0, 7: 100.0})])
+    assert token.token_id == b
+
+
+def test_min_tokens_bans_the_end_unless_a_grammar_allows_nothing_else() -> None:
+    logits = torch.zeros(1, 1000)
+    logits[0, EOS] = 9.0
+    [token] = sample_masked(logits, lambda: [with_grammar("a?", min_tokens=2, max_tokens=4)])
+    assert token.token_id == ord("a") + 1
+    [token] = sample_masked(logits, lambda: [with_grammar("", min_tokens=2, max_tokens=4)])
+    assert token.token_id == EOS

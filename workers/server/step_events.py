@@ -1,0 +1,39 @@
+"""Messages of the tokens of a step: columns become messages as they are; only the notes are read one by one."""
+
+from ...proto import worker_pb2
+from ..common.wire import FINISH_TO_PROTO
+from ..engine.events import StepTokens, TokenNote
+
+
+def step_events(step: int, tokens: StepTokens, entries: list[int], handles: list[int]) -> worker_pb2.StepEvents:
+    """Make the message with the tokens of these entries."""
+    message = worker_pb2.StepEvents(
+        step=step,
+        handles=handles,
+        token_ids=[tokens.token_ids[i] for i in entries],
+        positions=[tokens.positions[i] for i in entries],
+        finish_reasons=[FINISH_TO_PROTO[None]] * len(entries),
+    )
+    if tokens.notes:
+        for row, entry in enumerate(entries):
+            note = tokens.notes.get(entry)
+            if note is not None:
+                _add_note(message, row, note)
+    return message
+
+
+def _add_note(message: worker_pb2.StepEvents, row: int, note: TokenNote) -> None:
+    message.finish_reasons[row] = FINISH_TO_PROTO[note.finish]
+    if note.logprob is not None:
+        message.logprobs.append(
+            worker_pb2.TokenLogprobs(
+                entry=row,
+                logprob=note.logprob,
+                top_token_ids=[i for i, _ in note.top],
+                top_logprobs=[p for _, p in note.top],
+            )
+        )
+    if note.num_cached is not None:
+        message.cached.append(worker_pb2.CachedTokens(entry=row, num_tokens=note.num_cached))
+    if note.timings is not None:
+        message.timings.append(note.timings.to_proto(row))

@@ -5,14 +5,14 @@ from string import ascii_lowercase
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from diptych.workers.common.grammar import Grammar, GrammarKind
+from diptych.workers.common.request import Grammar, GrammarKind
 from diptych.workers.grammar.compiler import CompiledGrammar, GrammarCompiler
 
 _PAIRS = [(a + b).encode() for a, b in product(ascii_lowercase, ascii_lowercase)]
 
 
 class _Bytes:
-    """What TokenizerWrapper asks of a tokenizer."""
+    """Tokenizer, as TokenizerWrapper takes it."""
 
     def __init__(self, vocab_size: int) -> None:
         self.eos_token_id, self.bos_token_id = 0, None

@@ -5,8 +5,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .errors import InvalidRequest, PromptTooLong
-from .grammar import Grammar
+from .errors import InvalidGrammar, InvalidRequest, PromptTooLong
 from .logit_bias import LogitBias
 
 MAX_LOGPROBS = 20
@@ -16,12 +15,41 @@ MAX_CACHE_SALT_BYTES = 256
 TTFT_BOUNDS_S = 0.001, 3600.0  # that a service level may promise
 TPOT_BOUNDS_S = 0.0001, 60.0
 NO_BIAS = LogitBias({})
+MAX_GRAMMAR_BYTES = 256 << 10  # of its text
+GRAMMAR_PARAM = "structured_outputs"
 
 
 class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+class GrammarKind(enum.Enum):
+    JSON_SCHEMA = "json_schema"  # JSON Schema, as JSON
+    REGEX = "regex"  # of the whole answer
+    CHOICE = "choice"  # JSON array of strings: one of them is the answer
+    GRAMMAR = "grammar"  # Lark, or GBNF
+    STRUCTURAL_TAG = "structural_tag"  # JSON object: text, with parts that follow schemas
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Grammar that an answer must follow, as its request gives it; workers/grammar/compiler.py compiles it."""
+
+    kind: GrammarKind
+    text: str
+
+    def validate(self) -> None:
+        """Raise InvalidGrammar for a text that is empty or too long to be compiled."""
+        if not self.text:
+            raise InvalidGrammar(f"the {self.kind.value} is empty: send one, or leave it out", param=GRAMMAR_PARAM)
+        # A character has at least one byte: long texts are not encoded.
+        if len(self.text) > MAX_GRAMMAR_BYTES or len(self.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+            raise InvalidGrammar(f"the {self.kind.value} has more than {MAX_GRAMMAR_BYTES} bytes", param=GRAMMAR_PARAM)
+
+
+ANY_JSON_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,14 @@ from typing import Any
 
 from ...proto import inference_pb2, worker_pb2
 from .errors import InvalidGrammar, InvalidRequest
-from .grammar import PARAM, Grammar, GrammarKind
 from .logit_bias import LogitBias
 from .names import check_lengths
 from .request import (
+    GRAMMAR_PARAM,
     NO_BIAS,
     FinishReason,
+    Grammar,
+    GrammarKind,
     Request,
     RequestLevel,
     SamplingParams,
@@ -98,7 +100,7 @@ def grammar_from_proto(message: inference_pb2.Grammar) -> Grammar:
     """Raises InvalidGrammar for a kind that this version does not know."""
     kind = GRAMMAR_FROM_PROTO.get(message.kind)
     if kind is None:
-        raise InvalidGrammar("the kind of the grammar is unknown: set one of GrammarKind", param=PARAM)
+        raise InvalidGrammar("the kind of the grammar is unknown: set one of GrammarKind", param=GRAMMAR_PARAM)
     return Grammar(kind, message.text)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from ..common.errors import InvalidGrammar
-from ..common.grammar import PARAM, Grammar
+from ..common.request import GRAMMAR_PARAM, Grammar
 from .limits import LIMITS
 from .matcher import Failed, Matcher
 from .text import invalid, to_llguidance
@@ -82,11 +82,12 @@ def _read(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTo
         raise InvalidGrammar(
             f"answers of this model cannot follow a grammar: its workers find no {TOKENIZER_FILE} in {folder}. Add one "
             "to the checkpoint",
-            param=PARAM,
+            param=GRAMMAR_PARAM,
         )
     try:
         return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids))
     except Exception as e:  # the library raises no narrower class
         raise InvalidGrammar(
-            f"answers of this model cannot follow a grammar: its {TOKENIZER_FILE} cannot be used ({e})", param=PARAM
+            f"answers of this model cannot follow a grammar: its {TOKENIZER_FILE} cannot be used ({e})",
+            param=GRAMMAR_PARAM,
         ) from e

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from ..common.errors import InvalidGrammar
-from ..common.grammar import Grammar
+from ..common.request import Grammar
 from ..grammar.compiler import CompiledGrammar, GrammarCompiler
 
 Then = Callable[[CompiledGrammar | InvalidGrammar], object]

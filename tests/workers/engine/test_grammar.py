@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from diptych.workers.common.errors import InvalidGrammar
-from diptych.workers.common.grammar import Grammar, GrammarKind
-from diptych.workers.common.request import FinishReason, Request, SamplingParams
+from diptych.workers.common.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams
 from diptych.workers.core.scheduler_config import SchedulerConfig
 from diptych.workers.engine.engine import Engine
 from diptych.workers.grammar.compiler import CompiledGrammar
@@ -151,7 +150,7 @@ def test_a_preempted_answer_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_tokens": 50}, {"stop_token_ids": (1,)}])
-def test_the_end_of_a_grammar_ends_the_answer_whatever_else_is_asked(sampling: dict[str, object]) -> None:
+def test_the_end_of_a_grammar_ends_the_answer_whatever_else_is_asked(sampling: dict[str, Any]) -> None:
     """A grammar that allows only its end outweighs ignore_eos and min_tokens."""
     engine = make()
     submit(engine, compiled(WORD), WORD, **sampling)

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,8 +10,7 @@ import pytest
 import tokenizers
 
 from diptych.proto import inference_pb2, worker_pb2
-from diptych.workers.common.grammar import Grammar, GrammarKind
-from diptych.workers.common.request import Request, SamplingParams
+from diptych.workers.common.request import Grammar, GrammarKind, Request, SamplingParams
 from diptych.workers.config.worker_config import WorkerConfig
 from diptych.workers.grammar.compiler import CompiledGrammar, GrammarCompiler
 from diptych.workers.server.service import WorkerService
@@ -25,7 +24,7 @@ WORD = Grammar(GrammarKind.REGEX, "[a-f]{3,8}!")
 
 
 @asynccontextmanager
-async def worker(model: Path = TINY) -> AsyncIterator[tuple[WorkerService, Router]]:
+async def worker(model: Path = TINY) -> AsyncGenerator[tuple[WorkerService, Router]]:
     service = WorkerService(WorkerConfig.of(model=model, transports=("grpc",)), FakeRunner(vocab_size=2048))
     where = await service.start()
     try:

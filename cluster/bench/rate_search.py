@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-MOST_STEPS = 12  # doublings or halvings of the first rate
-NUM_CHECKS = 2  # trials of each of the two final rates
+MOST_STEPS = 12
+NUM_CHECKS = 2
 EPSILON = 1e-9
 
 
@@ -28,11 +28,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Search for one share, 0 to 1. `first`: rate to begin with; `width`: (fails - holds) / holds at which it ends."""
+    """Search for one share, 0 to 1. `first`: rate to begin with; `width`: (fails - holds) / holds at which it ends;
+    `num_checks`: trials of each of the two final rates, 1 where trials are exact; `most_steps`: doublings or halvings
+    of the first rate."""
 
     share: float
     first: float
     width: float
+    num_checks: int = NUM_CHECKS
+    most_steps: int = MOST_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def next_rate(trials: Sequence[Trial], search: Search) -> float | None:
         return _wider(at, search)
     if at.fails / at.holds - 1 > search.width:
         return sqrt(at.holds * at.fails)
-    return next((rate for rate in (at.holds, at.fails) if len(_trials_at(trials, rate)) < NUM_CHECKS), None)
+    return next((rate for rate in (at.holds, at.fails) if len(_trials_at(trials, rate)) < search.num_checks), None)
 
 
 def share_at(trials: Sequence[Trial], rate: float) -> float:
@@ -74,7 +78,7 @@ def _wider(at: Bracket, search: Search) -> float | None:
         rate = at.holds * 2
     elif at.fails is not None:
         rate = at.fails / 2
-    reach = 2.0**MOST_STEPS
+    reach = 2.0**search.most_steps
     return rate if search.first / reach <= rate <= search.first * reach else None
 
 

@@ -125,20 +125,24 @@ def synthetic_load(of: Synthetic, seed: int) -> list[SimulatedRequest]:
 def trace_load(name: str, path: Path, limits: TraceLimits, rate: float | None) -> list[SimulatedRequest]:
     """Requests of a trace, their gaps scaled to a mean `rate` where one is given. Raises WorkloadError, ConfigError."""
     found = read_trace(name, path, limits.num)
-    times = [request.at_s * limits.time_scale for request in found]
-    if rate is not None:
-        if len(times) < 2 or times[-1] == times[0]:
-            raise ConfigError("--rate cannot scale a trace without gaps: leave it out")
-        times = stretched(times, rate)
     # A scaled trace keeps its shared prefixes: blocks are scaled like prompts.
     id_tokens = BLOCK_TOKENS.get(name, 0)
     scaled = max(1, round(id_tokens * limits.length_scale)) if id_tokens else 0
     load: list[SimulatedRequest] = []
-    for number, (request, at_s) in enumerate(zip(found, times, strict=True)):
+    for number, request in enumerate(found):
         num_input = limits.input(request.num_input)
         if scaled:
             num_input = max(1, round(request.num_input * scaled / id_tokens))
             num_input = min(num_input, limits.max_input) if limits.max_input else num_input
         num_output = limits.output(request.num_output)
+        at_s = request.at_s * limits.time_scale
         load.append(SimulatedRequest(number, at_s, num_input, num_output, request.block_ids, scaled))
-    return load
+    return load if rate is None else at_rate(load, rate)
+
+
+def at_rate(load: Sequence[SimulatedRequest], rate: float) -> list[SimulatedRequest]:
+    """A load with its gaps scaled to a mean `rate` of requests, or sessions, per second. Raises ConfigError."""
+    times = [request.at_s for request in load]
+    if len(times) < 2 or times[-1] == times[0]:
+        raise ConfigError("--rate cannot scale a trace without gaps: leave it out")
+    return [replace(request, at_s=at_s) for request, at_s in zip(load, stretched(times, rate), strict=True)]

@@ -1,14 +1,16 @@
-"""Draws a measurement as one SVG picture: how each latency is distributed, tokens and open requests over time; and a
+"""Draws a measurement as one picture: how each latency is distributed, tokens and open requests over time; and a
 search for rates: share and rate of good requests at each rate. By matplotlib, the extra `plot`; imported where a
 picture is asked for."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .rate_search import Trial, share_at
 from .report import Result
 from .stats import METRICS, values_s
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 INCHES = (9.0, 8.0)
 SWEEP_INCHES = (9.0, 4.5)
+PICTURES = (".svg", ".png", ".html")
+PNG_DPI = 150
 NUM_BINS = 60
 LINE, MARK, BAD = "#1f6feb", "#999999", "#d1242f"
 
@@ -43,8 +47,17 @@ def draw(result: Result) -> str:
     return _svg(figure)
 
 
-def draw_sweep(lines: Mapping[str, Sequence[tuple[Trial, Result]]], shares: Sequence[float]) -> str:
-    """SVG of two panels with a line for each endpoint. `shares`: those that were searched for."""
+@dataclass(frozen=True, slots=True)
+class RatePoint:
+    """Figures at a rate: share of the requests that met the level, and good requests per second."""
+
+    rate: float
+    share: float
+    goodput: float
+
+
+def draw_sweep(lines: Mapping[str, Sequence[RatePoint]], shares: Sequence[float]) -> "Figure":
+    """Figure of two panels with a line for each name, its points in order of rate. `shares`: those searched for."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SWEEP_INCHES, layout="constrained")
@@ -53,20 +66,25 @@ def draw_sweep(lines: Mapping[str, Sequence[tuple[Trial, Result]]], shares: Sequ
     by_goodput.set(title="goodput, requests/s", xlabel="requests/s sent", xscale="log")
     for share in shares:
         by_share.axhline(share, color=MARK, linestyle="--")
-    for name, measured in lines.items():
-        trials = [trial for trial, _ in measured]
-        rates = sorted({trial.rate for trial in trials})
-        by_share.plot(rates, [share_at(trials, rate) for rate in rates], marker="o", label=name)
-        goodputs = [_goodput([result for trial, result in measured if trial.rate == rate]) for rate in rates]
-        by_goodput.plot(rates, goodputs, marker="o", label=name)
+    for name, points in lines.items():
+        rates = [point.rate for point in points]
+        by_share.plot(rates, [point.share for point in points], marker="o", label=name)
+        by_goodput.plot(rates, [point.goodput for point in points], marker="o", label=name)
     by_share.legend(loc="lower left")
-    return _svg(figure)
+    return figure
 
 
-def _goodput(results: Sequence[Result]) -> float:
-    """Good requests per second of all trials of one rate together."""
-    duration_s = sum(result.summary.duration_s for result in results)
-    return sum(result.summary.good or 0 for result in results) / duration_s
+def write_figure(figure: "Figure", file: Path) -> None:
+    """Write a picture in the format of its name: one of PICTURES."""
+    if file.suffix.lower() == ".png":
+        figure.savefig(file, format="png", dpi=PNG_DPI)
+        return
+    text = _svg(figure)
+    if file.suffix.lower() == ".html":
+        picture = text[text.index("<svg") :]
+        text = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(file.stem)}</title></head>'
+        text += f"<body>\n{picture}</body></html>\n"
+    file.write_text(text, encoding="utf-8")
 
 
 def _svg(figure: "Figure") -> str:

@@ -116,14 +116,15 @@ def parse_level_words(named: Sequence[str], trailing: Sequence[str]) -> list[str
     return [*words, *trailing]
 
 
-def check_output_files(json_file: Path | None, plot: Path | None) -> None:
-    """Raise ConfigError for a file that cannot be written."""
-    for file in (json_file, plot):
+def check_output_files(other: Path | None, plot: Path | None, pictures: Sequence[str] = (".svg",)) -> None:
+    """Raise ConfigError for a file that cannot be written. `pictures`: endings of the formats that `plot` may have."""
+    for file in (other, plot):
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigError(
                 f"{file.absolute().parent} is not a folder: create it, or choose another folder for {file.name}"
             )
-    if plot is not None and plot.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot writes SVG files only: use --plot {plot.with_suffix('.svg')}")
+    if plot is not None and plot.suffix.lower() not in pictures:
+        kinds = ", ".join(ending[1:].upper() for ending in pictures)
+        raise ConfigError(f"--plot writes {kinds} files only: use --plot {plot.with_suffix(pictures[0])}")
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'diptych[plot]'")

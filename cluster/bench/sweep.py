@@ -20,7 +20,7 @@ from rich.table import Table
 from ...workers.common.event_loop import new_event_loop
 from .bench import allow_many_sockets, make_sessions, warm_up
 from .measure import Connection, Screen, connected, measure
-from .plot import draw_sweep
+from .plot import RatePoint, draw_sweep, write_figure
 from .rate_search import Bracket, Search, Trial, bracket_of, next_rate, share_at
 from .report import Result, to_json
 from .run import Pace
@@ -59,6 +59,18 @@ class EndpointSearch:
 
     def bracket(self, share: float) -> Bracket:
         return bracket_of(self.trials, share)
+
+    def points(self) -> list[RatePoint]:
+        """Figures of all trials of each rate together."""
+        return [
+            RatePoint(rate, share_at(self.trials, rate), self._goodput(rate))
+            for rate in sorted({trial.rate for trial in self.trials})
+        ]
+
+    def _goodput(self, rate: float) -> float:
+        both = zip(self.trials, self.results, strict=True)
+        summaries = [result.summary for trial, result in both if trial.rate == rate]
+        return sum(each.good or 0 for each in summaries) / sum(each.duration_s for each in summaries)
 
     def sessions(self, number: int) -> list[Session]:
         """Sessions of a trial, 0 for the warm-up."""
@@ -105,8 +117,7 @@ def run_sweep(settings: SweepSettings, screen: Screen) -> bool:
         row |= {"endpoints": [_search_json(settings, search) for search in searches]}
         load.json_file.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
     if load.plot_file is not None:
-        lines = {search.name: list(zip(search.trials, search.results, strict=True)) for search in searches}
-        load.plot_file.write_text(draw_sweep(lines, settings.shares), encoding="utf-8")
+        write_figure(draw_sweep({search.name: search.points() for search in searches}, settings.shares), load.plot_file)
     return is_interrupted
 
 

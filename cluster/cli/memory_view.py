@@ -1,0 +1,92 @@
+"""Shows a memory plan: what a model takes on each rank, and what fits."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...workers.common.errors import InsufficientMemory
+from ...workers.models.families.spec import ModelSpec
+from ..common.plurals import count
+from ..preflight.memory_plan import Memory, MemoryPlan, Parallelism, kv_formula, plan_memory
+
+LENGTHS = (1024, 8192)  # tokens of the counted sequences, in addition to the longest
+
+
+def show_memory(folder: Path, spec: ModelSpec, how: Parallelism, has: Memory, max_context_tokens: int | None) -> None:
+    """Print it. Raises ConfigError, and InsufficientMemory where the weights, or one full context, do not fit."""
+    found = plan_memory(spec, how, has, max_context_tokens)
+    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    console.print(f"{folder.name}: {spec.architecture}, {count(spec.num_layers, 'layer')}, {_how(how)}", soft_wrap=True)
+    console.print(_weights(found))
+    product, source = kv_formula(spec, how)
+    console.print(f"KV of a token, on a rank: {found.token_bytes:,} bytes = {product}", soft_wrap=True)
+    console.print(Text(f"  from {source}", style="dim"), soft_wrap=True)
+    _show_fit(console, spec, how, has, found)
+
+
+def _how(how: Parallelism) -> str:
+    ranks = f"{how.tensor_parallel} ranks" if how.tensor_parallel > 1 else "one rank"
+    if how.on_gpus:
+        ranks += ", each on a GPU" if how.tensor_parallel > 1 else ", on a GPU"
+    if how.data_parallel > 1:
+        ranks = f"{how.data_parallel} workers of one rank, which share experts"
+    return (
+        f"{how.dtype}{f', weights {how.quantize}' if how.quantize else ''}, {ranks}, blocks of "
+        f"{count(how.block_size, 'token')}"
+    )
+
+
+def _weights(plan: MemoryPlan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    ranks = {"rank 0": plan.first} | ({"each other": plan.other} if plan.other is not None else {})
+    table.add_column("bytes of weights")
+    for name in ranks:
+        table.add_column(name, justify="right")
+    for part in plan.first.weights:
+        table.add_row(f"  {part}", *(f"{rank.weights.get(part, 0):,}" for rank in ranks.values()))
+    table.add_row("  together", *(f"{rank.weight_bytes:,}" for rank in ranks.values()), style="bold")
+    return table
+
+
+def _show_fit(console: Console, spec: ModelSpec, how: Parallelism, has: Memory, plan: MemoryPlan) -> None:
+    """Raises InsufficientMemory where the weights, or one full context, do not fit."""
+    ranks = [rank for rank in (plan.first, plan.other) if rank is not None]
+    tightest = min(ranks, key=lambda rank: rank.free_bytes)
+    if tightest.free_bytes < 0:
+        packed = "" if how.on_gpus else "--quantize, "  # there weights stay at full size
+        raise InsufficientMemory(
+            f"the weights of a rank take {tightest.weight_bytes:,} bytes, but it has {has.rank_bytes:,}: use more "
+            f"ranks (--tensor-parallel), {packed}or more memory"
+        )
+    longest = plan.max_context_tokens
+    console.print(
+        f"memory of a rank: {has.rank_bytes:,} bytes; {tightest.free_bytes:,} free beside the weights, "
+        f"{tightest.kv_bytes:,} of them for KV",
+        soft_wrap=True,
+    )
+    if max(rank.kv_bytes - rank.free_bytes for rank in ranks) > 0:
+        raise InsufficientMemory(
+            f"--kv-memory needs {tightest.kv_bytes:,} bytes on a rank, but {tightest.free_bytes:,} are free: lower it"
+        )
+    if plan.num_tokens < longest:
+        raise InsufficientMemory(
+            f"{plan.num_tokens:,} tokens fit, less than one context of {longest:,}: raise --kv-memory or "
+            f"--kv-memory-fraction, or lower --max-context-tokens"
+        )
+    on_each = ", on each worker" if how.data_parallel > 1 else ""
+    console.print(f"fits: {count(plan.num_tokens, 'token')} of KV{on_each}", style="bold", soft_wrap=True)
+    for length in sorted({min(n, longest) for n in LENGTHS} | {longest}):
+        num = min(rank.num_sequences(length, how.block_size) for rank in ranks)
+        console.print(f"  {count(num, 'sequence')} of {count(length, 'token')}", soft_wrap=True)
+    if how.quantize:
+        note = "where the compiled kernels are not built torch computes, and holds weights at full size"
+        if plan.full_size_because is not None:
+            note = f"weights are held at full size, as {plan.full_size_because}"
+        console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
+    if how.on_gpus:
+        note = "CUDA, its libraries and graphs take some of a GPU too, before what is free is shared out"
+        console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
+    if spec.tie_word_embeddings:
+        console.print(Text("  the head is tied to the embeddings", style="dim"))

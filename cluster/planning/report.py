@@ -1,0 +1,126 @@
+"""Shows what a search of layouts found: a table, sentences, cluster.yaml, points of a picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from ...workers.common.errors import ConfigError
+from ..bench.plot import RatePoint
+from ..common.plurals import count
+from .layouts import Family, Level
+from .search import ROUNDS, Finding, Measured, Question
+
+SECONDS_AN_HOUR = 3600.0
+EQUAL = ROUNDS[-1][1]  # goodputs that differ less are not told apart
+NUM_LINES = 3  # of the picture
+# Rates of the picture, of the best goodput.
+PICTURED = (0.4, 0.6, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Goal of the plan. `rate`: None for the highest; `price`: of a GPU for an hour; `num_output`: mean of answers."""
+
+    level: Level
+    rate: float | None
+    price: float | None
+    num_output: float
+
+    def shown(self, finding: Finding) -> Measured:
+        """Measurement at the asked rate, or at the goodput."""
+        return finding.best if self.rate is None else finding.at(self.rate)
+
+    def cost(self, finding: Finding) -> float | None:
+        """Price of a million output tokens while requests come at the shown rate, good or not."""
+        if self.price is None:
+            return None
+        tokens_s = self.shown(finding).rate * self.num_output
+        return self.price * finding.layout.num_gpus / SECONDS_AN_HOUR / tokens_s * 1e6
+
+
+def table_of(found: Sequence[Finding], asked: Asked) -> Table:
+    """`found`: best first."""
+    title = f"goodput: requests/s with {asked.level}; latencies in ms at "
+    title += "the goodput" if asked.rate is None else f"{asked.rate:g} requests/s"
+    table = Table(box=None, pad_edge=False, header_style="dim", title=title, title_justify="left")
+    names = ["pools", "TP", "routes", "goodput", "a GPU", "margin", "TTFT p50", "p99", "TPOT p50", "p99", "handed off"]
+    for name in names + (["$ / M tokens"] if asked.price is not None else []):
+        table.add_column(name, justify="left" if name in ("pools", "TP", "routes") else "right", no_wrap=True)
+    for number, finding in enumerate(found):
+        layout, shown = finding.layout, asked.shown(finding)
+        following = found[number + 1].rate if number + 1 < len(found) else 0.0
+        cells = [
+            layout.pools_text,
+            layout.ranks_text,
+            layout.routes.value,
+            rate_text(finding),
+            f"{finding.rate / layout.num_gpus:.3g}",
+            f"{finding.rate / following - 1:+.0%}" if following else "",
+            *(f"{value:.0f}" for value in shown.ttft_ms),
+            *(f"{value:.1f}" for value in shown.tpot_ms),
+            f"{shown.handed_off:.0%}",
+        ]
+        cost = asked.cost(finding)
+        table.add_row(*cells, *([] if cost is None else [f"{cost:.3f}"]), style="bold" if number == 0 else None)
+    return table
+
+
+def rate_text(finding: Finding) -> str:
+    """Goodput, with a mark where no higher rate failed."""
+    return f"{finding.rate:.3g}" if finding.bracket.fails is not None else f">= {finding.rate:.3g}"
+
+
+def sentences(found: Sequence[Finding]) -> list[str]:
+    """Sentences that name the best layout, and say which of colocated and disaggregated layouts win, and by how much.
+    `found`: best first."""
+    best = found[0]
+    per_gpu = best.rate / best.layout.num_gpus
+    text = (
+        f"best: {best.layout}: {rate_text(best)} requests/s on {count(best.layout.num_gpus, 'GPU')}, {per_gpu:.3g} each"
+    )
+    if len(found) > 1:
+        text += f", {best.rate / found[1].rate - 1:.0%} more than the next" if found[1].rate else ", alone"
+    return [text, _comparison(found)]
+
+
+def _comparison(found: Sequence[Finding]) -> str:
+    first_of = {each.layout.family: each for each in reversed(found) if each.rate}
+    colocated, split = first_of.get(Family.COLOCATED), first_of.get(Family.DISAGGREGATED)
+    if colocated is None or split is None:
+        missing = Family.COLOCATED if colocated is None else Family.DISAGGREGATED
+        return f"no {missing.value} layout of that many GPUs meets the level"
+    both = f"the best colocated layout ({colocated.layout}) serves {rate_text(colocated)} requests/s, the best "
+    both += f"disaggregated one ({split.layout}, which hands off {split.best.handed_off:.0%}) {rate_text(split)}"
+    low, high = sorted((colocated.rate, split.rate))
+    if high / low - 1 < EQUAL:
+        return f"disaggregation makes no difference of {EQUAL:.0%}: {both}"
+    if colocated.rate > split.rate:
+        return f"disaggregation loses: {both}, {1 - low / high:.0%} less"
+    return f"disaggregation wins: {both}, {high / low - 1:.0%} more"
+
+
+def write_settings(file: Path, settings: Mapping[str, Any], comments: Sequence[str]) -> None:
+    """Write cluster.yaml. Raises ConfigError."""
+    head = "".join(f"# {line}\n" for line in comments)
+    try:
+        file.write_text(head + yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot write {file}: {e.strerror}. Give another --output") from e
+
+
+def picture_questions(found: Sequence[Finding], num: int) -> list[Question]:
+    """Measurements of the best layouts at rates around the best goodput."""
+    rates = tuple(found[0].rate * part for part in PICTURED)
+    return [Question(each.layout, num, rates) for each in found[:NUM_LINES]]
+
+
+def picture_lines(measured: Sequence[Finding]) -> dict[str, list[RatePoint]]:
+    """Lines of the picture by layout."""
+    return {
+        str(each.layout): [RatePoint(at.rate, at.share, at.share * at.rate) for at in each.measured]
+        for each in measured
+    }

@@ -1,0 +1,215 @@
+"""Searches layouts for the highest request rate at which a service level holds. Pure: `run` measures.
+
+    all layouts ─ one request at a time ─> those that meet the level at all
+                ─ first quarter of the load ─> best third
+                ─ half of it ─> best ones
+                ─ all of it ─> goodput of each, best first
+
+This is successive halving (Jamieson & Talwalkar, AISTATS 2016). Of each family and way of routing the best layout stays
+in until the end, so that they can be compared.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...workers.common.errors import ConfigError
+from ..bench.rate_search import Bracket, Search, Trial, bracket_of, next_rate
+from ..common.plurals import count
+from .layouts import Layout, Level
+
+NUM_IDLE = 32  # requests of the first round
+SHORTEST_ROUND = 100  # requests
+MOST_STEPS = 10
+NUM_FINALISTS = 6
+# Part of the load, relative width of the search, and share of the layouts that go on.
+ROUNDS = ((0.25, 0.2, 1 / 3), (0.5, 0.1, 1 / 3), (1.0, 0.03, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Simulation of a layout at a rate. Latencies: p50 and p99, in ms; `handed_off`: share of the requests."""
+
+    rate: float
+    good: int
+    sent: int
+    ttft_ms: tuple[float, float] = (0.0, 0.0)
+    tpot_ms: tuple[float, float] = (0.0, 0.0)
+    handed_off: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.good / self.sent
+
+
+Measure = Callable[[Layout, float, int], Measured]  # rate, number of requests
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Layout to measure with the first `num` requests: at `rates`, and then where `search` leads, if it is given."""
+
+    layout: Layout
+    num: int
+    rates: tuple[float, ...] = ()
+    search: Search | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Measurements of a layout, and the rate between which it holds the level and fails."""
+
+    layout: Layout
+    measured: tuple[Measured, ...]
+    bracket: Bracket
+
+    @property
+    def rate(self) -> float:
+        """Goodput: highest rate that holds the level; 0 where none does."""
+        return self.bracket.holds or 0.0
+
+    @property
+    def best(self) -> Measured:
+        """Measurement at the goodput, or the one that came nearest to the level."""
+        if self.bracket.holds is None:
+            return max(self.measured, key=lambda each: each.share)
+        return self.at(self.bracket.holds)
+
+    def at(self, rate: float) -> Measured:
+        return next(each for each in self.measured if each.rate == rate)
+
+    @property
+    def merit(self) -> tuple[float, float, float]:
+        """Order of findings: by goodput, then by how nearly the next rate holds, then by TTFT."""
+        next_share = self.at(self.bracket.fails).share if self.bracket.fails is not None else 1.0
+        return self.rate, next_share if self.rate else self.best.share, -self.best.ttft_ms[1]
+
+
+Run = Callable[[Sequence[Question]], Iterable[Finding]]
+Report = Callable[[str], None]
+
+
+def answer(question: Question, measure: Measure, share: float) -> Finding:
+    """Measure a layout as the question asks. `share`: of the requests that must meet the level."""
+    measured = [measure(question.layout, rate, question.num) for rate in question.rates]
+    trials = [Trial(each.rate, each.good, each.sent) for each in measured]
+    while question.search is not None and (rate := next_rate(trials, question.search)) is not None:
+        measured.append(measure(question.layout, rate, question.num))
+        trials.append(Trial(rate, measured[-1].good, measured[-1].sent))
+    return Finding(question.layout, tuple(measured), bracket_of(trials, share))
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """Load and goal of a search. `idle_rate`: at which requests hardly meet; `first_rate`: to begin with."""
+
+    num_requests: int
+    level: Level
+    idle_rate: float
+    first_rate: float
+
+
+def find_best(layouts: Sequence[Layout], of: Searched, run: Run, report: Report) -> list[Finding]:
+    """Return the finalists, best first. Raises ConfigError where no layout meets the level."""
+    able = _able(layouts, of, run, report)
+    firsts = dict.fromkeys(able, of.first_rate)
+    found: list[Finding] = []
+    for number, width, keep in _rounds(of.num_requests):
+        share = of.level.share
+        questions = [
+            Question(layout, number, search=Search(share, first, width, num_checks=1, most_steps=MOST_STEPS))
+            for layout, first in firsts.items()
+        ]
+        found = _ranked(_reported(questions, run, report))
+        kept = _kept(found, keep)
+        firsts = {each.layout: each.rate or each.measured[-1].rate for each in kept}
+    if not found[0].rate:
+        raise _unmet(found, of)
+    return found
+
+
+def find_smallest(
+    by_size: Mapping[int, Sequence[Layout]], rate: float, of: Searched, run: Run, report: Report
+) -> list[Finding]:
+    """Return the layouts of the fewest GPUs that meet the level at `rate`, best first. `by_size`: layouts of each
+    number of GPUs. More GPUs are taken to serve no less, so the number is bisected. Raises ConfigError."""
+    sizes = sorted(by_size)
+    low, high = 0, len(sizes) - 1
+    met: dict[int, list[Finding]] = {}
+    while low <= high:
+        # The largest first: where it fails, nothing else is of use.
+        middle = high if not met else (low + high) // 2
+        report(f"{count(sizes[middle], 'GPU')} at {rate:g} requests/s")
+        found = _holding(by_size[sizes[middle]], rate, of, run, report)
+        if found[0].rate:
+            met[middle] = [each for each in found if each.rate]
+            high = middle - 1
+        elif not met:
+            raise _unmet(found, of)
+        else:
+            low = middle + 1
+    layouts = [each.layout for each in met[min(met)]]
+    search = Search(of.level.share, rate, ROUNDS[-1][1], num_checks=1, most_steps=MOST_STEPS)
+    questions = [Question(layout, of.num_requests, (rate,), search) for layout in layouts]
+    return _ranked(_reported(questions, run, report))
+
+
+def _holding(layouts: Sequence[Layout], rate: float, of: Searched, run: Run, report: Report) -> list[Finding]:
+    """Return the best layouts at one rate, best first."""
+    found: list[Finding] = []
+    for number, _, keep in _rounds(of.num_requests):
+        found = _ranked(_reported([Question(layout, number, (rate,)) for layout in layouts], run, report))
+        layouts = [each.layout for each in _kept(found, keep)]
+    return found
+
+
+def _rounds(num_requests: int) -> list[tuple[int, float, float]]:
+    """Number of requests, width and share that goes on, of each round."""
+    rounds = [(int(num_requests * part), width, keep) for part, width, keep in ROUNDS[:-1]]
+    _, width, keep = ROUNDS[-1]
+    return [each for each in rounds if each[0] >= SHORTEST_ROUND] + [(num_requests, width, keep)]
+
+
+def _able(layouts: Sequence[Layout], of: Searched, run: Run, report: Report) -> list[Layout]:
+    """Layouts that meet the level where requests hardly meet each other. Raises ConfigError where there is none."""
+    num = min(NUM_IDLE, of.num_requests)
+    found = list(run([Question(layout, num, (of.idle_rate,)) for layout in layouts]))
+    able = [each.layout for each in found if each.rate]
+    if not able:
+        raise _unmet(_ranked(found), of)
+    if len(able) < len(layouts):
+        report(f"{len(layouts) - len(able)} of {count(len(layouts), 'layout')} miss the level even without load")
+    return able
+
+
+def _reported(questions: Sequence[Question], run: Run, report: Report) -> list[Finding]:
+    total, num = len(questions), questions[0].num
+    report(f"{count(total, 'layout')}, {count(num, 'request')}")
+    found: list[Finding] = []
+    for number, each in enumerate(run(questions), 1):
+        found.append(each)
+        best = each.best
+        goodput = f"{each.rate:.3g} requests/s" if each.rate else f"{best.share:.0%} at {best.rate:.3g} requests/s"
+        report(f"  {number}/{total} {each.layout}: {goodput}")
+    return found
+
+
+def _ranked(found: Iterable[Finding]) -> list[Finding]:
+    return sorted(found, key=lambda each: each.merit, reverse=True)
+
+
+def _kept(ranked: Sequence[Finding], share: float) -> list[Finding]:
+    """The best of all, and the best of each family and way of routing."""
+    num = max(round(len(ranked) * share), min(NUM_FINALISTS, len(ranked)))
+    first_of = {(each.layout.family, each.layout.routes): each for each in reversed(ranked)}
+    chosen = {id(each) for each in [*ranked[:num], *first_of.values()]}
+    return [each for each in ranked if id(each) in chosen]
+
+
+def _unmet(ranked: Sequence[Finding], of: Searched) -> ConfigError:
+    nearest = max(ranked, key=lambda each: each.best.share)
+    best = nearest.best
+    return ConfigError(
+        f"no layout meets {of.level} of the requests, at {best.rate:.3g} requests/s neither. The best there is "
+        f"{nearest.layout}: {best.share:.0%} meet it, p50 of TTFT {best.ttft_ms[0]:.0f} ms and TPOT "
+        f"{best.tpot_ms[0]:.1f} ms. Raise --ttft or --tpot, lower --share or --rate, or give more or faster --gpus"
+    )
